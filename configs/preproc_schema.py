@@ -321,8 +321,8 @@ class PreprocConfig:
     def _check_criteo(self) -> None:
         require(
             self.table is None,
-            f"table={shown(self.table)} describes dataset=any, and Criteo's logs have their own columns (nothing else to "
-            "keep); drop it",
+            f"table={shown(self.table)} describes files of your own, and Criteo's logs have their own columns (nothing else "
+            "to keep); add dataset=any for your files, or drop it",
         )
         require(
             self.source is not None,

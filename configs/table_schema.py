@@ -253,6 +253,11 @@ class TableConfig:
     @classmethod
     def of(cls, content: Any) -> "TableConfig":
         """Return the checked form of a `table` section; ValueError names the key that is wrong."""
+        require(
+            content is not None,
+            "table is missing: describe the columns of the files by table={sources: ..., label: ..., ...}, or by a yaml with "
+            "dataset=NAME; mode=extend and mode=transform want the description of the fit, with the new files",
+        )
         content = _mapping(content, "table", cls)
         sources = content.get("sources")
         require(

@@ -85,6 +85,7 @@ def _was_complete(config: PreprocConfig, output: Path) -> bool:
 def execute(config: PreprocConfig) -> None:
     """Run `config.mode` on local copies of what lies on object stores, and upload an output that belongs there."""
     config = replace(config, path=_local(config.path), fitted=_local(config.fitted))
+    _refuse_input_as_output(config)
     if config.output is None:
         _execute(config)
         return
@@ -92,6 +93,17 @@ def execute(config: PreprocConfig) -> None:
         # What an upload that failed has left in the cache may be of other options.
         overwrite = config.overwrite or is_remote(config.output)
         _execute(replace(config, output=str(output), overwrite=overwrite))
+
+
+def _refuse_input_as_output(config: PreprocConfig) -> None:
+    """Raise ValueError if the output would replace a dataset that the run reads."""
+    for key, read in (("path", config.path), ("fitted", config.fitted)):
+        if read is None or config.output is None or is_remote(config.output):
+            continue
+        require(
+            not Path(read).resolve().is_relative_to(Path(config.output).resolve()),
+            f"output={config.output} would replace {key}={read}, which the run reads; name another output",
+        )
 
 
 def _local(path: str | None) -> str | None:

@@ -33,6 +33,9 @@ class KeyMaps:
         spec: of the dataset.
         policy: admission and eviction.
         ranks_of_node: ranks that share the cores of this machine.
+
+    Attributes:
+        counts: keys that got a row, and that lost theirs, since `take_counts`.
     """
 
     def __init__(self, spec: FeatureSpec, policy: DynamicConfig, ranks_of_node: int = 1) -> None:
@@ -46,6 +49,9 @@ class KeyMaps:
         self._batch = 0
         # The maps lack a batch, so they map no later one.
         self._failed: Exception | None = None
+        # Of the step, to which pending batches do not belong.
+        self._num_used = 0
+        self.counts = {"keys_new": 0, "keys_evicted": 0}
         self._pending: deque[BatchChange] = deque()
         # The maps have a part of a batch, which cannot be taken back.
         self._broken: BaseException | None = None
@@ -148,9 +154,28 @@ class KeyMaps:
             if change.rows is not None and len(change.rows.slots):
                 order = np.argsort(change.rows.slots)
                 rows = NewRows(change.rows.slots[order], change.rows.keys[order])
+                evicted = int(np.count_nonzero(change.rows.old_keys))
+                self.counts["keys_new"] += len(order)
+                self.counts["keys_evicted"] += evicted
+                self._num_used += len(order) - evicted
                 found[self._maps[table].name] = rows
         self._mapper.release(oldest)
         return found
+
+    def take_counts(self, steps: int) -> dict[str, float]:
+        """Return what the map did per step since the last call, for a record.
+
+        Args:
+            steps: since the last call.
+
+        Returns:
+            `keys_new` and `keys_evicted`, keys that got a row and that lost theirs; `key_rows_used`, the share of rows that have
+            a key.
+        """
+        rows = sum(own.capacity - 1 for own in self._maps)
+        taken = {name: count / steps for name, count in self.counts.items()}
+        self.counts.update(dict.fromkeys(self.counts, 0))
+        return taken | {"key_rows_used": self._num_used / rows}
 
     def rewind(self) -> None:
         """Take pending batches back: they are mapped again."""
@@ -189,3 +214,4 @@ class KeyMaps:
                     own.load_keys(mine[KEYS])
                 else:
                     self._batch = own.load(mine)
+            self._num_used = sum(own.rows.used - 1 for own in self._maps)

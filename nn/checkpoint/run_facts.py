@@ -84,12 +84,13 @@ _TRAINER: dict[str, tuple[Check, str]] = {
     "evals_since_best": (is_count, "a number of evaluations"),
     "ends_stage": (lambda value: isinstance(value, bool), "true or false"),
     "other_days": (_mapping_to(_or_none(_is_number)), "metrics of other days"),
+    "key_counts": (_mapping_to(is_count), "numbers of keys"),
 }
 _REQUIRED = ("num_steps", "feature_spec", "index_crc32", "files")
 # Older checkpoints lack these.
 _LATER_OF_TRAINER = (
     *("last_record", "restored_test_auc", "first_step", "best_metric", "evals_since_best"),
-    *("ends_stage", "other_days"),
+    *("ends_stage", "other_days", "key_counts"),
 )
 _REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name not in _LATER_OF_TRAINER)
 _REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")

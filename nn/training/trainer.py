@@ -45,6 +45,7 @@ from nn.training.limits import PREVIOUS, EvalSteps, Stage, early_stop
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult, TrainStep
 
+KEY_COUNTS = "key_counts"
 OTHER_DAYS = "other_days"
 """Key of a checkpoint's metrics of other days than the stage's."""
 
@@ -203,6 +204,8 @@ class Trainer:
         self._test = state["test"]
         self._other_days = dict(state.get(OTHER_DAYS, {}))
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
+        if self._step.key_maps is not None:
+            self._step.key_maps.counts.update(state.get(KEY_COUNTS, {}))
         # Checkpoints of earlier versions have the best AUC only. The best by another metric is not known.
         if state.get("best_metric", AUC.name) == self.best_metric.key:
             self._best_step = state["best_step"]
@@ -231,9 +234,11 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         """Return the state of the training loop for run.json."""
+        key_maps = self._step.key_maps
         return {
             "loss_sum": self._loss_sum,
             "loss_steps": self._loss_steps,
+            **({} if key_maps is None else {KEY_COUNTS: dict(key_maps.counts)}),
             "test": plain_numbers(self._test),
             **self._first_auc,
             "best_metric": self.best_metric.key,
@@ -494,6 +499,7 @@ class Trainer:
         self._write_late_record()
         measured = self._train_metrics.start()
         self._train_metrics.reset()
+        key_maps = self._step.key_maps
         record = {
             "step": self.num_steps,
             "epoch": self._epoch(),
@@ -506,6 +512,7 @@ class Trainer:
             "data_wait_ms": prefetcher.data_wait_ms / self._loss_steps,
             "hbm_bytes": self._peak_hbm_bytes(),
             **self._step.tables.host_traffic(self._loss_steps),
+            **({} if key_maps is None else key_maps.take_counts(self._loss_steps)),
         }
         self._loss_sum, self._loss_steps, prefetcher.data_wait_ms = 0.0, 0, 0.0
         self._late_record = record, measured

@@ -238,6 +238,11 @@ def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
         raise ValueError(
             f"{several[0]} has several ids per row, which the CSV format cannot hold; use to=parquet"
         )
+    keyed = [feature.name for feature in spec.categorical if feature.is_dynamic]
+    if keyed:
+        raise ValueError(
+            f"{keyed[0]} has raw keys (vocabulary: dynamic), which the CSV format cannot name; use to=parquet"
+        )
     if len(spec.row_columns) > 1 or not spec.labels[0].is_binary:
         names = ", ".join(column.name for column in spec.row_columns)
         raise ValueError(

@@ -478,6 +478,11 @@ class _Run:
         staging = Staging(
             self.engine, self.table, sources, may_lack_labels=self.config.mode is Mode.transform
         )
+        for name in staging.of_floats:
+            self.progress.say(
+                f"note: the values of {shown(name)} are floating-point numbers, so 5 is the text 5.0, another value than the 5 "
+                "of an integer column; if other files have integers, set expression: CAST(... AS BIGINT)"
+            )
         self.work.state["absent"] = sorted({*self.table.row_numbers} - {*staging.table.row_numbers})
         try:
             self.engine.stage(staging.rows, path)
@@ -784,9 +789,19 @@ class _Run:
         )
         seen = self._rows_with_value(number, counted) if feature.is_list else int(seen or 0)
         kept = distinct if owner.buckets is None else owner.buckets
+        if owner.capacity is not None:
+            kept = owner.capacity - 1
+            self._note_full_table(owner.name, distinct, kept)
         summary = ColumnSummary(1 - seen / len(counted), distinct, kept, rows=len(counted))
         rows = owner.capacity or kept + 1
         return _EncodedFeature(summary, rows, None, is_dynamic=owner.is_dynamic)
+
+    def _note_full_table(self, name: str, distinct: int, rows: int) -> None:
+        if distinct > rows:
+            self.progress.warn(
+                f"{shown(name)} has {distinct:,} values and rows for {rows:,} keys: training admits some "
+                "(data.dynamic.admit_after) and evicts others (data.dynamic.evict); raise its capacity to keep all"
+            )
 
     def _slice_histories(self) -> None:
         """Write relations `past_items_<number>`, the values that are in histories, and `slices_<number>`, those of every row."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from configs.messages import printable, shown
-from configs.table_schema import Label, TableConfig
+from configs.table_schema import Categorical, Label, TableConfig
 from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError, StagedRows
 from preproc.table.expressions import (
     LARGEST_DOUBLE,
@@ -91,6 +91,7 @@ class Staging:
         order_by: columns of the query that order it.
         sources: by name, resolved.
         table: the description, without the labels, the weight and the keep rate that the sources lack.
+        of_floats: categorical features whose values are floating-point numbers.
     """
 
     def __init__(
@@ -241,6 +242,11 @@ class Staging:
         # Columns of the base have no NaN; what expressions compute may.
         clean = {item.column for item in self._expressions if item.is_column}
         values = _with_missing(engine, values, clean=clean)
+        self.of_floats = [
+            feature.name
+            for i, feature in enumerate(table.categorical)
+            if kinds[f"c{i}"] in FLOAT_TYPES
+        ]
         numbers = ", ".join(
             f"{number_of(f'n{i}')} AS number{i}_" for i in range(len(table.numerical))
         )
@@ -272,12 +278,7 @@ class Staging:
                 "|| ', wanted a number'"
             )
         for i, feature in enumerate(table.categorical):
-            kind = kinds[f"c{i}"]
-            if feature.list and not kind.startswith("array ") and not kind.endswith("]"):
-                raise ValueError(
-                    f"table.categorical: {shown(feature.name)}: list is set, but a value is {kind.partition(' ')[0]}, no "
-                    "list; drop it, or set separator for several values within a text"
-                )
+            _check_kind(feature, kinds[f"c{i}"])
             columns.append(f"{categorical_value(feature, f'c{i}')} AS c{i}")
         columns += self._history_columns(kinds)
         if table.split.by == "column":
@@ -465,3 +466,20 @@ def _hint(names: list[str]) -> str:
             if delimiter in names[0]:
                 return f"; the header {shown(names[0])} is one column, so set the source's {remedy}"
     return f"; correct it; the columns are {listed(names)}"
+
+
+def _check_kind(feature: Categorical, kind: str) -> None:
+    """Raise ValueError if a categorical feature wants lists and has none, or the other way round."""
+    is_list = kind.startswith("array ") or kind.endswith("]")
+    where = f"table.categorical: {shown(feature.name)}"
+    if feature.list and not is_list:
+        raise ValueError(
+            f"{where}: list is set, but a value is {kind.partition(' ')[0]}, no list; drop it, or set separator for several "
+            "values within a text"
+        )
+    if not feature.list and (is_list or kind.startswith(("struct", "map"))):
+        what = "a list" if is_list else f"a {kind.partition('(')[0]}"
+        raise ValueError(
+            f"{where}: a value is {what}, want one value; set list: true for several ids of a row, or an expression that takes "
+            "one value of it"
+        )

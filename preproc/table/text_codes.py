@@ -1,7 +1,7 @@
 """Codes in place of the texts of staged rows, so that nothing after the first pass reads a text per row.
 
-A batch of rows numbers its distinct texts. A code stands for one value, and a value has one code per batch that
-holds it, so memory does not grow with the values, and there are no more codes than rows. Relation `texts_<column>` (code, value) lists them.
+A batch of rows numbers its distinct texts. A code stands for one value, and a value has one code per batch that holds it. So
+memory does not grow with the values, and there are no more codes than rows. Relation `texts_<column>` (code, value) lists them.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -190,7 +190,9 @@ class RawValues:
             missing = self._missing
             return [None if not text or text in missing else text for text in values]
         if values.dtype.kind not in "iu":
-            _refuse(f"column {shown(name)} has numbers that are not whole; send it as BYTES")
+            _refuse(
+                f"column {shown(name)} has floating-point numbers; send it as integers or BYTES"
+            )
         return [str(number) for number in values.flat]
 
     def _ids(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http import HTTPStatus
+from types import NoneType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -250,13 +251,16 @@ def _from_json(entry: _Entry) -> Any:
             refuse(f"{where} has a text that is not UTF-8")
         return data
     is_float = datatype.startswith("FP")
-    kinds = (int, float) if is_float else (int,)
+    # A float of None is NaN, which is missing.
+    kinds = (int, float, NoneType) if is_float else (int,)
     for value in data:
         if type(value) not in kinds:
-            refuse(f"{where} has the value {shown(value)}, which is no {datatype}")
+            got = "null" if value is None else shown(value)
+            refuse(f"{where} has the value {got}, which is no {datatype}")
     try:
         array = np.array(data, dtype=np.float64 if is_float else np.int64)
-        narrow = array.astype(DTYPES[datatype])
+        with np.errstate(over="ignore"):  # infinity, which nothing takes
+            narrow = array.astype(DTYPES[datatype])
     except OverflowError:
         refuse(f"{where} has a value beyond {datatype}")
     if not is_float and (narrow != array).any():

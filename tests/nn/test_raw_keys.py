@@ -35,6 +35,7 @@ from tests.dataloading.keys.reference import ReferenceMap
 from tests.helpers.command import run_command
 from tests.helpers.composed import build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import records
 
 BATCH, STEPS, TEST_ROWS, CAPACITY = 32, 12, 64, 36
 ROWS = {"train": BATCH * STEPS, "test": TEST_ROWS}
@@ -214,6 +215,7 @@ def trained(data: Path, run_dir: Path, steps: int, *options: str) -> None:
         f"run_dir={run_dir}",
         f"train.max_steps={steps}",
         "eval.every=4",
+        "log.every=4",
         "checkpoint.save_every=5",
     )
     assert ended.exit_code == 0, ended.err
@@ -240,6 +242,24 @@ def test_a_resumed_run_has_the_same_map_on_any_number_of_ranks(data, whole, tmp_
         if name.startswith("keys."):
             own = np.concatenate([*blocks(on_ranks[name])])
             np.testing.assert_array_equal(own, np.concatenate([*blocks(tensor)]), err_msg=name)
+
+
+def test_records_count_the_keys_that_come_and_go(data, whole):
+    found = [record for record in records(whole) if "keys_new" in record]
+    new_rows = torch.load(data / "new_rows.pt", weights_only=False)
+    rows_with_key, totals = set(), []
+    for new in new_rows:
+        evicted = len(rows_with_key & set(new))
+        rows_with_key |= set(new)
+        totals.append((len(new), evicted, len(rows_with_key) / (CAPACITY - 1)))
+    windows = [totals[first : first + 4] for first in range(0, STEPS, 4)]
+    assert [record["keys_new"] for record in found] == [
+        sum(new for new, _, _ in window) / 4 for window in windows
+    ]
+    assert [record["keys_evicted"] for record in found] == [
+        sum(evicted for _, evicted, _ in window) / 4 for window in windows
+    ]
+    assert [record["key_rows_used"] for record in found] == [window[-1][2] for window in windows]
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,18 @@ def test_a_fit_of_an_earlier_version_is_used_with_a_warning(people, fit):
     )
 
 
+def test_a_fit_is_applied_with_its_description(people, fit, tmp_path):
+    with pytest.raises(Refused, match="want the description of the fit, with the new files"):
+        preproc("dataset=any", "mode=extend", f"fitted={fit}", f"output={tmp_path / 'out'}")
+
+
+def test_a_fit_is_not_replaced_by_what_extends_it(people, fit):
+    before = data_files(fit)
+    with pytest.raises(Refused, match=r"would replace fitted=.*which the run reads"):
+        build(people, fit, "mode=extend", f"fitted={fit}", "overwrite=true")
+    assert data_files(fit) == before
+
+
 def test_a_fit_whose_rows_were_removed_is_still_used(people, fit):
     for split in ("train", "test"):
         shutil.rmtree(fit / split)

@@ -109,6 +109,29 @@ def test_an_output_that_holds_a_dataset_is_kept(tmp_path):
     assert FeatureSpec.load(tmp_path / "b").splits["train"].parquet
 
 
+def test_raw_keys_have_no_csv(tmp_path):
+    with write_dataset(
+        tmp_path / "a",
+        categorical=[CategoricalFeature.of_keys("user", 9)],
+        numerical=(),
+        splits=("train",),
+    ) as dataset:
+        dataset["train"].append(labels=np.array([0, 1]), ids={"user": np.array([5, 2**62])})
+    message = error_of(tmp_path / "a", tmp_path / "b", "to=csv")
+    assert "user has raw keys" in message
+    assert "use to=parquet" in message
+
+
+@pytest.mark.parametrize("output", ["a/b", "a"])
+def test_an_input_is_no_output(tmp_path, output):
+    root = write_handwritten(tmp_path / "a" / "b")
+    before = data_files(root)
+    with pytest.raises(Refused, match="which the run reads; name another output") as refused:
+        convert(root, tmp_path / output, "to=parquet", "overwrite=true")
+    assert refused.value.exit_code == 2
+    assert data_files(root) == before
+
+
 def test_a_directory_of_an_unknown_format_is_refused(tmp_path):
     (tmp_path / "x").mkdir()
     assert "nothing to convert; want a directory with" in error_of(tmp_path / "x", tmp_path / "y")

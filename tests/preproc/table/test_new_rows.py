@@ -189,7 +189,8 @@ def test_a_line_of_criteo_logs_may_begin_with_the_first_integer(tmp_path):
         ({"keep": ["ordr"]}, [], "table.keep: 'ordr': got column 'ordr': no column \"ordr\"; correct it; the columns are"),
         ({"keep": ["city", "City"]}, [], "table.keep: got ['City'] twice or without a name"),
         ({"keep": "city"}, [], "table.keep: got 'city', want a list"),
-        ({"keep": ["tags"], "sources": {"o": {"files": "LISTS"}}}, [], "table.keep: 'tags' is varchar[], want numbers, text"),
+        ({"keep": ["more"], "sources": {"o": {"files": "LISTS"}}}, [], "table.keep: 'more' is varchar[], want numbers, text"),
+        ({"sources": {"o": {"files": "TAGS"}}}, [], "table.categorical: 'tags': a value is a list, want one value"),
         ({"numerical": [{"name": "age", "transforms": [{"fill": 0}]}]}, [], "fitted on other features or transforms"),
         ({"sources": {"o": {"files": "LACKS"}}}, [], "table.categorical: 'city': got column 'city': no column \"city\""),
         ({"label": [{"name": "bought"}, {"name": "order_id"}]}, ["split_name=null"],
@@ -199,11 +200,13 @@ def test_a_line_of_criteo_logs_may_begin_with_the_first_integer(tmp_path):
 def test_mistakes_are_one_line(root, tmp_path, changes, options, message):
     table = shop(root / "new.csv", **changes)
     write_shop(tmp_path / "lacks.csv", 0, 5, ["age", "tags"])
-    lists = pa.table({"city": ["a"], "age": ["1"], "tags": [["a"]]})
+    lists = pa.table({"city": ["a"], "age": ["1"], "tags": ["a"], "more": [["a"]]})
     pq.write_table(lists, tmp_path / "lists.parquet")
+    pq.write_table(lists.set_column(2, "tags", lists["more"]), tmp_path / "tags.parquet")
     files = table["sources"]
     for source in files.values():
         places = {"LISTS": tmp_path / "lists.parquet", "LACKS": tmp_path / "lacks.csv"}
+        places["TAGS"] = tmp_path / "tags.parquet"
         if isinstance(source["files"], str):
             source["files"] = str(places[source["files"]])
     with pytest.raises(Refused) as refused:
@@ -214,5 +217,5 @@ def test_mistakes_are_one_line(root, tmp_path, changes, options, message):
 
 
 def test_raw_criteo_logs_have_no_other_columns_to_keep(tmp_path):
-    with pytest.raises(Refused, match="describes dataset=any, and Criteo's logs have their own"):
+    with pytest.raises(Refused, match="describes files of your own, and Criteo's logs have their"):
         preproc("source=x", f"output={tmp_path / 'out'}", "+table.keep=[user]")

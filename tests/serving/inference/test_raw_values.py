@@ -164,7 +164,9 @@ def test_numbers_need_not_be_texts(fitted, raw):
     got = featured(raw, columns | {"code": np.array([17, 17, 4]), "age": np.array([1, 30, np.nan])})
     assert got.numerical.equal(wanted.numerical)
     assert got.ids.equal(wanted.ids)
-    with pytest.raises(InputError, match="'code' has numbers that are not whole"):
+    with pytest.raises(
+        InputError, match="'code' has floating-point numbers; send it as integers or BYTES"
+    ):
         featured(raw, columns | {"code": np.array([17.0, 17, 4])})
 
 

@@ -36,6 +36,17 @@ def test_binary_tensors_hold_what_json_does():
     assert wanted.inputs["city"].values == ["a", None, "é"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_null_is_missing_and_a_large_number_infinite():
+    def parsed(kind: str, data: list) -> np.ndarray:
+        tensor = {"name": "age", "datatype": kind, "shape": [len(data)], "data": data}
+        return parse_infer(json.dumps({"inputs": [tensor]}).encode(), {}).inputs["age"].values
+
+    np.testing.assert_array_equal(parsed("FP32", [1.5, None, 1e300]), [1.5, np.nan, np.inf])
+    with pytest.raises(RequestError, match="has the value null, which is no INT64"):
+        parsed("INT64", [1, None])
+
+
 @pytest.mark.parametrize(
     ("shape", "blob", "message"),
     [
