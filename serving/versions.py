@@ -41,7 +41,8 @@ def withdraw(directory: Path, version: int | None) -> tuple[list[str], str]:
     newer = names[:1] if version is None else [name for name in names if int(name) > version]
     if not newer or len(newer) == len(names):
         raise ValueError(
-            f"model={directory}: nothing to return to; it has the versions {', '.join(names) or 'none'}"
+            f"model={directory}: nothing to return to; it has the versions {', '.join(names) or 'none'}; name a directory of two "
+            "or more, such as MODELS of MODELS/1 and MODELS/2"
         )
     for name in newer:
         target, number = directory / f"{name}.withdrawn", 1

@@ -14,6 +14,8 @@ from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, expect
 
 _UNLISTED = (None, None)
+NO_KEY = -1
+"""Padding of ragged requests, which no key may be."""
 
 Wrong = Callable[[np.ndarray], np.ndarray]
 """Items of a chunk -> bool per item, True where it is invalid."""
@@ -189,12 +191,19 @@ def _numerical(spec: FeatureSpec) -> Column:
     return Column(dtype, lambda items: ~np.isfinite(items), "numericals that are not finite", place)
 
 
+def wrong_ids(feature: CategoricalFeature) -> str:
+    """Return what to call the values that no id, or no key, may have."""
+    if feature.is_dynamic:
+        return f"keys of '{feature.name}' that are {NO_KEY}, which stands for no value"
+    return f"ids of '{feature.name}' outside [0, {feature.cardinality})"
+
+
 def _ids(feature: CategoricalFeature, offsets: np.ndarray | None) -> Column:
     """Return the check of the ids of `feature`; `offsets` are int64 [N + 1] for a ragged one."""
 
     def wrong(ids: np.ndarray) -> np.ndarray:
         if feature.is_dynamic:
-            return np.zeros(len(ids), bool)
+            return ids == NO_KEY
         # Viewed as unsigned, a negative id is too large as well.
         return ids.view(f"<u{ids.itemsize}") >= feature.cardinality
 
@@ -203,7 +212,7 @@ def _ids(feature: CategoricalFeature, offsets: np.ndarray | None) -> Column:
             return _row(index // (feature.hotness or 1))
         return _row(int(offsets.searchsorted(index, "right")) - 1)
 
-    kind = f"ids of '{feature.name}' outside [0, {feature.cardinality})"
+    kind = wrong_ids(feature)
     return Column(feature.dtype.newbyteorder("<"), wrong, kind, place)
 
 

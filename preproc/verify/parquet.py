@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, parquet_columns
 from dataloading.dataset.parquet_files import check_columns, open_file
-from preproc.verify.binary import mistakes
+from preproc.verify.binary import NO_KEY, mistakes, wrong_ids
 
 
 def check_values(
@@ -83,9 +83,6 @@ def _wrong_ids(
         if holes.any():
             yield f"missing ids of '{feature.name}'", rows[holes], None
     ids = np.asarray(pc.fill_null(values, 0))
-    if feature.is_dynamic:
-        return
-    outside = (ids < 0) | (ids >= feature.cardinality)
+    outside = ids == NO_KEY if feature.is_dynamic else (ids < 0) | (ids >= feature.cardinality)
     if outside.any():
-        kind = f"ids of '{feature.name}' outside [0, {feature.cardinality})"
-        yield kind, rows[outside], ids[outside.argmax()]
+        yield wrong_ids(feature), rows[outside], ids[outside.argmax()]

@@ -311,3 +311,23 @@ def test_metadata_of_another_shape_is_refused_with_its_key(dataset, key, value, 
     (dataset / "feature_spec.yaml").write_text(yaml.safe_dump(spec))
     with pytest.raises(Refused, match=re.escape(message)):
         preproc("mode=verify", f"path={dataset}")
+
+
+@pytest.mark.parametrize("file_format", ["binary", "parquet"])
+def test_a_key_that_stands_for_no_value_is_located(tmp_path, file_format, capsys):
+    keys = np.arange(1, ROWS + 1) * 2**40
+    keys[[7, 9]] = -1
+    with write_dataset(
+        tmp_path / "data",
+        categorical=[CategoricalFeature.of_keys("user", 40)],
+        numerical=(),
+        splits=("train", "test"),
+        file_format=file_format,
+    ) as writer:
+        for split, first in (("train", 0), ("test", 10)):
+            of_split = keys[first:]
+            writer[split].append(labels=np.arange(len(of_split)) % 2, ids={"user": of_split})
+    status, lines = found(tmp_path / "data", capsys)
+    assert (status, len(lines)) == (1, 1)
+    assert "train" in lines[0]
+    assert "2 keys of 'user' that are -1" in lines[0]
