@@ -189,9 +189,12 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def names(directory: Path) -> set[str]:
-    """Return the names of all files, links and directories, but those of TensorBoard, which have times."""
-    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*"))
-    return {name for name in found if not name.startswith("tensorboard/")}
+    """Return the names of all files, links and directories, but the folder of TensorBoard.
+
+    Its file names have times, and a start whose disk is full when it makes the folder trains without it.
+    """
+    found = (path.relative_to(directory) for path in directory.rglob("*"))
+    return {path.as_posix() for path in found if path.parts[0] != "tensorboard"}
 
 
 LOCKS = {".out.lock", ".out.preproc.lock"}
