@@ -115,10 +115,7 @@ class AppendedFile:
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if is_text:
-            with open(self._descriptor, "rb", closefd=False) as stream:
-                num_bytes = stream.read().rfind(b"\n") + 1
-            if num_bytes != os.fstat(self._descriptor).st_size:
-                os.ftruncate(self._descriptor, num_bytes)
+            _cut_incomplete_line(self._descriptor)
 
     def append(self, piece: bytes | memoryview) -> None:
         """Append a piece.
@@ -147,6 +144,20 @@ class AppendedFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
+
+
+def _cut_incomplete_line(descriptor: int) -> None:
+    with open(descriptor, "rb", closefd=False) as stream:
+        num_bytes = stream.read().rfind(b"\n") + 1
+    if num_bytes != os.fstat(descriptor).st_size:
+        os.ftruncate(descriptor, num_bytes)
+
+
+def cut_incomplete_line(path: Path) -> None:
+    """Remove a last line without line end, which a killed process has left, from a small text file, if the file exists."""
+    # Files of a complete run may be read-only.
+    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+        AppendedFile(path, is_text=True).close()
 
 
 def append_line(path: Path, line: str) -> None:

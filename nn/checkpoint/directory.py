@@ -26,6 +26,7 @@ from typing import Any
 from configs.messages import shown
 from dataloading.dataset.documents import check_regular, open_regular, read_json, read_regular
 from dataloading.dataset.durable_files import (
+    cut_incomplete_line,
     replace_directory,
     replace_link,
     sync_directory,
@@ -51,6 +52,8 @@ FORMAT_VERSION = 1
 DELTA = "delta"
 """Entry of run.json that only deltas have."""
 BEST = "best"
+SAVED = "saved.jsonl"
+"""One line per checkpoint."""
 APPEARS_WITHIN_S = 60.0
 
 
@@ -167,7 +170,7 @@ def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> 
 
 
 def clear(directory: Path, num_steps: int) -> None:
-    """Remove unfinished checkpoints of a killed run and the checkpoints after step `num_steps`, to be written again."""
+    """Remove what a killed run left unfinished, and the checkpoints after step `num_steps`, to be written again."""
     for path in directory.glob(".step_*.unfinished"):
         shutil.rmtree(path, ignore_errors=True)
     for path in list_checkpoints(directory):
@@ -175,6 +178,8 @@ def clear(directory: Path, num_steps: int) -> None:
             remove(path)
     if not (directory / BEST).exists():
         (directory / BEST).unlink(missing_ok=True)
+    # After the last save no line follows that would remove it.
+    cut_incomplete_line(directory / SAVED)
 
 
 def mark_damaged(path: Path) -> Path:

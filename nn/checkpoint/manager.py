@@ -17,6 +17,7 @@ from dataloading.dataset.durable_files import append_line
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_files, file_states
 from nn.checkpoint.directory import (
+    SAVED,
     UnreadableError,
     commit,
     list_checkpoints,
@@ -270,7 +271,7 @@ class CheckpointManager:
             except OSError:
                 # An error may pass, and no later save would repeat this after the last one.
                 prune(self.directory, num_steps, self._config.keep, best)
-            append_line(self.directory / "saved.jsonl", json.dumps(record))
+            append_line(self.directory / SAVED, json.dumps(record))
         except (OSError, UnreadableError) as error:
             self._logger.warning(
                 f"the checkpoint of step {num_steps} was written, but not all that follows it: {error}. The next save "

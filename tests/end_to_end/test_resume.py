@@ -161,8 +161,13 @@ def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(
         patched.setattr("nn.run.RunDirectory.finish", end)
         with pytest.raises(Killed):
             train(tmp_path / "run")
+    # It was killed while it added the line of that checkpoint; no later save removes the rest of it.
+    saved = tmp_path / "run" / "checkpoints" / "saved.jsonl"
+    whole = saved.read_text()
+    saved.write_text(whole + '{"step": 2')
     assert train(tmp_path / "run").err == ""
     assert summary(tmp_path / "run") == summary(uninterrupted)
+    assert saved.read_text() == whole
 
 
 STATES = {

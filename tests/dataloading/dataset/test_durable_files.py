@@ -18,6 +18,7 @@ from dataloading.dataset.durable_files import (
     UnlockableError,
     append_line,
     clear_leftovers,
+    cut_incomplete_line,
     hold,
     lock_directory,
     new_directory,
@@ -184,6 +185,21 @@ def test_a_torn_last_line_is_removed_before_another_is_appended(tmp_path, torn):
         stream.write(torn)
     append_line(path, "two")
     assert path.read_text() == "one\ntwo\n"
+
+
+def test_a_torn_last_line_is_cut_and_a_complete_file_is_not_opened_for_writing(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "lines"
+    for before, after in (("one\ntwo\n", "one\ntwo\n"), ("one\ntw", "one\n"), ("on", ""), ("", "")):
+        path.write_text(before)
+        cut_incomplete_line(path)
+        assert path.read_text() == after
+
+    path.write_text("one\n")
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened for writing"))
+    cut_incomplete_line(path)
+    cut_incomplete_line(tmp_path / "missing")
 
 
 def test_a_file_system_without_locks_raises_an_error_of_its_own(tmp_path, monkeypatch):
