@@ -22,6 +22,7 @@ from preproc.report.console import (
     Progress,
     SplitSummary,
     print_columns,
+    print_equal_labels,
     print_new_values,
     print_splits,
 )
@@ -152,6 +153,8 @@ def complete_dataset(
     finish_dataset(spec, written.files, output, partial(work.record_complete, config))
     print_columns(progress.console, written.columns, written.splits, f"{written.counted} rows")
     print_splits(progress.console, written.splits)
+    if spec.rate_label.is_binary:
+        print_equal_labels(progress.console, spec.title(spec.rate_label), written.splits)
     print_new_values(progress.console, written.splits)
 
 

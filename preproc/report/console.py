@@ -264,6 +264,19 @@ def print_splits(console: Console, splits: dict[str, SplitSummary]) -> None:
     console.print(table)
 
 
+def print_equal_labels(console: Console, label: str, splits: dict[str, SplitSummary]) -> None:
+    """Print one line per split whose binary labels are all the same; `label` is their title."""
+    for name, split in splits.items():
+        if split.has_labels and split.rows and split.clicks in (0, split.rows):
+            console.print(
+                f"note: every {label} of the {name} rows is {int(split.clicks > 0)}: nothing to "
+                f"{'learn' if name == TRAIN else 'score'}; check the column or expression of the label",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+
+
 def print_notes(console: Console, ranges: dict[str, NumericalRange]) -> None:
     """Print one line per numerical feature that is large for a model."""
     for name, found in ranges.items():

@@ -1,4 +1,4 @@
-"""One line of the report for a numerical feature that nobody scaled, and none for those that somebody did."""
+"""Lines of the report on a numerical feature that nobody scaled, and on labels that are all the same."""
 
 import io
 
@@ -68,3 +68,28 @@ def test_the_note_of_a_table_counts_training_rows_after_their_transforms(tmp_pat
     options = ("mode=transform", f"fitted={tmp_path / 'out'}", "split_name=null")
     assert build(tmp_path / "again", table, *options) == files
     assert "note:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ("0101", []),
+        ("0001", [("train", 0, "learn")]),
+        ("0111", [("test", 1, "score")]),
+        ("0000", [("train", 0, "learn"), ("test", 0, "score")]),
+    ],
+)
+def test_labels_that_are_all_the_same_have_a_note(labels, expected, tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("y,c\n" + "".join(f"{label},a\n" for label in labels))
+    table = {
+        "sources": {"t": {"files": str(tmp_path / "t.csv")}},
+        "label": {"name": "y"},
+        "categorical": ["c"],
+        "split": {"train": 0.5},
+    }
+    build(tmp_path / "out", table)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert printed == [
+        f"note: every label of the {split} rows is {label}: nothing to {use}; check the column or expression of the label"
+        for split, label, use in expected
+    ]
