@@ -53,7 +53,7 @@ from nn.checkpoint.tensor_index import (
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.process_group import HostChannel, Ranks
 
-TRAINER = "trainer."
+TRAINER, DENSE_OPTIMIZER = "trainer.", "dense_optimizer."
 
 
 class Trained(Protocol):
@@ -236,12 +236,17 @@ def restore(
         wait_for(path / "run.json")
     index = open_index(path, step.table_names)
     tensors = select_tensors(index, components, with_optimizer=with_optimizer, frozen=step.frozen)
-    if with_optimizer:
+    lacks_state = with_optimizer and _is_before_first_step(path, tensors)
+    if with_optimizer and not lacks_state:
         step.allocate_optimizer_state()
     wanted = step.state_dict(with_optimizer=with_optimizer)
     # `state_dict` lacks tables without a shard on this rank, but all ranks must raise the same errors.
     shapes = step.state_shapes(with_optimizer=with_optimizer)
-    shapes = {name: size for name, size in shapes.items() if component_of(name) in components}
+    shapes = {
+        name: size
+        for name, size in shapes.items()
+        if component_of(name) in components and not (lacks_state and _is_of_dense_optimizer(name))
+    }
     tensors, shapes, note = match_options(tensors, shapes)
     wanted = {name: value for name, value in wanted.items() if name in shapes}
     stored = {name: tensor.size for name, tensor in tensors.items()}
@@ -265,6 +270,17 @@ def restore(
         raise ValueError(f"{named} cannot be read: {problem}{advice}") from None
     step.load_state_dict(wanted)
     return None if note is None else f"{named} {note}"
+
+
+def _is_before_first_step(path: Path, tensors: Collection[str]) -> bool:
+    """Return whether a checkpoint was saved before the first step, in which torch creates the state of Adam and others."""
+    if any(_is_of_dense_optimizer(name) for name in tensors) or find_tf2_tables(path) is not None:
+        return False
+    return read_facts(path).get("num_steps") == 0
+
+
+def _is_of_dense_optimizer(name: str) -> bool:
+    return name.startswith(DENSE_OPTIMIZER)
 
 
 def trainer_rows(path: Path) -> dict[str, Tensor]:

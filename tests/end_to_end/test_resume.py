@@ -126,6 +126,32 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
         assert other == pytest.approx(one, rel=1e-5), key
 
 
+def test_a_run_resumes_from_a_checkpoint_before_its_first_step(tmp_path):
+    # A chain of deltas begins with one. Torch creates Adam's state in the first step.
+    chain = (
+        "optimizer.name=adam",
+        "optimizer.lr=0.005",
+        "checkpoint.delta_every=2",
+        "checkpoint.save_every=20",
+        "eval.per_epoch=1",
+    )
+    assert train(tmp_path / "uninterrupted", *chain).err == ""
+    with killed_at(7):
+        train(tmp_path / "run", *chain)
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_0"]
+    assert train(tmp_path / "run", *chain).err == ""
+    assert differences(tmp_path / "uninterrupted", tmp_path / "run") == []
+
+
+def test_the_best_model_may_be_that_before_the_first_step(tmp_path):
+    options = ("optimizer.name=adam", "optimizer.lr=1e-12", "checkpoint.delta_every=2")
+    ended = train(tmp_path / "run", *options, "eval.patience=1")
+    assert (ended.exit_code, ended.err) == (0, "")
+    found = summary(tmp_path / "run")
+    assert (found["best_step"], found["result_step"]) == (0, 0)
+    assert found["test_auc"] == found["untrained_test_auc"] == found["best_test_auc"]
+
+
 def test_a_resumed_run_prints_and_records_its_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     train_and_kill(11, run_dir)
