@@ -98,7 +98,7 @@ def named_resume_point(config: Config, source: Source) -> ResumePoint:
     """
     if _has_own_checkpoint(config):
         return ResumePoint()
-    return replace(_named(config, source), stage=first_stage(source))
+    return _named_start(config, source)
 
 
 def own_resume_point(
@@ -120,7 +120,7 @@ def own_resume_point(
             "without stage, or set run_dir to that of the run"
         )
     # If all of its own checkpoints are damaged, the run starts as it did the first time.
-    return replace(_named(config, source), stage=first_stage(source))
+    return _named_start(config, source)
 
 
 def finished_run(
@@ -306,6 +306,13 @@ def _run_dir(config: Config) -> Path:
         "a run without run_dir has a new directory, without checkpoints"
     )
     return Path(config.run_dir)
+
+
+def _named_start(config: Config, source: Source) -> ResumePoint:
+    """Return the start of a run at a checkpoint that it names: at its place in the data of the day that it was trained on."""
+    start, stage = _named(config, source), first_stage(source)
+    first_step = Stage.of_facts(start.facts).first_step
+    return replace(start, stage=replace(stage, first_step=first_step))
 
 
 def _named(config: Config, source: Source) -> ResumePoint:

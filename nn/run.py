@@ -283,7 +283,7 @@ def open_session(
     start = named_resume_point(config, source)
     key_maps = build_key_maps(config, source.spec, ranks)
     loaders = build_loaders(config, source, ranks, key_maps)
-    _check(config, source, ranks, loaders, start.num_steps)
+    _check(config, source, ranks, loaders, start)
     with ExitStack() as stack:
         stack.enter_context(loaders)
         stack.enter_context(process_group(ranks))
@@ -450,7 +450,8 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
             rows = trainer_rows(start.checkpoint) if ranks.is_rank0 else {}
             trainer.resume_from(start.num_steps, start.facts["trainer"], rows, start.stage)
         else:
-            trainer.start_at(start.num_steps, is_restored=start.path is not None)
+            is_restored = start.path is not None
+            trainer.start_at(start.num_steps, is_restored=is_restored, stage=start.stage)
         if start.stage.is_new:
             known = as_known(config, session.source, start.checkpoint)
             score_next_day(trainer, session.evaluator_of(known, TRAIN_SPLIT, heartbeat))
@@ -763,7 +764,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _check(config: Config, source: Source, ranks: Ranks, loaders: Loaders, start_step: int) -> None:
+def _check(
+    config: Config, source: Source, ranks: Ranks, loaders: Loaders, start: ResumePoint
+) -> None:
     """Refuse invalid options before any process group or file exists."""
     if config.mode is Mode.inference:
         _sizes_to_time(config, source, ranks)
@@ -774,14 +777,15 @@ def _check(config: Config, source: Source, ranks: Ranks, loaders: Loaders, start
                 "its checkpoints"
             )
         steps_per_epoch = loaders.train.steps_per_epoch
-        last_step = total_steps(config, steps_per_epoch)
-        if start_step >= last_step:
+        place, last_place = start.stage.place(start.num_steps), total_steps(config, steps_per_epoch)
+        if place >= last_place:
+            last_step = start.stage.last_step(config, steps_per_epoch)
             raise ValueError(
-                f"checkpoint.restore={config.checkpoint.restore} has {start_step} steps behind it, and "
+                f"checkpoint.restore={config.checkpoint.restore} has {start.num_steps} steps behind it, and "
                 f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
             )
         evaluations = EvalSteps.of(config, steps_per_epoch)
-        check_profile(config.profile, start_step, last_step, evaluations, ranks)
+        check_profile(config.profile, place, last_place, evaluations, ranks)
 
 
 def _sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:

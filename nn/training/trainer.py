@@ -165,8 +165,16 @@ class Trainer:
         self._other_days: dict[str, Any] = {}
         self.best_value = math.nan
 
-    def start_at(self, num_steps: int, *, is_restored: bool) -> None:
-        """Start a new run from a model after `num_steps` updates; a restored model may start at step 0 too."""
+    def start_at(self, num_steps: int, *, is_restored: bool, stage: Stage | None = None) -> None:
+        """Start a new run from a model after `num_steps` updates; a restored model may start at step 0 too.
+
+        Args:
+            num_steps: updates made so far.
+            is_restored: whether the model is one of a checkpoint.
+            stage: day that is trained; None: the first.
+        """
+        self.stage = stage or Stage()
+        self.last_step = self.stage.last_step(self._config, self._train_loader.steps_per_epoch)
         self.num_steps = self._first_step = num_steps
         self._is_restored = is_restored
 
@@ -187,11 +195,9 @@ class Trainer:
             rows: logits, labels and weights of all ranks since the last record, on one rank; empty on the others.
             stage: day that is trained; None: the first.
         """
-        self.stage = stage or Stage()
-        self.last_step = self.stage.last_step(self._config, self._train_loader.steps_per_epoch)
         # Earlier versions called the AUC of a restored model untrained too.
         is_restored = self._config.checkpoint.restore is not None
-        self.start_at(num_steps, is_restored=is_restored)
+        self.start_at(num_steps, is_restored=is_restored, stage=stage)
         self._first_step = state.get("first_step", 0)
         self._is_continuation = True
         first = {name: state.get(name) for name in FIRST_AUC}

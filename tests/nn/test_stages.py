@@ -169,6 +169,28 @@ def test_a_day_is_scored_as_the_model_before_it_would(days, uninterrupted, tmp_p
     assert (scored["next_auc"], scored["next_log_loss"]) == (got["test_auc"], got["test_log_loss"])
 
 
+def test_a_restored_checkpoint_of_a_later_day_resumes_at_its_place_in_that_day(
+    days, uninterrupted, tmp_path
+):
+    # Two of 18 steps of the second day are behind it.
+    restore = f"checkpoint.restore={uninterrupted / 'checkpoints/step_20'}"
+    config = compose_config(*OPTIONS, restore)
+    placed = replace(config.data, path=str(days[1]))
+    for kill_at in (30, None):
+        with (
+            nullcontext() if kill_at is None else killed_at(kill_at),
+            redirect_stdout(io.StringIO()),
+        ):
+            run(replace(config, run_dir=str(tmp_path / "run"), data=placed), "")
+    last = f"checkpoints/step_{2 * STEPS_PER_DAY}"
+    for file in (uninterrupted / last).iterdir():
+        if file.name != "run.json":
+            assert (tmp_path / "run" / last / file.name).read_bytes() == file.read_bytes(), (
+                file.name
+            )
+    assert summary(tmp_path / "run")["epochs"] == 1
+
+
 def test_tables_grow_in_place(days, uninterrupted):
     path = uninterrupted / f"checkpoints/step_{STEPS_PER_DAY * DAYS}"
     sizes = {name: tensor.size for name, tensor in read_index(path).tensors.items()}
