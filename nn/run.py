@@ -224,11 +224,15 @@ class Session:
         return Evaluator(self.step, self.loaders.test, self.ranks, self.config.eval, heartbeat)
 
     def evaluator_of(
-        self, source: Source, split: str, heartbeat: Heartbeat | None = None
+        self,
+        source: Source,
+        split: str,
+        heartbeat: Heartbeat | None = None,
+        stored: Source | None = None,
     ) -> Evaluator:
-        """Return the evaluator of other rows, which threads read."""
+        """Return the evaluator of other rows, which threads read; `stored` has their ids where `source` changes them."""
         loader = build_test_loader(self.config, source, self.ranks, split, self.step.key_maps)
-        return Evaluator(self.step, loader, self.ranks, self.config.eval, heartbeat)
+        return Evaluator(self.step, loader, self.ranks, self.config.eval, heartbeat, stored)
 
     def profiler(self) -> Profiler | None:
         """Return the profiler, if `profile.steps` is set; a run that resumes records no profile, and prints that."""
@@ -448,13 +452,17 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
         )
         if start.is_continuation:
             rows = trainer_rows(start.checkpoint) if ranks.is_rank0 else {}
-            trainer.resume_from(start.num_steps, start.facts["trainer"], rows, start.stage)
+            state = start.facts["trainer"]
+            note = trainer.resume_from(start.num_steps, state, rows, start.stage)
+            if note is not None:
+                session.logger.info(f"note: {note}")
         else:
             is_restored = start.path is not None
             trainer.start_at(start.num_steps, is_restored=is_restored, stage=start.stage)
         if start.stage.is_new:
             known = as_known(config, session.source, start.checkpoint)
-            score_next_day(trainer, session.evaluator_of(known, TRAIN_SPLIT, heartbeat))
+            evaluator = session.evaluator_of(known, TRAIN_SPLIT, heartbeat, session.source)
+            score_next_day(trainer, evaluator)
         yield trainer, saving
 
 
@@ -633,10 +641,9 @@ def finish_training(
     Returns:
         The summary, and why that checkpoint could not be written, or None.
     """
-    start, ranks = session.start, session.ranks
-    problem = None
+    ranks, problem = session.ranks, None
     if saving is not None:
-        if trainer.num_steps > start.num_steps or not start.is_continuation:
+        if not trainer.is_as_resumed:
             trainer.save(is_last=True)
         problem = saving.manager.wait()
     # After the checkpoint, so that a run of more steps resumes from the state that this one trained last.
@@ -696,7 +703,7 @@ def _evaluate(session: Session) -> dict[str, Any]:
 
 def _importance(session: Session) -> dict[str, Any]:
     """Measure the importance of every feature; print it, and write importance.json and importance.csv."""
-    config, ranks = session.config, session.ranks
+    config = session.config
     split = config.eval.split
     rows = session.source.num_rows(split)
     if rows > BLOCK_ROWS:
@@ -705,8 +712,7 @@ def _importance(session: Session) -> dict[str, Any]:
         )
 
     def evaluate(source: Source) -> dict[str, Any]:
-        loader = build_test_loader(config, source, ranks, key_maps=session.step.key_maps)
-        evaluator = Evaluator(session.step, loader, ranks, config.eval)
+        evaluator = session.evaluator_of(source, split, stored=session.source)
         record = evaluator.run()
         if evaluator.problem is not None:
             raise DivergedError(evaluator.problem)

@@ -75,6 +75,7 @@ _TRAINER: dict[str, tuple[Check, str]] = {
     "loss_steps": (is_count, "a number of steps"),
     "best_step": (_or_none(is_count), "a number of steps or null"),
     "best_metric": (lambda value: isinstance(value, str), "the name of a metric"),
+    "best_rows": (_is_mapping, "the rows of an evaluation"),
     "best_auc": (_or_none(_is_number), "a number or null"),
     "untrained_test_auc": (_or_none(_is_number), "a number or null"),
     "test": (_is_mapping, "an evaluation"),
@@ -90,7 +91,7 @@ _REQUIRED = ("num_steps", "feature_spec", "index_crc32", "files")
 # Older checkpoints lack these.
 _LATER_OF_TRAINER = (
     *("last_record", "restored_test_auc", "first_step", "best_metric", "evals_since_best"),
-    *("ends_stage", "other_days", "key_counts"),
+    *("ends_stage", "other_days", "key_counts", "best_rows"),
 )
 _REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name not in _LATER_OF_TRAINER)
 _REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")

@@ -63,12 +63,13 @@ class TaskMetrics:
         self._weights: list[Tensor] = []
         self._groups: list[Tensor] = []
 
-    def update(self, logits: Tensor, batch: Batch) -> None:
+    def update(self, logits: Tensor, batch: Batch, groups: Tensor | None = None) -> None:
         """Keep one batch. The host does not wait for the device.
 
         Args:
             logits: [B], or [B, T] of several tasks; copied, so a captured step may overwrite them.
             batch: on the device; its padding rows are not counted.
+            groups: int64 [num_valid], where the ids of the batch are not those of the groups.
         """
         check_logits(self._tasks, logits, batch.labels)
         self._keep(
@@ -79,8 +80,8 @@ class TaskMetrics:
             None if self._while_training else batch.keep_rates,
         )
         if self._group is not None:
-            ids = batch.ids[self._group].values()
-            self._groups.append(ids[: batch.num_valid].to(self._device, torch.int64, copy=True))
+            ids = batch.ids[self._group].values()[: batch.num_valid] if groups is None else groups
+            self._groups.append(ids.to(self._device, torch.int64, copy=True))
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:
         """Keep the rows that `rows` returned, on one rank."""

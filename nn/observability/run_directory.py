@@ -72,7 +72,7 @@ RESTORED_AUC = "restored_test_auc"
 FIRST_AUC = (UNTRAINED_AUC, RESTORED_AUC)
 """Keys of the AUC before the first step: of a new model, or of one that `checkpoint.restore` names."""
 
-ALL_STEPS_DONE = "all steps done"
+ALL_STEPS_DONE, ENDED_BY_CALLER = "all steps done", "ended by its caller before the last step"
 """Why a run that was not stopped before has ended, under `stopped` of a summary."""
 
 RESULT_STEP = "result_step"

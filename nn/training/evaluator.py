@@ -6,8 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from configs.schema import Config, EvalConfig
+from dataloading.dataset.source import Source, read_with_keys
 from dataloading.gather import Selection
 from dataloading.loader import Loader
 from nn.distributed.preemption import Heartbeat
@@ -41,8 +44,9 @@ class Evaluator:
         step: tables and dense component.
         loader: of the split.
         ranks: this process.
-        config: numbers of batches to score.
+        config: numbers of batches to score, and the feature whose ids are the groups of GAUC.
         heartbeat: updated after every batch.
+        stored: source of the groups, where the loader's rows have ids that were changed; None: the loader's.
 
     Attributes:
         problem: why the metrics of the latest evaluation are undefined although all inputs are finite, or None; the same on
@@ -58,12 +62,14 @@ class Evaluator:
         ranks: Ranks,
         config: EvalConfig,
         heartbeat: Heartbeat | None = None,
+        stored: Source | None = None,
     ) -> None:
         self._step = step
         self._loader = loader
         self._ranks = ranks
         self._heartbeat = heartbeat or Heartbeat()
         self._group = config.group
+        self._stored = self._source_of_groups(stored)
         self.problem: str | None = None
         self.predictions: dict[str, dict[str, Any]] = {}
         self._num_batches = self._available(config.max_steps)
@@ -97,10 +103,15 @@ class Evaluator:
         num_batches = self._final_batches if is_final else self._num_batches
         batches = self._loader.batches(0, num_batches)
         with (progress or NoProgress()).evaluation(num_batches) as advance:
-            for batch, logits in predictions(self._step, batches, self._ranks.device):
-                metrics.update(logits, batch)
-                self._heartbeat.beat()
-                advance()
+            try:
+                passed = predictions(self._step, batches, self._ranks.device)
+                for index, (batch, logits) in enumerate(passed):
+                    metrics.update(logits, batch, self._groups(index))
+                    self._heartbeat.beat()
+                    advance()
+            finally:
+                # A notebook may interrupt an evaluation and train on.
+                self._step.set_training(True)
         measured = metrics.compute()
         self.problem = None
         if measured["rows"] and not measured["is_finite"]:
@@ -111,6 +122,28 @@ class Evaluator:
             "test_rows": measured["rows"],
             "eval_s": time.perf_counter() - started,
         }
+
+    @property
+    def scored(self) -> dict[str, Any]:
+        """The rows that an evaluation scores; metrics of others cannot be compared with it."""
+        rows = self._num_batches * self._loader.batch_size
+        split = self._loader.split
+        return {"split": split, "rows": min(rows, self._loader.source.num_rows(split))}
+
+    def _source_of_groups(self, stored: Source | None) -> Source | None:
+        """Return the source to read groups from; None if they are the ids of the batches."""
+        source = self._loader.source if stored is None else stored
+        is_keyed = any(f.name == self._group and f.is_dynamic for f in source.spec.categorical)
+        # The rows of keys are no groups: all keys that are new have the same one.
+        return source if self._group is not None and (is_keyed or stored is not None) else None
+
+    def _groups(self, index: int) -> Tensor | None:
+        """Return the groups of the rows of a batch, as they are stored; None if they are its ids."""
+        if self._stored is None:
+            return None
+        names = [feature.name for feature in self._stored.spec.categorical]
+        columns = read_with_keys(self._stored, self._loader.split, self._loader.rows(index).runs)
+        return torch.from_numpy(columns.ids[names.index(str(self._group))].astype(np.int64))
 
     def _available(self, max_steps: int | None) -> int:
         """Return the number of batches to score."""

@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from configs.messages import shown
 from configs.schema import Amp, Component, Config
 from dataloading.batch import Batch
 from dataloading.keys.new_rows import KEYS
@@ -157,11 +159,19 @@ class TrainStep:
 
         Raises:
             DivergedError: on all ranks, before any update, if the loss is not finite.
+            ValueError: the schedule is not a finite number.
         """
+        factor = self.schedule(step)
+        # Before the batch is taken: a schedule of the caller's own may be corrected.
+        if not (isinstance(factor, Real) and math.isfinite(factor)):
+            raise ValueError(
+                f"the schedule returned {shown(factor)} for step {step:,}; want a finite number, by which the learning rates "
+                "are multiplied"
+            )
         batch, ids = next(prefetcher)
         if self.key_maps is not None and Component.tables not in self.frozen:
             self.tables.write_new_rows(self.key_maps.take_new_rows())
-        self._set_learning_rate(step)
+        self._set_learning_rate(step, factor)
         if self._pass_layers:
             self._pass_state.set(step, len(batch.labels), batch.num_valid, batch.global_valid)
         with annotate("pass"):
@@ -297,8 +307,7 @@ class TrainStep:
         dtype = AMP_DTYPES.get(self._config.train.amp)
         return nullcontext() if dtype is None else torch.autocast(self._ranks.device.type, dtype)
 
-    def _set_learning_rate(self, step: int) -> None:
-        factor = self.schedule(step)
+    def _set_learning_rate(self, step: int, factor: float) -> None:
         self._dense_update.set_learning_rate(self._config.effective_optimizer.lr * factor)
         self.path.prepare_update(step, self._config.effective_optimizer.table_lr * factor)
 

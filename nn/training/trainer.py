@@ -31,6 +31,7 @@ from nn.observability.profiler import Profiler
 from nn.observability.records import PROBLEM
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
+    ENDED_BY_CALLER,
     FIRST_AUC,
     LAST_AUC,
     RESTORED_AUC,
@@ -111,6 +112,7 @@ class Trainer:
         last_step: updates of the complete run, up to the end of its stage.
         best_metric: tells which evaluation is the best.
         best_value: of that metric over all evaluations of the stage so far; nan before the first.
+        is_as_resumed: whether neither a step nor an evaluation followed the checkpoint that the run resumed from.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class Trainer:
             minutes = config.checkpoint.save_every_minutes
             self._preemption = PreemptionSync(ranks, lambda: saving.stop.signum, minutes)
         self.num_steps = self._first_step = 0
-        self._is_continuation = False
+        self._is_continuation = self.is_as_resumed = False
         self._test: dict[str, Any] = {}
         self._first_auc: dict[str, float | None] = dict.fromkeys(FIRST_AUC)
         self._is_restored = False
@@ -184,7 +186,7 @@ class Trainer:
         state: Mapping[str, Any],
         rows: Mapping[str, Tensor],
         stage: Stage | None = None,
-    ) -> None:
+    ) -> str | None:
         """Resume the run that saved `state` after `num_steps`.
 
         A new stage starts without a best evaluation, since metrics of different days cannot be compared.
@@ -194,31 +196,43 @@ class Trainer:
             state: from the checkpoint.
             rows: logits, labels and weights of all ranks since the last record, on one rank; empty on the others.
             stage: day that is trained; None: the first.
+
+        Returns:
+            A note that the best evaluation so far cannot be compared with the coming ones, or None.
         """
         # Earlier versions called the AUC of a restored model untrained too.
         is_restored = self._config.checkpoint.restore is not None
         self.start_at(num_steps, is_restored=is_restored, stage=stage)
         self._first_step = state.get("first_step", 0)
-        self._is_continuation = True
+        self._is_continuation = self.is_as_resumed = True
         first = {name: state.get(name) for name in FIRST_AUC}
         if is_restored and RESTORED_AUC not in state:
             first = {UNTRAINED_AUC: None, RESTORED_AUC: first[UNTRAINED_AUC]}
         self._first_auc = first
         self._last_record = state.get("last_record")
         if self.stage.is_new:
-            return
+            return None
         self._test = state["test"]
         self._other_days = dict(state.get(OTHER_DAYS, {}))
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
         if self._step.key_maps is not None:
             self._step.key_maps.counts.update(state.get(KEY_COUNTS, {}))
-        # Checkpoints of earlier versions have the best AUC only. The best by another metric is not known.
-        if state.get("best_metric", AUC.name) == self.best_metric.key:
+        # Checkpoints of earlier versions have the best AUC only. The best by another metric, or of other rows, is not known.
+        scored = self._evaluator.scored
+        known = state.get("best_metric", AUC.name), state.get("best_rows", scored)
+        is_comparable = known == (self.best_metric.key, scored)
+        if is_comparable:
             self._best_step = state["best_step"]
             self.best_value = math.nan if state["best_auc"] is None else state["best_auc"]
             self._evals_since_best = state.get("evals_since_best", 0)
         if rows:
             self._train_metrics.restore(rows)
+        if is_comparable or state["best_step"] is None:
+            return None
+        return (
+            f"evaluations score {scored['rows']:,} rows of split '{scored['split']}' by {self.best_metric.key}, those before "
+            f"were by {known[0]} of {known[1].get('rows')} rows of split '{known[1].get('split')}': the best one is chosen among the coming ones"
+        )
 
     def save(self, *, is_last: bool = False) -> None:
         """Start saving a checkpoint, and the delta that leads to it."""
@@ -248,6 +262,7 @@ class Trainer:
             "test": plain_numbers(self._test),
             **self._first_auc,
             "best_metric": self.best_metric.key,
+            "best_rows": self._evaluator.scored,
             "best_auc": None if math.isnan(self.best_value) else self.best_value,
             "best_step": self._best_step,
             "evals_since_best": self._evals_since_best,
@@ -284,6 +299,13 @@ class Trainer:
                 if not is_done:
                     self.save_or_stop()
         self.end(prefetcher)
+        if self._is_continuation and self.num_steps == start_step and not was_stopped:
+            self._evaluate_last()
+
+    def _evaluate_last(self) -> None:
+        """Evaluate the model that a resumed run ends with, unless it was evaluated: a longer run may have saved it."""
+        if self._test.get("step") != self.num_steps:
+            self.evaluate()
 
     def start(self) -> Prefetcher:
         """Start to read the batches of the remaining steps, and to measure speed; return them.
@@ -312,6 +334,7 @@ class Trainer:
     def finish_step(self, trained: StepResult, prefetcher: Prefetcher) -> None:
         """Count a step that was trained, and write a record where one is due."""
         self.num_steps += 1
+        self.is_as_resumed = False
         self._speed.count(trained.batch.global_valid)
         self._end_profile(self._speed)
         self._progress.advance(self.num_steps)
@@ -324,9 +347,10 @@ class Trainer:
     def evaluate_between_steps(self) -> dict[str, Any]:
         """Evaluate as `evaluate` does; speed leaves that time out."""
         self._speed.pause()
-        record = self.evaluate()
-        self._speed.resume()
-        return record
+        try:
+            return self.evaluate()
+        finally:
+            self._speed.resume()
 
     def end(self, prefetcher: Prefetcher) -> None:
         """Stop reading, and write the record of the steps since the last one."""
@@ -384,7 +408,8 @@ class Trainer:
             "recipe": self._config.recipe,
             "steps": self.num_steps,
             "epochs": self._epoch(),
-            "stopped": self._early_stop() or ALL_STEPS_DONE,
+            "stopped": self._early_stop()
+            or (ALL_STEPS_DONE if self.num_steps >= self.last_step else ENDED_BY_CALLER),
             **{metric.test_key: test.get(metric.test_key) for metric in self._metrics},
             "test_rows": test.get("test_rows"),
             self.best_metric.best_key: self.best_value,
@@ -409,6 +434,7 @@ class Trainer:
             **self.stage.label,
             **self._evaluator.run(self._progress),
         }
+        self.is_as_resumed = False
         value = record[self.best_metric.test_key]
         self._evals_since_best += 1
         if self.best_metric.improves(value, self.best_value):

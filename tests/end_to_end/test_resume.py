@@ -26,7 +26,7 @@ import yaml
 from configs.option_values import plain_values
 from configs.schema import Config
 from nn.build import open_source
-from nn.checkpoint.directory import list_checkpoints
+from nn.checkpoint.directory import list_checkpoints, read_facts
 from nn.distributed.process_group import Ranks
 from nn.observability import run_directory
 from nn.resume import ResumePoint, finished_run, named_resume_point
@@ -324,6 +324,38 @@ def test_changed_settings_are_refused_by_name(uninterrupted, change, difference)
     assert "Set another run_dir" in ended.err
     assert "checkpoint.allow_changes=true to resume with the new ones" in ended.err
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
+
+
+def test_a_run_that_is_shortened_evaluates_the_model_that_it_ends_with(tmp_path):
+    # Its latest checkpoint is of step 8, the latest evaluation before it of step 6.
+    train_and_kill(11, tmp_path / "run")
+    assert train(tmp_path / "run", "train.max_steps=8").err == ""
+    found = summary(tmp_path / "run")
+    assert (found["steps"], found["stopped"]) == (8, "all steps done")
+    last = records(tmp_path / "run")[-1]
+    assert (last["step"], last["test_auc"]) == (8, found["test_auc"])
+    facts = read_facts(tmp_path / "run" / "checkpoints" / "step_8")["trainer"]
+    assert facts["test"]["step"] == 8
+    assert facts["best_step"] == found["best_step"]
+    config = ("mode=eval", f"checkpoint.restore={tmp_path / 'run' / 'checkpoints' / 'step_8'}")
+    assert train(tmp_path / "eval", *config).err == ""
+    assert summary(tmp_path / "eval")["test_auc"] == found["test_auc"]
+    assert "nothing to do" in train(tmp_path / "run", "train.max_steps=8").out
+
+
+def test_the_best_evaluation_of_other_rows_is_no_longer_the_best(uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted, tmp_path / "run", symlinks=True)
+    before = summary(tmp_path / "run")
+    ended = train(tmp_path / "run", "train.epochs=3", "eval.max_steps=1")
+    assert ended.err == ""
+    assert (
+        "by auc of 256 rows of split 'test': the best one is chosen among the coming ones"
+        in ended.out
+    )
+    found = summary(tmp_path / "run")
+    assert found["best_step"] > before["steps"]
+    coming = [r for r in records(tmp_path / "run") if r["step"] > LAST_STEP and "test_auc" in r]
+    assert found["best_test_auc"] == max(record["test_auc"] for record in coming)
 
 
 def test_changed_settings_are_accepted_with_allow_changes(tmp_path):

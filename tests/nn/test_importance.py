@@ -6,19 +6,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
+from dataloading.known_ids_source import KnownIdsSource
 from dataloading.permuted_source import PermutedSource
 from nn.build import build_test_loader
 from nn.importance import measure_importance
 from nn.models.metric import AUC, LOG_LOSS
 from nn.training.evaluator import Evaluator
+from nn.training.prediction_pass import predictions
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.datasets import write_clicks
 from tests.helpers.distributed import run_distributed
+from tests.nn.metrics.test_task_metrics import gauc_by_loop
 
 ROWS = 50
 ALL = np.array([[0, ROWS]])
@@ -114,6 +118,36 @@ def test_two_ranks_find_the_importance_that_one_finds():
     for name, changes in one["features"].items():
         for key, numbers in changes.items():
             assert first["features"][name][key] == pytest.approx(numbers, abs=2e-4)
+
+
+@pytest.mark.parametrize("change", ["permuted", "known"])
+def test_groups_are_those_of_the_stored_rows(change):
+    config = compose_config(*TINY, "optimizer.lr=0.1", "eval.group=cat_0")
+    with ranks_of_cpu() as ranks:
+        built = build(config)
+        built.train(0, 4)
+        sizes = {feature.name: feature.cardinality for feature in built.source.spec.categorical}
+        changed = {
+            "permuted": PermutedSource(built.source, "cat_0", (1, 2)),
+            # As the rows of a new day, of which a model knows no user but three.
+            "known": KnownIdsSource(built.source, sizes | {"cat_0": 3}),
+        }[change]
+        loader = build_test_loader(config, changed, ranks)
+        found, of_batches = (
+            Evaluator(built.step, loader, ranks, config.eval, stored=stored).run()["test_gauc"]
+            for stored in (built.source, None)
+        )
+        batches = predictions(built.step, loader.batches(0, loader.steps_per_epoch), ranks.device)
+        scores, labels = zip(
+            *((x[: b.num_valid].clone(), b.labels[: b.num_valid].clone()) for b, x in batches),
+            strict=True,
+        )
+        rows = np.array([[0, built.source.num_rows("test")]])
+        groups = built.source.read("test", rows).ids[0]
+        clicks = torch.cat(labels).numpy()
+        expected = gauc_by_loop(torch.cat(scores).numpy(), clicks, groups, np.ones(len(groups)))
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert abs(found - of_batches) > 1e-4
 
 
 def test_the_command_finds_the_feature_that_labels_depend_on(tmp_path):

@@ -27,6 +27,8 @@ from nn.export.tables import Selection, export_tables
 from nn.layers.initialization import fill_uniform_
 from nn.library.loaded_run import Run
 from nn.models.registry import declared_tables
+from nn.training.evaluator import Evaluator
+from nn.training.prediction_pass import predictions
 from serving.exporting.run import export_model
 from serving.inference.model import ServedModel
 from serving.inference.requests import IdInputs
@@ -36,6 +38,7 @@ from tests.helpers.command import run_command
 from tests.helpers.composed import build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import records
+from tests.nn.metrics.test_task_metrics import gauc_by_loop
 
 BATCH, STEPS, TEST_ROWS, CAPACITY = 32, 12, 64, 36
 ROWS = {"train": BATCH * STEPS, "test": TEST_ROWS}
@@ -312,6 +315,24 @@ def test_scores_are_those_of_prediction_wherever_keys_are_mapped(data, whole, tm
     np.testing.assert_allclose(scores[:, 0], predicted, atol=1e-6)
     unknown = served.keys["user"].rows(np.array([0, 12345, user[user != 0][-1]]))
     assert unknown[:2].tolist() == [0, 0]
+
+
+def test_keys_without_a_row_are_groups_of_their_own(data):
+    config = compose_config(*KEYED, f"data.path={data / 'keys'}", "eval.group=user")
+    with ranks_of_cpu() as ranks:
+        built = build(config)
+        built.train(0, STEPS)
+        loader = built.test_loader
+        found = Evaluator(built.step, loader, ranks, config.eval).run()["test_gauc"]
+        batches = predictions(built.step, loader.batches(0, loader.steps_per_epoch), ranks.device)
+        scores = torch.cat([x[: b.num_valid].clone() for b, x in batches]).numpy()
+    everywhere = np.array([[0, TEST_ROWS]])
+    columns = read_with_keys(built.source, "test", everywhere)
+    rows = open_dataset(FeatureSpec.load(data / "rows")).read("test", everywhere).ids[0]
+    clicks, groups = columns.labels, columns.ids[0]
+    assert len(set(groups)) > len(set(rows)), "keys are unknown"
+    expected = gauc_by_loop(scores, clicks, groups, np.ones(TEST_ROWS))
+    assert found == pytest.approx(expected, abs=1e-6)
 
 
 def test_exported_tables_have_their_keys(whole, tmp_path):

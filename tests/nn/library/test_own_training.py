@@ -10,7 +10,7 @@ from nn.library.options import options
 from nn.library.own_training import Training
 from tests.helpers.command import ROOT, run_command
 from tests.helpers.composed import TINY, compose_config
-from tests.helpers.runs import differences
+from tests.helpers.runs import differences, summary
 from tests.nn.library.test_loaded_run import OPTIONS, write_data
 
 RUN = [
@@ -78,6 +78,59 @@ def test_an_own_schedule_sets_the_learning_rates(tmp_path):
             assert training.step().loss > 0
             rates.append(training.learning_rate)
         assert rates == pytest.approx([0.05, 0.025, 0.0125])
+
+
+def test_a_schedule_that_is_no_number_is_refused_and_may_be_corrected(tmp_path):
+    with Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True) as training:
+        for factor in (float("nan"), float("inf"), "x", None):
+            training.set_schedule(lambda step, factor=factor: factor)
+            with pytest.raises(
+                ValueError, match=r"the schedule returned .* for step 0; want a finite"
+            ):
+                training.step()
+        training.set_schedule(lambda step: 1)
+        assert training.step().loss > 0
+    train(tmp_path / "run", 8)
+    train(tmp_path / "whole", 8)
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
+
+
+def test_an_interrupted_evaluation_changes_nothing(tmp_path, monkeypatch):
+    options_ = (*RUN, "train.ema_decay=0.5", "checkpoint.save_every=1000")
+    for name in ("whole", "interrupted"):
+        config = options("dlrm", *options_, f"run_dir={tmp_path / name}")
+        with Training(config, quiet=True) as training:
+            for _ in range(3):
+                training.step()
+            if name == "interrupted":
+                with monkeypatch.context() as patched:
+                    patched.setattr("nn.metrics.task_metrics.TaskMetrics.update", interrupt)
+                    with pytest.raises(KeyboardInterrupt) as caught:
+                        training.evaluate()
+                # As a notebook does, whose last traceback keeps the evaluation's frames.
+                assert caught.value is not None
+            training.save()
+            while training.num_steps < training.last_step:
+                training.step()
+            training.evaluate()
+            training.finish()
+    assert differences(tmp_path / "whole", tmp_path / "interrupted") == []
+    third = "checkpoints/step_3/rank_00000.bin"
+    assert (tmp_path / "whole" / third).read_bytes() == (
+        tmp_path / "interrupted" / third
+    ).read_bytes()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_loop_that_ends_early_says_so(tmp_path):
+    with Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True) as training:
+        training.step()
+        assert training.finish()["stopped"] == "ended by its caller before the last step"
+    train(tmp_path / "run", 8)
+    assert summary(tmp_path / "run")["stopped"] == "all steps done"
 
 
 def test_options_from_python_are_those_of_the_command_line():
