@@ -16,6 +16,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from configs.exit_codes import USER_ERROR_EXIT_CODE
 from configs.messages import on_one_line
 from configs.schema import StageName
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
@@ -24,6 +25,7 @@ from dataloading.storage.local_copy import local_path
 from nn.checkpoint.directory import CHECKPOINTS, list_checkpoints, read_facts
 from nn.distributed.launcher import is_launched
 from nn.multirun import JOBS, STOPPING
+from nn.observability.run_lock import RunLock
 
 KILLED = 128
 """Exit codes above are this and the number of a signal."""
@@ -62,6 +64,9 @@ def train_days(composed: DictConfig, work: Callable[[DictConfig], None]) -> None
         raise ValueError(
             "days starts one process per day, and a launcher one per rank; start the days one by one under the launcher"
         )
+    if composed.checkpoint.mirror is not None:
+        # In a process of its own: the libraries of object stores have threads, and the days are forked.
+        _run_process(partial(_fetch, Path(composed.run_dir), composed.checkpoint.mirror), [])
     latest = _latest(Path(composed.run_dir))
     has_begun, is_complete = latest is not None, False
     while True:
@@ -151,6 +156,24 @@ def _refuse_unreached(chain: Chain, patterns: Sequence[str]) -> None:
         raise ValueError(f"days={','.join(patterns)}: no dataset of a day there; correct the paths")
 
 
+def _fetch(run_dir: Path, mirror: str) -> None:
+    """Copy what a run directory lacks from its mirror: its checkpoints say which days are behind the run."""
+    from nn.checkpoint.mirror import fetch_run
+    from nn.observability.console import make_console, make_logger
+
+    logger = make_logger(make_console(0))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with RunLock(logger) as lock:
+            lock.take(run_dir)
+            step = fetch_run(run_dir, mirror)
+    except (ValueError, OSError) as error:
+        print(f"error: {on_one_line(str(error))}", file=sys.stderr)
+        sys.exit(USER_ERROR_EXIT_CODE)
+    if step is not None:
+        logger.info(f"checkpoints up to step {step:,} were copied from checkpoint.mirror")
+
+
 def _latest(run_dir: Path) -> str | None:
     """Return the identity of the fit that the latest checkpoint of a run was trained on; None without a checkpoint.
 
@@ -181,9 +204,16 @@ def _train(
     written = [text for text in sys.argv[1:] if text.lstrip("+").split("=")[0] not in OWN_OPTIONS]
     written += [f"data.path={day.path}", *([] if stage is None else [f"stage={stage}"])]
     print(on_one_line(f"day {day.lineage.day}: {day.path}"), flush=True)
-    exit_code = JOBS.fork(partial(work, own), written)
+    _run_process(partial(work, own), written, f"data.path={day.path}")
+
+
+def _run_process(
+    work: Callable[[], None], arguments: Sequence[str], name: str = "checkpoint.mirror"
+) -> None:
+    """Do some work in a process of its own; `name` is what a message calls it if a signal ended it."""
+    exit_code = JOBS.fork(work, arguments)
     if exit_code > KILLED:
-        text = f"data.path={day.path} was ended by signal {exit_code - KILLED}; the same command resumes"
+        text = f"{name} was ended by signal {exit_code - KILLED}; the same command resumes"
         raise UnfinishedDaysError(text, exit_code)
     if exit_code:
         raise UnfinishedDaysError("", exit_code)

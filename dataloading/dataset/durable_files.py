@@ -156,7 +156,7 @@ def _cut_incomplete_line(descriptor: int) -> None:
 def cut_incomplete_line(path: Path) -> None:
     """Remove a last line without line end, which a killed process has left, from a small text file, if the file exists."""
     # Files of a complete run may be read-only.
-    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+    if path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n"):
         AppendedFile(path, is_text=True).close()
 
 
@@ -311,7 +311,8 @@ def partial_sibling(root: Path) -> Path:
 def clear_leftovers(root: Path, but: Path | None = None) -> list[Path]:
     """Remove what killed processes left beside `root`: partial siblings, and a directory that they were replacing.
 
-    If they were killed between the two renames of `put_in_place`, `root` is missing and gets the latter back.
+    If they were killed between the two renames of `put_in_place`, `root` is missing and gets the latter back. Several
+    processes may remove the same leftovers at once.
 
     Args:
         root: the directory that those processes wrote; the caller holds it, so nobody else writes it.
@@ -324,23 +325,27 @@ def clear_leftovers(root: Path, but: Path | None = None) -> list[Path]:
         if root.exists():
             shutil.rmtree(replaced, ignore_errors=True)
         else:
-            os.rename(replaced, root)
+            with suppress(FileNotFoundError):
+                os.rename(replaced, root)
     locked = []
     for leftover in sorted(root.parent.glob(f".{escape(root.name)}.partial-*")):
         if leftover == but:
             continue
         try:
             lock = lock_directory(leftover)
+        except FileNotFoundError:
+            continue
         except BlockingIOError:
             locked.append(leftover)
             continue
         except UnlockableError:
-            shutil.rmtree(leftover)
-            continue
+            lock = None
         try:
-            shutil.rmtree(leftover)
+            with suppress(FileNotFoundError):
+                shutil.rmtree(leftover)
         finally:
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
     return locked
 
 

@@ -155,17 +155,19 @@ def write_facts(directory: Path, facts: dict[str, Any], files: Sequence[str]) ->
 def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> None:
     """Remove all checkpoints but the latest `keep` up to `num_steps` and the best, which `best` then points to.
 
-    Names of new checkpoints are synced before older ones are removed.
+    Without a best one, as before the first evaluation of a day, `best` keeps that of the day before. Names of new
+    checkpoints are synced before older ones are removed.
     """
     if directory.exists():
         sync_directory(directory)
     present = [path for path in list_checkpoints(directory) if step_of(path) <= num_steps]
+    best = directory / BEST
+    linked = os.readlink(best) if best.is_symlink() else None
+    target = linked if best_step is None else f"step_{best_step}"
     for path in present[keep:]:
-        if step_of(path) != best_step:
+        if path.name != target:
             remove(path)
-    best, target = directory / BEST, f"step_{best_step}"
-    is_linked = best.is_symlink() and os.readlink(best) == target
-    if any(step_of(path) == best_step for path in present) and not is_linked:
+    if target is not None and target != linked and any(path.name == target for path in present):
         replace_link(best, target, directory / f".{BEST}.tmp")
 
 

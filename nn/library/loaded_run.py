@@ -80,7 +80,8 @@ class Run:
 
         Args:
             directory: a run directory.
-            checkpoint: `step_N` or `best`; None for the best, or the latest where no evaluation has found a best one.
+            checkpoint: `step_N` or `best`; None for the best, or the latest where no evaluation has found a best one, as at
+                the beginning of a day.
             device: of the model.
             fitted: dataset directory whose fit transforms the raw values that `predict` gets; None: it gets ids and numbers.
             trusted: whether a model outside the project, `package.module:Class`, may be imported.
@@ -90,18 +91,10 @@ class Run:
                 contradicts the others.
         """
         directory = Path(directory)
-        path = _checkpoint(directory, checkpoint)
+        paths = _checkpoints(directory, checkpoint)
         config = load_saved_config(directory / CONFIG, trusted=trusted)
         description = read_description(directory / MODEL, trusted=trusted)
-        try:
-            facts = read_facts(path)
-            index = read_index(path)
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be loaded: {error}") from None
-        if description.spec.fingerprint() != facts["feature_spec"]:
-            raise ValueError(
-                f"{path} was trained on other features than {directory / MODEL} names; copy the run directory again"
-            )
+        path, facts, index = _first_that_fits(paths, description.spec.fingerprint(), directory)
         raw = None if fitted is None else _raw_tables(Path(fitted), description.stored, facts)
         model = description.build(seed=None)
         _load_weights(model, index, path, use_average=config.train.ema_decay is not None)
@@ -221,8 +214,33 @@ def _raw_tables(fitted: Path, spec: FeatureSpec, facts: Mapping[str, Any]) -> "R
     return raw
 
 
-def _checkpoint(directory: Path, name: str | None) -> Path:
-    """Return the checkpoint of a run directory; ValueError if there is none of this name."""
+def _first_that_fits(
+    paths: list[Path], fingerprint: str, directory: Path
+) -> tuple[Path, dict[str, Any], TensorIndex]:
+    """Return the first checkpoint of these features, with its run.json and its index.
+
+    Raises:
+        ValueError: one before it cannot be read; or there is none, since model.json is already that of a day that has none.
+    """
+    for path in paths:
+        try:
+            facts, index = read_facts(path), read_index(path)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be loaded: {error}") from None
+        if fingerprint == facts["feature_spec"]:
+            return path, facts, index
+    raise ValueError(
+        f"{paths[0]} was trained on other features than {directory / MODEL} names; copy the run directory again or, while it "
+        "trains another day, wait for its first checkpoint"
+    )
+
+
+def _checkpoints(directory: Path, name: str | None) -> list[Path]:
+    """Return the checkpoint of this name; without a name, all of a run directory in the order in which they are preferred.
+
+    Raises:
+        ValueError: there is none.
+    """
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such directory; name a run directory")
     folder = directory / CHECKPOINTS
@@ -235,12 +253,12 @@ def _checkpoint(directory: Path, name: str | None) -> Path:
     best = folder / BEST
     target = resolved(best).name if best.is_symlink() else None
     if name is None:
-        name = target if target in steps else steps[0]
-    elif name == BEST and target is not None:
+        return sorted(found, key=lambda path: path.name != target)
+    if name == BEST and target is not None:
         name = target
     if name not in steps:
         raise ValueError(f"{folder} has no checkpoint {shown(name)}, only {', '.join(steps[::-1])}")
-    return folder / name
+    return [folder / name]
 
 
 def _load_weights(

@@ -21,6 +21,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.directory import read_facts, step_of
 from nn.checkpoint.tensor_index import blocks, read_index
 from nn.deltas.delta import read_delta
+from nn.library.loaded_run import Run
 from nn.observability.records import read_run
 from nn.observability.run_lock import RunLock
 from nn.run import run
@@ -189,6 +190,26 @@ def test_a_restored_checkpoint_of_a_later_day_resumes_at_its_place_in_that_day(
                 file.name
             )
     assert summary(tmp_path / "run")["epochs"] == 1
+
+
+def test_the_best_of_the_day_before_stays_until_a_day_has_one(days, tmp_path):
+    run_dir = tmp_path / "run"
+    options = [*OPTIONS, "checkpoint.keep=2", "eval.per_epoch=1", f"run_dir={run_dir}"]
+    assert run_command(*options, f"data.path={days[0]}").exit_code == 0
+    best = run_dir / "checkpoints/best"
+    before = os.readlink(best)
+    next_day = [*options, f"data.path={days[1]}", "stage=next"]
+    with killed_at(STEPS_PER_DAY + 1):
+        run_command(*next_day)
+    with pytest.raises(ValueError, match="while it trains another day, wait for its first"):
+        Run.load(run_dir)
+    with killed_at(2 * STEPS_PER_DAY - 1):
+        run_command(*next_day)
+    assert (os.readlink(best), best.exists()) == (before, True)
+    assert Run.load(run_dir).num_steps > STEPS_PER_DAY
+    assert run_command(*next_day).exit_code == 0
+    assert os.readlink(best) == f"step_{2 * STEPS_PER_DAY}"
+    assert not (run_dir / "checkpoints" / before).exists()
 
 
 def test_tables_grow_in_place(days, uninterrupted):

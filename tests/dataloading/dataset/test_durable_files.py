@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -200,6 +201,9 @@ def test_a_torn_last_line_is_cut_and_a_complete_file_is_not_opened_for_writing(
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened for writing"))
     cut_incomplete_line(path)
     cut_incomplete_line(tmp_path / "missing")
+    # Reading a FIFO would wait for ever.
+    os.mkfifo(tmp_path / "fifo")
+    cut_incomplete_line(tmp_path / "fifo")
 
 
 def test_a_file_system_without_locks_raises_an_error_of_its_own(tmp_path, monkeypatch):
@@ -301,6 +305,24 @@ def test_only_partial_siblings_that_nobody_writes_are_removed(tmp_path):
     assert clear_leftovers(root, but=kept) == [alive]
     os.close(lock)
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, kept.name, ".other.partial-0"}
+
+
+@pytest.mark.parametrize("when", ["before the lock", "after the lock"])
+def test_several_processes_may_remove_the_same_leftovers(tmp_path, monkeypatch, when):
+    dead = partial_sibling(tmp_path / "out")
+    dead.mkdir()
+
+    def another_is_faster(path):
+        if when == "before the lock":
+            shutil.rmtree(path)
+        lock = lock_directory(path)
+        if when == "after the lock":
+            shutil.rmtree(path)
+        return lock
+
+    monkeypatch.setattr("dataloading.dataset.durable_files.lock_directory", another_is_faster)
+    assert clear_leftovers(tmp_path / "out") == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_is_restored_if_the_new_one_cannot_be_renamed(tmp_path):

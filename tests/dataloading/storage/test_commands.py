@@ -1,5 +1,6 @@
 """Commands whose data, output and mirror lie on an S3 server: they end as with directories."""
 
+import logging
 import os
 import re
 import shutil
@@ -12,11 +13,14 @@ from dataloading.storage.local_copy import local_path
 from dataloading.storage.object_store import ObjectStore
 from dataloading.storage.upload import upload_folder
 from nn.checkpoint.directory import list_checkpoints
+from nn.observability.run_lock import RunLock
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
 from tests.helpers.datasets import write_clicks
 from tests.helpers.preproc_command import Refused, preproc
-from tests.helpers.runs import at_step, differences, summary
+from tests.helpers.runs import at_step, differences, records, summary
+from tests.nn.test_stages import OPTIONS as DAY_OPTIONS
+from tests.nn.test_stages import days  # noqa: F401
 
 OPTIONS = [
     *(option for option in TINY if not option.startswith("data.")),
@@ -76,6 +80,27 @@ def test_a_run_that_lost_its_disk_resumes_from_its_mirror_bit_by_bit(bucket, tmp
     assert copy.read_bytes() == (tmp_path / "scores.csv").read_bytes()
     again = run_command(*OPTIONS, *scores, f"output={bucket}/scores.csv")
     assert (again.exit_code, again.err.count("exists; move or delete it")) == (2, 1)
+
+
+def test_days_continue_from_their_mirror_on_a_new_machine(bucket, days, tmp_path):  # noqa: F811
+    run_dir = tmp_path / "run"
+
+    def command(number: int, mirror: str) -> list[str]:
+        listed = ",".join(str(path) for path in days[:number])
+        return [*DAY_OPTIONS, f"days=[{listed}]", f"run_dir={run_dir}", "stage=next", mirror]
+
+    mirror = f"checkpoint.mirror={bucket}/runs/days"
+    assert run_command(*command(2, mirror)).exit_code == 0
+    before = summary(run_dir)["steps"]
+    shutil.rmtree(run_dir)
+    again = run_command(*command(3, mirror))
+    assert (again.exit_code, again.err) == (0, "")
+    assert summary(run_dir)["steps"] == before * 3 // 2
+    assert [record["day"] for record in records(run_dir) if "next_auc" in record] == [1, 2]
+    with RunLock(logging.getLogger()) as lock:
+        lock.take(run_dir)
+        refused = run_command(*command(3, mirror))
+    assert refused.exit_code == 2
 
 
 def test_a_mirror_that_cannot_be_written_is_refused_at_the_start_and_later_a_warning(
