@@ -29,6 +29,7 @@ from nn.models.tasks import Task, scores_of, tasks_of_run
 from nn.observability.records import CONFIG, METRICS, MODEL, SUMMARY, read_records
 from nn.saved_config import load_saved_config
 from nn.scores.score_file import score_columns
+from nn.scores.unknown_values import UnknownValues
 from nn.training.train_step import AMP_DTYPES
 
 if TYPE_CHECKING:
@@ -153,12 +154,18 @@ class Run:
         Raises:
             ValueError: a column is missing or of another type, or a value is missing, not finite or outside its table.
         """
+        if type(batch_size) is not int or batch_size < 1:
+            raise ValueError(f"batch_size={shown(batch_size)}; want a whole number of at least 1")
         rows, as_given = _arrow_table(table)
         names = score_columns([task.name for task in self.tasks])
         if rows.num_rows == 0:
             return as_given(pa.table({name: pa.array([], pa.float64()) for name in names}))
         if self.raw is not None:
             rows = self.raw.transformed(rows)
+            unknown = UnknownValues(self.raw.spec)
+            unknown.add(rows)
+            if unknown.note is not None:
+                warnings.warn(unknown.note, stacklevel=2)
         scores = torch.cat([self._scores(batch) for batch in self._batches(rows, batch_size)])
         columns = {name: scores[:, index].numpy() for index, name in enumerate(names)}
         return as_given(pa.table(columns))
@@ -338,6 +345,6 @@ def _arrow_table(table: Any) -> tuple[pa.Table, Any]:
         )
     try:
         rows = pa.Table.from_pandas(table, preserve_index=False)
-    except (pa.ArrowException, ValueError, TypeError) as error:
+    except (pa.ArrowException, ArithmeticError, ValueError, TypeError) as error:
         raise ValueError(f"the table: {shortened(' '.join(str(error).split()))}") from None
     return rows, lambda result: result.to_pandas().set_index(table.index)

@@ -9,6 +9,7 @@ import yaml
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import Config, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -128,10 +129,18 @@ class Training:
         """Read this rank's batch of a step, by default the next one, as named tensors on the host; it is not trained.
 
         The batch is a function of the seed and the step, so any of them can be read at any time.
+
+        Raises:
+            ValueError: the run, or its day, has no such step.
         """
-        loader = self._session.loaders.train
+        loader, stage = self._session.loaders.train, self._trainer.stage
         assert loader is not None
-        return named_tensors(loader.batch(self.num_steps if step is None else step), self.spec)
+        step = self.num_steps if step is None else step
+        if type(step) is not int or not stage.first_step <= step < self.last_step:
+            raise ValueError(
+                f"there is no batch of step {shown(step)}; want {stage.first_step:,} to {self.last_step - 1:,}"
+            )
+        return named_tensors(loader.batch(stage.place(step)), self.spec)
 
     def step(self) -> StepResult:
         """Train on the next batch; return it with its loss and logits.

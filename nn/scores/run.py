@@ -90,7 +90,10 @@ def predict(config: Config, console: Console, raw: RawRows | None = None) -> dic
             stack.callback(step.close)
             load(config, start, step, logger)
             with RowProgress(console, rows.num_rows, num_done) as progress:
-                return _score(step, rows, ranks, output, num_done, progress)
+                result = _score(step, rows, ranks, output, num_done, progress)
+        if isinstance(rows, StreamedRows) and rows.unknown.note is not None:
+            logger.warning(rows.unknown.note)
+        return result
 
 
 def _open_output(

@@ -19,6 +19,7 @@ from dataloading.loader import Loader, LoaderSettings
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import Ranks
 from nn.scores.named_rows import NamedRows, RowNumbers
+from nn.scores.unknown_values import UnknownValues
 
 if TYPE_CHECKING:
     # Numba is imported only where there are keys.
@@ -54,6 +55,9 @@ class StreamedRows:
         ranks: this process.
         key_maps: rows for raw keys; None for rows without.
 
+    Attributes:
+        unknown: features of which no row so far has a known value.
+
     Raises:
         ValueError: one of the first rows is invalid.
     """
@@ -72,6 +76,7 @@ class StreamedRows:
             only_scores=True,
         )
         self._parts = iter(raw)
+        self.unknown = UnknownValues(raw.spec)
         # Rows that were transformed: first row and features of those to score, and columns that are not written yet.
         self._features: deque[tuple[int, pa.Table]] = deque()
         has_names = bool(config.predict.columns) and ranks.is_rank0
@@ -136,6 +141,7 @@ class StreamedRows:
         if part is None:
             return False
         features, kept = part
+        self.unknown.add(features)
         self._features.append((self._num_read, pa.Table.from_batches([features])))
         if self._kept is not None:
             self._kept.append(pa.Table.from_batches([kept]))

@@ -167,6 +167,9 @@ def test_calls_at_the_wrong_time_are_refused(tmp_path):
             training.step()
         with pytest.raises(ValueError, match="all 8 steps are done"):
             training.step()
+        for step in (None, 8, -1, 1.5):
+            with pytest.raises(ValueError, match=r"there is no batch of step .*; want 0 to 7"):
+                training.batch(step)
     with pytest.raises(ValueError, match="mode=eval is no training"):
         Training(options("dlrm", *RUN, "mode=eval"))
 
