@@ -241,10 +241,9 @@ def restore(
         step.allocate_optimizer_state()
     wanted = step.state_dict(with_optimizer=with_optimizer)
     # `state_dict` lacks tables without a shard on this rank, but all ranks must raise the same errors.
-    shapes = step.state_shapes(with_optimizer=with_optimizer)
     shapes = {
         name: size
-        for name, size in shapes.items()
+        for name, size in step.state_shapes(with_optimizer=with_optimizer).items()
         if component_of(name) in components and not (lacks_state and _is_of_dense_optimizer(name))
     }
     tensors, shapes, note = match_options(tensors, shapes)
@@ -257,19 +256,21 @@ def restore(
             f"{named} holds another model or optimizer: {', '.join(differing[:4])}{more}; "
             + remedy(path, stored, shapes, grow=grow, is_own=is_own)
         )
+    _read(wanted, DcpReader(tensors, shapes), named)
+    step.load_state_dict(wanted)
+    return None if note is None else f"{named} {note}"
+
+
+def _read(wanted: State, reader: DcpReader, named: str) -> None:
+    """Read tensors in place; ValueError on all ranks if one of them cannot."""
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        dcp.load(
-            wanted,
-            storage_reader=DcpReader(tensors, shapes),
-            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
-        )
+        dcp.load(wanted, storage_reader=reader, planner=planner)
     except dcp.CheckpointException as error:
         problem = _first_problem(error)
         # The message about damaged bytes has the remedy already.
         advice = "" if REMEDY in problem else f"; {REMEDY}"
         raise ValueError(f"{named} cannot be read: {problem}{advice}") from None
-    step.load_state_dict(wanted)
-    return None if note is None else f"{named} {note}"
 
 
 def _is_before_first_step(path: Path, tensors: Collection[str]) -> bool:

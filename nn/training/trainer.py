@@ -229,9 +229,10 @@ class Trainer:
             self._train_metrics.restore(rows)
         if is_comparable or state["best_step"] is None:
             return None
+        (metric, rows), name = known, self.best_metric.key
         return (
-            f"evaluations score {scored['rows']:,} rows of split '{scored['split']}' by {self.best_metric.key}, those before "
-            f"were by {known[0]} of {known[1].get('rows')} rows of split '{known[1].get('split')}': the best one is chosen among the coming ones"
+            f"evaluations score {scored['rows']:,} rows of split '{scored['split']}' by {name}, those before were by {metric} "
+            f"of {rows.get('rows')} rows of split '{rows.get('split')}': the best one is chosen among the coming ones"
         )
 
     def save(self, *, is_last: bool = False) -> None:

@@ -156,7 +156,7 @@ ROOMS = {
         "nn.stages",
         "nn.training",
     },
-    "nn.days": {"nn.checkpoint", "nn.distributed", "nn.multirun"},
+    "nn.days": {"nn.checkpoint", "nn.distributed", "nn.multirun", "nn.observability"},
     "nn.stages": {
         "nn.build",
         "nn.checkpoint",

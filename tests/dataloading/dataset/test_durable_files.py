@@ -201,7 +201,7 @@ def test_a_torn_last_line_is_cut_and_a_complete_file_is_not_opened_for_writing(
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened for writing"))
     cut_incomplete_line(path)
     cut_incomplete_line(tmp_path / "missing")
-    # Reading a FIFO would wait for ever.
+    # Reading a FIFO would wait without end.
     os.mkfifo(tmp_path / "fifo")
     cut_incomplete_line(tmp_path / "fifo")
 
