@@ -12,11 +12,13 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from configs.arguments import Choices as ArgumentChoices
 from configs.arguments import hydra_arguments
 from configs.command_line import register
 from configs.many_runs_schema import SweepConfig
+from configs.messages import shown
 from configs.option_values import plain_values, written
 from configs.overrides import drop_replaced, no_option, one_line
 from configs.schema import Config, DataConfig, Device, Mode, describe, require
@@ -99,11 +101,13 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
     split, added = _selection(first, own)
     overrides += added
     composition = _Composition(script.stem, tuple(overrides))
+    yardstick = None
     for values in corners(space):
         try:
             checked = composition.config(values)
         except ValueError as error:
             raise ValueError(f"space: {error}") from None
+        yardstick = _same_yardstick(checked, yardstick)
     check_inputs(checked)
     require(
         checked.checkpoint.save,
@@ -119,6 +123,29 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
         checked.device is not Device.cpu,
         _own_values(first, space),
     )
+
+
+def _same_yardstick(config: Config, before: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the options that decide which rows and labels measure a trial; refuse others than those of `before`."""
+    plain = plain_values(config)
+    data, evaluation = plain["data"], plain["eval"]
+    found = {f"data.{name}": data[name] for name in ("path", "feature_spec", "validation_fraction")}
+    if config.data.path is None:
+        found |= {f"data.synthetic.{name}": value for name, value in data["synthetic"].items()}
+    names = ("split", "best_metric", "group", "max_steps", "final_max_steps")
+    found |= {f"eval.{name}": evaluation[name] for name in names}
+    if config.eval.max_steps is not None:
+        found["eval.batch_size"] = config.eval.batch_size
+    tasks = (plain["tasks"] or {}).items()
+    found |= {f"tasks.{name}.keep_rate": task.get("keep_rate") for name, task in tasks}
+    for key in () if before is None else sorted(found | before):
+        old, new = (shown(options.get(key)) for options in (before or {}, found))
+        if old != new:
+            raise ValueError(
+                f"space: trials with {key}={old} and with {new} would be measured on different rows or labels; leave what makes "
+                "the difference out of the space, or set it for all of them"
+            )
+    return found
 
 
 def _own_values(config: Config, space: Space) -> dict[str, Any] | None:
@@ -229,7 +256,12 @@ class _Composition:
             composed = deepcopy(self._composed)
             for text in arguments[len(arguments) - len(added) :]:
                 override = OverridesParser.create().parse_override(text)
-                OmegaConf.update(composed, override.key_or_group, override.value(), force_add=True)
+                try:
+                    OmegaConf.update(
+                        composed, override.key_or_group, override.value(), force_add=True
+                    )
+                except OmegaConfBaseException as error:
+                    raise ValueError(one_line(error)) from None
         drop_replaced(composed, arguments, Config)
         return typed_config(composed)
 

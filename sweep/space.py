@@ -23,7 +23,7 @@ from dataloading.dataset.documents import read_yaml
 COMMITTED = Path(__file__).parents[1] / "configs" / "sweep_spaces"
 RANGE_KEYS = {"low", "high", "log", "step"}
 SET_BY_THE_SWEEP = (
-    *("run_dir", "mode", "recipe", "eval.split", "eval.best_metric", "data.path"),
+    *("run_dir", "mode", "recipe", "config", "eval.split", "eval.best_metric", "data.path"),
     *("data.validation_fraction", "checkpoint.save", "checkpoint.restore"),
 )
 """Options that trials cannot differ by: their values would not be comparable, or nothing would be learnt from them."""
@@ -154,7 +154,7 @@ def read_space(name: str) -> tuple[Path, Space]:
         ) from None
     require(
         isinstance(content, dict) and bool(content),
-        f"{path}: the space is empty; want options with values, such as "
+        f"{path}: the space {'is empty' if not content else f'is {shown(content)}'}; want options with values, such as "
         "optimizer.lr: {low: 0.001, high: 0.01, log: true}",
     )
     space = {}

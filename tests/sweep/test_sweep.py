@@ -326,6 +326,12 @@ def test_one_directory_holds_one_sweep_at_a_time_and_one_space(space, output, tm
         ("seed: {low: 1, high: 9, step: 2, log: true}", "log and step exclude each other"),
         ("optimizer.lr: {low: 0, high: 1, log: true}", "low must be positive with log: true"),
         ("eval.split: [test]", "eval.split cannot differ between trials"),
+        ("config: [a.yaml, b.yaml]", "config cannot differ between trials"),
+        ("eval.max_steps: [1, 2]", "trials with eval.max_steps=1 and with 2 would be measured on dif"),
+        ("data.synthetic.exponent: [0.0, 3.0]", "trials with data.synthetic.exponent=0.0 and with"),
+        ("tasks: ['{label: {keep_rate: 0.5}}', '{label: {keep_rate: 0.1}}']", "keep_rate=0.5 and with 0"),
+        ("hello", "the space is 'hello'; want options with values"),
+        ("optimizer.lr: [[0.1], [0.2]]", "space: optimizer.lr: Value '[0.1]' of type 'list' could"),
     ],
 )  # fmt: skip
 def test_a_bad_space_is_refused_before_anything_starts(space, output, content, message):
