@@ -154,7 +154,7 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     Raises:
         ValueError: a path is no directory, or there is no run below it.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for text in paths:
         path = Path(text)
         if not path.is_dir():
@@ -164,8 +164,9 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
         below = sorted(_runs_below(path))
         if not below:
             raise ValueError(f"{text} holds no run: no directory there has {CONFIG} and {METRICS}")
-        found |= dict.fromkeys(below)
-    return list(found)
+        for run in below:
+            found.setdefault(run.resolve(), run)
+    return list(found.values())
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:

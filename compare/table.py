@@ -5,7 +5,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rich import box
@@ -20,6 +20,8 @@ MAX_OPTION_COLUMNS = 5
 LEAST_FOLDED = 16
 """Characters that a column of long texts gets at least; they are folded."""
 RUN, STATE, DIFFERS = "run", "state", "differs"
+OWN_COLUMNS = (RUN, STATE, DIFFERS, "at step", "steps", "samples/s", "GPU GiB", "time")
+"""Titles beside those of options and metrics."""
 GIB = 2**30
 
 
@@ -57,14 +59,19 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
     paths = [str(run.path) for run in runs]
     if len(paths) == 1:
         return paths
-    common = os.path.commonpath(paths)
-    return [os.path.relpath(path, common) for path in paths]
+    # Absolute and relative ones have none in common.
+    absolute = [os.path.abspath(path) for path in paths]
+    common = os.path.commonpath(absolute)
+    return [os.path.relpath(path, common) for path in absolute]
 
 
-def short_keys(keys: Sequence[str]) -> list[str]:
-    """Return the last parts of dotted keys, and the complete key where two would be equal."""
+def short_keys(keys: Sequence[str], taken: Collection[str] = ()) -> list[str]:
+    """Return the last parts of dotted keys, and the complete key where two would be equal, or one is taken."""
     last = [key.rpartition(".")[2] for key in keys]
-    return [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
+    return [
+        name if last.count(name) == 1 and name not in taken else key
+        for key, name in zip(keys, last, strict=True)
+    ]
 
 
 def rows_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
@@ -118,7 +125,7 @@ def _columns(runs: Sequence[RunRecord], metric: Metric | None) -> dict[str, list
     if has_columns:
         columns |= {
             name: [_text(run.options.get(key)) for run in runs]
-            for key, name in zip(keys, short_keys(keys), strict=True)
+            for key, name in zip(keys, short_keys(keys, OWN_COLUMNS), strict=True)
         }
     if metric is not None:
         best = [run.best(metric) for run in runs]
@@ -165,7 +172,16 @@ def as_json(runs: Sequence[RunRecord]) -> str:
         row | {"options": run.options, "evaluations": run.evaluations, "summary": run.summary}
         for run, row in zip(runs, rows_of(runs), strict=True)
     ]
-    return json.dumps(objects, indent=2, allow_nan=False, default=str) + "\n"
+    return json.dumps(_without_nan(objects), indent=2, allow_nan=False, default=str) + "\n"
+
+
+def _without_nan(value: Any) -> Any:
+    """Return a value with None instead of numbers that JSON lacks, which a damaged record may have."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _differences(run: RunRecord, keys: Sequence[str]) -> str:

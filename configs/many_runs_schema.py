@@ -30,6 +30,10 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.runs), "runs names no directory; name at least one")
+        require(
+            self.picture is None or self.picture.lower().endswith(".png"),
+            f"picture={self.picture}: the picture is a PNG; want a name that ends with .png",
+        )
 
 
 class Sampler(Enum):

@@ -520,7 +520,8 @@ def _differences(
     may_differ = (*FREE, *changes)
     old, new = _complete(before, config), _flat(plain_values(config))
     # Runs of earlier versions recorded the options of all models of the project.
-    others = options_of_own_models() if old.get("model.name") in MODELS else set()
+    name = old.get("model.name")
+    others = options_of_own_models() if isinstance(name, str) and name in MODELS else set()
     return [
         f"{printable(key)}={_short(old.get(key, MISSING))} instead of {_short(new.get(key, MISSING))}"
         for key in sorted(old | new)

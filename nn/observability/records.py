@@ -15,6 +15,8 @@ from nn.plots.curves import RunRecords
 CONFIG = "config.yaml"
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
+MAX_STEPS = 2**53
+"""Steps of a run: up to here floats count every one; at a thousand per second it takes 285,000 years."""
 SUMMARY = "summary.json"
 MODEL = "model.json"
 CURVES = "curves.png"
@@ -161,7 +163,7 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{error}; {remedy}") from None
     is_record = isinstance(content, dict) and (
-        number == 1 or (type(content.get("step")) is int and content["step"] >= 0)
+        number == 1 or (type(content.get("step")) is int and 0 <= content["step"] <= MAX_STEPS)
     )
     if not is_record:
         wanted = "the run's environment" if number == 1 else "a record with its step"

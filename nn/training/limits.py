@@ -11,10 +11,7 @@ from typing import Any, Self
 
 from configs.schema import Config
 from nn.models.tasks import auc_key
-from nn.observability.records import DAY
-
-MAX_STEPS = 2**53
-"""Up to here floats count every step; at a thousand steps per second it takes 285,000 years."""
+from nn.observability.records import DAY, MAX_STEPS
 
 
 def early_stop(

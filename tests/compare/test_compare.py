@@ -124,7 +124,8 @@ def test_a_smaller_log_loss_is_better(runs):
 
 
 def test_files_have_a_row_per_run_and_the_picture_is_drawn(runs, tmp_path):
-    names = {name: tmp_path / f"out.{name}" for name in ("csv", "json", "picture")}
+    endings = {"csv": "csv", "json": "json", "picture": "png"}
+    names = {name: tmp_path / f"out.{ending}" for name, ending in endings.items()}
     ended = compare(str(runs), *(f"{name}={path}" for name, path in names.items()))
     assert (ended.exit_code, ended.err) == (0, "")
     rows = list(csv.DictReader(io.StringIO(names["csv"].read_text())))
@@ -168,6 +169,31 @@ def test_names_are_as_short_as_they_can_be(runs):
         "lr",
     ]
 
+    assert short_keys(["profile.steps", "optimizer.lr"], ["steps"]) == ["profile.steps", "lr"]
+
+
+def test_options_do_not_take_the_place_of_other_columns(runs):
+    for name, steps in (("a", 0), ("b", 99)):
+        path = runs / name / "config.yaml"
+        path.write_text(path.read_text() + f"profile: {{steps: {steps}}}\n")
+    lines = compare(str(runs / "a"), str(runs / "b")).out.splitlines()
+    assert lines[0].count("steps") == 2
+    assert "profile.steps" in lines[0]
+
+
+def test_one_run_by_several_paths_is_one_line(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    out = compare("a", "./a", str(runs / "a"), str(runs / "b")).out
+    assert [line.split()[0] for line in out.splitlines()[2:4]] == ["a", "b"]
+    assert out.splitlines()[4:] == ["b: stopped: by SIGTERM"]
+
+
+def test_a_damaged_number_is_none_in_json(runs, tmp_path):
+    path = runs / "a" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 21, "test_auc": NaN}\n')
+    assert compare(str(runs / "a"), f"json={tmp_path / 'out.json'}").exit_code == 0
+    assert json.loads((tmp_path / "out.json").read_text())[0]["run"]
+
 
 def test_a_path_with_an_equals_sign_is_a_directory(runs):
     named = (runs / "a").rename(runs / "00-lr=0.1")
@@ -181,6 +207,7 @@ def test_a_path_with_an_equals_sign_is_a_directory(runs):
         (["{runs}/a/x"], "/a/x holds no run: no directory there has config.yaml and metrics.jsonl"),
         (["{runs}", "metric=gauc"], "error: metric=gauc is in none of the runs; they have auc, log_loss"),
         (["metrik=auc"], "error: there is no option metrik; did you mean metric?"),
+        (["{runs}", "picture=a.pdf"], "picture=a.pdf: the picture is a PNG; want a name that ends with .png"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(runs, arguments, message):
