@@ -103,7 +103,7 @@ class TransformedRows:
         self._state = state
         self._directory = TemporaryDirectory(prefix="transformed-rows-")
         directory = Path(self._directory.name)
-        self._engine = DuckDBEngine(_config(spec, table, directory), directory)
+        self._engine = DuckDBEngine(_config(spec, table, directory), directory, may_skip=False)
         try:
             sources = {name: _with_columns(name, source) for name, source in table.sources.items()}
             # A description of rows alone: nothing is divided, and no label is read.

@@ -140,11 +140,18 @@ class Engine(Protocol):
 
 
 class DuckDBEngine:
-    """DuckDB in this process, within `memory_limit`; it spills to the work directory."""
+    """DuckDB in this process, within `memory_limit`; it spills to the work directory.
+
+    Args:
+        config: options of preprocessing.
+        directory: the work directory.
+        may_skip: whether the command has `on_bad`, which messages about bad lines then name.
+    """
 
     codes_texts = True
 
-    def __init__(self, config: PreprocConfig, directory: Path) -> None:
+    def __init__(self, config: PreprocConfig, directory: Path, *, may_skip: bool = True) -> None:
+        self._may_skip = may_skip
         memory = memory_bytes(config)
         self._on_bad = config.on_bad
         self._is_small = is_small(config)
@@ -176,7 +183,7 @@ class DuckDBEngine:
             try:
                 self._connection.execute(f"FROM {relation} LIMIT 0")
             except duckdb.Error as error:
-                raise _explained(file, error) from None
+                raise _explained(file, error, may_skip=self._may_skip) from None
             parts.append(
                 f"SELECT {number} AS file_, row_number() OVER () AS order_, * FROM {relation}"
             )
@@ -184,7 +191,7 @@ class DuckDBEngine:
         try:
             self._connection.execute(f"CREATE OR REPLACE TEMP VIEW {quoted(name)} AS {query}")
         except duckdb.Error as error:
-            raise _explained(None, error) from None
+            raise _explained(None, error, may_skip=self._may_skip) from None
 
     def _text(self, source: Source, file: RawFile, path: str, names: list[str]) -> str:
         is_csv = source.format == "csv"
@@ -336,7 +343,7 @@ class DuckDBEngine:
         except duckdb.OutOfMemoryException:
             raise
         except duckdb.Error as error:
-            raise _explained(None, error) from None
+            raise _explained(None, error, may_skip=self._may_skip) from None
         replace_directory(temporary, path)
 
     def view(self, name: str, path: Path) -> None:
@@ -353,7 +360,7 @@ class DuckDBEngine:
         except duckdb.OutOfMemoryException:
             raise
         except duckdb.Error as error:
-            raise _explained(None, error) from None
+            raise _explained(None, error, may_skip=self._may_skip) from None
 
     def stream(self, query: str, rows_at_once: int) -> Generator["pa.RecordBatch"]:
         """Yield the rows of a query as it runs; meanwhile only cursors may run others."""
@@ -366,7 +373,7 @@ class DuckDBEngine:
             raise
         # Arrow passes on what DuckDB raises as its own errors.
         except (duckdb.Error, pa.ArrowException, OSError) as error:
-            raise _explained(None, duckdb.Error(str(error))) from None
+            raise _explained(None, duckdb.Error(str(error)), may_skip=self._may_skip) from None
 
     def schema(self, query: str) -> "pa.Schema":
         """Return names and types of the columns of a query, as `stream` yields them."""
@@ -463,8 +470,8 @@ def _without_nan(value: str, kind: Any, instead: str, depth: int = 0) -> str | N
     return f"(CASE WHEN {value} IS NOT NULL THEN struct_pack({packed}) END)"
 
 
-def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:
-    """Return the error to raise: a ValueError for user errors, any other error unchanged."""
+def _explained(file: RawFile | None, error: duckdb.Error, *, may_skip: bool) -> Exception:
+    """Return the error to raise: a ValueError for user errors, any other error unchanged; `may_skip` as of the engine."""
     message = str(error)
     if "GZIP" in message and file:
         return ValueError(cut_short(file.path))
@@ -473,9 +480,15 @@ def _explained(file: RawFile | None, error: duckdb.Error) -> Exception:
     named = re.search(r"^\s*file = (.+)$", message, flags=re.MULTILINE)
     line = re.search(r"Error on Line: (\d+)", message)
     if named and line:
+        or_skip = ", or set on_bad=quarantine" * may_skip
         return ValueError(
-            f"{named[1]}, line {line[1]}: {_mistake(message)}; correct or remove it, or set "
-            "on_bad=quarantine"
+            f"{named[1]}, line {line[1]}: {_mistake(message)}; correct or remove it{or_skip}"
+        )
+    line_end = re.search(r"^\s*new_line = (\S+)", message, flags=re.MULTILINE)
+    if named and line_end and "reached an invalid state" in message:
+        return ValueError(
+            f"{named[1]}: not all of its lines end with {line_end[1]} as the first does, or a field has a line end without "
+            "quotes; write all line ends alike, as the command dos2unix does"
         )
     reason = re.sub(r"^(\w+ )+Error: ", "", first_line(message))
     reason = shortened(printable(reason.rstrip("!")), 300)

@@ -159,6 +159,12 @@ def test_mistakes_are_one_line(root, tmp_path):
     ):  # fmt: skip
         (root / name).write_text("\n".join([*lines[:301], bad, *lines[301:]]))
         assert wanted in message([name])
+        # The commands that score have no such option.
+        assert "on_bad" not in message([name])
+    mixed = b"\r\n".join(line.encode() for line in lines[:3]) + b"\r\n" + lines[3].encode() + b"\n"
+    (root / "mixed.csv").write_bytes(mixed)
+    wanted = "mixed.csv: not all of its lines end with \\r\\n as the first does"
+    assert wanted in message(["mixed.csv"])
     (root / "none.csv").write_text(lines[0] + "\n")
     assert "the sources have no rows" in message(["none.csv"])
     shutil.copytree(root / "fit", tmp_path / "fit")
