@@ -5,12 +5,14 @@ torch is imported where a model is: the options of the project's own models are 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from configs.messages import shown
 from configs.overrides import no_option, to_config, to_section, unknown_keys
 from configs.schema import Config, ModelConfig, describe
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -176,11 +178,27 @@ def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBa
     Raises:
         ValueError: the tables do not match the features, or are not supported yet.
     """
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
     from nn.embedding.declared_tables import check_tables
 
-    tables = find_model(options.name).tables(options, spec)
+    found = find_model(options.name).tables(options, spec)
+    tables = list(found) if isinstance(found, Iterable) else [found]
+    for table in tables:
+        if not isinstance(table, EmbeddingBagConfig):
+            raise ValueError(
+                f"model.name={options.name}: tables() returns {_kind(found, table)}; want a list of EmbeddingBagConfig, such as "
+                "that of nn.embedding.declared_tables.one_table_per_feature"
+            )
     check_tables(tables, options, spec)
     return tables
+
+
+def _kind(found: object, table: object) -> str:
+    """Name what is returned instead of a list of tables."""
+    if isinstance(found, Iterable):
+        return f"a {type(found).__name__} with {shown(table)}"
+    return type(found).__name__
 
 
 def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model:
@@ -197,10 +215,15 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
     import torch
 
     from nn.layers.pass_state import PassLayer
+    from nn.models.model import Model
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         dense = find_model(options.name).build(options, spec)
+    if not isinstance(dense, Model):
+        raise ValueError(
+            f"model.name={options.name}: build() returns {type(dense).__name__}; want a nn.models.model.Model"
+        )
     unknown = [
         name
         for name in dense.saved_buffers()

@@ -282,11 +282,26 @@ def column_of(values: Tensor, index: int) -> Tensor:
 
 
 def check_logits(tasks: Sequence[Task], logits: Tensor, labels: Tensor) -> None:
-    """Raise `ValueError` unless there is one logit per row and task."""
+    """Raise `ValueError` unless the model returned a tensor with one logit per row and task."""
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        got = f"a tensor of {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(
+            f"the model's forward() returns {got}; want a tensor of logits in float32, such as logits.float()"
+        )
+    if logits.dim() and len(logits) != len(labels):
+        raise ValueError(
+            f"the model's forward() returns logits of {len(logits)} rows for a batch of {len(labels)}; want one per row"
+        )
     if logits.shape != labels.shape:
         names = ", ".join(task.name for task in tasks)
         want = "[B]" if labels.dim() == 1 else f"[B, {labels.shape[1]}]"
-        got = "[B]" if logits.dim() == 1 else f"[B, {', '.join(map(str, logits.shape[1:]))}]"
+        got = (
+            "[]"
+            if not logits.dim()
+            else "[B]"
+            if logits.dim() == 1
+            else f"[B, {', '.join(map(str, logits.shape[1:]))}]"
+        )
         raise ValueError(
             f"the model returns logits {got}, and the dataset's labels ({names}) need {want}, one logit per label; choose a "
             "model of as many tasks with model.name, or list other labels in the spec's channel_spec.label"

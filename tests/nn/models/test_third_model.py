@@ -104,6 +104,28 @@ class WithoutPrefix(DeepFM):
             self.prefix_columns = 0
 
 
+def _mistaken(name: str, **methods: object) -> type[DeepFM]:
+    return type(name, (DeepFM,), methods)
+
+
+def _returns(value: object) -> classmethod:
+    return classmethod(lambda cls, options, spec: value)
+
+
+def _changes(change) -> object:
+    return lambda self, numerical, embeddings: change(DeepFM.forward(self, numerical, embeddings))
+
+
+NoneAsTables = _mistaken("NoneAsTables", tables=_returns(None))
+TextTables = _mistaken("TextTables", tables=_returns(["x"]))
+NoneAsModel = _mistaken("NoneAsModel", build=_returns(None))
+PlainModule = _mistaken("PlainModule", build=_returns(nn.Linear(1, 1)))
+NoLogits = _mistaken("NoLogits", forward=_changes(lambda logits: None))
+TwoLogits = _mistaken("TwoLogits", forward=_changes(lambda logits: (logits, logits)))
+Classes = _mistaken("Classes", forward=_changes(lambda logits: (logits > 0).long()))
+TooFew = _mistaken("TooFew", forward=_changes(lambda logits: logits[1:]))
+Mean = _mistaken("Mean", forward=_changes(lambda logits: logits.mean()))
+
 CASE = [
     f"model.name={HERE}:DeepFM",
     "model.embedding_dim=8",
@@ -132,6 +154,30 @@ def trained(run_dir: Path, *overrides: str) -> Path:
 def complete_run(tmp_path_factory) -> Path:
     """Return the directory of a run of 12 steps."""
     return trained(tmp_path_factory.mktemp("third") / "run", "train.max_steps=12")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NoneAsTables", "tables() returns NoneType; want a list of EmbeddingBagConfig"),
+        ("TextTables", "tables() returns a list with 'x'; want a list of EmbeddingBagConfig"),
+        ("NoneAsModel", "build() returns NoneType; want a nn.models.model.Model"),
+        ("PlainModule", "build() returns Linear; want a nn.models.model.Model"),
+        ("NoLogits", "the model's forward() returns NoneType; want a tensor of logits"),
+        ("TwoLogits", "the model's forward() returns tuple; want a tensor of logits"),
+        ("Classes", "the model's forward() returns a tensor of torch.int64; want a tensor of"),
+        ("TooFew", "the model's forward() returns logits of 63 rows for a batch of 64"),
+        ("Mean", "the model returns logits [], and the dataset's labels (label) need [B]"),
+    ],
+)
+def test_what_a_model_must_not_return_is_one_line(name, message, tmp_path):
+    case = [text for text in CASE if not text.startswith("model.name")]
+    ended = run_command(
+        *case, f"model.name={HERE}:{name}", "eval.at_start=false", f"run_dir={tmp_path / 'run'}"
+    )
+    assert ended.exit_code == 2
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
 
 
 def test_the_model_trains_with_the_ordinary_command(complete_run):
