@@ -1,6 +1,6 @@
 """Speed of training on raw keys beside that on ids: the same rows, models and tables.
 
-    python -m benchmarks.continuous.raw_keys --out DIR
+    python -m benchmarks.continuous.raw_keys --out DIR --turns 3
 
 It writes three datasets: of ids, of raw keys in all tables, and of raw keys in tables of more than 100,000 rows. The rows repeat
 in every epoch, so that keys are known after the first one; `--new` gives keys of later epochs no row of their own, but changes
@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LARGE = 100_000
 MULTIPLIER = 0x9E3779B97F4A7C15
 CHUNK = 65_536
+# Tables of more rows than this have keys.
+KINDS = {"ids": None, "large tables": LARGE, "all tables": 0}
 
 
 def main() -> None:
@@ -34,19 +36,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory of datasets and runs")
     parser.add_argument("--batches", type=int, default=16, help="of 65,536 rows per epoch")
     parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--turns", type=int, default=1, help="runs of each dataset, in turns")
     parser.add_argument("--new", type=float, default=0.0, help="share of keys that occur once")
     parser.add_argument("options", nargs="*", help="of dlrm.py, behind --")
     options = parser.parse_args()
     tables = OmegaConf.load(ROOT / "configs/data/criteo_t15.yaml").synthetic.cardinalities
-    found = {}
-    for name, least in (("ids", None), ("large tables", LARGE), ("all tables", 0)):
-        path = options.out / name.replace(" ", "_")
-        _write(path, list(tables), least, options)
-        found[name] = _speed(path, options)
-        share = found[name] / found["ids"]
-        print(
-            f"{name:14} {found[name] / 1e6:6.2f} million samples/s, {share:.2f} of ids", flush=True
-        )
+    paths = {name: options.out / name.replace(" ", "_") for name in KINDS}
+    for name, least in KINDS.items():
+        _write(paths[name], list(tables), least, options)
+    for turn in range(options.turns):
+        found = {}
+        for name, path in paths.items():
+            found[name] = _speed(path, path.with_name(f"{path.name}_run_{turn}"), options)
+            share = found[name] / found["ids"]
+            print(
+                f"{name:14} {found[name] / 1e6:6.2f} million samples/s, {share:.2f} of ids",
+                flush=True,
+            )
 
 
 def _write(path: Path, tables: list[int], least: int | None, options: argparse.Namespace) -> None:
@@ -97,9 +103,8 @@ def _append(
     dataset[split].append(numerical=columns.numerical, labels=columns.labels, ids=ids)
 
 
-def _speed(path: Path, options: argparse.Namespace) -> float:
+def _speed(path: Path, run_dir: Path, options: argparse.Namespace) -> float:
     """Return the samples per second of a run, median of its records but the first three."""
-    run_dir = path.with_name(f"{path.name}_run")
     command = [sys.executable, "dlrm.py", "experiment=dlrm_criteo_t15", f"data.path={path}"]
     command += [f"run_dir={run_dir}", f"train.max_steps={options.steps}", "train.epochs=1000"]
     command += [
