@@ -12,8 +12,8 @@ LARGE_ROWS = 100_000
 """Tables from this size on have an index that is in no core's own cache."""
 LARGE_COST = 3.0
 """Time of a key of such a table, in times of one of a small table."""
-PART_KEYS = 8192
-"""Keys of a large table that a thread takes at once; a small table is seen by one thread, which keeps it in its cache."""
+MIN_KEYS = 8192
+"""Fewer keys of a table are not shared by threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +53,34 @@ def shares_of(
 ) -> Shares:
     """Return shares of about equal cost: the most expensive units first, each to the least share.
 
+    A table is one unit, and has threads of its own only if it costs as much as two of them should do, or more. Cores that share
+    a table take from each other the cells that they write to.
+
     Args:
         tables: of the columns, ascending.
         counts: keys of the columns.
         sizes: of the tables.
         workers: threads.
     """
+    keys_of = dict.fromkeys(tables, 0)
+    for table, count in zip(tables, counts, strict=True):
+        keys_of[table] += count
+    costs = {
+        table: keys * (LARGE_COST if sizes[table].rows >= LARGE_ROWS else 1.0)
+        for table, keys in keys_of.items()
+    }
+    fair = sum(costs.values()) / workers
     spans: list[tuple[int, int, int]] = []
     units: list[tuple[float, list[int]]] = []
     for table, columns in groupby(range(len(tables)), lambda column: tables[column]):
-        size = sizes[table]
-        is_large = size.rows >= LARGE_ROWS
-        cost = LARGE_COST if is_large else 1.0
-        parts = []
-        for column in columns:
-            ends = _cuts(counts[column], PART_KEYS if is_large else counts[column])
-            for begin, end in zip([0, *ends], ends, strict=False):
-                parts.append(len(spans))
-                spans.append((column, begin, end))
-        for own in [parts] if size.counts_sightings else [[part] for part in parts]:
-            units.append((cost * sum(spans[part][2] - spans[part][1] for part in own), own))
+        number = int(costs[table] / fair) if fair else 1
+        number = min(number, keys_of[table] // MIN_KEYS)
+        if sizes[table].counts_sightings:
+            number = 1
+        number = max(1, number)
+        for unit in _cut([*columns], counts, number):
+            units.append((costs[table] / number, [len(spans) + at for at in range(len(unit))]))
+            spans += unit
     shares: list[list[int]] = [[] for _ in range(workers)]
     loads = [0.0] * workers
     for cost, own in sorted(units, key=lambda unit: -unit[0]):
@@ -86,7 +94,20 @@ def shares_of(
     return Shares(parts_array, order, starts)
 
 
-def _cuts(count: int, most: int) -> list[int]:
-    """Return the ends of parts of equal length, at most `most`."""
-    number = max(1, -(-count // max(1, most)))
-    return [count * (part + 1) // number for part in range(number)]
+def _cut(
+    columns: Sequence[int], counts: Sequence[int], number: int
+) -> list[list[tuple[int, int, int]]]:
+    """Return the columns and half-open spans of `number` units of equal length, in the order of the keys."""
+    total = sum(counts[column] for column in columns)
+    ends = [total * (unit + 1) // number for unit in range(number)]
+    units: list[list[tuple[int, int, int]]] = [[] for _ in ends]
+    first = 0
+    for column in columns:
+        count, begin = counts[column], 0
+        for unit, end in zip(units, ends, strict=True):
+            until = min(count, end - first)
+            if until > begin:
+                unit.append((column, begin, until))
+                begin = until
+        first += count
+    return units

@@ -71,8 +71,7 @@ def test_it_equals_a_dictionary_over_many_batches(
     admit_after, evict, capacity, workers, monkeypatch
 ):
     # Threads take parts of few keys.
-    monkeypatch.setattr(shares, "LARGE_ROWS", 0)
-    monkeypatch.setattr(shares, "PART_KEYS", 3)
+    monkeypatch.setattr(shares, "MIN_KEYS", 3)
     monkeypatch.setattr(batch_mapper, "SHARED_KEYS", 8)
     policy = DynamicConfig(admit_after=admit_after, evict=evict)
     rng = np.random.default_rng(0)
