@@ -59,10 +59,11 @@ class GradientBucket:
         """Copy the gradients of the backward pass into the vector and all-reduce it."""
         # A parameter that the model did not use has no gradient.
         gradients = [
-            view.zero_() if parameter.grad is None else parameter.grad
+            torch.zeros_like(view) if parameter.grad is None else parameter.grad
             for parameter, view in zip(self._parameters, self._views, strict=True)
         ]
-        torch._foreach_copy_(self._views, gradients)
+        # On a GPU, `torch._foreach_copy_` has one program per 65,536 numbers, and took two to three times as long.
+        torch.cat([gradient.reshape(-1) for gradient in gradients], out=self._own)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
         if ranks.world_size > 1:

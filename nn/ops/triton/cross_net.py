@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nn.ops.fused_linear import weight_gradient
+from nn.ops.triton.column_sums import column_sums
 from nn.ops.triton.parameter_casts import cast_parameters
 
 # B: samples, C: columns of x0, R: rank of the weight (C for a full weight), L: layers, P: programs along the samples,
@@ -89,7 +90,8 @@ class _FusedCross(torch.autograd.Function):
                 torch.mm(*pair, out=products[index - 1])
             else:
                 products[0].addmm_(*pair)
-        grad_biases = partial_sums.sum(0).to(dtype).unbind()
+        sums = column_sums(partial_sums.flatten(1)).view(num_layers, -1)
+        grad_biases = sums.to(dtype).unbind()
         return products[0], None, *grad_downs, *grad_ups, *grad_biases
 
 

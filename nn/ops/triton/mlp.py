@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from nn.ops.dropout_mask import DropoutMask
 from nn.ops.fused_linear import weight_gradient
+from nn.ops.triton.column_sums import column_sums
 from nn.ops.triton.dropout import apply_mask
 from nn.ops.triton.parameter_casts import cast_parameters
 
@@ -109,7 +110,7 @@ class _FusedMLP(torch.autograd.Function):
                 grad = grad @ weights[index]
             if index:
                 grad = relu_backward(grad, activations[index - 1], layer_sums[index - 1], ctx.scale)
-        sums = [*partial_sums.sum(0).split(sizes), *last_bias] if sizes else last_bias
+        sums = [*column_sums(partial_sums).split(sizes), *last_bias] if sizes else last_bias
         if has_logit:
             grad_weights.append(sums.pop(-2).view(1, -1))
         gradients = [gradient.to(ctx.dtype) for gradient in (*grad_weights, *sums)]

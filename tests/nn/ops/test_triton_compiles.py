@@ -42,7 +42,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 54
+    assert done.stdout.count("compiled") == 55
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -55,7 +55,7 @@ def run() -> None:
     from configs.schema import OptimizerName
     from nn.embedding.optimizer import TABLE_RULES
     from nn.embedding.triton_launcher import branch_of
-    from nn.ops.triton import batch_norm, row_updates
+    from nn.ops.triton import batch_norm, column_sums, row_updates
     from nn.ops.triton.cross_net import BLOCKS, _cross_backward
     from nn.ops.triton.dense_updates import _dense_adagrad, _dense_sgd
     from nn.ops.triton.dropout import BLOCKS as DROPOUT_BLOCKS
@@ -145,6 +145,8 @@ def run() -> None:
         build(_cross_backward, {"columns": "i32"}, **BLOCKS, INDEX=index, NUM_LAYERS=3)
     for scale in (1.0, 2.0):
         build(_relu_backward, {"columns": "i32"}, **MLP_BLOCKS, SCALE=scale)
+    column_sums_of = dict.fromkeys(("values", "sums"), "*fp32")
+    build(column_sums._column_sums, column_sums_of, **column_sums.BLOCKS)
     names = ("num_valid", "mean", "rstd", "weight", "bias", "mean_sums")
     statistics = dict.fromkeys(names, "*fp32") | {"num_valid": "*i64", "columns": "i32"}
     for dtype in ("*fp32", "*bf16"):

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nn.ops.fp8 import GRADIENT, INPUT, LARGEST, Fp8Matrix, Scale
+from nn.ops.triton.column_sums import column_sums
 from nn.ops.triton.cross_net import layer_gradients
 from nn.ops.triton.fp8.quantise import (
     BLOCKS,
@@ -78,7 +79,7 @@ def cross_backward(
         num_warps=NUM_WARPS,
         **BLOCKS,
     )
-    return matrix, wide, partial_sums.sum(0)
+    return matrix, wide, column_sums(partial_sums)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nn.ops.fp8 import GRADIENT, LARGEST, MULTIPLE, Fp8Matrix, Scale
+from nn.ops.triton.column_sums import column_sums
 
 # R: rows, C: columns, B: samples
 
@@ -43,7 +44,7 @@ def quantise_gradient(
     )
     if not transposed and wide is None:
         wide = grad
-    return matrix, wide, partial_sums.sum(0)
+    return matrix, wide, column_sums(partial_sums)
 
 
 def _rounded(
