@@ -16,7 +16,7 @@ from configs.messages import on_one_line
 from configs.overrides import to_config
 from configs.serving_schema import ModelExportConfig
 from configs.stop_signals import restore_signals
-from serving.manifest import MACHINE_CODE, Manifest
+from serving.manifest import MACHINE_CODE, OF_ONNX, Manifest
 
 
 def run(composed: DictConfig) -> None:
@@ -59,7 +59,8 @@ def report(manifest: Manifest) -> list[str]:
     num_bytes = sum(
         state.bytes for name, state in manifest.files.items() if name.startswith("tables/")
     )
-    proofs = {"proof": proof} | ({"aoti": proof[MACHINE_CODE]} if MACHINE_CODE in proof else {})
+    others = {"onnx": OF_ONNX, "aoti": MACHINE_CODE}
+    proofs = {"proof": proof} | {name: proof[key] for name, key in others.items() if key in proof}
     takes = "raw values and ids" if manifest.raw else "ids"
     return [
         f"model      {manifest.name} ({manifest.model}), step {manifest.source['step']:,}, takes {takes}",

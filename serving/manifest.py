@@ -31,6 +31,8 @@ ONNX = "dense.onnx"
 AOTI = "dense.aoti.pt2"
 MACHINE_CODE = "machine_code"
 """Key of the proof of `dense.aoti.pt2`."""
+OF_ONNX = "onnx"
+"""Key of the proof of `dense.onnx`."""
 FORMAT = 1
 MOST_ROWS = 65_536
 """Rows of the largest batch that the dense component takes."""

@@ -40,6 +40,7 @@ from serving.manifest import (
     DENSE,
     MACHINE_CODE,
     MANIFEST,
+    OF_ONNX,
     ONNX,
     TABLE_BYTES,
     Feature,
@@ -135,7 +136,9 @@ def _write(
         CHAIN: last.facts[CHAIN],
     }
     values["source"] = manifest.source | changed
-    proof = {name: value for name, value in manifest.proof.items() if name != MACHINE_CODE}
+    proof = {
+        name: value for name, value in manifest.proof.items() if name not in (OF_ONNX, MACHINE_CODE)
+    }
     values["proof"] = {"of": manifest.identity, "version": base.name, **proof}
     written = Manifest(**values | {"files": describe_files(directory)})
     write_synced(directory / MANIFEST, written.to_json())

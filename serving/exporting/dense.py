@@ -25,6 +25,9 @@ from serving.manifest import AOTI, DENSE, MOST_ROWS, ONNX
 
 WEIGHT = "dense."
 EXAMPLE_ROWS = 3
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+Forward = Callable[[Tensor, Tensor], Tensor]
+"""Maps numericals [B, N] and embeddings [B, columns] to logits."""
 """torch.export makes a constant of a dimension of 0 or 1."""
 
 
@@ -97,6 +100,34 @@ def export_onnx(directory: Path, dense: Model, num_numerical: int, columns: int)
         ) from error
 
 
+def load_onnx(directory: Path) -> Forward:
+    """Return the forward of `dense.onnx` in ONNX Runtime.
+
+    Raises:
+        ValueError: ONNX Runtime refuses it.
+    """
+    import onnxruntime
+
+    try:
+        session = onnxruntime.InferenceSession(
+            str(directory / ONNX), providers=["CPUExecutionProvider"]
+        )
+    except Exception as error:
+        raise ValueError(
+            f"onnx=true: ONNX Runtime {onnxruntime.__version__} cannot load the dense component: {_first_line(error)}; its "
+            "forward does what has no form in ONNX, so leave onnx out"
+        ) from error
+
+    def forward(numerical: Tensor, embeddings: Tensor) -> Tensor:
+        feed = {"numerical": numerical.numpy(), "embeddings": embeddings.numpy()}
+        # Constant columns are no input of the graph.
+        known = {node.name for node in session.get_inputs()}
+        feed = {name: values for name, values in feed.items() if name in known}
+        return torch.from_numpy(session.run(["logits"], feed)[0])
+
+    return forward
+
+
 def export_aoti(
     directory: Path, dense: Model, num_numerical: int, columns: int, device: Device
 ) -> None:
@@ -124,7 +155,7 @@ def export_aoti(
         ) from error
 
 
-def load_aoti(directory: Path, device: Device) -> Callable[[Tensor, Tensor], Tensor]:
+def load_aoti(directory: Path, device: Device) -> Forward:
     """Return the forward of `dense.aoti.pt2`, from CPU to CPU; it runs machine code, so only of an export of this process.
 
     Raises:
@@ -161,7 +192,7 @@ def check_aoti(device: Device) -> None:
 
 def check_onnx() -> None:
     """Raise ValueError unless the packages of ONNX are installed."""
-    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
             f"onnx=true needs the package {missing[0]}; install the extra onnx (uv sync --extra onnx), or leave onnx out"

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 BATCH_ROWS = 1024
 LIMITS = {"fp32": 1e-6, "bf16": 2e-3, "int8": 2e-3}
 """Largest difference of a probability, by the dtype of the tables."""
-GPU_LIMIT = 2e-5
-"""Likewise of machine code of a GPU, where products are added in another order."""
+OTHER_LIMIT = 2e-5
+"""Likewise of machine code of a GPU and of ONNX Runtime, where products are added in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def prove(
     served: ServedModel,
     split: str,
     *,
-    on_gpu: bool = False,
+    elsewhere: bool = False,
 ) -> Proof:
     """Compare the scores of both paths.
 
@@ -164,14 +164,14 @@ def prove(
         path: of training.
         served: what was written.
         split: of the batches.
-        on_gpu: whether the dense component of `served` runs on a GPU.
+        elsewhere: whether the dense component of `served` runs on a GPU, or in ONNX Runtime.
 
     Raises:
         ValueError: they differ by more than the dtype of the tables allows, or are not finite.
     """
     limit = LIMITS[served.manifest.dtype]
-    if on_gpu:
-        limit = max(limit, GPU_LIMIT)
+    if elsewhere:
+        limit = max(limit, OTHER_LIMIT)
     largest, num_rows = 0.0, 0
     for wanted, got in _pairs(batches, path, served):
         largest = max(largest, float(difference(wanted, got)))

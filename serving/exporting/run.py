@@ -14,7 +14,6 @@ from configs.command_line import project_version
 from configs.messages import shown
 from configs.schema import Config, open_sections
 from configs.serving_schema import Device, ModelExportConfig
-from dataloading.batch import Batch
 from dataloading.dataset.durable_files import (
     clear_leftovers,
     hold,
@@ -31,6 +30,7 @@ from nn.embedding.declared_tables import embedding_columns
 from nn.models.registry import declared_tables, typed_config
 from nn.models.tasks import Task, tasks_of_run
 from serving.exporting.dense import (
+    Forward,
     check_aoti,
     check_onnx,
     export_aoti,
@@ -38,9 +38,9 @@ from serving.exporting.dense import (
     export_onnx,
     load_aoti,
     load_dense,
+    load_onnx,
 )
 from serving.exporting.proof import (
-    Proof,
     TrainingPath,
     looked_up_rows,
     proof_batches,
@@ -54,6 +54,7 @@ from serving.inference.tables import MappedTables
 from serving.manifest import (
     MACHINE_CODE,
     MANIFEST,
+    OF_ONNX,
     Feature,
     KeyFile,
     Manifest,
@@ -209,23 +210,19 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
     path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks)
     _write_manifest(directory, manifest)
     proof = asdict(prove(batches, path, ServedModel.load(directory), options.split))
+    if options.onnx:
+        served = _served_by(load_onnx(directory), directory, manifest)
+        proof[OF_ONNX] = asdict(prove(batches, path, served, options.split, elsewhere=True))
     if options.aoti is not None:
-        proof[MACHINE_CODE] = asdict(_prove_aoti(directory, manifest, batches, path, options))
+        served = _served_by(load_aoti(directory, options.aoti), directory, manifest)
+        on_gpu = options.aoti is Device.cuda
+        proof[MACHINE_CODE] = asdict(prove(batches, path, served, options.split, elsewhere=on_gpu))
     return _write_manifest(directory, manifest, proof)
 
 
-def _prove_aoti(
-    directory: Path,
-    manifest: Manifest,
-    batches: list[Batch],
-    path: TrainingPath,
-    options: ModelExportConfig,
-) -> Proof:
-    assert options.aoti is not None
-    forward = load_aoti(directory, options.aoti)
-    served = ServedModel(manifest, MappedTables(directory, manifest), forward, None)
-    on_gpu = options.aoti is Device.cuda
-    return prove(batches, path, served, options.split, on_gpu=on_gpu)
+def _served_by(forward: Forward, directory: Path, manifest: Manifest) -> ServedModel:
+    """Return the model whose dense component is another one than `dense.pt2`."""
+    return ServedModel(manifest, MappedTables(directory, manifest), forward, None)
 
 
 def _write_manifest(

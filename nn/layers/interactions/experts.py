@@ -94,4 +94,6 @@ class Towers(nn.Module):
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
         """Map an input [B, I] per task to logits in float32, [B, T], or [B] of a single task."""
         logits = [tower(x) for tower, x in zip(self.towers, inputs, strict=True)]
-        return torch.cat(logits, dim=1).squeeze(1).float()
+        # ONNX squeezes no dimension of several columns.
+        joined = logits[0].squeeze(1) if len(logits) == 1 else torch.cat(logits, dim=1)
+        return joined.float()

@@ -15,8 +15,9 @@ from nn.build import open_source
 from nn.checkpoint.tensor_index import read_index
 from nn.embedding.declared_tables import embedding_columns
 from nn.models.registry import MODELS, build_dense, declared_tables
+from serving.export import report
 from serving.exporting import proof, run
-from serving.exporting.dense import check_aoti, export_dense, load_aoti
+from serving.exporting.dense import check_aoti, export_dense, export_onnx, load_aoti, load_onnx
 from serving.inference.dense import check_archive, load_dense
 from serving.inference.versions import load_version
 from serving.manifest import AOTI, DENSE, MACHINE_CODE, MANIFEST, ONNX, Manifest, ModelError
@@ -100,23 +101,40 @@ def test_every_dense_component_is_exported_for_any_number_of_rows(name, two_labe
     columns = embedding_columns(declared_tables(config.model, spec), spec)
     export_dense(tmp_path, dense, len(spec.numerical), columns)
     forward = load_dense(tmp_path / DENSE)
+    export_onnx(tmp_path, dense, len(spec.numerical), columns)
+    by_onnx = load_onnx(tmp_path)
     for rows in (1, 2, 7):
         inputs = torch.randn(rows, len(spec.numerical)), torch.randn(rows, columns)
         torch.testing.assert_close(forward(*inputs), dense(*inputs), rtol=0, atol=1e-6)
+        torch.testing.assert_close(by_onnx(*inputs), dense(*inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_onnx_computes_the_same(runs, tmp_path):
-    runtime = pytest.importorskip("onnxruntime")
+def test_onnx_is_proven(runs, tmp_path, monkeypatch):
     manifest = export(runs["dlrm"][0], tmp_path / "model", onnx=True)
     assert ONNX in manifest.files
-    session = runtime.InferenceSession(tmp_path / "model" / ONNX)
-    forward = load_dense(tmp_path / "model" / DENSE)
-    for rows in (1, 5):
-        inputs = torch.randn(rows, 3), torch.randn(rows, manifest.num_columns)
-        names = ("numerical", "embeddings")
-        feed = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
-        (logits,) = session.run(["logits"], feed)
-        np.testing.assert_allclose(logits, forward(*inputs).numpy(), rtol=0, atol=1e-5)
+    proof = manifest.proof["onnx"]
+    assert proof["largest_difference"] <= proof["limit"] == 2e-5
+    assert proof["rows"] == manifest.proof["rows"]
+    assert [line.split()[0] for line in report(manifest)] == ["model", "tables", "proof", "onnx"]
+    monkeypatch.setattr(
+        run, "load_onnx", lambda _: lambda numerical, _: torch.zeros(len(numerical))
+    )
+    with pytest.raises(ValueError, match="differ"):
+        export(runs["dlrm"][0], tmp_path / "wrong", onnx=True)
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_an_onnx_file_that_cannot_be_loaded_is_refused(tmp_path):
+    class Squeezes(torch.nn.Module):
+        def forward(self, numerical: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+            # Torch squeezes no dimension of several columns, and ONNX refuses to.
+            return (numerical.sum(1, keepdim=True) + embeddings).squeeze(1)
+
+    export_onnx(tmp_path, Squeezes(), 3, 4)
+    with pytest.raises(
+        ValueError, match=r"onnx=true: ONNX Runtime .* cannot load the dense component"
+    ):
+        load_onnx(tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
