@@ -22,7 +22,7 @@ from configs.schema import StageName
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.lineage import Lineage
 from dataloading.storage.local_copy import local_path
-from nn.checkpoint.directory import CHECKPOINTS, list_checkpoints, read_facts
+from nn.checkpoint.directory import CHECKPOINTS, finish_commits, list_checkpoints, read_facts
 from nn.distributed.launcher import is_launched
 from nn.multirun import JOBS, STOPPING
 from nn.observability.run_lock import RunLock
@@ -166,6 +166,7 @@ def _fetch(run_dir: Path, mirror: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         with RunLock(logger) as lock:
             lock.take(run_dir)
+            finish_commits(run_dir / CHECKPOINTS)
             step = fetch_run(run_dir, mirror)
     except (ValueError, OSError) as error:
         print(f"error: {on_one_line(str(error))}", file=sys.stderr)

@@ -309,9 +309,14 @@ def _run_dir(config: Config) -> Path:
 
 
 def _named_start(config: Config, source: Source) -> ResumePoint:
-    """Return the start of a run at a checkpoint that it names: at its place in the data of the day that it was trained on."""
+    """Return the start of a run at a checkpoint that it names: at its place in the data that it was trained on.
+
+    Other data begin with their first row, and are trained completely.
+    """
     start, stage = _named(config, source), first_stage(source)
-    first_step = Stage.of_facts(start.facts).first_step
+    trained = Stage.of_facts(start.facts)
+    is_other = None not in (trained.identity, stage.identity) and trained.identity != stage.identity
+    first_step = start.num_steps if is_other else trained.first_step
     return replace(start, stage=replace(stage, first_step=first_step))
 
 

@@ -643,7 +643,7 @@ def finish_training(
     """
     ranks, problem = session.ranks, None
     if saving is not None:
-        if not trainer.is_as_resumed:
+        if not trainer.is_saved:
             trainer.save(is_last=True)
         problem = saving.manager.wait()
     # After the checkpoint, so that a run of more steps resumes from the state that this one trained last.

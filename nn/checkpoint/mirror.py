@@ -1,13 +1,16 @@
 """Mirror of a run directory on an object store: its checkpoints and records, for machines whose disks do not outlive them."""
 
+import os
 from logging import Logger
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 
+from dataloading.dataset.durable_files import replace_link
 from dataloading.storage.local_copy import download_folder
 from dataloading.storage.object_store import ObjectStore
 from dataloading.storage.upload import upload_folder
-from nn.checkpoint.directory import CHECKPOINTS, RUN_FILE, list_checkpoints, step_of
+from nn.checkpoint.directory import BEST, CHECKPOINTS, RUN_FILE, list_checkpoints, step_of
 
 
 class CheckpointMirror:
@@ -74,12 +77,23 @@ class CheckpointMirror:
             except FileNotFoundError:
                 # Pruned meanwhile, since a newer one is complete.
                 continue
+        self._upload_best()
         for path in sorted(self._run_dir.iterdir()):
             if path.is_file() and not path.name.startswith("."):
                 self._store.upload(path, path.name)
         for name in stored - set(local):
             self._store.remove(f"{CHECKPOINTS}/{name}/{RUN_FILE}")
             self._store.remove_folder(f"{CHECKPOINTS}/{name}")
+
+    def _upload_best(self) -> None:
+        """Upload which checkpoint `best` links to, as a file with its name: an object store has no links."""
+        best = self._run_dir / CHECKPOINTS / BEST
+        if not best.is_symlink():
+            return
+        with TemporaryDirectory() as folder:
+            named = Path(folder) / BEST
+            named.write_text(os.readlink(best) + "\n")
+            self._store.upload(named, f"{CHECKPOINTS}/{BEST}")
 
 
 def complete_checkpoints(store: ObjectStore) -> list[str]:
@@ -105,9 +119,17 @@ def fetch_run(run_dir: Path, address: str) -> int | None:
     if newest <= max((step_of(Path(name)) for name in local), default=-1):
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    for name, file in store.list_files().items():
+    files = store.list_files()
+    for name, file in files.items():
         if "/" not in name:
             store.download(file, run_dir / name)
+    # Mirrors of earlier versions do not say which is the best.
+    if f"{CHECKPOINTS}/{BEST}" in files:
+        best = folder / f".{BEST}.name"
+        store.download(files[f"{CHECKPOINTS}/{BEST}"], best)
+        if (target := best.read_text().strip()) in stored:
+            replace_link(folder / BEST, target, folder / f".{BEST}.tmp")
+        best.unlink()
     # The newest last: if this is interrupted, the run directory is still behind.
     for name in stored:
         if name not in local:

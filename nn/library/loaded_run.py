@@ -30,6 +30,7 @@ from nn.observability.records import CONFIG, METRICS, MODEL, SUMMARY, read_recor
 from nn.saved_config import load_saved_config
 from nn.scores.score_file import score_columns
 from nn.scores.unknown_values import UnknownValues
+from nn.training.limits import Stage
 from nn.training.train_step import AMP_DTYPES
 
 if TYPE_CHECKING:
@@ -260,12 +261,20 @@ def _checkpoints(directory: Path, name: str | None) -> list[Path]:
     best = folder / BEST
     target = resolved(best).name if best.is_symlink() else None
     if name is None:
-        return sorted(found, key=lambda path: path.name != target)
+        return sorted(found, key=lambda path: path.name != target or _day(path) != _day(found[0]))
     if name == BEST and target is not None:
         name = target
     if name not in steps:
         raise ValueError(f"{folder} has no checkpoint {shown(name)}, only {', '.join(steps[::-1])}")
     return [folder / name]
+
+
+def _day(checkpoint: Path) -> int | None:
+    """Return the number of the day that a checkpoint was trained on; None if it cannot be read."""
+    try:
+        return Stage.of_facts(read_facts(checkpoint)).number
+    except ValueError:
+        return None
 
 
 def _load_weights(

@@ -55,6 +55,7 @@ class Training:
         self._quiet = quiet
         self._stack = ExitStack()
         self._opened: tuple[Session, Trainer, Saving | None, Prefetcher] | None = None
+        self._is_finished = False
 
     def __enter__(self) -> Self:
         """Open the run.
@@ -146,11 +147,13 @@ class Training:
         """Train on the next batch; return it with its loss and logits.
 
         Raises:
-            ValueError: all steps are done.
+            ValueError: all steps are done, or `finish` was called.
             DivergedError: the loss is not finite; nothing was updated.
             StoppedError: a signal stopped the run, after a checkpoint.
         """
         session, trainer, _, prefetcher = self._open()
+        if self._is_finished:
+            raise ValueError("the run is finished; open another one to train on")
         if trainer.num_steps >= trainer.last_step:
             raise ValueError(
                 f"all {trainer.last_step:,} steps are done; raise train.epochs or train.max_steps"
@@ -186,6 +189,7 @@ class Training:
     def finish(self) -> dict[str, Any]:
         """Save the last checkpoint, draw the curves, write summary.json, and return its content; the last call."""
         session, trainer, saving, prefetcher = self._open()
+        self._is_finished = True
         trainer.end(prefetcher)
         summary, problem = finish_training(session, trainer, saving)
         if problem is not None:

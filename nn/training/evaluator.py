@@ -102,15 +102,17 @@ class Evaluator:
         )
         num_batches = self._final_batches if is_final else self._num_batches
         batches = self._loader.batches(0, num_batches)
+        passed = predictions(self._step, batches, self._ranks.device)
         with (progress or NoProgress()).evaluation(num_batches) as advance:
             try:
-                passed = predictions(self._step, batches, self._ranks.device)
                 for index, (batch, logits) in enumerate(passed):
                     metrics.update(logits, batch, self._groups(index))
                     self._heartbeat.beat()
                     advance()
             finally:
-                # A notebook may interrupt an evaluation and train on.
+                # A notebook may interrupt an evaluation and train on, while its traceback keeps the batches.
+                passed.close()
+                batches.close()
                 self._step.set_training(True)
         measured = metrics.compute()
         self.problem = None
@@ -125,10 +127,11 @@ class Evaluator:
 
     @property
     def scored(self) -> dict[str, Any]:
-        """The rows that an evaluation scores; metrics of others cannot be compared with it."""
+        """The rows that an evaluation scores, and their groups; metrics of others cannot be compared with it."""
         rows = self._num_batches * self._loader.batch_size
         split = self._loader.split
-        return {"split": split, "rows": min(rows, self._loader.source.num_rows(split))}
+        available = self._loader.source.num_rows(split)
+        return {"split": split, "rows": min(rows, available), "group": self._group}
 
     def _source_of_groups(self, stored: Source | None) -> Source | None:
         """Return the source to read groups from; None if they are the ids of the batches."""

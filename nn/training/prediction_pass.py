@@ -1,6 +1,6 @@
 """A pass of the trained model over batches, without training: evaluation and scores are made by it."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from nn.training.train_step import TrainStep
 
 def predictions(
     step: TrainStep, batches: Iterator[Batch], device: torch.device
-) -> Iterator[tuple[Batch, Tensor]]:
+) -> Generator[tuple[Batch, Tensor], None, None]:
     """Yield each batch, on the device, with its logits [B] or [B, T]; the next batch overwrites them.
 
     All ranks must iterate alike, to the end. The step is in evaluation mode meanwhile, and uses the average of the dense

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -161,13 +161,8 @@ class TrainStep:
             DivergedError: on all ranks, before any update, if the loss is not finite.
             ValueError: the schedule is not a finite number.
         """
-        factor = self.schedule(step)
         # Before the batch is taken: a schedule of the caller's own may be corrected.
-        if not (isinstance(factor, Real) and math.isfinite(factor)):
-            raise ValueError(
-                f"the schedule returned {shown(factor)} for step {step:,}; want a finite number, by which the learning rates "
-                "are multiplied"
-            )
+        factor = self._factor_of(step)
         batch, ids = next(prefetcher)
         if self.key_maps is not None and Component.tables not in self.frozen:
             self.tables.write_new_rows(self.key_maps.take_new_rows())
@@ -184,6 +179,18 @@ class TrainStep:
         with annotate("update"):
             self._update()
         return StepResult(batch, loss, logits)
+
+    def _factor_of(self, step: int) -> float:
+        """Return the schedule's factor; numbers of NumPy could not be written to records."""
+        factor = self.schedule(step)
+        if isinstance(factor, Real):
+            with suppress(OverflowError):
+                if math.isfinite(value := float(factor)):
+                    return value
+        raise ValueError(
+            f"the schedule returned {shown(factor)} for step {step:,}; want a finite number, by which the learning rates "
+            "are multiplied"
+        )
 
     @torch.no_grad()
     def predict(self, batch: Batch, ids: Any) -> Tensor:

@@ -22,7 +22,7 @@ from nn.distributed.process_group import Ranks
 from nn.hypertune import HypertuneReport
 from nn.metrics.ranking import TRAIN_AUC_ROWS
 from nn.metrics.task_metrics import StartedMetrics, TaskMetrics
-from nn.models.metric import AUC
+from nn.models.metric import AUC, GAUC
 from nn.models.tasks import auc_key, best_metric, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.console import Progress
@@ -155,6 +155,7 @@ class Trainer:
             self._preemption = PreemptionSync(ranks, lambda: saving.stop.signum, minutes)
         self.num_steps = self._first_step = 0
         self._is_continuation = self.is_as_resumed = False
+        self._saved_end: bool | None = None
         self._test: dict[str, Any] = {}
         self._first_auc: dict[str, float | None] = dict.fromkeys(FIRST_AUC)
         self._is_restored = False
@@ -214,13 +215,16 @@ class Trainer:
             return None
         self._test = state["test"]
         self._other_days = dict(state.get(OTHER_DAYS, {}))
+        self._saved_end = state.get(ENDS_STAGE)
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
         if self._step.key_maps is not None:
             self._step.key_maps.counts.update(state.get(KEY_COUNTS, {}))
         # Checkpoints of earlier versions have the best AUC only. The best by another metric, or of other rows, is not known.
-        scored = self._evaluator.scored
-        known = state.get("best_metric", AUC.name), state.get("best_rows", scored)
+        scored = self._scored
+        known = state.get("best_metric", AUC.name), scored | state.get("best_rows", {})
         is_comparable = known == (self.best_metric.key, scored)
+        if known[1] != scored:
+            self._test = {}
         if is_comparable:
             self._best_step = state["best_step"]
             self.best_value = math.nan if state["best_auc"] is None else state["best_auc"]
@@ -232,8 +236,26 @@ class Trainer:
         (metric, rows), name = known, self.best_metric.key
         return (
             f"evaluations score {scored['rows']:,} rows of split '{scored['split']}' by {name}, those before were by {metric} "
-            f"of {rows.get('rows')} rows of split '{rows.get('split')}': the best one is chosen among the coming ones"
+            f"of {rows.get('rows')} rows of split '{rows.get('split')}'{self._grouped_by(rows)}: the best one is chosen among "
+            "the coming ones"
         )
+
+    @property
+    def _scored(self) -> dict[str, Any]:
+        """The rows whose evaluations are compared, and their groups where these matter."""
+        scored = self._evaluator.scored
+        return scored if self.best_metric.name == GAUC.name else scored | {"group": None}
+
+    def _grouped_by(self, rows: Mapping[str, Any]) -> str:
+        """Return the groups of earlier evaluations for a message, if the coming ones have others."""
+        group = rows.get("group")
+        return "" if group == self._scored["group"] else f" in groups by {group}"
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the checkpoint that the run resumed from is what it ends with, and says whether the run ends there."""
+        ends = self._state()[ENDS_STAGE]
+        return self.is_as_resumed and self._saved_end in (None, ends)
 
     def save(self, *, is_last: bool = False) -> None:
         """Start saving a checkpoint, and the delta that leads to it."""
@@ -263,7 +285,7 @@ class Trainer:
             "test": plain_numbers(self._test),
             **self._first_auc,
             "best_metric": self.best_metric.key,
-            "best_rows": self._evaluator.scored,
+            "best_rows": self._scored,
             "best_auc": None if math.isnan(self.best_value) else self.best_value,
             "best_step": self._best_step,
             "evals_since_best": self._evals_since_best,
@@ -380,7 +402,11 @@ class Trainer:
             if self._saving.manager.load_best(best_step):
                 model_step = best_step
         if model_step == self.num_steps and not self._evaluator.has_final:
-            return self._summary(self._test)
+            evaluated = self._test.get("step", model_step)
+            # A loop of the caller's own may end without an evaluation.
+            return self._summary(self._test) | (
+                {} if evaluated == model_step else {RESULT_STEP: evaluated}
+            )
         record = {
             "step": model_step,
             "epoch": self._epoch(model_step),

@@ -343,6 +343,30 @@ def test_a_run_that_is_shortened_evaluates_the_model_that_it_ends_with(tmp_path)
     assert "nothing to do" in train(tmp_path / "run", "train.max_steps=8").out
 
 
+def test_the_result_of_a_shortened_run_is_of_the_rows_that_it_asks_for(tmp_path):
+    # Step 12 was evaluated before it was saved.
+    with killed_at(14):
+        train(tmp_path / "run", "eval.per_epoch=3")
+    before = read_facts(tmp_path / "run" / "checkpoints" / "step_12")["trainer"]["test"]
+    assert before["step"] == 12
+    shorter = ("eval.per_epoch=3", "train.max_steps=12", "eval.batch_size=100", "eval.max_steps=1")
+    threshold = f"eval.auc_threshold={before['test_auc'] - 1e-4}"
+    ended = train(tmp_path / "run", *shorter, threshold)
+    assert "of 256 rows of split 'test': the best one" in ended.out
+    found = summary(tmp_path / "run")
+    assert (found["test_rows"], found["best_step"]) == (100, 12)
+    assert found["test_auc"] != before["test_auc"]
+
+
+def test_other_groups_have_another_best(tmp_path):
+    groups = ("eval.per_epoch=3", "eval.best_metric=gauc")
+    with killed_at(14):
+        train(tmp_path / "run", *groups, "eval.group=cat_0")
+    ended = train(tmp_path / "run", *groups, "eval.group=cat_2")
+    assert "by gauc of 256 rows of split 'test' in groups by cat_0: the best one" in ended.out
+    assert summary(tmp_path / "run")["best_step"] > 12
+
+
 def test_the_best_evaluation_of_other_rows_is_no_longer_the_best(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / "run", symlinks=True)
     before = summary(tmp_path / "run")

@@ -192,6 +192,64 @@ def test_a_restored_checkpoint_of_a_later_day_resumes_at_its_place_in_that_day(
     assert summary(tmp_path / "run")["epochs"] == 1
 
 
+def test_a_checkpoint_that_is_restored_on_other_data_trains_all_of_them(
+    days, uninterrupted, tmp_path
+):
+    # The second day's last checkpoint, and a third day that is longer.
+    table = table_of(tmp_path / "long.csv")
+    lines = [path.read_text() for path in sorted(days[0].parent.glob("*.csv"))[1:]]
+    (tmp_path / "long.csv").write_text(lines[0] + lines[1].partition("\n")[2])
+    longer = tmp_path / "longer"
+    extend = ["mode=extend", f"fitted={days[1]}"]
+    preproc("dataset=any", f"table={_hydra(table)}", f"output={longer}", *extend)
+    named = uninterrupted / "checkpoints" / f"step_{2 * STEPS_PER_DAY}"
+    restore = [f"checkpoint.restore={named}", "checkpoint.grow=true", f"data.path={longer}"]
+    assert run_command(*OPTIONS, *restore, f"run_dir={tmp_path / 'run'}").err == ""
+    found = summary(tmp_path / "run")
+    assert found["first_step"] == 2 * STEPS_PER_DAY
+    assert (found["steps"] - found["first_step"], found["epochs"]) == (2 * STEPS_PER_DAY, 1)
+
+
+def test_a_shortened_day_is_followed_by_the_next_one(days, tmp_path):
+    options = [*OPTIONS, "eval.every=4", f"run_dir={tmp_path / 'run'}"]
+    with killed_at(14):
+        run_command(*options, f"data.path={days[0]}")
+    # The checkpoint of step 12 does not say yet that the day ends there.
+    shorter = [*options, f"data.path={days[0]}", "train.max_steps=12"]
+    assert run_command(*shorter).err == ""
+    assert "nothing to do" in run_command(*shorter).out
+    next_day = run_command(*options, f"data.path={days[1]}", "stage=next")
+    assert (next_day.exit_code, next_day.err) == (0, "")
+    assert summary(tmp_path / "run")["steps"] == 12 + STEPS_PER_DAY
+
+
+def test_a_run_is_loaded_at_its_latest_day(tmp_path):
+    days = []
+    for day in range(2):
+        draw = random.Random(day)
+        rows = [
+            f"{int(draw.random() < 0.4)},{draw.random()},u{draw.randint(0, 20)},i{draw.randint(0, 30)}"
+            for _ in range(ROWS)
+        ]
+        (tmp_path / f"{day}.csv").write_text("\n".join(["y,x,user,item", *rows]) + "\n")
+        table = table_of(tmp_path / f"{day}.csv")
+        # Tables of hashed values have the same size every day.
+        table["categorical"] = [
+            {"name": "user_id", "expression": '"user"', "buckets": 16},
+            {"name": "item", "buckets": 16},
+        ]
+        extend = ["mode=extend", f"fitted={days[-1]}"] if days else []
+        days.append(tmp_path / f"day_{day}")
+        preproc("dataset=any", f"table={_hydra(table)}", f"output={days[-1]}", *extend)
+    options = [*OPTIONS, "eval.per_epoch=1", "eval.at_start=false", f"run_dir={tmp_path / 'run'}"]
+    assert run_command(*options, f"data.path={days[0]}").err == ""
+    best = Run.load(tmp_path / "run").num_steps
+    with killed_at(2 * STEPS_PER_DAY - 1):
+        run_command(*options, f"data.path={days[1]}", "stage=next")
+    assert Run.load(tmp_path / "run").num_steps > STEPS_PER_DAY >= best
+    assert Run.load(tmp_path / "run", checkpoint="best").num_steps == best
+
+
 def test_the_best_of_the_day_before_stays_until_a_day_has_one(days, tmp_path):
     run_dir = tmp_path / "run"
     options = [*OPTIONS, "checkpoint.keep=2", "eval.per_epoch=1", f"run_dir={run_dir}"]

@@ -28,8 +28,8 @@ OPTIONS = [
 ]
 
 
-def checkpoints_of(bucket: str) -> set[str]:
-    files = ObjectStore(f"{bucket}/runs/a").list_files()
+def checkpoints_of(bucket: str, run: str = "a") -> set[str]:
+    files = ObjectStore(f"{bucket}/runs/{run}").list_files()
     return {name.split("/")[1] for name in files if name.endswith("/run.json")}
 
 
@@ -101,6 +101,44 @@ def test_days_continue_from_their_mirror_on_a_new_machine(bucket, days, tmp_path
         lock.take(run_dir)
         refused = run_command(*command(3, mirror))
     assert refused.exit_code == 2
+
+
+def test_the_best_of_the_day_before_is_kept_on_a_new_machine(
+    bucket,
+    days,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    run_dir = tmp_path / "run"
+    mirror = f"checkpoint.mirror={bucket}/runs/best"
+    options = [*DAY_OPTIONS, "checkpoint.keep=2", "eval.per_epoch=1", f"run_dir={run_dir}", mirror]
+    first = run_command(*options, f"data.path={days[0]}")
+    assert (first.exit_code, first.err) == (0, "")
+    best = run_dir / "checkpoints" / "best"
+    linked = os.readlink(best)
+    next_day = [*options, f"data.path={days[1]}", "stage=next"]
+    for step in (28, 34):
+        # Twice before the evaluation of the second day; the second time on a machine without the files of the first.
+        with monkeypatch.context() as patched:
+            at_step(patched, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            assert run_command(*next_day).exit_code == 75
+        assert (os.readlink(best), best.exists()) == (linked, True)
+        assert linked in checkpoints_of(bucket, "best")
+        shutil.rmtree(run_dir)
+
+
+def test_days_finish_a_commit_before_they_look_into_the_mirror(bucket, days, tmp_path):  # noqa: F811
+    run_dir = tmp_path / "run"
+    options = [*DAY_OPTIONS, f"run_dir={run_dir}", f"checkpoint.mirror={bucket}/runs/commit"]
+    named = [*options, f"days=[{days[0]}]", "stage=next"]
+    assert run_command(*named).exit_code == 0
+    checkpoints = run_dir / "checkpoints"
+    last = f"step_{summary(run_dir)['steps']}"
+    # Killed between the removal of a checkpoint's first version and the rename of the second.
+    os.rename(checkpoints / last, checkpoints / f".{last}.unfinished")
+    number = (checkpoints / f".{last}.unfinished").stat().st_ino
+    assert run_command(*named).exit_code == 0
+    assert (checkpoints / last).stat().st_ino == number
 
 
 def test_a_mirror_that_cannot_be_written_is_refused_at_the_start_and_later_a_warning(

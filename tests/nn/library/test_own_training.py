@@ -3,14 +3,16 @@
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from nn.build import Loaders
 from nn.library.options import options
 from nn.library.own_training import Training
 from tests.helpers.command import ROOT, run_command
 from tests.helpers.composed import TINY, compose_config
-from tests.helpers.runs import differences, summary
+from tests.helpers.runs import differences, records, summary
 from tests.nn.library.test_loaded_run import OPTIONS, write_data
 
 RUN = [
@@ -78,11 +80,16 @@ def test_an_own_schedule_sets_the_learning_rates(tmp_path):
             assert training.step().loss > 0
             rates.append(training.learning_rate)
         assert rates == pytest.approx([0.05, 0.025, 0.0125])
+        training.set_schedule(lambda step: np.float32(0.5))
+        while training.num_steps < training.last_step:
+            training.step()
+    # A record with a number of NumPy's could not be written.
+    assert records(tmp_path / "run")[-1]["lr"] == 0.025
 
 
 def test_a_schedule_that_is_no_number_is_refused_and_may_be_corrected(tmp_path):
     with Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True) as training:
-        for factor in (float("nan"), float("inf"), "x", None):
+        for factor in (float("nan"), float("inf"), 10**400, "x", None):
             training.set_schedule(lambda step, factor=factor: factor)
             with pytest.raises(
                 ValueError, match=r"the schedule returned .* for step 0; want a finite"
@@ -95,7 +102,18 @@ def test_a_schedule_that_is_no_number_is_refused_and_may_be_corrected(tmp_path):
     assert differences(tmp_path / "whole", tmp_path / "run") == []
 
 
-def test_an_interrupted_evaluation_changes_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+def test_an_interrupted_evaluation_changes_nothing(processes, tmp_path, monkeypatch):
+    enter = Loaders.__enter__
+
+    def enter_with_processes(loaders: Loaders) -> Loaders:
+        # As on a machine with a GPU.
+        loaders.train.fork_readers()
+        loaders.test.fork_readers()
+        return enter(loaders)
+
+    if processes:
+        monkeypatch.setattr(Loaders, "__enter__", enter_with_processes)
     options_ = (*RUN, "train.ema_decay=0.5", "checkpoint.save_every=1000")
     for name in ("whole", "interrupted"):
         config = options("dlrm", *options_, f"run_dir={tmp_path / name}")
@@ -128,7 +146,13 @@ def interrupt(*_):
 def test_a_loop_that_ends_early_says_so(tmp_path):
     with Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True) as training:
         training.step()
-        assert training.finish()["stopped"] == "ended by its caller before the last step"
+        evaluated = training.evaluate()["test_auc"]
+        training.step()
+        found = training.finish()
+        assert found["stopped"] == "ended by its caller before the last step"
+        assert (found["steps"], found["result_step"], found["test_auc"]) == (2, 1, evaluated)
+        with pytest.raises(ValueError, match="the run is finished; open another one"):
+            training.step()
     train(tmp_path / "run", 8)
     assert summary(tmp_path / "run")["stopped"] == "all steps done"
 
