@@ -253,7 +253,7 @@ class Trainer:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the checkpoint that the run resumed from is what it ends with, and says whether the run ends there."""
+        """Return whether the checkpoint that the run resumed from is what it ends with, and says whether it ends there."""
         ends = self._state()[ENDS_STAGE]
         return self.is_as_resumed and self._saved_end in (None, ends)
 

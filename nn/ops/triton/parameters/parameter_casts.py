@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nn.ops.triton.tensor_blocks import BLOCK, NUM_WARPS, TensorBlocks
+from nn.ops.triton.parameters.tensor_blocks import BLOCK, NUM_WARPS, TensorBlocks
 
 ALIGNMENT = 128
 """Elements; matrix products are fastest where matrices begin at such places."""
