@@ -1,5 +1,6 @@
 """Every option of the commands of `serving`, in the style of `configs/schema.py`."""
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -72,6 +73,15 @@ class ModelExportConfig:
     def __post_init__(self) -> None:
         _require_set(self, checkpoint="a run's checkpoints/best", output="a directory")
         require(self.rows > 0, f"rows must be positive, got {self.rows}")
+        require(
+            self.name is None or is_model_name(self.name),
+            f"name={self.name}: want letters, digits, '.', '_' and '-', for an address of requests and a folder of Triton",
+        )
+
+
+def is_model_name(name: str) -> bool:
+    """Return whether a model may have the name: it is a part of the addresses of requests, and a folder of Triton."""
+    return re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) is not None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from dataloading.storage.local_copy import local_path
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.launcher import is_single_node
 from nn.loggers.choice import check_loggers
-from nn.scores.request import output_path, split_to_score
+from nn.scores.request import is_held_out, output_path, split_to_score
 
 LABELLED = (Mode.train, Mode.eval, Mode.importance)
 """Modes that compare predictions with labels."""
@@ -57,7 +57,7 @@ def _check_dataset(config: Config) -> None:
             # Imported here, since only columns of raw data need pyarrow.
             from nn.scores.named_rows import KeptRows
 
-            KeptRows(root, split, None, config.predict.columns)
+            KeptRows(root, TRAIN if is_held_out(config) else split, None, config.predict.columns)
     elif config.mode is not Mode.plan:
         spec.rows_of(_evaluated_split(config))
     if config.mode in LABELLED:

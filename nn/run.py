@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from configs.messages import on_one_line
-from configs.schema import Config, Mode
+from configs.schema import Component, Config, Mode
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
 from dataloading.permuted_source import BLOCK_ROWS
@@ -878,14 +878,15 @@ def _header_facts(
         )
     if config.mode is not Mode.train:
         return facts
+    frozen = config.train.freeze
+    dense = "dense frozen" if Component.dense in frozen else f"{optimizer.name} {optimizer.lr:g}"
+    tables = f"{optimizer.table_name} {optimizer.table_lr:g}"
+    tables = "frozen" if Component.tables in frozen else tables
     facts |= {
         "batch": f"{config.train.batch_size:,} rows over all ranks, "
         + _count(config.train.epochs, "epoch"),
-        "optimizer": f"{optimizer.name} {optimizer.lr:g}, {config.model.embedding_dtype.value} tables "
-        f"{optimizer.table_name} {optimizer.table_lr:g}, amp {config.train.amp.value}",
+        "optimizer": f"{dense}, {config.model.embedding_dtype.value} tables {tables}, amp {config.train.amp.value}",
     }
-    if config.train.freeze:
-        facts["frozen"] = ", ".join(part.name for part in config.train.freeze)
     return facts
 
 

@@ -141,6 +141,12 @@ def write_export(
     Raises:
         ValueError: `output` exists or another process writes it, a file cannot be read, or a vocabulary is of another table.
     """
+    keyed = sorted({name.split(".")[1] for name in exported.tensors if name.startswith(KEYS)})
+    if format is ExportFormat.tf2 and keyed:
+        raise ValueError(
+            f"format=tf2 has no place for the raw keys of table {keyed[0]}, without which its rows mean nothing; use npy or "
+            "safetensors"
+        )
     names = list(selection.tables or exported.tables)
     names = names if Component.tables in selection.parts else []
     with hold(output, f"is writing {output}") as alone:

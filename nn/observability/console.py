@@ -38,6 +38,10 @@ from nn.observability.run_directory import (
 GIB = 1 << 30
 CLEAR_FALL = 0.002
 """A fall of the test AUC by less since the best evaluation gets no note."""
+GAP = 2
+"""Columns between two of a table."""
+NAME_WIDTH = 18
+"""Width of the names of features at least, beside as many metrics as fit."""
 MAX_LEFT = timedelta(days=10_000)
 
 
@@ -396,19 +400,43 @@ def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> N
 
 
 def print_importance(console: Console, importance: Mapping[str, Any]) -> None:
-    """Print one line per feature, the most important first.
+    """Print one line per feature, the most important first; several tables if one is too wide for the metrics.
 
     Args:
         console: from `make_console`.
         importance: from `nn.importance.measure_importance`.
     """
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("feature permuted", overflow="fold")
-    for key in importance["unpermuted"]:
-        table.add_column(f"{key} change", justify="right", no_wrap=True)
-    for name, changes in importance["features"].items():
-        cells = [
-            f"{change['mean']:+.5f} ± {change['deviation']:.5f}" for change in changes.values()
-        ]
-        table.add_row(Text(printable(name)), *cells)
-    print_columns(console, table)
+    features: Mapping[str, Any] = importance["features"]
+    keys = list(importance["unpermuted"])
+    cells = {
+        name: {
+            key: f"{change['mean']:+.5f} ± {change['deviation']:.5f}"
+            for key, change in changes.items()
+        }
+        for name, changes in features.items()
+    }
+    widths = [
+        max(map(len, [f"{key} change", *(row[key] for row in cells.values())])) for key in keys
+    ]
+    for first, last in _parts(widths, console.width - NAME_WIDTH):
+        table = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
+        )
+        table.add_column("feature permuted", overflow="fold", min_width=NAME_WIDTH - 1)
+        for key in keys[first:last]:
+            table.add_column(f"{key} change", justify="right", no_wrap=True)
+        for name, row in cells.items():
+            table.add_row(Text(printable(name)), *(row[key] for key in keys[first:last]))
+        print_columns(console, table)
+
+
+def _parts(widths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last column, exclusive, of parts that are at most so wide, or have one column."""
+    first = taken = 0
+    for index, width in enumerate(widths):
+        if index > first and taken + width + GAP > most:
+            yield first, index
+            first, taken = index, 0
+        taken += width + GAP
+    if first < len(widths):
+        yield first, len(widths)

@@ -107,8 +107,8 @@ def check_windows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> N
             least = math.ceil(1e4 * needed / rows) / 1e4
             raise ValueError(
                 f"table {name} with tier: {tier} and cache: {table.cache:g} has room on the device for {table.slots(rows):,} of "
-                f"its {rows:,} rows per rank, and the batches at work may look up {needed:,} different ones; set "
-                f"cache: {least:g} or more, lower train.batch_size and eval.batch_size, or set tier: device"
+                f"its {rows:,} rows per rank, and the batches at work may look up {needed:,} different ones; set cache: {least:g}"
+                f"{' or more' if least < 1 else ''}, lower the batch sizes, or set tier: device"
             )
         for shard in spec.shards:
             rank = shard.placement.rank()

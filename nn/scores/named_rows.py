@@ -50,20 +50,24 @@ class KeptRows:
         split: that is scored.
         num_rows: rows of the split, with which those of the columns are compared; None: not.
         names: columns to read.
+        first: row of the split that is the first one.
 
     Raises:
         ValueError: the dataset does not keep one of them.
     """
 
-    def __init__(self, root: Path, split: str, num_rows: int | None, names: Sequence[str]) -> None:
+    def __init__(
+        self, root: Path, split: str, num_rows: int | None, names: Sequence[str], first: int = 0
+    ) -> None:
         self._kept = KeptColumns(root, split, num_rows)
+        self._first = first
         self._names = list(names)
         check_names(names, self._kept.names, f"{root}, split '{split}',")
         self.fields = tuple(self._kept.read(0, 0, names).schema)
 
     def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]:
         """Return the columns of the rows [start, stop)."""
-        return self._kept.read(start, stop, self._names).columns
+        return self._kept.read(self._first + start, self._first + stop, self._names).columns
 
 
 def check_names(names: Sequence[str], kept: Sequence[str], where: str) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from configs.schema import SCORE_ENDINGS, Config
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.held_out_source import VALIDATION
 from dataloading.storage.object_store import ObjectStore, is_remote, shown_address
 from dataloading.storage.upload import place_of
 
@@ -50,6 +51,11 @@ def is_csv(path: Path) -> bool:
     return path.name.endswith(".csv")
 
 
+def is_held_out(config: Config) -> bool:
+    """Return whether the rows to score are those that `data.validation_fraction` has held out from training."""
+    return config.data.validation_fraction is not None and config.predict.split == VALIDATION
+
+
 def split_to_score(config: Config, spec: FeatureSpec) -> str:
     """Return the split whose rows are scored: `predict.split`, else `test`, or the only split of a dataset.
 
@@ -57,6 +63,8 @@ def split_to_score(config: Config, spec: FeatureSpec) -> str:
         ValueError: there is no such split, or several and none called `test`.
     """
     named = config.predict.split
+    if is_held_out(config):
+        return VALIDATION
     if named is None and len(spec.splits) == 1:
         named = next(iter(spec.splits))
     if named is None and DEFAULT_SPLIT not in spec.splits and spec.splits:

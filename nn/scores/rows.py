@@ -7,10 +7,11 @@ from configs.schema import Config
 from dataloading.batch import Batch
 from dataloading.dataset.file_states import file_samples
 from dataloading.dataset.source import Source
+from dataloading.held_out_source import TRAIN, HeldOutSource
 from nn.build import Loaders, build_test_loader
 from nn.distributed.process_group import Ranks
 from nn.scores.named_rows import KeptRows, NamedRows, RowNumbers
-from nn.scores.request import split_to_score
+from nn.scores.request import is_held_out, split_to_score
 
 if TYPE_CHECKING:
     # Numba is imported only where there are keys.
@@ -92,4 +93,7 @@ class SplitRows:
             raise ValueError(
                 f"predict.columns={names}: the synthetic clicks keep no columns; set data.path, or leave predict.columns out"
             )
+        if isinstance(self.source, HeldOutSource) and is_held_out(config):
+            border = self.source.num_rows(TRAIN)
+            return KeptRows(root, TRAIN, border + self.source.num_rows(split), names, border)
         return KeptRows(root, split, self.num_rows, names)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.serving_schema import DenseFormat, Device, Layout, TritonConfig
+from configs.serving_schema import DenseFormat, Device, Layout, TritonConfig, is_model_name
 from dataloading.dataset.durable_files import new_directory, partial_sibling, write_synced
 from serving.manifest import DENSE, IDS, MANIFEST, NUMERICAL, Manifest
 from serving.triton.onnx_scores import write_onnx_scores
@@ -41,7 +41,7 @@ def write_repository(config: TritonConfig) -> list[str]:
     manifest = Manifest.read(directory)
     manifest.verify(directory)
     name = config.name or manifest.name
-    if not name.replace("_", "").replace("-", "").replace(".", "").isalnum() or not name.isascii():
+    if not is_model_name(name):
         raise ValueError(
             f"name={name}: want letters, digits, '.', '_' and '-', for a folder of Triton"
         )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from configs.export_schema import ExportFormat
 from configs.schema import DynamicConfig, Evict
 from configs.serving_schema import ModelExportConfig
 from dataloading.dataset.dataset_directory import write_dataset
@@ -337,6 +338,9 @@ def test_keys_without_a_row_are_groups_of_their_own(data):
 
 def test_exported_tables_have_their_keys(whole, tmp_path):
     step = whole / "checkpoints" / f"step_{STEPS}"
+    with pytest.raises(ValueError, match="format=tf2 has no place for the raw keys of table"):
+        export_tables(step, tmp_path / "tf2", format=ExportFormat.tf2)
+    assert not (tmp_path / "tf2").exists()
     record = export_tables(step, tmp_path / "tables", Selection(optimizer=False))
     assert record["keys"] == ["keys.safetensors"]
     keys = load_file(tmp_path / "tables" / "keys.safetensors")["user.keys"]

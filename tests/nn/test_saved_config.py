@@ -7,6 +7,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from configs.schema import ShardingType
 from nn.saved_config import load_saved_config
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_with_hydra
@@ -52,6 +53,36 @@ def test_a_run_takes_further_options_and_records_the_command_as_written(saved, t
     again = run_command(f"config={run_dir / 'config.yaml'}")
     assert again.exit_code == 0, again.err
     assert "holds the complete run already" in again.out
+
+
+def test_mappings_of_the_command_line_replace_those_of_the_file(saved, tmp_path):
+    text = saved.read_text()
+    first = "tasks={label: {label_smoothing: 0.1, focal_gamma: 2}}"
+    tables = "sharding.tables={cat_0: {tier: host, cache: 1}}"
+    before = [f"config={saved}", first, tables, "train.max_steps=1", "log.loggers=[]"]
+    assert run_command(*before, f"run_dir={tmp_path / 'first'}").err == ""
+    assert saved.read_text() == text
+    file = tmp_path / "first" / "config.yaml"
+    again = [f"config={file}", "train.max_steps=1", "log.loggers=[]"]
+    for number, (tasks, tables, wanted) in enumerate(
+        (
+            ("tasks={label: {positive_weight: 2}}", "sharding.tables={cat_1: table_wise}", "cat_1"),
+            ("tasks={}", "sharding.tables={}", None),
+        )
+    ):
+        run_dir = tmp_path / str(number)
+        ended = run_command(*again, tasks, tables, f"run_dir={run_dir}")
+        assert (ended.exit_code, ended.err) == (0, "")
+        config = load_saved_config(run_dir / "config.yaml", trusted=False)
+        assert (config.tasks or {}) == ({"label": {"positive_weight": 2}} if wanted else {})
+        assert (config.sharding.tables or {}) == (
+            {wanted: ShardingType.table_wise} if wanted else {}
+        )
+    # An option below a mapping of the file is added to it.
+    ended = run_command(*again, "tasks.label.focal_gamma=1", f"run_dir={tmp_path / 'part'}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    config = load_saved_config(tmp_path / "part" / "config.yaml", trusted=False)
+    assert config.tasks == {"label": {"label_smoothing": 0.1, "focal_gamma": 1}}
 
 
 REFUSED = [

@@ -19,6 +19,7 @@ from nn.observability.console import (
     make_console,
     make_logger,
     print_header,
+    print_importance,
     print_inference,
     print_summary,
 )
@@ -79,6 +80,23 @@ def console_of(width: int = 80, terminal: bool = False) -> Console:
 
 def printed(console: Console) -> str:
     return console.file.getvalue()
+
+
+def test_many_metrics_of_features_are_several_tables_with_all_names():
+    keys = [f"test_{metric}.label_{n}" for n in range(3) for metric in ("auc", "log_loss", "gauc")]
+    change = {"mean": -0.01234, "deviation": 0.00005}
+    features = {f"feature_{n}": dict.fromkeys(keys, change) for n in range(4)}
+    for width in (60, 120, 400):
+        console = console_of(width)
+        print_importance(console, {"unpermuted": dict.fromkeys(keys, 0.5), "features": features})
+        lines = printed(console).splitlines()
+        assert max(map(len, lines)) <= width
+        rows = [line for line in lines if "-0.01234" in line]
+        assert sum(line.count("-0.01234 ± 0.00005") for line in rows) == len(keys) * len(features)
+        assert all(line.lstrip().startswith("feature_") for line in rows)
+        heads = " ".join(lines)
+        assert all(f"{key} change" in heads for key in keys)
+        assert len(rows) == 4 * {60: 9, 120: 3, 400: 1}[width]
 
 
 def test_a_record_of_training_is_one_line():

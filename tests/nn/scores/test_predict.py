@@ -57,11 +57,13 @@ def write_orders(root: Path) -> Path:
                 ids={"user": user, "tags": draw.integers(0, 30, lengths.sum())},
                 lengths={"tags": lengths},
             )
-    numbers = range(ROWS["test"])
-    orders = pa.table({"order_id": [f"o{n}" for n in numbers], "price": [n / 8 for n in numbers]})
-    kept = KeptWriter(root, "test", orders.schema)
-    kept.append(orders)
-    kept.close()
+    for split, rows in ROWS.items():
+        numbers = range(rows)
+        ids = [f"{'o' if split == 'test' else 't'}{n}" for n in numbers]
+        orders = pa.table({"order_id": ids, "price": [n / 8 for n in numbers]})
+        kept = KeptWriter(root, split, orders.schema)
+        kept.append(orders)
+        kept.close()
     return root
 
 
@@ -153,6 +155,22 @@ def test_kept_columns_and_csv(trained, tmp_path):
     assert table.schema.names == ["order_id", "price", "score_click", "score_rating"]
     assert table["order_id"].to_pylist() == [f"o{row}" for row in range(ROWS["test"])]
     assert pc.read_csv(tmp_path / "a.csv").equals(table.replace_schema_metadata())
+
+
+def test_rows_that_were_held_out_are_scored(trained, tmp_path):
+    named = ["predict.columns=[order_id]"]
+    held = [*named, "predict.split=validation", "data.validation_fraction=0.3"]
+    all_rows, last_rows = tmp_path / "train.parquet", tmp_path / "validation.parquet"
+    assert trained.predict(all_rows, *named, "predict.split=train").err == ""
+    ended = trained.predict(last_rows, *held)
+    assert (ended.exit_code, ended.err) == (0, "")
+    trained_on, scored = pq.read_table(all_rows), pq.read_table(last_rows)
+    assert scored.num_rows == round(0.3 * ROWS["train"])
+    assert scored["order_id"].to_pylist()[-1] == f"t{ROWS['train'] - 1}"
+    last = trained_on.slice(ROWS["train"] - scored.num_rows)
+    assert scored.replace_schema_metadata().equals(last.replace_schema_metadata())
+    refused = trained.predict(tmp_path / "none.parquet", "predict.split=validation")
+    assert (refused.exit_code, refused.err.count("no split 'validation'")) == (2, 1)
 
 
 def test_a_split_smaller_than_a_batch_is_scored(trained, tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.serving_schema import Device, TableType
+from configs.serving_schema import Device, ModelExportConfig, TableType
 from nn.build import open_source
 from nn.checkpoint.tensor_index import read_index
 from nn.embedding.declared_tables import embedding_columns
@@ -179,6 +179,12 @@ def test_machine_code_that_differs_is_refused(runs, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="differs from the training path by"):
         export(runs["dlrm"][0], tmp_path / "model", aoti=Device.cpu)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "x y", "", "ä", ".x"])
+def test_names_that_no_address_can_have_are_refused(name):
+    with pytest.raises(ValueError, match="want letters, digits"):
+        ModelExportConfig(checkpoint="checkpoints/best", output="model", name=name)
 
 
 def test_machine_code_of_a_missing_gpu_is_refused():
