@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from configs.arguments import as_written
 from configs.command_line import SAVED_FLAG, composed_command
 from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
@@ -148,7 +149,7 @@ def _run(composed: DictConfig) -> None:
         from nn.versions import require_stack
 
         # The run directory records the command as it was written.
-        sys.argv = [argument for argument in sys.argv if argument != SAVED_FLAG]
+        sys.argv = as_written([argument for argument in sys.argv if argument != SAVED_FLAG])
         # A program that composes the options itself has no command line.
         if HydraConfig.initialized():
             drop_replaced(composed, HydraConfig.get().overrides.task, Config)

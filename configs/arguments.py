@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from itertools import zip_longest
 from types import NoneType
 from typing import Any
 
@@ -83,9 +84,26 @@ def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
     else:
         options = hints(choices.schema)
         may_sweep = "--multirun" in flags or "hydra.mode=MULTIRUN" in overrides
-        overrides = [_override(override, options, choices, may_sweep) for override in overrides]
+        checked = [_override(override, options, choices, may_sweep) for override in overrides]
+        overrides = [part for override in checked for part in _replacing(override, options)]
     written = [flag if value is None else f"{flag}={value}" for flag, value in flags.items()]
     return [*written, *overrides]
+
+
+def _replacing(override: str, options: Mapping[str, Any]) -> list[str]:
+    """Return an override so that a mapping such as `tasks={..}` replaces that of a yaml file: Hydra would merge the two."""
+    key, _, value = override.partition("=")
+    is_whole = options.get(key) is Any and value.startswith("{")
+    return [f"{key}=null", override] if is_whole else [override]
+
+
+def as_written(arguments: Sequence[str]) -> list[str]:
+    """Return arguments for Hydra without those that let others replace a mapping."""
+    return [
+        argument
+        for argument, following in zip_longest(arguments, arguments[1:], fillvalue="")
+        if not (argument.endswith("=null") and following.startswith(f"{argument[:-4]}{{"))
+    ]
 
 
 def help_words(arguments: Sequence[str], choices: Choices) -> tuple[list[str], list[str]]:

@@ -7,17 +7,14 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import is_dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from configs.arguments import Choices, help_words, hydra_arguments
@@ -108,7 +105,7 @@ def composed_command(
             sys.exit()
         register(schema, schema_name, section_classes, Topics(words, groups))
         if read_saved is not None:
-            _compose_saved(groups, read_saved, schema)
+            _compose_saved(groups, read_saved)
         try:
             yield
         except Exception as error:
@@ -157,7 +154,7 @@ def compose_overrides(
         raise ValueError(one_line(error)) from None
 
 
-def _compose_saved(groups: Sequence[str], read_saved: ReadSaved, schema: type) -> None:
+def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
     """Let Hydra compose the options of an earlier run instead of a recipe, if the command line names them.
 
     Raises:
@@ -178,23 +175,8 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved, schema: type) -
             )
     if any(argument.startswith("--config-name") for argument in sys.argv):
         raise ValueError(f"config={path} and --config-name exclude each other; write one of them")
-    saved = deepcopy(dict(read_saved(Path(path).expanduser())))
-    for override in parsed:
-        _leave_to(override, saved, schema)
-    ConfigStore.instance().store(name=SAVED, node=saved)
+    ConfigStore.instance().store(name=SAVED, node=dict(read_saved(Path(path).expanduser())))
     sys.argv.insert(1, SAVED_FLAG)
-
-
-def _leave_to(override: Override, saved: dict[str, Any], schema: type) -> None:
-    """Remove the mapping that an override replaces, such as `tasks={..}`: Hydra would merge the two of them."""
-    *sections, name = override.key_or_group.split(".")
-    own: Any = schema
-    for section in sections:
-        own = get_type_hints(own).get(section) if is_dataclass(own) else None
-        saved = saved.get(section) or {}
-    is_free = is_dataclass(own) and get_type_hints(own).get(name) is Any
-    if is_free and not override.is_add() and isinstance(override.value(), dict) and saved.get(name):
-        saved[name] = None
 
 
 def project_version() -> str:

@@ -32,6 +32,7 @@ from nn.tiers.row_store import Kinds
 
 FOLDER = "tables"
 READERS = 64
+REMEDY = "free some space there and rerun the same command, or choose another directory"
 """Threads that read rows: each waits for one page at a time, and disks are fast with many reads at once."""
 READ_ROWS = 2**9
 """Rows that a thread reads at once."""
@@ -68,7 +69,8 @@ class TierDirectory:
             ) from None
         except OSError as error:
             raise ValueError(
-                f"sharding.disk_path={parent} cannot be written: {error.strerror}; name a directory on a local disk"
+                f"sharding.disk_path={parent} cannot be written: {error.strerror}; choose another directory, on a local disk "
+                "with room"
             ) from None
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         clear_leftovers(root, but=self.path)
@@ -102,7 +104,7 @@ class TableFile:
         rows: name -> [num_rows, columns], of the latest save. They may be written before the first change.
 
     Raises:
-        ValueError: the disk has no room.
+        RankError: the disk has no room, or a file cannot be made.
     """
 
     def __init__(self, directory: TierDirectory, name: str, num_rows: int, kinds: Kinds) -> None:
@@ -205,9 +207,17 @@ class _Part:
             path.with_name(f"{path.name}.journal"), num_rows, self.table.row_bytes
         )
         # A mapping of its own, which the kernel reads ahead: it is read and written in order.
-        self.rows: Tensor = torch.from_file(
-            str(path), shared=True, size=shape.numel(), dtype=dtype
-        ).view(shape)
+        try:
+            items = torch.from_file(str(path), shared=True, size=shape.numel(), dtype=dtype)
+        except RuntimeError as error:
+            raise _unwritable(path, str(error).splitlines()[0]) from None
+        self.rows: Tensor = items.view(shape)
+
+
+def _unwritable(path: Path, reason: str | None) -> RankError:
+    return RankError(
+        f"sharding.disk_path={path.parent.parent}: {path.name} cannot be written: {reason}; {REMEDY}"
+    )
 
 
 class _Mapping:
@@ -221,10 +231,13 @@ class _Mapping:
     def __init__(self, path: Path, num_rows: int, row_bytes: int) -> None:
         self._path, self.row_bytes = path, row_bytes
         self._num_bytes, self._allocated = num_rows * row_bytes, 0
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        weakref.finalize(self, os.close, self._descriptor)
-        os.ftruncate(self._descriptor, self._num_bytes)
-        self._pages = mmap.mmap(self._descriptor, self._num_bytes)
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            weakref.finalize(self, os.close, self._descriptor)
+            os.ftruncate(self._descriptor, self._num_bytes)
+            self._pages = mmap.mmap(self._descriptor, self._num_bytes)
+        except OSError as error:
+            raise _unwritable(path, error.strerror) from None
         self._pages.madvise(mmap.MADV_RANDOM)
         self.items = np.frombuffer(self._pages, np.dtype((np.void, row_bytes)))
 
@@ -243,8 +256,8 @@ class _Mapping:
         except OSError as error:
             free = shutil.disk_usage(self._path.parent).free
             raise RankError(
-                f"sharding.disk_path: no room for {(end - self._allocated) / 2**30:,.2f} GiB more of the tables with tier: disk "
-                f"({error.strerror}, {free / 2**30:,.2f} GiB free); free some space, or name another disk"
+                f"sharding.disk_path={self._path.parent.parent}: no room for {(end - self._allocated) / 2**30:,.2f} GiB more of "
+                f"the tables with tier: disk ({error.strerror}, {free / 2**30:,.2f} GiB free); {REMEDY}"
             ) from None
         self._allocated = end
 

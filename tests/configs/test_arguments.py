@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from configs.arguments import Choices, hydra_arguments
+from configs.arguments import Choices, as_written, hydra_arguments
 from configs.export_schema import ExportConfig
 from configs.preproc_schema import PreprocConfig
 from configs.schema import Config
@@ -88,7 +88,7 @@ def test_a_tilde_is_the_home_directory(recipe, key, more, monkeypatch):
 )
 def test_an_option_that_may_be_null_may_have_a_plus_sign(choices, argument):
     """Hydra itself refuses the sign only where a value is present."""
-    assert hydra_arguments([f"+{argument}"], choices) == [argument]
+    assert as_written(hydra_arguments([f"+{argument}"], choices)) == [argument]
 
 
 def test_a_home_directory_that_does_not_exist_is_refused():

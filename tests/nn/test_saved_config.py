@@ -78,11 +78,35 @@ def test_mappings_of_the_command_line_replace_those_of_the_file(saved, tmp_path)
         assert (config.sharding.tables or {}) == (
             {wanted: ShardingType.table_wise} if wanted else {}
         )
+    recorded = json.loads((tmp_path / "1" / "metrics.jsonl").read_text().splitlines()[0])["command"]
+    assert "tasks={}" in recorded
+    assert "null" not in recorded
     # An option below a mapping of the file is added to it.
     ended = run_command(*again, "tasks.label.focal_gamma=1", f"run_dir={tmp_path / 'part'}")
     assert (ended.exit_code, ended.err) == (0, "")
     config = load_saved_config(tmp_path / "part" / "config.yaml", trusted=False)
     assert config.tasks == {"label": {"label_smoothing": 0.1, "focal_gamma": 1}}
+
+
+def test_mappings_of_the_command_line_replace_those_of_an_experiment(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ntasks: {label: {focal_gamma: 2}}\nsharding: {tables: {cat_0: row_wise}}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    command = [*TINY, f"--config-dir={tmp_path}", "experiment=mine", "train.max_steps=1"]
+    cases = (
+        ("{label: {label_smoothing: 0.1}}", {"label": {"label_smoothing": 0.1}}),
+        ("{}", {}),
+    )
+    for number, (written, tasks) in enumerate(cases):
+        tables = {"cat_1": ShardingType.table_wise} if tasks else {}
+        shards = "{cat_1: table_wise}" if tasks else "{}"
+        options = [f"tasks={written}", f"sharding.tables={shards}", "log.loggers=[]"]
+        run_dir = tmp_path / str(number)
+        ended = run_command(*command, *options, f"run_dir={run_dir}")
+        assert (ended.exit_code, ended.err) == (0, "")
+        config = load_saved_config(run_dir / "config.yaml", trusted=False)
+        assert (config.tasks or {}) == tasks
+        assert (config.sharding.tables or {}) == tables
 
 
 REFUSED = [

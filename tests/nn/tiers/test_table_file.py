@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -45,6 +46,13 @@ def test_changed_rows_are_read_and_reach_the_file_at_the_merge_only(tmp_path, mo
     assert all(map(torch.equal, read(file, everything), newest))
 
 
+def raising(error: Exception) -> Callable[..., None]:
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
     directory = TierDirectory(tmp_path)
 
@@ -54,6 +62,17 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(RankError, match=r"no room for 0\.00 GiB more .*No space left"):
         TableFile(directory, "t", ROWS, KINDS)
+    monkeypatch.undo()
+    for module, name, error in (
+        (os, "open", OSError(errno.ENOSPC, "No space left on device")),
+        (torch, "from_file", RuntimeError("unable to open file: No space left on device (28)")),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, raising(error))
+            with pytest.raises(
+                RankError, match=r"disk_path=.*: t_.* cannot be written: .*No space"
+            ):
+                TableFile(directory, "t", ROWS, KINDS)
     with pytest.raises(ValueError, match=r"disk_path=/proc/1/x cannot be written: "):
         TierDirectory(type(tmp_path)("/proc/1/x"))
 
