@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 MAX_SHOWN_CHARS = 160
+MAX_PATH_CHARS = 400
 MAX_LINE_CHARS = 4000
 # Categories of Unicode: control, format (as those that reverse the direction), surrogate, line and paragraph separator.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -104,7 +105,12 @@ def os_error_text(error: OSError, place: str = UNKNOWN_PLACE, more: str = "") ->
         place: what was read or written, for an error that names no file.
         more: continues the remedy for a full disk.
     """
-    files = [printable(str(file)) for file in (error.filename, error.filename2) if file is not None]
+    # A name that a damaged file holds may have any length.
+    files = [
+        shortened(printable(str(file)), MAX_PATH_CHARS)
+        for file in (error.filename, error.filename2)
+        if file is not None
+    ]
     remedy = _REMEDIES.get(error.errno or 0)
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     then = f"; {remedy} and rerun the same command{more if is_full else ''}" if remedy else ""

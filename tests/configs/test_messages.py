@@ -1,12 +1,20 @@
 """Values and texts in messages: short, on one line, without control characters, at a cost that does not follow the value."""
 
+import errno
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from configs.messages import MAX_SHOWN_CHARS, on_one_line, printable, shortened, shown
+from configs.messages import (
+    MAX_SHOWN_CHARS,
+    on_one_line,
+    os_error_text,
+    printable,
+    shortened,
+    shown,
+)
 
 
 def laughing(depth: int) -> list:
@@ -106,3 +114,11 @@ def test_a_message_leaves_the_process_on_one_line_of_limited_length():
     flood = on_one_line("data.path=/x: " + "x" * 10**7 + "; copy it again")
     assert len(flood) < 10_000
     assert flood.endswith("; copy it again")
+
+
+def test_a_path_of_any_length_fits_in_a_line():
+    error = OSError(errno.ENAMETOOLONG, "File name too long", f"/work/{'x' * 100_000}/end")
+    text = os_error_text(error)
+    assert len(text) < 500
+    assert text.startswith("File name too long: /work/xxx")
+    assert text.endswith("xxx/end")
