@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from itertools import zip_longest
 from types import NoneType
 from typing import Any
 
@@ -101,8 +100,12 @@ def as_written(arguments: Sequence[str]) -> list[str]:
     """Return arguments for Hydra without those that let others replace a mapping."""
     return [
         argument
-        for argument, following in zip_longest(arguments, arguments[1:], fillvalue="")
-        if not (argument.endswith("=null") and following.startswith(f"{argument[:-4]}{{"))
+        for place, argument in enumerate(arguments)
+        # Of a process that another one starts, there are several.
+        if not (
+            argument.endswith("=null")
+            and any(later.startswith(f"{argument[:-4]}{{") for later in arguments[place:])
+        )
     ]
 
 

@@ -88,7 +88,8 @@ def test_a_tilde_is_the_home_directory(recipe, key, more, monkeypatch):
 )
 def test_an_option_that_may_be_null_may_have_a_plus_sign(choices, argument):
     """Hydra itself refuses the sign only where a value is present."""
-    assert as_written(hydra_arguments([f"+{argument}"], choices)) == [argument]
+    written = hydra_arguments([f"+{argument}"], choices)
+    assert as_written(written) == as_written(hydra_arguments(written, choices)) == [argument]
 
 
 def test_a_home_directory_that_does_not_exist_is_refused():
