@@ -89,7 +89,7 @@ class DenseUpdate:
 def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     if not config.momentum and all(parameter.device.type == "cuda" for parameter in parameters):
         # Only CUDA builds of torch include Triton.
-        from nn.ops.triton.parameters.dense_updates import FusedSGD
+        from nn.ops.triton.dense_updates import FusedSGD
 
         return FusedSGD(parameters, lr=config.lr)
     optimizer = torch.optim.SGD(
@@ -109,7 +109,7 @@ def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim
 def _adagrad(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     if all(parameter.device.type == "cuda" for parameter in parameters):
         # Torch 2.11 has no fused Adagrad for GPUs. Only CUDA builds of torch include Triton.
-        from nn.ops.triton.parameters.dense_updates import FusedAdagrad
+        from nn.ops.triton.dense_updates import FusedAdagrad
 
         return FusedAdagrad(parameters, lr=config.lr, eps=config.eps)
     return torch.optim.Adagrad(parameters, lr=config.lr, eps=config.eps, fused=True)

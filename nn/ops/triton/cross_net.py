@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from nn.ops.fused_linear import weight_gradient
 from nn.ops.triton.column_sums import column_sums
-from nn.ops.triton.parameters.parameter_casts import cast_parameters
+from nn.ops.triton.parameters import cast_parameters
 
 # B: samples, C: columns of x0, R: rank of the weight (C for a full weight), L: layers, P: programs along the samples,
 # h: [B, R], input of a layer's last matrix product, u: [B, C], factor of x0, g: [B, C], gradient of a layer's output

@@ -22,7 +22,7 @@ from nn.ops.dropout_mask import DropoutMask
 from nn.ops.fused_linear import weight_gradient
 from nn.ops.triton.column_sums import column_sums
 from nn.ops.triton.dropout import apply_mask
-from nn.ops.triton.parameters.parameter_casts import cast_parameters
+from nn.ops.triton.parameters import cast_parameters
 
 # B: samples, C: columns of a layer's output, P: programs along the samples
 

@@ -22,7 +22,7 @@ def parameters_with_gradients() -> tuple[list[nn.Parameter], torch.Tensor]:
 
 
 def test_it_computes_torchs_adagrad():
-    from nn.ops.triton.parameters.dense_updates import FusedAdagrad
+    from nn.ops.triton.dense_updates import FusedAdagrad
 
     ours, our_gradients = parameters_with_gradients()
     theirs, their_gradients = parameters_with_gradients()
@@ -42,7 +42,7 @@ def test_it_computes_torchs_adagrad():
 
 
 def test_it_changes_nothing_when_something_is_not_finite():
-    from nn.ops.triton.parameters.dense_updates import FusedAdagrad
+    from nn.ops.triton.dense_updates import FusedAdagrad
 
     weights, gradients = parameters_with_gradients()
     gradients.fill_(torch.inf)
@@ -55,7 +55,7 @@ def test_it_changes_nothing_when_something_is_not_finite():
 
 
 def test_sgd_computes_torchs():
-    from nn.ops.triton.parameters.dense_updates import FusedSGD
+    from nn.ops.triton.dense_updates import FusedSGD
 
     ours, our_gradients = parameters_with_gradients()
     theirs, their_gradients = parameters_with_gradients()
@@ -73,7 +73,7 @@ def test_sgd_computes_torchs():
 
 
 def test_parameters_are_cast_as_torch_casts_them():
-    from nn.ops.triton.parameters.parameter_casts import cast_parameters
+    from nn.ops.triton.parameters import cast_parameters
 
     weights, _ = parameters_with_gradients()
     for _ in range(2):

@@ -57,14 +57,13 @@ def run() -> None:
     from nn.embedding.triton_launcher import branch_of
     from nn.ops.triton import batch_norm, column_sums, row_updates
     from nn.ops.triton.cross_net import BLOCKS, _cross_backward
+    from nn.ops.triton.dense_updates import _dense_adagrad, _dense_sgd
     from nn.ops.triton.dropout import BLOCKS as DROPOUT_BLOCKS
     from nn.ops.triton.dropout import _dropout
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
     from nn.ops.triton.mlp import BLOCKS as MLP_BLOCKS
     from nn.ops.triton.mlp import _relu_backward
-    from nn.ops.triton.parameters.dense_updates import _dense_adagrad, _dense_sgd
-    from nn.ops.triton.parameters.parameter_casts import _cast
-    from nn.ops.triton.parameters.tensor_blocks import ALIGN, BLOCK
+    from nn.ops.triton.parameters import ALIGN, BLOCK, _cast
     from nn.ops.triton.served_lookup import _served_lookup
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from nn.ops.triton.parameters.tensor_blocks import BLOCK, NUM_WARPS, TensorBlocks
+from nn.ops.triton.parameters import BLOCK, NUM_WARPS, TensorBlocks
 
 
 class _Fused(torch.optim.Optimizer):

@@ -1,0 +1,105 @@
+"""Kernels over all parameters of a layer or a model at once: the blocks of many tensors for one launch, and casts.
+
+The 65,536 elements that torch's `foreach` gives a program leave most of a GPU idle.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+"""Elements per program."""
+NUM_WARPS = 8
+ALIGN = 16
+ALIGNMENT = 128
+"""Elements; matrix products are fastest where matrices begin at such places."""
+
+
+class TensorBlocks:
+    """Blocks of tensors, of which several columns belong together, such as weights and their gradients.
+
+    Args:
+        columns: tensors per argument of the kernel, contiguous; the n-th ones of all columns have the same number of elements.
+
+    Attributes:
+        groups: alignment, and per block the offset from the first tensor of each column, the number of elements, and the tensor
+            that begins there or -1; int64 [columns + 2, blocks].
+    """
+
+    def __init__(self, columns: Sequence[Sequence[Tensor]]) -> None:
+        assert all(values.is_contiguous() for column in columns for values in column)
+        sizes = [values.numel() for values in columns[0]]
+        offsets = zip(*map(_offsets, columns), strict=True)
+        rows = [
+            (*(place + begin for place in places), min(size - begin, BLOCK), -1 if begin else index)
+            for index, (places, size) in enumerate(zip(offsets, sizes, strict=True))
+            for begin in range(0, size, BLOCK)
+        ]
+        device = columns[0][0].device
+        # A block that begins or ends between two vectors of a thread's registers would slow down all others.
+        self.groups = [
+            (align, torch.tensor(group, dtype=torch.int64).t().contiguous().to(device))
+            for align in (ALIGN, 1)
+            if (group := [row for row in rows if _is_aligned(row) == (align == ALIGN)])
+        ]
+
+
+def _offsets(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the distance of each tensor from the first, in elements; they may be separate allocations."""
+    first, size = tensors[0].data_ptr(), tensors[0].element_size()
+    assert all((tensor.data_ptr() - first) % size == 0 for tensor in tensors)
+    return [(tensor.data_ptr() - first) // size for tensor in tensors]
+
+
+def _is_aligned(row: tuple[int, ...]) -> bool:
+    """Return whether all places of a block, and its number of elements, are multiples of `ALIGN`."""
+    return all(value % ALIGN == 0 for value in row[:-1])
+
+
+_found: dict[tuple[tuple[int, int], ...], TensorBlocks] = {}
+"""Blocks of layers, by addresses and sizes of their parameters; a few KiB each. CUDA graphs hold their addresses."""
+
+
+def cast_parameters(dtype: torch.dtype, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Cast the parameters, float32 or all of the dtype already, to another dtype."""
+    if all(parameter.dtype is dtype for parameter in parameters):
+        return list(parameters)
+    parameters = [parameter.detach().contiguous() for parameter in parameters]
+    sizes = [parameter.numel() for parameter in parameters]
+    starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+    memory = torch.empty(starts[-1], dtype=dtype, device=parameters[0].device)
+    copies = [
+        memory[start : start + size].view(parameter.shape)
+        for start, size, parameter in zip(starts, sizes, parameters, strict=False)
+    ]
+    key = tuple(zip((parameter.data_ptr() for parameter in parameters), sizes, strict=True))
+    if key not in _found:
+        _found[key] = TensorBlocks([parameters, copies])
+    for align, blocks in _found[key].groups:
+        num_blocks = blocks.shape[1]
+        _cast[(num_blocks,)](
+            parameters[0],
+            memory,
+            blocks,
+            num_blocks,
+            ALIGN=align,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+    return copies
+
+
+@triton.jit
+def _cast(source, target, blocks, num_blocks, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+    entry = blocks + tl.program_id(0)
+    source_at = source + tl.multiple_of(tl.load(entry), ALIGN)
+    target_at = target + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
+    count = tl.multiple_of(tl.load(entry + 2 * num_blocks), ALIGN)
+    place = tl.arange(0, BLOCK)
+    inside = place < count
+    values = tl.load(source_at + place, mask=inside, other=0.0)
+    tl.store(target_at + place, values.to(target.dtype.element_ty), mask=inside)
