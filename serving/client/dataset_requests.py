@@ -48,7 +48,10 @@ class RequestEncoder:
     def __init__(self, metadata: Mapping[str, Any], spec: FeatureSpec) -> None:
         self._spec = spec
         try:
-            declared = {entry["name"]: entry for entry in metadata["inputs"]}
+            # A ragged feature may have the name of its raw column, which is another input of text.
+            declared = {
+                entry["name"]: entry for entry in metadata["inputs"] if entry["datatype"] in DTYPES
+            }
             self.outputs = [entry["name"] for entry in metadata["outputs"]]
             self._datatypes = {name: entry["datatype"] for name, entry in declared.items()}
             shapes = {name: entry["shape"] for name, entry in declared.items()}
@@ -59,7 +62,7 @@ class RequestEncoder:
         columns |= {IDS: fixed} if fixed else {}
         ragged = [feature.name for feature in spec.categorical if feature.hotness is None]
         for name in [*columns, *ragged]:
-            if name not in declared or self._datatypes[name] not in DTYPES:
+            if name not in declared:
                 raise ValueError(f"data_path={spec.root}: the served model has no input {name}")
         for name, count in columns.items():
             if shapes[name][-1] != count:

@@ -25,10 +25,10 @@ from serving.manifest import AOTI, DENSE, MOST_ROWS, ONNX
 
 WEIGHT = "dense."
 EXAMPLE_ROWS = 3
+"""torch.export makes a constant of a dimension of 0 or 1."""
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 Forward = Callable[[Tensor, Tensor], Tensor]
 """Maps numericals [B, N] and embeddings [B, columns] to logits."""
-"""torch.export makes a constant of a dimension of 0 or 1."""
 
 
 def load_dense(config: Config, spec: FeatureSpec, index: TensorIndex) -> Model:

@@ -54,7 +54,7 @@ def output_of(command: str) -> str:
     if program == "python" and arguments[0] == "main.py":
         ended = run_command(*arguments[1:], recipe="main")
         assert (ended.exit_code, ended.err) == (0, ""), command
-    elif program == "python" and arguments[0] == "compare.py":
+    elif program == "python" and arguments[0] == "check_gates.py":
         with patch.object(sys, "argv", arguments), pytest.raises(SystemExit) as end:
             runpy.run_path(arguments[0], run_name="__main__")
         assert not end.value.code, command
@@ -67,7 +67,7 @@ def output_of(command: str) -> str:
 
 
 def test_the_page_has_a_model_and_its_comparison():
-    assert set(FILES) == {"gates.py", "compare.py"}
+    assert set(FILES) == {"gates.py", "check_gates.py"}
     assert len(COMMANDS) == 9
     assert len(FILES["gates.py"].splitlines()) <= 150
 

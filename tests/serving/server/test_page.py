@@ -1,5 +1,6 @@
 """The commands of docs/serving.md, from the table of docs/your_data.md to the score of a raw row."""
 
+import asyncio
 import csv
 import json
 import re
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from configs.serving_schema import AccuracyConfig
+from serving.client.accuracy import evaluate
 from serving.exporting.dense import load_dense
 from serving.exporting.proof import TrainingPath, looked_up_rows, proof_batches
 from serving.exporting.run import open_trained
@@ -77,6 +80,14 @@ def test_the_page_runs_from_a_checkpoint_to_the_score_of_training(tmp_path, monk
     assert (curl[0], curl[2]) == ("curl", "-d")
     with serving(Path(options(serve)["model"])) as client:
         status, answer = client.call(curl[1].removeprefix("localhost:8000"), curl[3].encode())
+        measured = next(block for block in blocks("serving.md", "") if "evaluate_accuracy" in block)
+        (words,) = [line for line in measured.splitlines() if "evaluate_accuracy" in line]
+        asked = AccuracyConfig(**options(shlex.split(words)), url=f"http://127.0.0.1:{client.port}")
+        found = asyncio.run(evaluate(asked))
+        trained = json.loads(Path(options(train)["run_dir"], "summary.json").read_text())
+        assert found["outputs"]["bought"]["auc"] == pytest.approx(
+            trained["best_test_auc"], abs=1e-6
+        )
     assert status == 200, answer
     found = json.loads(answer)
     shown = json.loads(blocks("serving.md", "")[0])
