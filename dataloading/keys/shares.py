@@ -69,11 +69,11 @@ def shares_of(
         table: keys * (LARGE_COST if sizes[table].rows >= LARGE_ROWS else 1.0)
         for table, keys in keys_of.items()
     }
-    fair = sum(costs.values()) / workers
+    total = sum(costs.values())
     spans: list[tuple[int, int, int]] = []
     units: list[tuple[float, list[int]]] = []
     for table, columns in groupby(range(len(tables)), lambda column: tables[column]):
-        number = int(costs[table] / fair) if fair else 1
+        number = int(costs[table] * workers / total) if total else 1
         number = min(number, keys_of[table] // MIN_KEYS)
         if sizes[table].counts_sightings:
             number = 1

@@ -115,6 +115,11 @@ class ObjectStore:
             while chunk := self._read(stream):
                 out.write(chunk)
 
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file of the folder."""
+        with _errors_of(self.address), self.files.open_input_stream(self._at(name)) as stream:
+            return stream.read()
+
     def _read(self, stream: "NativeFile") -> bytes:
         with _errors_of(self.address):
             return stream.read(CHUNK_BYTES)

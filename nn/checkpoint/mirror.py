@@ -31,6 +31,8 @@ class CheckpointMirror:
         self._logger = logger
         self._thread: Thread | None = None
         self._is_behind = False
+        # run.json of checkpoints that the mirror has.
+        self._uploaded: dict[str, bytes] = {}
 
     def check(self) -> None:
         """Upload the configuration of the run, so that an address that cannot be written is refused at the start.
@@ -70,7 +72,7 @@ class CheckpointMirror:
         local = {path.name: path for path in list_checkpoints(self._run_dir / CHECKPOINTS)}
         stored = set(complete_checkpoints(self._store))
         for name, path in local.items():
-            if name in stored:
+            if name in stored and self._is_same(path):
                 continue
             try:
                 upload_folder(path, self._store, RUN_FILE, f"{CHECKPOINTS}/{name}/")
@@ -84,6 +86,18 @@ class CheckpointMirror:
         for name in stored - set(local):
             self._store.remove(f"{CHECKPOINTS}/{name}/{RUN_FILE}")
             self._store.remove_folder(f"{CHECKPOINTS}/{name}")
+
+    def _is_same(self, path: Path) -> bool:
+        """Return whether the mirror's checkpoint of a step is that of the run directory, which may have saved it again."""
+        try:
+            own = (path / RUN_FILE).read_bytes()
+        except FileNotFoundError:  # pruned meanwhile
+            return True
+        if self._uploaded.get(path.name) != own:
+            if self._store.read(f"{CHECKPOINTS}/{path.name}/{RUN_FILE}") != own:
+                return False
+            self._uploaded[path.name] = own
+        return True
 
     def _upload_best(self) -> None:
         """Upload which checkpoint `best` links to, as a file with its name: an object store has no links."""

@@ -261,7 +261,9 @@ def _checkpoints(directory: Path, name: str | None) -> list[Path]:
     best = folder / BEST
     target = resolved(best).name if best.is_symlink() else None
     if name is None:
-        return sorted(found, key=lambda path: path.name != target or _day(path) != _day(found[0]))
+        # The newest one may be damaged.
+        latest = next((day for path in found if (day := _day(path)) is not None), None)
+        return sorted(found, key=lambda path: path.name != target or _day(path) != latest)
     if name == BEST and target is not None:
         name = target
     if name not in steps:

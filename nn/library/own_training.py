@@ -151,9 +151,7 @@ class Training:
             DivergedError: the loss is not finite; nothing was updated.
             StoppedError: a signal stopped the run, after a checkpoint.
         """
-        session, trainer, _, prefetcher = self._open()
-        if self._is_finished:
-            raise ValueError("the run is finished; open another one to train on")
+        session, trainer, _, prefetcher = self._at_work()
         if trainer.num_steps >= trainer.last_step:
             raise ValueError(
                 f"all {trainer.last_step:,} steps are done; raise train.epochs or train.max_steps"
@@ -168,7 +166,8 @@ class Training:
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on `eval.split`, write the record, and return it, such as `test_auc` and `test_log_loss`."""
-        return self._trainer.evaluate_between_steps()
+        _, trainer, *_ = self._at_work()
+        return trainer.evaluate_between_steps()
 
     def save(self) -> Path:
         """Write a checkpoint, from which the command and this class resume, and return its directory.
@@ -177,7 +176,7 @@ class Training:
             ValueError: the run saves none.
             OSError: it could not be written.
         """
-        session, trainer, saving, _ = self._open()
+        session, trainer, saving, _ = self._at_work()
         if saving is None:
             raise ValueError("checkpoint.save=false saves nothing; set checkpoint.save=true")
         trainer.save()
@@ -188,13 +187,19 @@ class Training:
 
     def finish(self) -> dict[str, Any]:
         """Save the last checkpoint, draw the curves, write summary.json, and return its content; the last call."""
-        session, trainer, saving, prefetcher = self._open()
+        session, trainer, saving, prefetcher = self._at_work()
         self._is_finished = True
         trainer.end(prefetcher)
         summary, problem = finish_training(session, trainer, saving)
         if problem is not None:
             raise OSError(problem)
         return summary
+
+    def _at_work(self) -> tuple[Session, Trainer, Saving | None, Prefetcher]:
+        """Return what the run consists of, before `finish`."""
+        if self._is_finished:
+            raise ValueError("the run is finished; open another one to train on")
+        return self._open()
 
     def _open(self) -> tuple[Session, Trainer, Saving | None, Prefetcher]:
         if self._opened is None:

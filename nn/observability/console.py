@@ -424,7 +424,9 @@ def print_importance(console: Console, importance: Mapping[str, Any]) -> None:
         )
         table.add_column("feature permuted", overflow="fold", min_width=NAME_WIDTH - 1)
         for key in keys[first:last]:
-            table.add_column(f"{key} change", justify="right", no_wrap=True)
+            table.add_column(
+                f"{key} change", justify="right", no_wrap=last - first > 1, overflow="fold"
+            )
         for name, row in cells.items():
             table.add_row(Text(printable(name)), *(row[key] for key in keys[first:last]))
         print_columns(console, table)

@@ -220,11 +220,11 @@ class Trainer:
         if self._step.key_maps is not None:
             self._step.key_maps.counts.update(state.get(KEY_COUNTS, {}))
         # Checkpoints of earlier versions have the best AUC only. The best by another metric, or of other rows, is not known.
-        scored = self._scored
-        known = state.get("best_metric", AUC.name), scored | state.get("best_rows", {})
-        is_comparable = known == (self.best_metric.key, scored)
-        if known[1] != scored:
+        scored, metric = self._evaluator.scored, state.get("best_metric", AUC.name)
+        before = scored | state.get("best_rows", {})
+        if before != scored:
             self._test = {}
+        is_comparable = metric == self.best_metric.key and self._is_comparable(before)
         if is_comparable:
             self._best_step = state["best_step"]
             self.best_value = math.nan if state["best_auc"] is None else state["best_auc"]
@@ -233,23 +233,19 @@ class Trainer:
             self._train_metrics.restore(rows)
         if is_comparable or state["best_step"] is None:
             return None
-        (metric, rows), name = known, self.best_metric.key
+        group = before["group"]
+        groups = "" if group in (None, scored["group"]) else f" in groups by {group}"
         return (
-            f"evaluations score {scored['rows']:,} rows of split '{scored['split']}' by {name}, those before were by {metric} "
-            f"of {rows.get('rows')} rows of split '{rows.get('split')}'{self._grouped_by(rows)}: the best one is chosen among "
-            "the coming ones"
+            f"evaluations score {scored['rows']:,} rows of split '{scored['split']}' by {self.best_metric.key}, those before "
+            f"were by {metric} of {before['rows']} rows of split '{before['split']}'{groups}: the best one is chosen among the "
+            "coming ones"
         )
 
-    @property
-    def _scored(self) -> dict[str, Any]:
-        """The rows whose evaluations are compared, and their groups where these matter."""
+    def _is_comparable(self, rows: Mapping[str, Any]) -> bool:
+        """Return whether earlier evaluations were of the same rows, and groups if these matter to the best one."""
         scored = self._evaluator.scored
-        return scored if self.best_metric.name == GAUC.name else scored | {"group": None}
-
-    def _grouped_by(self, rows: Mapping[str, Any]) -> str:
-        """Return the groups of earlier evaluations for a message, if the coming ones have others."""
-        group = rows.get("group")
-        return "" if group == self._scored["group"] else f" in groups by {group}"
+        names = scored if self.best_metric.name == GAUC.name else scored.keys() - {"group"}
+        return all(rows[name] == scored[name] for name in names)
 
     @property
     def is_saved(self) -> bool:
@@ -285,7 +281,7 @@ class Trainer:
             "test": plain_numbers(self._test),
             **self._first_auc,
             "best_metric": self.best_metric.key,
-            "best_rows": self._scored,
+            "best_rows": self._evaluator.scored,
             "best_auc": None if math.isnan(self.best_value) else self.best_value,
             "best_step": self._best_step,
             "evals_since_best": self._evals_since_best,

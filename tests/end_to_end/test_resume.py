@@ -28,6 +28,7 @@ from configs.schema import Config
 from nn.build import open_source
 from nn.checkpoint.directory import list_checkpoints, read_facts
 from nn.distributed.process_group import Ranks
+from nn.library.loaded_run import Run
 from nn.observability import run_directory
 from nn.resume import ResumePoint, finished_run, named_resume_point
 from nn.run import _complete_results, run
@@ -356,6 +357,36 @@ def test_the_result_of_a_shortened_run_is_of_the_rows_that_it_asks_for(tmp_path)
     found = summary(tmp_path / "run")
     assert (found["test_rows"], found["best_step"]) == (100, 12)
     assert found["test_auc"] != before["test_auc"]
+
+
+def test_other_groups_are_measured_again_where_they_decide_nothing(tmp_path):
+    with killed_at(14):
+        train(tmp_path / "run", "eval.per_epoch=3", "eval.group=cat_0")
+    shorter = ("eval.per_epoch=3", "train.max_steps=12", "eval.group=cat_2")
+    ended = train(tmp_path / "run", *shorter)
+    assert (ended.err, "the best one is chosen among" in ended.out) == ("", False)
+    restore = f"checkpoint.restore={tmp_path / 'run' / 'checkpoints' / 'step_12'}"
+    assert train(tmp_path / "eval", "mode=eval", restore, "eval.group=cat_2").err == ""
+    assert summary(tmp_path / "run")["test_gauc"] == summary(tmp_path / "eval")["test_gauc"]
+
+
+def test_a_note_names_no_groups_that_were_not_there(tmp_path):
+    with killed_at(14):
+        train(tmp_path / "run", "eval.per_epoch=3", "eval.group=cat_0")
+    ended = train(tmp_path / "run", "eval.per_epoch=3", "eval.group=cat_0", "eval.best_metric=gauc")
+    assert "by auc of 256 rows of split 'test': the best one is chosen among" in ended.out
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_is_loaded_at_its_best(tmp_path):
+    with killed_at(14):
+        train(tmp_path / "run", "eval.per_epoch=3")
+    best = os.readlink(tmp_path / "run" / "checkpoints" / "best")
+    newest = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    if newest.name == best:
+        shutil.copytree(newest, newest.with_name("step_20"))
+        newest = newest.with_name("step_20")
+    (newest / "run.json").write_text("{")
+    assert f"step_{Run.load(tmp_path / 'run').num_steps}" == best
 
 
 def test_other_groups_have_another_best(tmp_path):

@@ -208,6 +208,10 @@ def test_a_checkpoint_that_is_restored_on_other_data_trains_all_of_them(
     found = summary(tmp_path / "run")
     assert found["first_step"] == 2 * STEPS_PER_DAY
     assert (found["steps"] - found["first_step"], found["epochs"]) == (2 * STEPS_PER_DAY, 1)
+    ended = ["scheduler.decay_start_step=5", "scheduler.decay_steps=10"]
+    refused = run_command(*OPTIONS, *restore, *ended, f"run_dir={tmp_path / 'ended'}")
+    assert refused.exit_code == 2
+    assert "the schedule has ended before step 36 of checkpoint.restore" in refused.err
 
 
 def test_a_shortened_day_is_followed_by_the_next_one(days, tmp_path):

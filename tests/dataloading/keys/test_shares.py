@@ -75,6 +75,12 @@ def test_features_of_one_table_are_cut_across():
     assert sorted(sizes.values()) == [30_003, 30_003, 30_004]
 
 
+def test_a_single_table_has_all_threads():
+    for workers in range(1, 65):
+        threads, _ = threads_of([0], [1_000_000], [LARGE], workers)
+        assert len(threads[0]) == workers
+
+
 def test_few_keys_have_one_thread():
     threads, _ = threads_of([0], [4000], [LARGE], 8)
     assert len(threads[0]) == 1

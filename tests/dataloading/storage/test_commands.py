@@ -18,7 +18,7 @@ from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
 from tests.helpers.datasets import write_clicks
 from tests.helpers.preproc_command import Refused, preproc
-from tests.helpers.runs import at_step, differences, records, summary
+from tests.helpers.runs import at_step, differences, killed_at, records, summary
 from tests.nn.test_stages import OPTIONS as DAY_OPTIONS
 from tests.nn.test_stages import days  # noqa: F401
 
@@ -125,6 +125,20 @@ def test_the_best_of_the_day_before_is_kept_on_a_new_machine(
         assert (os.readlink(best), best.exists()) == (linked, True)
         assert linked in checkpoints_of(bucket, "best")
         shutil.rmtree(run_dir)
+
+
+def test_a_checkpoint_that_is_saved_again_replaces_the_mirrors(bucket, days, tmp_path):  # noqa: F811
+    run_dir = tmp_path / "run"
+    mirror = f"checkpoint.mirror={bucket}/runs/short"
+    options = [*DAY_OPTIONS, "eval.every=4", f"run_dir={run_dir}", mirror]
+    with killed_at(14):
+        run_command(*options, f"data.path={days[0]}")
+    # Its last checkpoint is saved again, since it does not say that the day ends there.
+    shorter = run_command(*options, f"data.path={days[0]}", "train.max_steps=12")
+    assert (shorter.exit_code, shorter.err) == (0, "")
+    shutil.rmtree(run_dir)
+    next_day = run_command(*options, f"data.path={days[1]}", "stage=next")
+    assert (next_day.exit_code, next_day.err) == (0, "")
 
 
 def test_days_finish_a_commit_before_they_look_into_the_mirror(bucket, days, tmp_path):  # noqa: F811

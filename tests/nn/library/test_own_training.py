@@ -125,8 +125,14 @@ def test_an_interrupted_evaluation_changes_nothing(processes, tmp_path, monkeypa
                     patched.setattr("nn.metrics.task_metrics.TaskMetrics.update", interrupt)
                     with pytest.raises(KeyboardInterrupt) as caught:
                         training.evaluate()
-                # As a notebook does, whose last traceback keeps the evaluation's frames.
-                assert caught.value is not None
+                # As a notebook does, whose last traceback keeps the evaluation's frames; they keep no batches open.
+                (frame,) = [
+                    entry.frame.f_locals
+                    for entry in caught.traceback
+                    if "passed" in entry.frame.f_locals
+                ]
+                assert frame["passed"].gi_frame is None
+                assert frame["batches"].gi_frame is None
             training.save()
             while training.num_steps < training.last_step:
                 training.step()
@@ -151,8 +157,9 @@ def test_a_loop_that_ends_early_says_so(tmp_path):
         found = training.finish()
         assert found["stopped"] == "ended by its caller before the last step"
         assert (found["steps"], found["result_step"], found["test_auc"]) == (2, 1, evaluated)
-        with pytest.raises(ValueError, match="the run is finished; open another one"):
-            training.step()
+        for call in (training.step, training.evaluate, training.save, training.finish):
+            with pytest.raises(ValueError, match="the run is finished; open another one"):
+                call()
     train(tmp_path / "run", 8)
     assert summary(tmp_path / "run")["stopped"] == "all steps done"
 
