@@ -3,6 +3,7 @@
 All packages use these functions; no other module calls fsync, flock, os.rename or os.replace.
 """
 
+import errno
 import fcntl
 import os
 import secrets
@@ -113,6 +114,9 @@ class AppendedFile:
 
     def __init__(self, path: Path, *, is_text: bool) -> None:
         self.path = path
+        if path.exists() and not path.is_file():
+            # A pipe would wait for its other end, and a device has no end.
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if is_text:
             _cut_incomplete_line(self._descriptor)

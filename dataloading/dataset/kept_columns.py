@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from configs.messages import printable, shortened, shown
 from dataloading.dataset.parquet_files import read_schema
-from dataloading.dataset.parquet_writer import CountedFile
+from dataloading.dataset.parquet_writer import CountedFile, abandon_writer
 from dataloading.dataset.row_groups import SplitGroups
 from dataloading.dataset.split_files import find_file
 
@@ -128,4 +128,5 @@ class KeptWriter:
 
     def abandon(self) -> None:
         """Close the file without a check."""
+        abandon_writer(self._writer)
         self._file.close()

@@ -185,6 +185,15 @@ def _take(column: GrowingFile, num_items: int) -> np.ndarray:
     return column.take(num_items)
 
 
+def abandon_writer(writer: pq.ParquetWriter) -> None:
+    """Close a writer whose file is not needed; an error is most likely that of a full disk."""
+    if writer.is_open:
+        with suppress(OSError, pa.ArrowException):
+            writer.close()
+        # Otherwise the end of the writer closes it again, and prints a traceback.
+        writer.is_open = False
+
+
 class _Part:
     """A Parquet file that is being written."""
 
@@ -202,8 +211,7 @@ class _Part:
 
     def abandon(self) -> None:
         if not self.stream.closed:
-            with suppress(OSError, pa.ArrowException):  # a full disk, most likely
-                self.writer.close()
+            abandon_writer(self.writer)
             self.stream.close()
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dataloading.dataset.parquet_writer import abandon_writer
 from preproc.ordered_map import ordered_map
 from preproc.table.expressions import RELATION_FILE
 
@@ -118,27 +119,44 @@ class _Writer:
         self._schema = pa.schema(fields)
         # Labels, splits and messages repeat; numbers and codes rarely do, or are narrow.
         texts = [field.name for field in fields if pa.types.is_string(field.type)]
+        self._num_codes = dict.fromkeys(columns, 0)
+        self._num_rows = 0
+        self._texts: dict[str, pq.ParquetWriter] = {}
         self._rows = pq.ParquetWriter(
             path / RELATION_FILE, self._schema, use_dictionary=texts, compression="none"
         )
-        self._texts = {}
-        for name in columns:
-            (path / f"texts_{name}").mkdir()
-            self._texts[name] = pq.ParquetWriter(
-                path / f"texts_{name}" / RELATION_FILE,
-                TEXTS_SCHEMA,
-                use_dictionary=False,
-                compression="none",
-            )
-        self._num_codes = dict.fromkeys(columns, 0)
-        self._num_rows = 0
+        try:
+            for name in columns:
+                (path / f"texts_{name}").mkdir()
+                self._texts[name] = pq.ParquetWriter(
+                    path / f"texts_{name}" / RELATION_FILE,
+                    TEXTS_SCHEMA,
+                    use_dictionary=False,
+                    compression="none",
+                )
+        except BaseException:
+            self._abandon()
+            raise
 
     def __enter__(self) -> "_Writer":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for writer in (self._rows, *self._texts.values()):
-            writer.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None:
+                for writer in self._writers:
+                    writer.close()
+        finally:
+            self._abandon()
+
+    @property
+    def _writers(self) -> list[pq.ParquetWriter]:
+        return [self._rows, *self._texts.values()]
+
+    def _abandon(self) -> None:
+        """Close what is still open; on a full disk, most likely, it cannot be written."""
+        for writer in self._writers:
+            abandon_writer(writer)
 
     def append(self, batch: pa.RecordBatch, coded: dict[str, _Coded]) -> None:
         """Append a batch, and the texts that its codes stand for."""

@@ -204,6 +204,10 @@ def test_a_torn_last_line_is_cut_and_a_complete_file_is_not_opened_for_writing(
     # Reading a FIFO would wait without end.
     os.mkfifo(tmp_path / "fifo")
     cut_incomplete_line(tmp_path / "fifo")
+    # A pipe would wait for its other end, and /dev/zero has none.
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(OSError, match="it is no regular file"):
+            append_line(path, "x")
 
 
 def test_a_file_system_without_locks_raises_an_error_of_its_own(tmp_path, monkeypatch):

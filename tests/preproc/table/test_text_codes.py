@@ -1,5 +1,9 @@
 """Codes in place of texts: the same dataset as from texts, from CSV and from dictionaries of Parquet, in order."""
 
+import errno
+import gc
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -172,3 +176,28 @@ def test_a_column_with_the_path_of_a_field_is_no_dictionary(tmp_path):
     columns = {"a.b": ["x", "y"] * 50, "a": [{"b": "z"}] * 100}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     assert dictionary_columns([tmp_path / "a.parquet"], {"c0": "a.b"}) == {}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("fails", ["mkdir", "write_batch"])
+def test_a_full_disk_leaves_no_writer_that_fails_at_its_end(tmp_path, monkeypatch, fails):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    closed = []
+
+    def close(writer: pq.ParquetWriter) -> None:
+        # As Arrow's: at the end of the writer too, unless it is closed.
+        if writer.is_open:
+            closed.append(writer.where)
+            full()
+
+    batch = pa.record_batch({"c": pa.array(["a"])})
+    with monkeypatch.context() as patched:
+        patched.setattr(pq.ParquetWriter, "close", close)
+        patched.setattr(*((Path, "mkdir") if fails == "mkdir" else (pq.ParquetWriter, fails)), full)
+        with pytest.raises(OSError, match="No space left"):
+            text_codes.write_coded(iter([(batch, {})]), batch.schema, ["c"], tmp_path, 1)
+        gc.collect()
+        # Each once.
+        assert len(closed) == len(set(closed)) == (1 if fails == "mkdir" else 2)
