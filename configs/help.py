@@ -141,10 +141,16 @@ def _titles(schema: type, sections: Mapping[str, type]) -> dict[str, str]:
     found = {}
     for declared in fields(schema):
         section = types[declared.name]
-        if is_dataclass(section):
-            text = (section.__doc__ or "").strip().splitlines()[0].rstrip(".")
-            found[declared.name] = f"{declared.name}: {text}"
+        if isinstance(section, type) and is_dataclass(section):
+            found[declared.name] = f"{declared.name}: {_first_sentence(section)}"
     return found
+
+
+def _first_sentence(section: type) -> str:
+    """Return that of the docstring of a class, or of the next base that has one; Python gives dataclasses their signature."""
+    texts = ((base.__name__, base.__dict__.get("__doc__")) for base in section.__mro__)
+    written = (text for name, text in texts if text and not text.startswith(f"{name}("))
+    return next(written).strip().splitlines()[0].rstrip(".")
 
 
 def group_help(group: str, *, is_short: bool = False) -> str:

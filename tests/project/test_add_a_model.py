@@ -75,6 +75,7 @@ def test_the_page_has_a_model_and_its_comparison():
 def test_every_command_of_the_page_runs(followed):
     help_text, plan, plan_of_gpus, *_ = followed.outputs.values()
     assert "rate of the dropout after each hidden layer" in help_text
+    assert "GatesOptions(" not in help_text
     (item,) = re.findall(r"^item .*$", plan, re.MULTILINE)
     assert item.split()[:4] == ["item", "500", "8", "6"]
     assert len(re.findall(r"table_wise +fused", plan)) == 5
