@@ -73,15 +73,16 @@ class ModelExportConfig:
     def __post_init__(self) -> None:
         _require_set(self, checkpoint="a run's checkpoints/best", output="a directory")
         require(self.rows > 0, f"rows must be positive, got {self.rows}")
-        require(
-            self.name is None or is_model_name(self.name),
-            f"name={self.name}: want letters, digits, '.', '_' and '-', for an address of requests and a folder of Triton",
-        )
+        if self.name is not None:
+            require_model_name(self.name)
 
 
-def is_model_name(name: str) -> bool:
-    """Return whether a model may have the name: it is a part of the addresses of requests, and a folder of Triton."""
-    return re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) is not None
+def require_model_name(name: str) -> None:
+    """Raise `ValueError` unless a model may have the name."""
+    require(
+        re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) is not None,
+        f"name={name}: want letters, digits, '.', '_' and '-', for an address of requests and a folder of Triton",
+    )
 
 
 @dataclass(kw_only=True, slots=True)

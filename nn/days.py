@@ -22,7 +22,7 @@ from configs.schema import StageName
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.lineage import Lineage
 from dataloading.storage.local_copy import local_path
-from nn.checkpoint.directory import CHECKPOINTS, finish_commits, list_checkpoints, read_facts
+from nn.checkpoint.directory import CHECKPOINTS, list_checkpoints, read_facts
 from nn.distributed.launcher import is_launched
 from nn.multirun import JOBS, STOPPING
 from nn.observability.run_lock import RunLock
@@ -158,7 +158,7 @@ def _refuse_unreached(chain: Chain, patterns: Sequence[str]) -> None:
 
 def _fetch(run_dir: Path, mirror: str) -> None:
     """Copy what a run directory lacks from its mirror: its checkpoints say which days are behind the run."""
-    from nn.checkpoint.mirror import fetch_run
+    from nn.checkpoint.mirror import catch_up
     from nn.observability.console import make_console, make_logger
 
     logger = make_logger(make_console(0))
@@ -166,13 +166,10 @@ def _fetch(run_dir: Path, mirror: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         with RunLock(logger) as lock:
             lock.take(run_dir)
-            finish_commits(run_dir / CHECKPOINTS)
-            step = fetch_run(run_dir, mirror)
+            catch_up(run_dir, mirror, logger)
     except (ValueError, OSError) as error:
         print(f"error: {on_one_line(str(error))}", file=sys.stderr)
         sys.exit(USER_ERROR_EXIT_CODE)
-    if step is not None:
-        logger.info(f"checkpoints up to step {step:,} were copied from checkpoint.mirror")
 
 
 def _latest(run_dir: Path) -> str | None:

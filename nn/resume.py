@@ -48,7 +48,7 @@ from nn.observability.records import (
 )
 from nn.stages import CHANGES, first_stage, next_day_hint, stage_to_train
 from nn.training.limits import Stage, early_stop
-from nn.training.lr_scheduler import learning_rate_factor
+from nn.training.lr_scheduler import has_ended
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
 FREE = (
@@ -318,17 +318,13 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
     trained = Stage.of_facts(start.facts)
     is_other = None not in (trained.identity, stage.identity) and trained.identity != stage.identity
     first_step = start.num_steps if is_other else trained.first_step
-    if is_other and config.mode is Mode.train and _has_ended(config, first_step):
+    if is_other and config.mode is Mode.train and has_ended(first_step, config.scheduler):
         raise ValueError(
             f"the schedule has ended before step {first_step:,} of checkpoint.restore={start.path}, so that other data would be "
             "trained with a learning rate of 0; set scheduler.decay_start_step=null, or a later one, or "
             "checkpoint.parts=[dense,tables] to start at step 0"
         )
     return replace(start, stage=replace(stage, first_step=first_step))
-
-
-def _has_ended(config: Config, step: int) -> bool:
-    return step > 0 and learning_rate_factor(step, config.scheduler) == 0
 
 
 def _named(config: Config, source: Source) -> ResumePoint:

@@ -38,13 +38,12 @@ from nn.build import (
 from nn.checkpoint.directory import (
     CHECKPOINTS,
     clear,
-    finish_commits,
     list_checkpoints,
     prune,
     step_of,
 )
 from nn.checkpoint.manager import CheckpointManager, SavedRun
-from nn.checkpoint.mirror import CheckpointMirror, fetch_run
+from nn.checkpoint.mirror import CheckpointMirror, catch_up
 from nn.checkpoint.state import facts_of, trainer_rows
 from nn.checkpoint.tensor_index import read_index
 from nn.deltas.delta import FOLDER as DELTAS
@@ -534,12 +533,7 @@ def _take_run_directory(config: Config, lock: RunLock, logger: Logger) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
     lock.take(run_dir)
     if run_dir is not None and config.mode is Mode.train:
-        finish_commits(run_dir / CHECKPOINTS)
-    if run_dir is None or address is None:
-        return
-    step = fetch_run(run_dir, address)
-    if step is not None:
-        logger.info(f"checkpoints up to step {step:,} were copied from checkpoint.mirror")
+        catch_up(run_dir, address, logger)
 
 
 @contextmanager

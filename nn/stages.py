@@ -23,7 +23,7 @@ from nn.models.registry import declared_tables
 from nn.observability.records import SUMMARY
 from nn.training.evaluator import Evaluator
 from nn.training.limits import NEXT, PREVIOUS, Stage
-from nn.training.lr_scheduler import learning_rate_factor
+from nn.training.lr_scheduler import has_ended
 from nn.training.trainer import ENDS_STAGE, Trainer
 
 RETIRED = "retired"
@@ -61,7 +61,7 @@ def stage_to_train(
             "latest checkpoint; run that to its end first, with its data.path"
         )
     first = facts["num_steps"]
-    if learning_rate_factor(first, config.scheduler) == 0:
+    if has_ended(first, config.scheduler):
         raise ValueError(
             f"the schedule has ended before step {first:,}, so that stage=next would train with a learning rate of 0; set "
             "scheduler.decay_start_step=null, or a later one"

@@ -239,6 +239,7 @@ class _Composition:
     def __init__(self, recipe: str, overrides: Sequence[str]) -> None:
         self._recipe = recipe
         self._overrides = overrides
+        self._written = hydra_arguments(overrides, CHOICES)
         self._composed = _composed(recipe, overrides)
 
     def config(self, values: Mapping[str, Any]) -> Config:
@@ -248,13 +249,14 @@ class _Composition:
             ValueError: an option does not exist, or has an invalid value.
         """
         added = [as_override(key, value) for key, value in values.items()]
-        arguments = hydra_arguments([*self._overrides, *added], CHOICES)
+        # One value may be several arguments.
+        written = hydra_arguments(added, CHOICES)
         if any(key in GROUPS for key in values):
             composed = _composed(self._recipe, [*self._overrides, *added])
         else:
             # Faster than to compose all files again.
             composed = deepcopy(self._composed)
-            for text in arguments[len(arguments) - len(added) :]:
+            for text in written:
                 override = OverridesParser.create().parse_override(text)
                 try:
                     OmegaConf.update(
@@ -262,7 +264,7 @@ class _Composition:
                     )
                 except OmegaConfBaseException as error:
                     raise ValueError(one_line(error)) from None
-        drop_replaced(composed, arguments, Config)
+        drop_replaced(composed, [*self._written, *written], Config)
         return typed_config(composed)
 
 

@@ -10,7 +10,14 @@ from dataloading.dataset.durable_files import replace_link
 from dataloading.storage.local_copy import download_folder
 from dataloading.storage.object_store import ObjectStore
 from dataloading.storage.upload import upload_folder
-from nn.checkpoint.directory import BEST, CHECKPOINTS, RUN_FILE, list_checkpoints, step_of
+from nn.checkpoint.directory import (
+    BEST,
+    CHECKPOINTS,
+    RUN_FILE,
+    finish_commits,
+    list_checkpoints,
+    step_of,
+)
 
 
 class CheckpointMirror:
@@ -115,6 +122,20 @@ def complete_checkpoints(store: ObjectStore) -> list[str]:
     names = [name for name in store.folders(CHECKPOINTS) if name.startswith("step_")]
     complete = (name for name in names if store.has(f"{CHECKPOINTS}/{name}/{RUN_FILE}"))
     return sorted(complete, key=lambda name: step_of(Path(name)))
+
+
+def catch_up(run_dir: Path, address: str | None, logger: Logger) -> None:
+    """Complete what a killed run has committed, and copy what a run directory lacks from its mirror, if it has one.
+
+    The run directory must be locked.
+
+    Raises:
+        ValueError: the mirror cannot be read.
+    """
+    finish_commits(run_dir / CHECKPOINTS)
+    step = None if address is None else fetch_run(run_dir, address)
+    if step is not None:
+        logger.info(f"checkpoints up to step {step:,} were copied from checkpoint.mirror")
 
 
 def fetch_run(run_dir: Path, address: str) -> int | None:

@@ -263,7 +263,9 @@ def _checkpoints(directory: Path, name: str | None) -> list[Path]:
     if name is None:
         # The newest one may be damaged.
         latest = next((day for path in found if (day := _day(path)) is not None), None)
-        return sorted(found, key=lambda path: path.name != target or _day(path) != latest)
+        if target in steps and _day(folder / target) == latest:
+            found.sort(key=lambda path: path.name != target)
+        return found
     if name == BEST and target is not None:
         name = target
     if name not in steps:

@@ -32,8 +32,8 @@ from nn.tiers.row_store import Kinds
 
 FOLDER = "tables"
 READERS = 64
-REMEDY = "free some space there and rerun the same command, or choose another directory"
 """Threads that read rows: each waits for one page at a time, and disks are fast with many reads at once."""
+REMEDY = "free some space there and rerun the same command, or choose another directory"
 READ_ROWS = 2**9
 """Rows that a thread reads at once."""
 RUN_PAGES = 8

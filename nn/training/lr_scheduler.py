@@ -29,3 +29,8 @@ def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
     if config.decay is DecayShape.cosine:
         return (1 - math.cos(math.pi * left)) / 2
     return left**config.decay_power
+
+
+def has_ended(step: int, config: SchedulerConfig) -> bool:
+    """Return whether a training that goes on behind `step` updates would have a rate of 0."""
+    return step > 0 and learning_rate_factor(step, config) == 0

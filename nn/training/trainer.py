@@ -112,7 +112,6 @@ class Trainer:
         last_step: updates of the complete run, up to the end of its stage.
         best_metric: tells which evaluation is the best.
         best_value: of that metric over all evaluations of the stage so far; nan before the first.
-        is_as_resumed: whether neither a step nor an evaluation followed the checkpoint that the run resumed from.
     """
 
     def __init__(
@@ -154,7 +153,9 @@ class Trainer:
             minutes = config.checkpoint.save_every_minutes
             self._preemption = PreemptionSync(ranks, lambda: saving.stop.signum, minutes)
         self.num_steps = self._first_step = 0
-        self._is_continuation = self.is_as_resumed = False
+        self._is_continuation = False
+        # Whether neither a step nor an evaluation followed the checkpoint that the run resumed from, and whether that ends it.
+        self._is_as_resumed = False
         self._saved_end: bool | None = None
         self._test: dict[str, Any] = {}
         self._first_auc: dict[str, float | None] = dict.fromkeys(FIRST_AUC)
@@ -205,7 +206,7 @@ class Trainer:
         is_restored = self._config.checkpoint.restore is not None
         self.start_at(num_steps, is_restored=is_restored, stage=stage)
         self._first_step = state.get("first_step", 0)
-        self._is_continuation = self.is_as_resumed = True
+        self._is_continuation = self._is_as_resumed = True
         first = {name: state.get(name) for name in FIRST_AUC}
         if is_restored and RESTORED_AUC not in state:
             first = {UNTRAINED_AUC: None, RESTORED_AUC: first[UNTRAINED_AUC]}
@@ -250,8 +251,12 @@ class Trainer:
     @property
     def is_saved(self) -> bool:
         """Return whether the checkpoint that the run resumed from is what it ends with, and says whether it ends there."""
-        ends = self._state()[ENDS_STAGE]
-        return self.is_as_resumed and self._saved_end in (None, ends)
+        return self._is_as_resumed and self._saved_end in (None, self._ends_stage)
+
+    @property
+    def _ends_stage(self) -> bool:
+        """Return whether the stage ends at this step."""
+        return self.num_steps >= self.last_step or self._early_stop() is not None
 
     def save(self, *, is_last: bool = False) -> None:
         """Start saving a checkpoint, and the delta that leads to it."""
@@ -288,7 +293,7 @@ class Trainer:
             "last_record": self._last_record,
             "first_step": self._first_step,
             OTHER_DAYS: self._other_days,
-            ENDS_STAGE: self.num_steps >= self.last_step or self._early_stop() is not None,
+            ENDS_STAGE: self._ends_stage,
         }
 
     def train(self) -> None:
@@ -353,7 +358,7 @@ class Trainer:
     def finish_step(self, trained: StepResult, prefetcher: Prefetcher) -> None:
         """Count a step that was trained, and write a record where one is due."""
         self.num_steps += 1
-        self.is_as_resumed = False
+        self._is_as_resumed = False
         self._speed.count(trained.batch.global_valid)
         self._end_profile(self._speed)
         self._progress.advance(self.num_steps)
@@ -398,11 +403,11 @@ class Trainer:
             if self._saving.manager.load_best(best_step):
                 model_step = best_step
         if model_step == self.num_steps and not self._evaluator.has_final:
-            evaluated = self._test.get("step", model_step)
+            summary = self._summary(self._test)
             # A loop of the caller's own may end without an evaluation.
-            return self._summary(self._test) | (
-                {} if evaluated == model_step else {RESULT_STEP: evaluated}
-            )
+            if self._test.get("step", model_step) != model_step:
+                summary[RESULT_STEP] = self._test["step"]
+            return summary
         record = {
             "step": model_step,
             "epoch": self._epoch(model_step),
@@ -457,7 +462,7 @@ class Trainer:
             **self.stage.label,
             **self._evaluator.run(self._progress),
         }
-        self.is_as_resumed = False
+        self._is_as_resumed = False
         value = record[self.best_metric.test_key]
         self._evals_since_best += 1
         if self.best_metric.improves(value, self.best_value):

@@ -118,11 +118,12 @@ def load_onnx(directory: Path) -> Forward:
             "forward does what has no form in ONNX, so leave onnx out"
         ) from error
 
+    # Constant columns are no input of the graph.
+    known = {node.name for node in session.get_inputs()}
+
     def forward(numerical: Tensor, embeddings: Tensor) -> Tensor:
-        feed = {"numerical": numerical.numpy(), "embeddings": embeddings.numpy()}
-        # Constant columns are no input of the graph.
-        known = {node.name for node in session.get_inputs()}
-        feed = {name: values for name, values in feed.items() if name in known}
+        columns = {"numerical": numerical, "embeddings": embeddings}
+        feed = {name: values.numpy() for name, values in columns.items() if name in known}
         return torch.from_numpy(session.run(["logits"], feed)[0])
 
     return forward

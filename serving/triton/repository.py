@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.serving_schema import DenseFormat, Device, Layout, TritonConfig, is_model_name
+from configs.serving_schema import DenseFormat, Device, Layout, TritonConfig, require_model_name
 from dataloading.dataset.durable_files import new_directory, partial_sibling, write_synced
 from serving.manifest import DENSE, IDS, MANIFEST, NUMERICAL, Manifest
 from serving.triton.onnx_scores import write_onnx_scores
@@ -41,10 +41,7 @@ def write_repository(config: TritonConfig) -> list[str]:
     manifest = Manifest.read(directory)
     manifest.verify(directory)
     name = config.name or manifest.name
-    if not is_model_name(name):
-        raise ValueError(
-            f"name={name}: want letters, digits, '.', '_' and '-', for a folder of Triton"
-        )
+    require_model_name(name)
     with new_directory(output, partial_sibling(output)) as unfinished:
         if config.layout is Layout.monolithic:
             return [_write_monolithic(unfinished, directory, manifest, config, name)]

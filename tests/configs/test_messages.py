@@ -117,8 +117,8 @@ def test_a_message_leaves_the_process_on_one_line_of_limited_length():
 
 
 def test_a_path_of_any_length_fits_in_a_line():
-    error = OSError(errno.ENAMETOOLONG, "File name too long", f"/work/{'x' * 100_000}/end")
+    error = OSError(errno.ENAMETOOLONG, "File name too long", f"/data/{'x' * 100_000}/end")
     text = os_error_text(error)
     assert len(text) < 500
-    assert text.startswith("File name too long: /work/xxx")
+    assert text.startswith("File name too long: /data/xxx")
     assert text.endswith("xxx/end")

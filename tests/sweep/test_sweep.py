@@ -22,6 +22,7 @@ from dataloading.dataset.durable_files import hold
 from nn.models.metric import metric_of_key
 from sweep.__main__ import with_trial_options
 from sweep.driver import StoppedSweepError
+from sweep.plan import _Composition
 from sweep.proposals import final_values, promising_values, spread_values
 from sweep.pruner import ReachPruner
 from sweep.run import run_sweep
@@ -378,3 +379,10 @@ def test_options_of_trials_stand_beside_those_of_the_sweep():
     with pytest.raises(ValueError, match=r"^there is no option trails; did you mean trials\?"):
         with_trial_options(["trails=3"])
     assert as_override("optimizer.lr", 1e-5) == "optimizer.lr=1e-05"
+
+
+def test_a_trial_has_all_of_its_values_beside_a_mapping():
+    composition = _Composition("dlrm", ["device=cpu", "tasks={label: {label_smoothing: 0.1}}"])
+    config = composition.config({"optimizer.lr": 0.123, "tasks": "{label: {focal_gamma: 2}}"})
+    assert (config.optimizer.lr, config.tasks) == (0.123, {"label": {"focal_gamma": 2}})
+    assert composition.config({}).tasks == {"label": {"label_smoothing": 0.1}}
