@@ -295,8 +295,8 @@ def check_logits(tasks: Sequence[Task], logits: Tensor, labels: Tensor) -> None:
     if logits.shape != labels.shape:
         names = ", ".join(task.name for task in tasks)
         want = "[B]" if labels.dim() == 1 else f"[B, {labels.shape[1]}]"
-        shape = ["B", *map(str, logits.shape[1:])] if logits.dim() else []
+        got = ", ".join(["B", *map(str, logits.shape[1:])] if logits.dim() else [])
         raise ValueError(
-            f"the model returns logits [{', '.join(shape)}], and the dataset's labels ({names}) need {want}, one logit per label; choose a "
+            f"the model returns logits [{got}], and the dataset's labels ({names}) need {want}, one logit per label; choose a "
             "model of as many tasks with model.name, or list other labels in the spec's channel_spec.label"
         )

@@ -32,5 +32,5 @@ def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
 
 
 def has_ended(step: int, config: SchedulerConfig) -> bool:
-    """Return whether a training that goes on behind `step` updates would have a rate of 0."""
+    """Return whether a training that continues after `step` updates would have a rate of 0."""
     return step > 0 and learning_rate_factor(step, config) == 0
