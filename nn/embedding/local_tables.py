@@ -11,6 +11,7 @@ from configs.schema import OptimizerConfig
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import ADDITION, table_rule
+from nn.ops.staged_values import StagedValues
 
 # G: samples, H: hotness of a lookup, N: total number of ids (sum of G * H over features), K: number of keys (sum of G * H over
 # lookups), D: columns of a local table, T: columns of all lookups
@@ -163,7 +164,6 @@ class UpdateScalars:
         config: optimizer of the tables.
         gradient_scale: factor of gradients.
         device: of the tables.
-        reads_step: whether an update reads `step`; otherwise it is not set, which saves a launch.
 
     Attributes:
         values: float32 [5 or more]: learning rate, 1 / (1 - beta1 ** step) and 1 / (1 - beta2 ** step) if the optimizer uses
@@ -176,29 +176,31 @@ class UpdateScalars:
         config: OptimizerConfig,
         gradient_scale: float,
         device: torch.device,
-        *,
-        reads_step: bool = True,
     ) -> None:
         self._beta1, self._beta2 = config.beta1, config.beta2
         rule = table_rule(config.table_name)
         self._has_bias = rule.uses_step
         options = [getattr(config, name) for name in rule.options]
         values = [1.0, 1.0, 1.0, gradient_scale, config.embedding_l2, *options]
-        self.values = torch.tensor(values, dtype=torch.float32, device=device)
-        self.step = torch.zeros(1, dtype=torch.int32, device=device)
-        self._lr: float | None = None
-        self._reads_step = reads_step
+        self._staged = StagedValues(values, device)
+        self.values, self.step = self._staged.floats, self._staged.integer
 
     def set(self, step: int, lr: float) -> None:
-        """Queue the values of the update after `step` others; they are passed as kernel arguments, without copies."""
-        if self._reads_step:
-            self.step.fill_(step)
-        if lr != self._lr:
-            self.values[0].fill_(lr)
-            self._lr = lr
+        """Set the values of the update after `step` others at once, outside of a captured pass."""
+        self.stage(step, lr)
+        self._staged.load_now()
+
+    def stage(self, step: int, lr: float) -> None:
+        """Write these values, for the next `load`; the device must have passed the one before."""
+        self._staged.stage_integer(step)
+        self._staged.stage_float(0, lr)
         if self._has_bias:
-            self.values[1].fill_(1 / (1 - self._beta1 ** (step + 1)))
-            self.values[2].fill_(1 / (1 - self._beta2 ** (step + 1)))
+            self._staged.stage_float(1, 1 / (1 - self._beta1 ** (step + 1)))
+            self._staged.stage_float(2, 1 / (1 - self._beta2 ** (step + 1)))
+
+    def load(self) -> None:
+        """Queue the copy of the values to the device."""
+        self._staged.load()
 
 
 def addition_scalars(device: torch.device) -> UpdateScalars:

@@ -96,7 +96,7 @@ class ShardedTables:
         self._disk = settings.disk
         self._replicated = [name for name in self._declared if name not in self._shards]
         self._allocate()
-        self.scalars = self._new_scalars(settings)
+        self.scalars = UpdateScalars(settings.optimizer, 1 / settings.loss_scale, ranks.device)
         self._replicas_optimizer = table_optimizer(self._replicas.values(), config)
         placement = self._placement(settings.tracks_rows)
         self._requested = placement.requested
@@ -134,16 +134,6 @@ class ShardedTables:
                 [len(replica) for replica in self._replicas.values()], device
             )
             self.rekeyed = _rekeyed_rows(spec)
-
-    def _new_scalars(self, settings: TableSettings) -> UpdateScalars:
-        """Return the scalars of the update; the step is one of them if the optimizer uses it, or weights are rounded."""
-        is_rounded = any(weight.dtype is not torch.float32 for weight in self._weights)
-        return UpdateScalars(
-            settings.optimizer,
-            1 / settings.loss_scale,
-            self._ranks.device,
-            reads_step=is_rounded or self._rule.uses_step,
-        )
 
     @property
     def has_disk_tables(self) -> bool:
@@ -524,13 +514,13 @@ class ShardedTables:
         return list(self._replicated)
 
     def prepare_update(self, step: int, lr: float) -> None:
-        """Set learning rate and step count of the next update; call it before the forward pass.
+        """Set learning rate and step count of the next update, which the pass reads; call it before that.
 
         Args:
             step: updates made so far.
             lr: learning rate.
         """
-        self.scalars.set(step, lr)
+        self.scalars.stage(step, lr)
         if self._replicas_optimizer is not None:
             self._replicas_optimizer.prepare(step, lr)
 

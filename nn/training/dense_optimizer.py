@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from configs.messages import shown
 from configs.schema import OptimizerConfig, OptimizerName
+from nn.ops.staged_values import StagedValues
 from nn.user_objects import load_user_object
 
 
@@ -57,25 +58,37 @@ class DenseUpdate:
         self.optimizer = build_dense_optimizer(parameters, config)
         self.learning_rate = config.lr
         self.is_in_pass = on_gpu and dense_rule(config).reads_device
-        self._rate = torch.full((), config.lr, device=parameters[0].device)
-        self._found_inf = torch.zeros((), device=parameters[0].device)
+        device = parameters[0].device
+        self._staged = StagedValues([config.lr], device)
+        self._found_inf = torch.zeros((), device=device)
         if self.is_in_pass:
             vars(self.optimizer)["found_inf"] = self._found_inf
             for group in self.optimizer.param_groups:
-                group["lr"] = self._rate
+                group["lr"] = self._staged.floats[0]
                 # Torch checks that Adam may be captured, and warns of the steps before the capture.
                 if "capturable" in group:
                     group["capturable"] = True
             vars(self.optimizer)["_warned_capturable_if_run_uncaptured"] = True
 
     def set_learning_rate(self, rate: float) -> None:
-        """Queue the learning rate of the next update."""
-        if self.is_in_pass and rate != self.learning_rate:
-            self._rate.fill_(rate)
-        elif not self.is_in_pass:
+        """Set the learning rate of the next update at once, outside of a captured pass."""
+        self.stage_learning_rate(rate)
+        if self.is_in_pass:
+            self._staged.load_now()
+
+    def stage_learning_rate(self, rate: float) -> None:
+        """Write the learning rate of the next update, for the next `load`; the device must have passed the one before."""
+        if self.is_in_pass:
+            self._staged.stage_float(0, rate)
+        else:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
         self.learning_rate = rate
+
+    def load(self) -> None:
+        """Queue the copy of the learning rate to the device, if it is read there."""
+        if self.is_in_pass:
+            self._staged.load()
 
     def allow(self, is_good: Tensor) -> None:
         """Let the next `apply` update the dense component, unless `is_good`, int32 [1] on the device, is 0."""

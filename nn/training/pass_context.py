@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nn.distributed.process_group import Ranks
+from nn.embedding.local_tables import UpdateScalars
 from nn.models.model import Model
 from nn.models.tasks import Task
 from nn.training.dense_optimizer import DenseUpdate
@@ -28,6 +29,7 @@ class PassContext:
         loss_scale: factor on the loss before the backward pass; if not 1, gradients are checked and divided by it.
         update_tables: whether the tables are trained.
         dense_update: update of the dense component; None if it is no part of the pass.
+        table_scalars: learning rate and step count of the tables' update.
     """
 
     dense: Model
@@ -39,6 +41,16 @@ class PassContext:
     loss_scale: float
     update_tables: bool
     dense_update: DenseUpdate | None
+    table_scalars: UpdateScalars
+
+    def load_scalars(self) -> None:
+        """Queue the copies of what the updates read and the host has written since the last pass.
+
+        They must precede the loss on their stream: when the host has read that, it may write again.
+        """
+        self.table_scalars.load()
+        if self.dense_update is not None:
+            self.dense_update.load()
 
     def total_weight(self, weights: Tensor | None) -> Tensor | None:
         """Return the sum of the rows' weights over all ranks, a scalar; padding rows have weight 0. None without weights."""

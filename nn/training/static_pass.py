@@ -139,6 +139,7 @@ class StaticPass:
             with annotate("lookup"):
                 values = self._tables.look_up(ids)
             arrived = self._event()
+            self._context.load_scalars()
             if self._context.update_tables:
                 with annotate("sort"):
                     sorted_owned, sorted_replicated = self._tables.sort(ids)

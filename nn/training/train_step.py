@@ -144,6 +144,7 @@ class TrainStep:
             loss_scale=loss_scale(config),
             update_tables=Component.tables not in self.frozen,
             dense_update=self._dense_update if self._updates_dense_in_pass else None,
+            table_scalars=tables.scalars,
         )
         self._pass_state = _pass_state(dense, config.seed, ranks)
         self._pass_layers = attach(dense, self._pass_state)
@@ -315,7 +316,7 @@ class TrainStep:
         return nullcontext() if dtype is None else torch.autocast(self._ranks.device.type, dtype)
 
     def _set_learning_rate(self, step: int, factor: float) -> None:
-        self._dense_update.set_learning_rate(self._config.effective_optimizer.lr * factor)
+        self._dense_update.stage_learning_rate(self._config.effective_optimizer.lr * factor)
         self.path.prepare_update(step, self._config.effective_optimizer.table_lr * factor)
 
     def _update(self) -> None:
