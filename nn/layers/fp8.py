@@ -27,6 +27,7 @@ from nn.ops.fp8 import (
     scale_factors,
 )
 from nn.ops.fused_linear import weight_gradient
+from nn.ops.gradient_place import take_place
 
 # B: samples, C: columns of x0, R: rank of the weight (C for a full weight), L: layers, u: [B, C], factor of x0, n: matrices
 
@@ -116,26 +117,24 @@ class LinearPass:
     Attributes:
         grad_scale: of the gradient of the layer's output.
         relu: whether ReLU follows.
-        dtypes: of the weight and of the bias.
+        weight: [outputs, inputs].
+        bias: [outputs].
     """
 
     grad_scale: Scale
     relu: bool
-    dtypes: tuple[torch.dtype, torch.dtype]
+    weight: Tensor
+    bias: Tensor
 
-    def forward(
-        self, wide: Tensor | None, stored: Fp8Matrix, weight: Tensor, bias: Tensor
-    ) -> tuple[Tensor, list[Tensor | None]]:
+    def forward(self, wide: Tensor | None, stored: Fp8Matrix) -> tuple[Tensor, list[Tensor | None]]:
         """Return the output [B, outputs], and what `backward` needs.
 
         Args:
             wide: input in 16 bits, which `stored` without its transposed copy needs.
             stored: the input in 8 bits.
-            weight: [outputs, inputs].
-            bias: [outputs].
         """
-        (weights,) = quantise_weights([weight])
-        out = product(stored, weights, torch.bfloat16, bias=bias.to(torch.bfloat16))
+        (weights,) = quantise_weights([self.weight])
+        out = product(stored, weights, torch.bfloat16, bias=self.bias.to(torch.bfloat16))
         if self.relu:
             out = out.relu_()
         kept = [*kept_for_weight(wide, stored), *kept_for_input(weights)]
@@ -151,9 +150,8 @@ class LinearPass:
         stored, wide, bias_sum = rounding_ops(grad).quantise_gradient(
             grad.contiguous(), activation, self.grad_scale, transposed=x.dtype is INPUT
         )
-        weight_dtype, bias_dtype = self.dtypes
-        grad_weight = gradient_of_weight(stored, wide, (x, inverse), weight_dtype)
-        return stored, grad_weight, bias_sum.to(bias_dtype)
+        grad_weight = gradient_of_weight(stored, wide, (x, inverse), self.weight)
+        return stored, grad_weight, bias_sum.to(self.bias.dtype)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -163,9 +161,9 @@ class _Fp8Linear(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous()
         input_scale, grad_scale = layer.begin()
-        ctx.linear = LinearPass(grad_scale, relu, (weight.dtype, bias.dtype))
+        ctx.linear = LinearPass(grad_scale, relu, weight, bias)
         stored = quantise(x, INPUT, input_scale, transposed=layer.weight_gradients)
-        out, kept = ctx.linear.forward(x, stored, weight, bias)
+        out, kept = ctx.linear.forward(x, stored)
         ctx.save_for_backward(*kept)
         return out
 
@@ -252,7 +250,7 @@ class _Fp8Cross(torch.autograd.Function):
         if reader is not None:
             parameters, read = parameters[:-2], parameters[-2:]
             last_scale, grad_scale = reader.layer.begin()
-            ctx.linear = LinearPass(grad_scale, reader.relu, (read[0].dtype, read[1].dtype))
+            ctx.linear = LinearPass(grad_scale, reader.relu, *read)
         weights = quantise_weights(parameters[:-num_layers])
         downs: Sequence[Fp8Matrix | None] = weights[:-num_layers] or [None] * num_layers
         layers = list(
@@ -284,11 +282,11 @@ class _Fp8Cross(torch.autograd.Function):
             )
         ctx.num_kept = len(kept)
         if ctx.linear is not None:
-            x, kept_by_linear = ctx.linear.forward(x, stored, *read)
+            x, kept_by_linear = ctx.linear.forward(x, stored)
             kept += kept_by_linear
         first_down = None if downs[0] is None else parameters[0].to(x0.dtype)
         ctx.save_for_backward(x0, factors, first_down, *kept)
-        ctx.scales, ctx.transposed, ctx.dtype = scales, transposed, parameters[0].dtype
+        ctx.scales, ctx.transposed, ctx.parameters = scales, transposed, parameters
         return x
 
     @staticmethod
@@ -313,14 +311,16 @@ class _Fp8Cross(torch.autograd.Function):
             small, wide, bias_sum = ops.cross_backward(
                 index, grad, products, x0, factors, scales[1], transposed=ctx.transposed
             )
-            biases.insert(0, bias_sum.to(ctx.dtype))
-            ups.insert(0, gradient_of_weight(small, wide, (x, inverse), ctx.dtype))
+            biases.insert(0, bias_sum.to(ctx.parameters[0].dtype))
+            parameter = ctx.parameters[index - 2 * num_layers]
+            ups.insert(0, gradient_of_weight(small, wide, (x, inverse), parameter))
             target = products[index - 1] if index else None
             if of_down:
                 wide = product(small, Fp8Matrix(weight, weight_inverse), x0.dtype)
                 x, inverse, weight, weight_inverse = of_down
                 small = quantise(wide, GRADIENT, scales[3], transposed=ctx.transposed)
-                downs.insert(0, gradient_of_weight(small, wide, (x, inverse), ctx.dtype))
+                parameter = ctx.parameters[index]
+                downs.insert(0, gradient_of_weight(small, wide, (x, inverse), parameter))
                 if target is None:
                     # A product in 8 bits cannot add to its result, and a pass that adds costs more than this saves.
                     products[0].addmm_(wide, first_down)
@@ -356,7 +356,7 @@ def kept_for_input(weight: Fp8Matrix) -> tuple[Tensor, Tensor]:
 
 
 def gradient_of_weight(
-    grad: Fp8Matrix, wide: Tensor | None, kept: tuple[Tensor, Tensor], dtype: torch.dtype
+    grad: Fp8Matrix, wide: Tensor | None, kept: tuple[Tensor, Tensor], weight: Tensor
 ) -> Tensor:
     """Compute grad^T x, [columns of grad, columns of x].
 
@@ -364,13 +364,14 @@ def gradient_of_weight(
         grad: of the product's result, [B, R].
         wide: the same in 16 bits; needed if x was kept in 16 bits.
         kept: of `kept_for_weight`.
-        dtype: of the result.
+        weight: its dtype is that of the result, and its gradient is written where it is wanted.
     """
     x, inverse = kept
     if x.dtype is INPUT:
-        return product(grad.transposed, Fp8Matrix(x, inverse), dtype, exact=True)
+        of_x = Fp8Matrix(x, inverse)
+        return product(grad.transposed, of_x, weight.dtype, out=take_place(weight), exact=True)
     assert wide is not None
-    return weight_gradient(wide, x, dtype)
+    return weight_gradient(wide, x, weight)
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -> Fp8Matrix:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from nn.ops.gradient_place import take_place
+
 # Input dtypes of the Triton kernels, which accumulate in float32.
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -24,10 +26,14 @@ def as_autocast(x: Tensor) -> Tensor:
     return x
 
 
-def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute grad^T x, [columns of grad, columns of x]; float32 results are not rounded to a narrower dtype."""
+def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Compute grad^T x, [columns of grad, columns of x], in the weight's dtype, and where its gradient is wanted.
+
+    Results in float32 are not rounded to a narrower dtype on the way.
+    """
+    dtype, place = weight.dtype, take_place(weight)
     if dtype is grad.dtype:
-        return grad.t() @ x
+        return torch.mm(grad.t(), x, out=place)
     if not grad.is_cuda:
-        return grad.t().to(dtype) @ x.to(dtype)
-    return torch.mm(grad.t(), x, out_dtype=dtype)
+        return torch.mm(grad.t().to(dtype), x.to(dtype), out=place)
+    return torch.mm(grad.t(), x, out_dtype=dtype, out=place)

@@ -1,4 +1,7 @@
-"""Gradients of the dense component as one vector, which is cleared, checked and all-reduced in one operation each."""
+"""Gradients of the dense component as one vector, which is cleared, checked and all-reduced in one operation each.
+
+Matrices begin the vector, and layers that compute their gradient in one product write it there (`nn.ops.gradient_place`).
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from nn.distributed.process_group import Ranks
+from nn.ops.gradient_place import offer_place, withdraw_place
 
+ALIGNMENT = 64
+"""Elements; products are written where a result begins at a multiple of it, as memory of their own does."""
 CLIP_EPS = 1e-6
 """Added to the norm by which gradients are divided; torch's."""
 
@@ -31,7 +37,7 @@ class GradientBucket:
         further: Sequence[torch.Size] = (),
         clip_norm: float | None = None,
     ) -> None:
-        parameters = list(parameters)
+        parameters = sorted(parameters, key=lambda parameter: parameter.dim() < 2)
         shapes = [parameter.shape for parameter in parameters] + list(further) + [torch.Size(())]
         sizes = [shape.numel() for shape in shapes]
         self.vector: Tensor = parameters[0].new_zeros(sum(sizes))
@@ -50,24 +56,37 @@ class GradientBucket:
 
     def clear(self) -> None:
         """Remove the gradients, so that the backward pass creates them instead of adding to them."""
-        for parameter in self._parameters:
+        for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = None
+            if view.storage_offset() % ALIGNMENT == 0:
+                offer_place(parameter, view)
         if self.further:
             torch._foreach_zero_(self.further)
 
     def sum(self, ranks: Ranks) -> None:
-        """Copy the gradients of the backward pass into the vector and all-reduce it."""
-        # A parameter that the model did not use has no gradient.
-        gradients = [
-            torch.zeros_like(view) if parameter.grad is None else parameter.grad
-            for parameter, view in zip(self._parameters, self._views, strict=True)
-        ]
-        # On a GPU, `torch._foreach_copy_` has one program per 65,536 numbers, which leaves most of it idle.
-        torch.cat([gradient.reshape(-1) for gradient in gradients], out=self._own)
+        """Copy the gradients that the backward pass has not written into the vector there, and all-reduce it."""
+        gradients: list[Tensor] = []
+        end = 0
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.grad = view
+            withdraw_place(parameter)
+            gradient, parameter.grad = parameter.grad, view
+            if gradient is not None and gradient.data_ptr() == view.data_ptr():
+                self._copy(gradients, end)
+                gradients = []
+            else:
+                # A parameter that the model did not use has no gradient.
+                gradients.append(torch.zeros_like(view) if gradient is None else gradient)
+            end += view.numel()
+        self._copy(gradients, end)
         if ranks.world_size > 1:
             ranks.all_reduce_sum(self.vector)
+
+    def _copy(self, gradients: list[Tensor], end: int) -> None:
+        """Copy gradients into the vector, the last of them up to element `end`."""
+        if gradients:
+            # On a GPU, `torch._foreach_copy_` has one program per 65,536 numbers, which leaves most of it idle.
+            target = self._own[end - sum(gradient.numel() for gradient in gradients) : end]
+            torch.cat([gradient.reshape(-1) for gradient in gradients], out=target)
 
     def clip(self) -> None:
         """Shorten the parameters' gradients to `clip_norm` if they are longer, as `torch.nn.utils.clip_grad_norm_` does.

@@ -57,13 +57,13 @@ class _FusedCross(torch.autograd.Function):
             x = torch.addcmul(x, x0, factor)
         ctx.save_for_backward(factors, *inputs, *hiddens, *downs, *ups)
         ctx.num_layers = num_layers
-        ctx.dtype = parameters[0].dtype
+        ctx.parameters = parameters
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        num_layers, dtype = ctx.num_layers, ctx.dtype
+        num_layers, parameters = ctx.num_layers, ctx.parameters
         factors, *saved = ctx.saved_tensors
         inputs, hiddens, downs, ups = (
             saved[start : start + num_layers] for start in range(0, len(saved), num_layers)
@@ -80,18 +80,20 @@ class _FusedCross(torch.autograd.Function):
         for index in reversed(range(num_layers)):
             down, up = downs[index], ups[index]
             grad_factor = cross_backward(index, grad, products, x0, factors, partial_sums[:, index])
-            grad_ups.insert(0, weight_gradient(grad_factor, hiddens[index], dtype))
+            parameter = parameters[index - 2 * num_layers]
+            grad_ups.insert(0, weight_gradient(grad_factor, hiddens[index], parameter))
             pair = (grad_factor, up)
             if down is not None:
                 grad_hidden = grad_factor @ up
-                grad_downs.insert(0, weight_gradient(grad_hidden, inputs[index], dtype))
+                grad_down = weight_gradient(grad_hidden, inputs[index], parameters[index])
+                grad_downs.insert(0, grad_down)
                 pair = (grad_hidden, down)
             if index:
                 torch.mm(*pair, out=products[index - 1])
             else:
                 products[0].addmm_(*pair)
         sums = column_sums(partial_sums.flatten(1)).view(num_layers, -1)
-        grad_biases = sums.to(dtype).unbind()
+        grad_biases = sums.to(parameters[0].dtype).unbind()
         return products[0], None, *grad_downs, *grad_ups, *grad_biases
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from nn.ops.triton.parameters import BLOCK, NUM_WARPS, TensorBlocks
+from nn.ops.triton.parameters import ALIGN, BLOCK, NUM_WARPS, TensorBlocks
 
 
 class _Fused(torch.optim.Optimizer):
@@ -46,8 +46,7 @@ class _Fused(torch.optim.Optimizer):
             rate = self._rate.fill_(rate)
         found_inf = self._zero if self.found_inf is None else self.found_inf
         gradients = [weight.grad for weight in self._parameters]
-        for align, blocks in self._blocks(gradients).groups:
-            self._launch(gradients[0], blocks, align, rate, found_inf)
+        self._launch(gradients[0], self._blocks(gradients), rate, found_inf)
 
     def _blocks(self, gradients: list[Tensor]) -> TensorBlocks:
         addresses = [gradient.data_ptr() for gradient in gradients]
@@ -61,7 +60,7 @@ class _Fused(torch.optim.Optimizer):
         return []
 
     def _launch(
-        self, gradient: Tensor, blocks: Tensor, align: int, rate: Tensor, found_inf: Tensor
+        self, gradient: Tensor, blocks: TensorBlocks, rate: Tensor, found_inf: Tensor
     ) -> None:
         raise NotImplementedError
 
@@ -78,17 +77,18 @@ class FusedSGD(_Fused):
         super().__init__(params, {"lr": lr})
 
     def _launch(
-        self, gradient: Tensor, blocks: Tensor, align: int, rate: Tensor, found_inf: Tensor
+        self, gradient: Tensor, blocks: TensorBlocks, rate: Tensor, found_inf: Tensor
     ) -> None:
-        num_blocks = blocks.shape[1]
+        num_blocks = blocks.table.shape[1]
         _dense_sgd[(num_blocks,)](
             self._parameters[0].detach(),
             gradient,
-            blocks,
+            blocks.table,
             num_blocks,
+            blocks.num_aligned,
             rate,
             found_inf,
-            ALIGN=align,
+            ALIGN=ALIGN,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
@@ -115,21 +115,22 @@ class FusedAdagrad(_Fused):
         return [[self.state[weight]["sum"] for weight in self._parameters]]
 
     def _launch(
-        self, gradient: Tensor, blocks: Tensor, align: int, rate: Tensor, found_inf: Tensor
+        self, gradient: Tensor, blocks: TensorBlocks, rate: Tensor, found_inf: Tensor
     ) -> None:
-        num_blocks = blocks.shape[1]
+        num_blocks = blocks.table.shape[1]
         first = self._parameters[0]
         _dense_adagrad[(num_blocks,)](
             first.detach(),
             gradient,
             self.state[first]["sum"],
             self._steps,
-            blocks,
+            blocks.table,
             num_blocks,
+            blocks.num_aligned,
             rate,
             found_inf,
             self.param_groups[0]["eps"],
-            ALIGN=align,
+            ALIGN=ALIGN,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
@@ -141,6 +142,7 @@ def _dense_sgd(
     gradients,
     blocks,
     num_blocks,
+    num_aligned,
     rate,
     found_inf,
     ALIGN: tl.constexpr,
@@ -148,6 +150,16 @@ def _dense_sgd(
 ):
     if tl.load(found_inf) != 0:
         return
+    if tl.program_id(0) < num_aligned:
+        _sgd_block(weights, gradients, blocks, num_blocks, rate, ALIGN, BLOCK)
+    else:
+        _sgd_block(weights, gradients, blocks, num_blocks, rate, 1, BLOCK)
+
+
+@triton.jit
+def _sgd_block(
+    weights, gradients, blocks, num_blocks, rate, ALIGN: tl.constexpr, BLOCK: tl.constexpr
+):
     entry = blocks + tl.program_id(0)
     weight_at = weights + tl.multiple_of(tl.load(entry), ALIGN)
     gradient_at = gradients + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
@@ -167,6 +179,7 @@ def _dense_adagrad(
     steps,
     blocks,
     num_blocks,
+    num_aligned,
     rate,
     found_inf,
     eps,
@@ -175,6 +188,25 @@ def _dense_adagrad(
 ):
     if tl.load(found_inf) != 0:
         return
+    if tl.program_id(0) < num_aligned:
+        _adagrad_block(weights, gradients, sums, steps, blocks, num_blocks, rate, eps, ALIGN, BLOCK)
+    else:
+        _adagrad_block(weights, gradients, sums, steps, blocks, num_blocks, rate, eps, 1, BLOCK)
+
+
+@triton.jit
+def _adagrad_block(
+    weights,
+    gradients,
+    sums,
+    steps,
+    blocks,
+    num_blocks,
+    rate,
+    eps,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     entry = blocks + tl.program_id(0)
     weight_at = weights + tl.multiple_of(tl.load(entry), ALIGN)
     gradient_at = gradients + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)

@@ -69,13 +69,16 @@ class _FusedMLP(torch.autograd.Function):
         outputs: list[Tensor] = []
         for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             linear = torch._addmm_activation if index < num_activations else torch.addmm
+            if outputs and index == num_activations and len(weight) == 1:
+                outputs.append(logit_forward(outputs[-1], weight, bias))
+                break
             outputs.append(linear(bias, outputs[-1] if outputs else x, weight.t()))
             if masks and index < num_activations:
                 samples = outputs[-1].view(num_samples, -1)
                 apply_mask(samples, masks[index], out=samples)
         ctx.save_for_backward(x, *outputs[:num_activations], *weights)
         ctx.num_layers = num_layers
-        ctx.dtype = parameters[0].dtype
+        ctx.parameters = parameters
         ctx.scale = masks[0].scale if masks else 1.0
         return outputs[-1]
 
@@ -105,7 +108,7 @@ class _FusedMLP(torch.autograd.Function):
         grad_weights: list[Tensor] = []
         for index in reversed(range(last + 1)):
             # `grad` is the gradient of the linear layer's output, before ReLU.
-            grad_weights.insert(0, weight_gradient(grad, inputs[index], ctx.dtype))
+            grad_weights.insert(0, weight_gradient(grad, inputs[index], ctx.parameters[index]))
             if index or ctx.needs_input_grad[0]:
                 grad = grad @ weights[index]
             if index:
@@ -113,7 +116,8 @@ class _FusedMLP(torch.autograd.Function):
         sums = [*column_sums(partial_sums).split(sizes), *last_bias] if sizes else last_bias
         if has_logit:
             grad_weights.append(sums.pop(-2).view(1, -1))
-        gradients = [gradient.to(ctx.dtype) for gradient in (*grad_weights, *sums)]
+        dtype = ctx.parameters[0].dtype
+        gradients = [gradient.to(dtype) for gradient in (*grad_weights, *sums)]
         return grad if ctx.needs_input_grad[0] else None, None, None, None, *gradients
 
 
@@ -174,6 +178,53 @@ def _relu_backward(
         total += grad_in.to(tl.float32)
     partial_sum = partial_sums + tl.program_id(1) * partial_sums_stride + column
     tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < columns)
+
+
+def logit_forward(activation: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Compute a linear layer with one output, float32 [B, 1]: what a loss reads, without a rounding on the way.
+
+    Args:
+        activation: [B, C].
+        weight: [1, C].
+        bias: [1].
+    """
+    num_rows, columns = activation.shape
+    logits = torch.empty(num_rows, 1, dtype=torch.float32, device=activation.device)
+    block_b = BLOCKS["BLOCK_B"]
+    _logit_forward[(triton.cdiv(num_rows, block_b),)](
+        activation,
+        weight,
+        bias,
+        logits,
+        num_rows,
+        columns,
+        BLOCK_B=block_b,
+        BLOCK_C=BLOCKS["BLOCK_C"],
+    )
+    return logits
+
+
+@triton.jit
+def _logit_forward(
+    activation,
+    weight,
+    bias,
+    logits,
+    num_rows,
+    columns,
+    BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
+    total = tl.zeros((BLOCK_B, BLOCK_C), tl.float32)
+    for first in range(0, columns, BLOCK_C):
+        column = first + tl.arange(0, BLOCK_C)[None, :]
+        inside = (row < num_rows) & (column < columns)
+        values = tl.load(activation + row * columns + column, mask=inside, other=0.0)
+        factor = tl.load(weight + column, mask=column < columns, other=0.0)
+        total += values.to(tl.float32) * factor.to(tl.float32)
+    logit = tl.sum(total, 1)[:, None] + tl.load(bias).to(tl.float32)
+    tl.store(logits + row, logit, mask=row < num_rows)
 
 
 def logit_backward(

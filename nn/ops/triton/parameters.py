@@ -26,26 +26,24 @@ class TensorBlocks:
         columns: tensors per argument of the kernel, contiguous; the n-th ones of all columns have the same number of elements.
 
     Attributes:
-        groups: alignment, and per block the offset from the first tensor of each column, the number of elements, and the tensor
-            that begins there or -1; int64 [columns + 2, blocks].
+        table: per block the offset from the first tensor of each column, the number of elements, and the tensor that begins
+            there or -1; int64 [columns + 2, blocks].
+        num_aligned: blocks whose places and sizes are multiples of `ALIGN`. They come first: a block that begins or ends
+            between two vectors of a thread's registers is read number by number, and would slow down all others.
     """
 
     def __init__(self, columns: Sequence[Sequence[Tensor]]) -> None:
         assert all(values.is_contiguous() for column in columns for values in column)
         sizes = [values.numel() for values in columns[0]]
         offsets = zip(*map(_offsets, columns), strict=True)
-        rows = [
+        rows: list[tuple[int, ...]] = [
             (*(place + begin for place in places), min(size - begin, BLOCK), -1 if begin else index)
             for index, (places, size) in enumerate(zip(offsets, sizes, strict=True))
             for begin in range(0, size, BLOCK)
         ]
-        device = columns[0][0].device
-        # A block that begins or ends between two vectors of a thread's registers would slow down all others.
-        self.groups = [
-            (align, torch.tensor(group, dtype=torch.int64).t().contiguous().to(device))
-            for align in (ALIGN, 1)
-            if (group := [row for row in rows if _is_aligned(row) == (align == ALIGN)])
-        ]
+        rows.sort(key=lambda row: not _is_aligned(row))
+        self.table = torch.tensor(rows, dtype=torch.int64).t().contiguous().to(columns[0][0].device)
+        self.num_aligned = sum(map(_is_aligned, rows))
 
 
 def _offsets(tensors: Sequence[Tensor]) -> list[int]:
@@ -79,22 +77,33 @@ def cast_parameters(dtype: torch.dtype, parameters: Sequence[Tensor]) -> list[Te
     key = tuple(zip((parameter.data_ptr() for parameter in parameters), sizes, strict=True))
     if key not in _found:
         _found[key] = TensorBlocks([parameters, copies])
-    for align, blocks in _found[key].groups:
-        num_blocks = blocks.shape[1]
-        _cast[(num_blocks,)](
-            parameters[0],
-            memory,
-            blocks,
-            num_blocks,
-            ALIGN=align,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+    blocks = _found[key]
+    num_blocks = blocks.table.shape[1]
+    _cast[(num_blocks,)](
+        parameters[0],
+        memory,
+        blocks.table,
+        num_blocks,
+        blocks.num_aligned,
+        ALIGN=ALIGN,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
     return copies
 
 
 @triton.jit
-def _cast(source, target, blocks, num_blocks, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+def _cast(
+    source, target, blocks, num_blocks, num_aligned, ALIGN: tl.constexpr, BLOCK: tl.constexpr
+):
+    if tl.program_id(0) < num_aligned:
+        _cast_block(source, target, blocks, num_blocks, ALIGN, BLOCK)
+    else:
+        _cast_block(source, target, blocks, num_blocks, 1, BLOCK)
+
+
+@triton.jit
+def _cast_block(source, target, blocks, num_blocks, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
     entry = blocks + tl.program_id(0)
     source_at = source + tl.multiple_of(tl.load(entry), ALIGN)
     target_at = target + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
