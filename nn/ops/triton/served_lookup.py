@@ -1,6 +1,6 @@
-"""Lookup of a model that is served, as one Triton kernel: ids as a request has them, rows in device and host memory.
+"""Lookup of a model that is served, and fetch of rows of host memory: ids as a request has them, rows in both memories.
 
-It reads only. Beside `nn.ops.triton.embedding_bag` it takes int8 rows with a scale each, and rows behind a table's first ones
+They read only. Beside `nn.ops.triton.embedding_bag` it takes int8 rows with a scale each, and rows behind a table's first ones
 from pinned host memory, over the bus and without a copy of them.
 """
 
@@ -15,7 +15,6 @@ def _served_lookup(
     weights,
     scales,
     ids,
-    order,
     out,
     hot_offset,
     cold_offset,
@@ -28,11 +27,10 @@ def _served_lookup(
     num_ids,
     first_start,
     out_column,
-    first_place,
+    is_fetched,
     num_samples,
     out_stride,
     HAS_COLD: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
     HAS_RAGGED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -45,12 +43,6 @@ def _served_lookup(
     hot = tl.multiple_of(tl.load(hot_offset + vector), ALIGN)
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_batch = sample < num_samples
-    if HAS_ORDER:
-        # Neighbours read neighbouring rows of host memory, whose pages the GPU then finds sooner.
-        place = tl.load(first_place + vector)
-        position = tl.where(place >= 0, place, 0) + sample
-        ordered = tl.load(order + position, mask=in_batch & (place >= 0), other=0).to(tl.int32)
-        sample = tl.where(place >= 0, ordered, sample)
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = in_batch[:, None] & (column < width)
     first = tl.load(first_id + vector) + sample.to(tl.int64) * tl.load(id_stride + vector)
@@ -65,6 +57,7 @@ def _served_lookup(
     if HAS_COLD:
         cold = tl.multiple_of(tl.load(cold_offset + vector), ALIGN)
         rows_here = tl.load(hot_rows + vector)
+        is_complete = tl.load(is_fetched + vector) == 0
     total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     for k in range(tl.max(length, 0)):
         is_id = k < length
@@ -72,6 +65,8 @@ def _served_lookup(
         offset = row * width
         if HAS_COLD:
             offset += tl.multiple_of(tl.where(row < rows_here, hot, cold), ALIGN)
+            # Other cold rows are written over these zeros.
+            is_id = is_id & (is_complete | (row < rows_here))
         else:
             offset += hot
         pointer = weights + offset[:, None] + column
@@ -85,3 +80,46 @@ def _served_lookup(
     first_column = tl.multiple_of(tl.load(out_column + vector), ALIGN)
     pointer = out + (sample.to(tl.int64) * out_stride)[:, None] + first_column + column
     tl.store(pointer, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _cold_rows(
+    weights,
+    scales,
+    keys,
+    order,
+    counts,
+    out,
+    first_key,
+    cold_offset,
+    scale_offset,
+    columns,
+    out_column,
+    num_samples,
+    out_stride,
+    HAS_SCALES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_D)[None, :]
+    count = tl.load(counts)
+    for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        index = start + tl.arange(0, ROWS)
+        exists = index < count
+        place = tl.load(order + index, mask=exists, other=0)
+        vector = place // num_samples
+        sample = place - vector * num_samples
+        row = tl.load(keys + index, mask=exists, other=0) - tl.load(first_key + vector)
+        row = row.to(tl.int64)
+        width = tl.multiple_of(tl.load(columns + vector), ALIGN)
+        offset = row * width + tl.multiple_of(tl.load(cold_offset + vector), ALIGN)
+        inside = exists[:, None] & (column < width[:, None])
+        values = tl.load(weights + offset[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_SCALES:
+            place_of_scale = tl.load(scale_offset + vector) + row
+            scale = tl.load(scales + place_of_scale, mask=exists, other=0.0)
+            values *= scale[:, None]
+        first_column = tl.multiple_of(tl.load(out_column + vector), ALIGN)
+        target = sample * out_stride + first_column
+        tl.store(out + target[:, None] + column, values.to(out.dtype.element_ty), mask=inside)

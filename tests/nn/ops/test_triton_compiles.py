@@ -42,7 +42,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 53
+    assert done.stdout.count("compiled") == 55
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -64,7 +64,7 @@ def run() -> None:
     from nn.ops.triton.mlp import BLOCKS as MLP_BLOCKS
     from nn.ops.triton.mlp import _logit_forward, _relu_backward
     from nn.ops.triton.parameters import ALIGN, BLOCK, _cast
-    from nn.ops.triton.served_lookup import _served_lookup
+    from nn.ops.triton.served_lookup import _cold_rows, _served_lookup
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
 
     untracked = dict.fromkeys(("touched", "touched_start"))
@@ -122,14 +122,16 @@ def run() -> None:
                 BLOCK=32,
                 BLOCK_D=128,
             )
-    positions = _served_lookup.arg_names[5:17]
+    positions = _served_lookup.arg_names[4:16]
+    of_rows = dict.fromkeys(_cold_rows.arg_names[6:11], "*i64")
     for weights, is_complete in (("*i8", False), ("*bf16", True)):
-        kind = dict.fromkeys(["HAS_COLD", "HAS_ORDER", "HAS_RAGGED"], not is_complete)
-        dtypes = {"weights": weights, "scales": "*fp32", "order": "*i64"} | dict.fromkeys(
-            positions, "*i64"
-        )
-        block = {"ALIGN": 16, "BLOCK": 32, "BLOCK_D": 128}
-        build(_served_lookup, dtypes, HAS_SCALES=not is_complete, **kind, **block)
+        kind = dict.fromkeys(["HAS_COLD", "HAS_RAGGED"], not is_complete)
+        dtypes = {"weights": weights, "scales": "*fp32"}
+        scaled = {"HAS_SCALES": not is_complete, "ALIGN": 16, "BLOCK_D": 128}
+        numbers = dict.fromkeys(positions, "*i64")
+        build(_served_lookup, dtypes | numbers, BLOCK=32, **kind, **scaled)
+        numbers = of_rows | {"order": "*i64", "counts": "*i64"}
+        build(_cold_rows, dtypes | numbers, ROWS=128, num_warps=32, **scaled)
     for dtype in ("*fp32", "*bf16"):
         rows = dict.fromkeys(("source", "target"), dtype)
         build(_copy_rows, rows, ROWS=8, BLOCK_D=128)

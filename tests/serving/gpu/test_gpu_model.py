@@ -48,16 +48,15 @@ def test_scores_are_those_of_the_cpu(model):
     check(model, "cpu")
 
 
-@pytest.mark.parametrize("model", ["fp32"], indirect=True)
-def test_samples_in_the_order_of_their_ids_have_the_same_scores(model, monkeypatch):
-    monkeypatch.setattr(lookup, "SORTED_FROM", 1)
+def test_cold_rows_that_are_fetched_in_their_order_give_the_same_scores(model, monkeypatch):
+    monkeypatch.setattr(lookup, "FETCHED_FROM", 1)
     check(model, "cpu")
 
 
 @needs_one_gpu
-@pytest.mark.parametrize("sorted_from", [1, lookup.SORTED_FROM])
-def test_scores_of_a_gpu_are_those_of_the_cpu(model, monkeypatch, sorted_from):
-    monkeypatch.setattr(lookup, "SORTED_FROM", sorted_from)
+@pytest.mark.parametrize("fetched_from", [1, lookup.FETCHED_FROM])
+def test_scores_of_a_gpu_are_those_of_the_cpu(model, monkeypatch, fetched_from):
+    monkeypatch.setattr(lookup, "FETCHED_FROM", fetched_from)
     # A training run in this process allows TF32.
     torch.set_float32_matmul_precision("highest")
     check(model, "cuda")

@@ -1,0 +1,81 @@
+"""Rows of host memory for a large batch, fetched in the order of their addresses by few large programs.
+
+The GPU's search for the pages of host memory bounds such reads, and finds a page sooner if its neighbour was just found. A lookup
+in the order of the samples has the rows of several tables in flight at once.
+"""
+
+from collections.abc import Sequence
+from math import gcd
+
+import torch
+import triton
+from torch import Tensor
+
+from nn.ops.triton.served_lookup import _cold_rows
+from serving.gpu.vectors import Vector
+
+PROGRAMS = 12
+ELEMENTS_PER_PROGRAM = 16_384
+"""Elements that a program fetches at once."""
+WARPS = 32
+
+# P: rows of a padded batch, C: vectors with one id whose table has cold rows
+
+
+class ColdRows:
+    """Fetch of the cold rows of one size of batch, behind the lookup of the hot ones.
+
+    Args:
+        vectors: the C vectors.
+        base: memory from which they count.
+        scales: memory from which their scales count; None unless rows are int8.
+        num_rows: P.
+    """
+
+    def __init__(
+        self, vectors: Sequence[Vector], base: Tensor, scales: Tensor | None, num_rows: int
+    ) -> None:
+        self._base, self._scales, self._num_rows = base, scales, num_rows
+        # Keys number the rows of all vectors, one vector after another, each vector's as far as its ids go.
+        sizes = [vector.table_rows for vector in vectors]
+        firsts = [sum(sizes[:index]) for index in range(len(sizes))]
+        dtype = torch.int32 if sum(sizes) < torch.iinfo(torch.int32).max else torch.int64
+        self._last_key = torch.iinfo(dtype).max
+
+        def numbers(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=base.device)
+
+        self._first_ids = numbers([vector.first_id for vector in vectors])
+        self._id_stride = vectors[0].id_stride
+        self._hot_rows = numbers([vector.hot_rows for vector in vectors], torch.int32)[:, None]
+        self._first_keys = numbers(firsts, dtype)[:, None]
+        names = ("cold_offset", "scale_offset", "columns", "out_column")
+        self._arguments = [numbers([getattr(v, name) for v in vectors]) for name in names]
+        self._width = triton.next_power_of_2(max(vector.columns for vector in vectors))
+        starts = [(v.cold_offset, v.columns, v.out_column) for v in vectors]
+        self._align = gcd(16, *(number for row in starts for number in row))
+
+    def fetch(self, block: Tensor, out: Tensor) -> None:
+        """Write the rows of a block's ids that are cold to `out`, [P, T]."""
+        samples = torch.arange(self._num_rows, device=block.device) * self._id_stride
+        ids = block[self._first_ids[:, None] + samples]
+        is_cold = ids >= self._hot_rows
+        keys = torch.where(is_cold, ids + self._first_keys, self._last_key)
+        keys, order = keys.view(-1).sort()
+        _cold_rows[(PROGRAMS,)](
+            self._base,
+            self._base if self._scales is None else self._scales,
+            keys,
+            order,
+            is_cold.sum(),
+            out,
+            self._first_keys,
+            *self._arguments,
+            self._num_rows,
+            out.stride(0),
+            HAS_SCALES=self._scales is not None,
+            ALIGN=gcd(self._align, out.stride(0)),
+            ROWS=max(1, ELEMENTS_PER_PROGRAM // self._width),
+            BLOCK_D=self._width,
+            num_warps=WARPS,
+        )

@@ -1,0 +1,88 @@
+"""Vectors of a lookup: where their rows and ids lie, and where they go."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from serving.gpu.inputs import InputLayout
+from serving.gpu.tables import DeviceTable
+from serving.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A vector of a sample.
+
+    Attributes:
+        hot_offset: of the first row from the base, in elements.
+        cold_offset: likewise of row 0, as if the cold rows began with it.
+        hot_rows: number of hot rows.
+        scale_offset: of the first scale from the base.
+        columns: D.
+        is_mean: whether the sum is divided by the number of ids.
+        first_id: position of the first sample's first id in the block.
+        id_stride: from a sample to the next.
+        num_ids: ids whose rows are added.
+        first_start: position of the starts of a ragged feature; otherwise -1.
+        out_column: first column in the embeddings.
+        table_rows: rows of the table, hot and cold.
+    """
+
+    hot_offset: int
+    cold_offset: int
+    hot_rows: int
+    scale_offset: int
+    columns: int
+    is_mean: int
+    first_id: int
+    id_stride: int
+    num_ids: int
+    first_start: int
+    out_column: int
+    table_rows: int
+
+    @property
+    def has_one_cold_row(self) -> bool:
+        """Return whether it is one row, which may lie in host memory."""
+        return self.num_ids == 1 and self.hot_rows < self.table_rows
+
+
+def vectors_of(
+    manifest: Manifest, tables: Sequence[DeviceTable], layout: InputLayout
+) -> list[Vector]:
+    """Return the vectors of all lookups, in the order of their columns.
+
+    They count from the first table's hot rows, and scales from its scales.
+    """
+    places, vectors, out_column = manifest.id_places(), [], 0
+    base, scales = tables[0].hot, tables[0].scale
+    for table in tables:
+        columns, hot_rows = table.declared.columns, len(table.hot)
+        hot = _elements(base, table.hot)
+        cold = hot if table.cold is None else _elements(base, table.cold) - hot_rows * columns
+        scale = 0
+        if scales is not None and table.scale is not None:
+            scale = _elements(scales, table.scale)
+        for name in table.declared.features:
+            place = places.get(name)
+            # Position of the first id, ids from a sample to the next, ids per vector, position of the starts.
+            if place is None:
+                bags = [(layout.first_value, 0, 0, layout.first_start(name))]
+            elif table.declared.pooling == "none":
+                columns_of_ids = range(place.start, place.stop)
+                bags = [(layout.first_id + i, layout.num_ids, 1, -1) for i in columns_of_ids]
+            else:
+                hotness = place.stop - place.start
+                bags = [(layout.first_id + place.start, layout.num_ids, hotness, -1)]
+            is_mean = int(table.declared.pooling == "mean")
+            for bag in bags:
+                row = (hot, cold, hot_rows, scale, columns, is_mean, *bag, out_column)
+                vectors.append(Vector(*row, table.declared.rows))
+                out_column += columns
+    return vectors
+
+
+def _elements(base: Tensor, tensor: Tensor) -> int:
+    """Return the elements from the beginning of a tensor to that of another, in any memory that the device reads."""
+    return (tensor.data_ptr() - base.data_ptr()) // base.element_size()
