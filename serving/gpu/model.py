@@ -1,6 +1,8 @@
 """A model directory on a GPU: lookup, dense component and scores of a padded batch as one CUDA graph."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +27,10 @@ RAGGED_IDS_PER_ROW = 8
 """Room for the ids of ragged features at first; it grows with the requests."""
 SHARE_OF_FREE_MEMORY = 0.8
 """For tables, if no option says how much."""
+
+CAPTURE_STREAMS = 2
+"""cuBLAS has one workspace per stream, and graphs that were captured on one write to the same. A model answers while the next one
+is captured, so the two have streams of their own."""
 
 # P: rows of a padded batch, T: columns of all embeddings, O: outputs
 
@@ -63,6 +69,7 @@ class GpuModel:
         self._tables, self._dense, self._dtype = tables, dense, dtype
         self._device = tables[0].hot.device
         self._head = ScoreHead(manifest, self._device)
+        self._stream = _next_stream(self._device) if self._device.type == "cuda" else None
         self._sizes = padded_sizes(max_batch)
         self._scores = self._host((max_batch, len(manifest.outputs)), torch.float32)
         self._ragged_room = 0
@@ -160,7 +167,7 @@ class GpuModel:
             layout = InputLayout.of(self.manifest, padded)
             look_up = ServedLookup(self.manifest, self._tables, layout)
             self._passes[padded] = _Pass(
-                layout, self._function(layout, look_up), self._device, first
+                layout, self._function(layout, look_up), self._stream, first
             )
             first = first or self._passes[padded]
 
@@ -186,18 +193,32 @@ class _Pass:
         self,
         layout: InputLayout,
         function: Callable[[], Tensor],
-        device: torch.device,
+        stream: torch.cuda.Stream | None,
         beside: "_Pass | None",
     ) -> None:
         self.layout = layout
         self._function, self._graph = function, None
-        if device.type == "cuda":
+        if stream is not None:
             with torch.inference_mode():
-                self._graph = CudaGraph(function, beside=None if beside is None else beside._graph)
+                shared = None if beside is None else beside._graph
+                self._graph = CudaGraph(function, stream=stream, beside=shared)
 
     def scores(self) -> Tensor:
         """Queue the pass; return its scores [P, O], which the next pass overwrites."""
         return self._function() if self._graph is None else self._graph.replay()
+
+
+_turns = count()
+
+
+def _next_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which the next model is captured."""
+    return _capture_stream(device, next(_turns) % CAPTURE_STREAMS)
+
+
+@cache
+def _capture_stream(device: torch.device, turn: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def padded_sizes(max_batch: int) -> list[int]:
