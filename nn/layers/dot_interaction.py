@@ -80,10 +80,13 @@ def _fused(bottom: Tensor | None, embeddings: PooledEmbeddings, num_outputs: int
     # Only CUDA builds of torch include Triton.
     from nn.ops.triton.dot_interaction import dot_interaction_of_rows, fused_dot_interaction
 
-    if embeddings.rows is not None and bottom is not None:
-        return dot_interaction_of_rows(bottom, embeddings.rows, num_outputs)
-    if embeddings.layout.has_column_shards:
-        embeddings = PooledEmbeddings.of(embeddings.matrix(), embeddings.layout.num_vectors)
+    rows, layout = embeddings.rows, embeddings.layout
+    if rows is not None and bottom is not None:
+        if embeddings.room is None:
+            return dot_interaction_of_rows(bottom, rows, num_outputs)
+        return fused_dot_interaction(bottom, embeddings.room(), layout, num_outputs, rows)
+    if layout.has_column_shards:
+        embeddings = PooledEmbeddings.of(embeddings.matrix(), layout.num_vectors)
     return fused_dot_interaction(bottom, embeddings.wait(), embeddings.layout, num_outputs)
 
 

@@ -24,12 +24,15 @@ class PooledEmbeddings:
     Attributes:
         layout: memory layout of the values.
         wait: waits for the all-to-all and returns the values as one flat tensor; computes them if `rows` are there.
-        rows: the tables' rows, without a backward pass, of which a kernel may take the vectors itself; None: call `wait`.
+        rows: the tables' rows, of which a kernel may take the vectors itself; None: call `wait`.
+        room: returns the values' memory, in which such a kernel must write the vectors, for the backward pass; None if there
+            is none. Call either this or `wait`, once.
     """
 
     layout: EmbeddingLayout
     wait: Callable[[], Tensor]
     rows: TableRows | None = None
+    room: Callable[[], Tensor] | None = None
 
     @classmethod
     def of(cls, matrix: Tensor, num_features: int) -> "PooledEmbeddings":

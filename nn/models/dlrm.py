@@ -54,6 +54,7 @@ class DLRM(Model):
         self.interaction = DotInteraction(
             num_categorical, embedding_dim, has_bottom=self.bottom is not None
         )
+        self.takes_rows = self.bottom is not None and self.interaction.is_fusible
         self.top = MLP(
             self.interaction.num_outputs,
             top_mlp,

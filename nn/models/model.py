@@ -62,10 +62,13 @@ class Model(nn.Module):
         Options: dataclass of the options, a subclass of `ModelConfig`.
         prefix_columns: columns that `forward` puts before the embeddings (`nn.layers.pooled_embeddings.join`); the lookup
             leaves room for them, which saves a copy.
+        takes_rows: whether `forward` gives all embeddings to one layer that looks up rows itself where it can, and to nothing
+            else; in training on one GPU nothing is then looked up before.
     """
 
     Options: ClassVar[type[ModelConfig]]
     prefix_columns: int = 0
+    takes_rows: bool = False
 
     @classmethod
     def tables(cls, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:

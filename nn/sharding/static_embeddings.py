@@ -229,6 +229,11 @@ class StaticEmbeddings:
             requests.look_up(ids.requested[number], self._requested_part(self._local, number))
         return self._local
 
+    @property
+    def memory(self) -> Tensor:
+        """Return the memory that `layout` describes, which `look_up` fills."""
+        return self._local
+
     def rows(self, ids: LocalIds) -> TableRows | None:
         """Return the rows of the ids, in the model's order; None if they are elsewhere, or no vectors as they are."""
         is_here = self._ranks.world_size == 1 and not self._replicated.tables

@@ -2,6 +2,7 @@
 
 The tables have a stream of their own. Lookup and all-to-all run beside the bottom MLP, the sort of the ids beside the
 dense component, and the all-to-all of gradients and the update beside the rest of the backward pass and the all-reduce.
+On one GPU a dot interaction looks up the rows itself.
 The host reads nothing back, so that the pass can be captured once as a CUDA graph (`nn.ops.cuda_graph`). On a CPU the
 same calls run one after the other.
 """
@@ -19,6 +20,7 @@ from nn.layers.bce_loss import unit_gradient
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.tasks import loss_share
 from nn.observability.annotations import annotate
+from nn.ops.table_rows import TableRows
 from nn.sharding.local_ids import LocalIds
 from nn.sharding.static_embeddings import OwnedGradients, StaticEmbeddings
 from nn.training.pass_context import PassContext
@@ -58,7 +60,9 @@ class StaticPass:
             batch: on the device.
         """
         context, loss_scale = self._context, self._context.loss_scale
-        values, arrived, sorted_owned, sorted_replicated = self._look_up(ids)
+        # Of a kernel that takes rows itself, nothing is looked up before: rows are read once, and not copied twice.
+        rows = self._tables.rows(ids) if context.dense.takes_rows else None
+        arrived, sorted_owned, sorted_replicated = self._begin(ids, look_up=rows is None)
         context.gradients.clear()
 
         def receive(gradient: Tensor) -> None:
@@ -74,16 +78,12 @@ class StaticPass:
             self._wait_for(checked)
             self._tables.accumulate_replicated(sorted_replicated, gradient, is_good)
 
-        def arrive() -> Tensor:
-            """Return the embeddings. It is called when they are read: the later, the earlier autograd has their gradient."""
-            self._wait_for(arrived)
-            return _EmbeddingGradient.apply(values.detach().requires_grad_(), receive)
-
         # The backward pass appends to each list once, the gradient of the embeddings.
         local_gradients: list[Tensor] = []
         owned_gradients: list[OwnedGradients] = []
         with context.autocast(), annotate("dense"):
-            logits = context.dense(batch.numerical, PooledEmbeddings(self._tables.layout, arrive))
+            embeddings = self._embeddings(ids, rows, arrived, receive)
+            logits = context.dense(batch.numerical, embeddings)
         share = self._loss_share(logits, batch.labels, batch.weights)
         with self._beside():
             loss = context.ranks.all_reduce_sum(share.detach().clone())
@@ -111,6 +111,26 @@ class StaticPass:
         self._join(ids)
         return logits.detach()
 
+    def _embeddings(
+        self,
+        ids: LocalIds,
+        rows: TableRows | None,
+        arrived: torch.cuda.Event | None,
+        receive: Callable[[Tensor], None],
+    ) -> PooledEmbeddings:
+        """Return the embeddings, whose gradient `receive` gets: the later they are read, the earlier."""
+
+        def room() -> Tensor:
+            return _EmbeddingGradient.apply(self._tables.memory.detach().requires_grad_(), receive)
+
+        def arrive() -> Tensor:
+            if rows is not None:
+                self._tables.look_up(ids)
+            self._wait_for(arrived)
+            return room()
+
+        return PooledEmbeddings(self._tables.layout, arrive, rows, room)
+
     def _allow_dense_update(self, is_good: Tensor) -> torch.cuda.Event | None:
         """Let the dense component be updated in this pass, unless `is_good` is 0; return the event of that."""
         if self._context.dense_update is not None:
@@ -131,19 +151,20 @@ class StaticPass:
         if ids.release is not None:
             ids.release()
 
-    def _look_up(self, ids: LocalIds) -> tuple[Tensor, torch.cuda.Event | None, Any, Any]:
-        """Return embeddings, the event of their arrival, and the sorted ids of owned and of replicated tables."""
+    def _begin(self, ids: LocalIds, *, look_up: bool) -> tuple[torch.cuda.Event | None, Any, Any]:
+        """Look up and sort; return the event of the embeddings' arrival, and the sorted ids of owned and replicated tables."""
         sorted_owned = sorted_replicated = None
         ids.rows_arrive()
         with self._beside():
-            with annotate("lookup"):
-                values = self._tables.look_up(ids)
+            if look_up:
+                with annotate("lookup"):
+                    self._tables.look_up(ids)
             arrived = self._event()
             self._context.load_scalars()
             if self._context.update_tables:
                 with annotate("sort"):
                     sorted_owned, sorted_replicated = self._tables.sort(ids)
-        return values, arrived, sorted_owned, sorted_replicated
+        return arrived, sorted_owned, sorted_replicated
 
     def _sum_and_check(self, local_gradient: Tensor) -> Tensor:
         """All-reduce the gradients, divide them by the loss scale, and return whether none overflowed on any rank."""

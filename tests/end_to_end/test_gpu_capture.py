@@ -8,6 +8,8 @@ import torch
 
 from nn.build import build_test_loader
 from nn.distributed.process_group import process_group, ranks_from_environment
+from nn.sharding.static_embeddings import StaticEmbeddings
+from nn.sharding.tables import local_tensors
 from nn.training.prefetch import Prefetcher
 from nn.training.static_path import CapturedPass
 from tests.helpers.composed import (
@@ -58,6 +60,52 @@ def test_a_captured_step_equals_a_launched_one(world_size):
     for options, captured, plain in zip(chosen, results[::2], results[1::2], strict=True):
         assert (captured[0], plain[0]) == (True, False)
         assert captured[1] == pytest.approx(plain[1], rel=2e-5), options
+
+
+def trained_with_and_without_rows(cases: list[list[str]]) -> list[tuple[bool, bool]]:
+    """Return per case whether nothing was looked up before the interaction, and whether all bits are those of a lookup."""
+    results = []
+    with process_group(ranks_from_environment("cuda")):
+        for options in cases:
+            states, calls = [], []
+            for takes_rows in (True, False):
+                built = build(compose_config(*options))
+                assert built.step.dense.takes_rows
+                built.step.dense.takes_rows = takes_rows
+                look_up, counts = StaticEmbeddings.look_up, []
+
+                def counted(self, ids, look_up=look_up, counts=counts):
+                    counts.append(1)
+                    return look_up(self, ids)
+
+                StaticEmbeddings.look_up = counted
+                losses = built.train(0, NUM_STEPS)
+                StaticEmbeddings.look_up = look_up
+                calls.append(len(counts))
+                state = built.step.state_dict().items()
+                states.append([torch.tensor(losses)])
+                states[-1] += [t.clone() for _, value in state for t in local_tensors(value)]
+                built.step.close()
+            same = all(map(torch.equal, *states))
+            results.append((calls[0] == 0 < calls[1], same))
+    return results
+
+
+@pytest.mark.parametrize("world_size", worlds(1))
+def test_an_interaction_that_looks_up_rows_itself_trains_bit_by_bit_as_a_lookup_before_it(
+    world_size,
+):
+    cases = [
+        [*case("dlrm", "one_hot", "adagrad", "table_wise"), *ON_GPU, *options]
+        for options in (
+            ["train.amp=bf16"],
+            ["train.amp=bf16", "train.capture=false", "model.embedding_dtype=bf16"],
+            ["train.amp=fp16", "train.loss_scale=1024"],
+            ["train.amp=off"],
+        )
+    ]
+    results = run_distributed(trained_with_and_without_rows, world_size, cases)[0]
+    assert results == [(True, True)] * len(cases)
 
 
 MIXED = (

@@ -132,8 +132,9 @@ def test_a_profile_assigns_the_kernels_of_a_step(tmp_path, world_size):
     for rank in ranks:
         assert (rank["on_gpu"], rank["num_steps"]) == (True, 5)
         ms = {phase["phase"]: phase["ms"] for phase in rank["phases"]}
-        wanted = {"lookup", "sort", "table update", "interaction", "MLPs and cross"}
-        wanted |= {"all-to-all", "all-reduce"} if world_size > 1 else set()
+        wanted = {"sort", "table update", "interaction", "MLPs and cross"}
+        # On one GPU the interaction looks up its rows itself.
+        wanted |= {"lookup", "all-to-all", "all-reduce"} if world_size > 1 else set()
         assert wanted <= set(ms), rank["kernels"]
         assert ms.get("other", 0) < 0.1 * sum(ms.values()), rank["kernels"]
     (memory, *_) = json.loads((run_dir / "memory.json").read_text())

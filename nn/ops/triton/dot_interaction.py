@@ -5,6 +5,7 @@ the bottom vector from another tensor, and writes the padded input of the top ML
 multiplies, gathers the triangle and copies again.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ FEWER_REGISTERS = {"maxnreg": 160}
 
 
 def fused_dot_interaction(
-    bottom: Tensor | None, values: Tensor, layout: EmbeddingLayout, num_outputs: int
+    bottom: Tensor | None,
+    values: Tensor,
+    layout: EmbeddingLayout,
+    num_outputs: int,
+    rows: TableRows | None = None,
 ) -> Tensor:
     """Map bottom [B, D] (or None) and embeddings to [B, num_outputs], as `nn.layers.dot_interaction.DotInteraction`.
 
@@ -33,27 +38,46 @@ def fused_dot_interaction(
         values: embeddings in `layout`; their gradient has the same layout.
         layout: layout of `values`, without column shards.
         num_outputs: columns of the result.
+        rows: rows of the batch, if there is a bottom vector: the forward pass looks them up itself, and writes the embeddings
+            to `values`, where the backward pass reads them.
     """
     assert not layout.has_column_shards
-    return _FusedDotInteraction.apply(bottom, values, layout, num_outputs)
+    return _FusedDotInteraction.apply(bottom, values, layout, num_outputs, rows)
 
 
-def dot_interaction_of_rows(bottom: Tensor, rows: TableRows, num_outputs: int) -> Tensor:
+def dot_interaction_of_rows(
+    bottom: Tensor,
+    rows: TableRows,
+    num_outputs: int,
+    kept: Tensor | None = None,
+    layout: EmbeddingLayout | None = None,
+) -> Tensor:
     """Map bottom [B, D] and the rows of a batch to [B, num_outputs]; there is no backward pass.
 
     The result is that of `fused_dot_interaction` on vectors that were looked up in the dtype of the bottom vector.
+
+    Args:
+        bottom: output of the bottom MLP.
+        rows: of the batch.
+        num_outputs: columns of the result.
+        kept: memory in which the vectors are written too, in `layout`; None for none.
+        layout: of `kept`.
     """
     bottom = bottom.contiguous()
     out = bottom.new_empty(len(bottom), num_outputs)
     columns, num_features = rows.weights.shape[1], rows.places.shape[1]
-    shape = _shape(num_features + 1, columns, has_bottom=True, alignment=rows.alignment)
+    alignment = rows.alignment if layout is None else gcd(rows.alignment, layout.alignment)
+    shape = _shape(num_features + 1, columns, has_bottom=True, alignment=alignment)
     _dot_forward_of_rows[(len(bottom),)](
         bottom,
         rows.weights,
         rows.ids,
         rows.places,
+        bottom if kept is None else kept,
+        rows.places if layout is None else layout.table,
         out,
         num_outputs,
+        KEEPS=kept is not None,
         **shape,
         **(FEWER_REGISTERS if shape["num_warps"] == 1 else {}),
     )
@@ -63,21 +87,30 @@ def dot_interaction_of_rows(bottom: Tensor, rows: TableRows, num_outputs: int) -
 class _FusedDotInteraction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, bottom: Tensor | None, values: Tensor, layout: EmbeddingLayout, num_outputs: int
+        ctx: Any,
+        bottom: Tensor | None,
+        values: Tensor,
+        layout: EmbeddingLayout,
+        num_outputs: int,
+        rows: TableRows | None,
     ) -> Tensor:
         values = values.contiguous()
         narrow = values if bottom is None else bottom.contiguous()
         num_samples = values.numel() // layout.memory_columns
-        out = narrow.new_empty(num_samples, num_outputs)
-        _dot_forward[(num_samples,)](
-            narrow, values, layout.table, out, num_outputs, **_shape_of(bottom, layout)
-        )
+        if rows is None:
+            out = narrow.new_empty(num_samples, num_outputs)
+            _dot_forward[(num_samples,)](
+                narrow, values, layout.table, out, num_outputs, **_shape_of(bottom, layout)
+            )
+        else:
+            assert bottom is not None
+            out = dot_interaction_of_rows(bottom, rows, num_outputs, values, layout)
         ctx.save_for_backward(bottom, values)
         ctx.layout = layout
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         bottom, values = ctx.saved_tensors
         narrow = values if bottom is None else bottom.contiguous()
         grad_values = torch.empty_like(values)
@@ -93,7 +126,7 @@ class _FusedDotInteraction(torch.autograd.Function):
             **_shape_of(bottom, ctx.layout),
             **(FEWER_REGISTERS if values.element_size() == 2 else {}),
         )
-        return None if bottom is None else grad_bottom, grad_values, None, None
+        return None if bottom is None else grad_bottom, grad_values, None, None, None
 
 
 def _shape_of(bottom: Tensor | None, layout: EmbeddingLayout) -> dict[str, Any]:
@@ -183,8 +216,11 @@ def _dot_forward_of_rows(
     weights,
     ids,
     places,
+    kept,
+    layout_table,
     out,
     num_outputs,
+    KEEPS: tl.constexpr,
     V: tl.constexpr,
     D: tl.constexpr,
     HAS_BOTTOM: tl.constexpr,
@@ -202,7 +238,12 @@ def _dot_forward_of_rows(
     place = tl.load(ids + first_id + sample, mask=inside, other=0).to(tl.int64)
     start = tl.multiple_of((table + place * D)[:, None], [1, ALIGN])
     in_row = inside[:, None] & (column < D)
-    vectors = tl.load(weights + start + column, mask=in_row, other=0.0).to(bottom.dtype.element_ty)
+    vectors = tl.load(weights + start + column, mask=in_row, other=0.0).to(kept.dtype.element_ty)
+    if KEEPS:
+        feature = row[:, None] - 1
+        target = kept + _vector_offsets(layout_table, sample, V - 1, ALIGN, feature) + column
+        tl.store(target, vectors, mask=in_row)
+    vectors = vectors.to(bottom.dtype.element_ty)
     bottom_vector = tl.load(bottom + sample * D + column, mask=column < D, other=0.0)
     vectors = tl.where(row[:, None] == 0, bottom_vector, vectors)
     _store_products(

@@ -42,7 +42,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 55
+    assert done.stdout.count("compiled") == 57
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -58,6 +58,7 @@ def run() -> None:
     from nn.ops.triton import batch_norm, column_sums, row_updates
     from nn.ops.triton.cross_net import BLOCKS, _cross_backward
     from nn.ops.triton.dense_updates import _dense_adagrad, _dense_sgd
+    from nn.ops.triton.dot_interaction import _dot_forward_of_rows
     from nn.ops.triton.dropout import BLOCKS as DROPOUT_BLOCKS
     from nn.ops.triton.dropout import _dropout
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
@@ -147,6 +148,12 @@ def run() -> None:
         build(_relu_backward, {"columns": "i32"}, **MLP_BLOCKS, SCALE=scale)
     logit = {"columns": "i32", "weight": "*bf16", "bias": "*bf16", "logits": "*fp32"}
     build(_logit_forward, logit, BLOCK_B=32, BLOCK_C=128)
+    of_rows = {"num_outputs": "i32", "places": "*i64", "layout_table": "*i64"}
+    shape = {"V": 27, "D": 128, "HAS_BOTTOM": True, "BLOCK_V": 32, "BLOCK_D": 128}
+    for weights, kept, bottom in (("*fp32", "*bf16", "*bf16"), ("*bf16", "*fp32", "*fp16")):
+        dtypes = {"weights": weights, "kept": kept, "bottom": bottom, "out": bottom, **of_rows}
+        constants = shape | {"ALIGN": 16, "PRECISION": "ieee", "KEEPS": True}
+        build(_dot_forward_of_rows, dtypes, num_warps=1, **constants)
     column_sums_of = dict.fromkeys(("values", "sums"), "*fp32")
     build(column_sums._column_sums, column_sums_of, **column_sums.BLOCKS)
     names = ("num_valid", "mean", "rstd", "weight", "bias", "mean_sums")

@@ -87,8 +87,15 @@ def test_the_fused_interaction_equals_plain_torch_on_a_gpu(dtype):
         assert worst < TOLERANCE[dtype], (shape, worst)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_interaction_that_takes_rows_itself_equals_lookup_and_interaction(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "compute_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float16),
+    ],
+)
+def test_the_interaction_that_takes_rows_itself_equals_lookup_and_interaction(dtype, compute_dtype):
     from nn.ops.triton.dot_interaction import dot_interaction_of_rows, fused_dot_interaction
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,7 +120,7 @@ def test_the_interaction_that_takes_rows_itself_equals_lookup_and_interaction(dt
     ids = torch.cat(drawn).to(device)
     values = torch.empty(num_samples, len(rows) * dim, dtype=dtype, device=device)
     bags.look_up(ids, values)
-    bottom = torch.randn(num_samples, dim, generator=generator).to(device, dtype)
+    bottom = torch.randn(num_samples, dim, generator=generator).to(device, compute_dtype)
     num_outputs = DotInteraction(len(rows), dim).num_outputs
     layout = EmbeddingLayout.dense((dim,) * len(rows), device)
     wanted = fused_dot_interaction(bottom, values.flatten(), layout, num_outputs)
@@ -123,3 +130,11 @@ def test_the_interaction_that_takes_rows_itself_equals_lookup_and_interaction(dt
         vars(bags).pop("_row_places")
         bags._kernels = SimpleNamespace()
     assert torch.equal(dot_interaction_of_rows(bottom, bags.rows(ids), num_outputs), wanted)
+    # In training it leaves the vectors for the backward pass.
+    outcomes = []
+    for room, rows_of in ((values, None), (torch.full_like(values, torch.nan), bags.rows(ids))):
+        leaves = [bottom.clone().requires_grad_(), room.flatten().requires_grad_()]
+        out = fused_dot_interaction(*leaves, layout, num_outputs, rows_of)
+        outcomes.append([out, *torch.autograd.grad(out.float().square().sum(), leaves), leaves[1]])
+    for one, other in zip(*outcomes, strict=True):
+        assert torch.equal(one, other)
