@@ -5,6 +5,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,10 +28,6 @@ RAGGED_IDS_PER_ROW = 8
 """Room for the ids of ragged features at first; it grows with the requests."""
 SHARE_OF_FREE_MEMORY = 0.8
 """For tables, if no option says how much."""
-
-CAPTURE_STREAMS = 2
-"""cuBLAS has one workspace per stream, and graphs that were captured on one write to the same. A model answers while the next one
-is captured, so the two have streams of their own."""
 
 # P: rows of a padded batch, T: columns of all embeddings, O: outputs
 
@@ -69,7 +66,8 @@ class GpuModel:
         self._tables, self._dense, self._dtype = tables, dense, dtype
         self._device = tables[0].hot.device
         self._head = ScoreHead(manifest, self._device)
-        self._stream = _next_stream(self._device) if self._device.type == "cuda" else None
+        self._stream = _free_stream(self._device) if self._device.type == "cuda" else None
+        _models.add(self)
         self._sizes = padded_sizes(max_batch)
         self._scores = self._host((max_batch, len(manifest.outputs)), torch.float32)
         self._ragged_room = 0
@@ -208,16 +206,23 @@ class _Pass:
         return self._function() if self._graph is None else self._graph.replay()
 
 
-_turns = count()
+_models: "WeakSet[GpuModel]" = WeakSet()
+"""Those that exist."""
 
 
-def _next_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which the next model is captured."""
-    return _capture_stream(device, next(_turns) % CAPTURE_STREAMS)
+def _free_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream on which no other model that exists was captured.
+
+    cuBLAS has one workspace per stream, so the graphs of a stream write to the same memory; and a model answers while the next
+    one is captured.
+    """
+    held = {model._stream for model in _models}
+    streams = (_capture_stream(device, number) for number in count())
+    return next(stream for stream in streams if stream not in held)
 
 
 @cache
-def _capture_stream(device: torch.device, turn: int) -> torch.cuda.Stream:
+def _capture_stream(device: torch.device, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 

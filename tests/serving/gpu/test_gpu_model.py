@@ -15,6 +15,7 @@ import torch
 from nn.models.dlrm import DLRM
 from serving.exporting.dense import export_dense
 from serving.gpu import lookup
+from serving.gpu import model as gpu_model
 from serving.gpu.fused_interaction import fuse_dot_interactions
 from serving.gpu.inputs import InputLayout
 from serving.gpu.model import GpuModel, padded_sizes
@@ -120,6 +121,26 @@ def test_a_version_with_its_hot_rows_is_swapped_in_under_load(model, tmp_path, d
     assert wrong == []
     assert set(asked) == {"1", "2"}
     assert [found() for found in memory] == [None] * len(memory)
+
+
+def test_a_model_is_captured_on_a_stream_that_no_other_has(monkeypatch):
+    """Also behind a version that was refused while it was captured."""
+
+    class OnStream:
+        def __init__(self) -> None:
+            self._stream = gpu_model._free_stream(torch.device("cuda"))
+            gpu_model._models.add(self)
+
+    monkeypatch.setattr(gpu_model, "_models", weakref.WeakSet())
+    monkeypatch.setattr(gpu_model, "_capture_stream", lambda device, number: number)
+    serving = OnStream()
+    refused = OnStream()
+    assert (serving._stream, refused._stream) == (0, 1)
+    del refused
+    following = OnStream()
+    assert following._stream == 1
+    del serving
+    assert OnStream()._stream == 0
 
 
 @pytest.mark.parametrize("model", ["fp32"], indirect=True)
