@@ -373,7 +373,7 @@ def _existing(directory: Path) -> Path:
 def is_disk_error(error: duckdb.Error) -> bool:
     """Return whether DuckDB could not read or write a file; it has several exceptions for that."""
     return isinstance(error, duckdb.IOException) or any(
-        os.strerror(code) in str(error) for code in (*FULL, *BROKEN)
+        part in str(error) for part in ("fsync failed", *map(os.strerror, (*FULL, *BROKEN)))
     )
 
 

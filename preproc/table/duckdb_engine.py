@@ -349,9 +349,14 @@ class DuckDBEngine:
     def view(self, name: str, path: Path) -> None:
         """Read all Parquet files below `path`."""
         files = text(glob.escape(str(path)) + "/*.parquet")
-        self._current.execute(
-            f"CREATE OR REPLACE VIEW {quoted(name)} AS FROM read_parquet({files})"
-        )
+        try:
+            self._current.execute(
+                f"CREATE OR REPLACE VIEW {quoted(name)} AS FROM read_parquet({files})"
+            )
+        except duckdb.OutOfMemoryException:
+            raise
+        except duckdb.Error as error:
+            raise _explained(None, error, may_skip=self._may_skip) from None
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return the rows as Python values."""

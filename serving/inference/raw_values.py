@@ -158,6 +158,10 @@ class RawValues:
         if isinstance(values, list):
             numbers = [self._number(feature["name"], row, text) for row, text in enumerate(values)]
         else:
+            is_infinite = np.isinf(values)
+            if is_infinite.any():
+                row = int(is_infinite.argmax())
+                _refuse(f"row {row}: {shown(feature['name'])} is infinite, wanted a number")
             numbers = [None if number != number else float(number) for number in values.flat]
         for transform, fitted in zip(feature["transforms"], feature["fitted"], strict=True):
             numbers = _transformed(numbers, transform, fitted)

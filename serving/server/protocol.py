@@ -236,12 +236,18 @@ def _from_json(entry: _Entry) -> Any:
     where, datatype, shape, data = entry.where, entry.datatype, list(entry.shape), entry.data
     if not isinstance(data, list):
         refuse(f"{where} has no list as data")
+    lengths = None
     if data and isinstance(data[0], list):
         if not all(isinstance(row, list) for row in data):
             refuse(f"{where} mixes lists and values")
+        lengths = [len(row) for row in data]
         data = [value for row in data for value in row]
     if len(data) != math.prod(shape):
         refuse(f"{where} has {len(data):,} values, and shape {shape} needs {math.prod(shape):,}")
+    if lengths is not None and (len(shape) != 2 or lengths != [shape[1]] * shape[0]):
+        refuse(
+            f"{where} has {len(lengths):,} lists of {min(lengths):,} to {max(lengths):,} values, which do not form shape {shape}"
+        )
     if datatype == TEXT:
         if not all(value is None or isinstance(value, str) for value in data):
             refuse(f"{where} has a value that is no text; {TEXT} takes texts and null")

@@ -9,6 +9,8 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
+
 from configs.messages import shown
 from serving.inference.model_rows import Rows
 from serving.inference.requests import IdInputs, InputError, describe_inputs, takes_ids
@@ -160,6 +162,12 @@ class Service:
         # Texts take far more memory than the rows, which may wait.
         parsed.inputs.clear()
         scores = await self._batcher.scores(version, parsed.num_rows, read)
+        is_bad = ~np.isfinite(scores).all(axis=1)
+        if is_bad.any():
+            refuse(
+                f"row {int(is_bad.argmax())}: the score is not finite; the numerical values are larger than the model can "
+                "compute with"
+            )
         manifest = version.model.manifest
         outputs = [(output.name, scores[:, index]) for index, output in enumerate(manifest.outputs)]
         response = infer_response(parsed, manifest.name, version.name, outputs)

@@ -7,7 +7,7 @@ import copy
 import json
 import os
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,8 @@ def apply_edits(document: Any, edits: Sequence[Edit]) -> Any:
 
 
 def _apply(container: Any, key: Any, edit: Edit) -> None:
+    # A value may be a part of the document, which would then hold itself.
+    edit = replace(edit, value=copy.deepcopy(edit.value))
     old = container[key]
     if edit.action == "replace":
         container[key] = edit.value

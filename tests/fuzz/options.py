@@ -21,6 +21,7 @@ from nn.distributed.process_group import ranks_from_environment
 from nn.export import __main__ as export_command
 from nn.models.dcnv2 import DCNv2Options
 from nn.models.dlrm import DLRMOptions
+from nn.resume import ResumePoint
 from nn.run import _check, run
 from preproc import __main__ as preproc_command
 from tests.fuzz.harness import Fuzzer
@@ -195,7 +196,7 @@ def _checked(config: Config, config_yaml: str) -> None:
     source = open_source(config)
     ranks = ranks_from_environment("cpu")
     with build_loaders(config, source, ranks) as loaders:
-        _check(config, source, ranks, loaders, 0)
+        _check(config, source, ranks, loaders, ResumePoint())
 
 
 def _recipe(_: None, mutation: tuple[list[str], bool], room: Path) -> None:

@@ -150,6 +150,12 @@ def test_what_is_no_number_is_refused_as_in_preprocessing(fitted, raw, text, tmp
         featured(raw, columns_of(rows))
 
 
+def test_an_infinite_number_is_refused_as_its_text_is(fitted, raw):
+    columns = columns_of(fitted[1][:2]) | {"price": np.array([1, np.inf])}
+    with pytest.raises(InputError, match="row 1: 'price' is infinite, wanted a number"):
+        featured(raw, columns)
+
+
 def test_a_number_beyond_float16_is_refused(fitted, raw):
     columns = columns_of(fitted[1][:2]) | {"price": ["1", "1e8"]}
     with pytest.raises(

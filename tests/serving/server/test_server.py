@@ -165,6 +165,11 @@ WRONG = {
     "negative id": (inputs(NUMERICAL, IDS - np.array([0, 0, 0, 0, 5000])), 400, "feature 'cat_4'"),
     "huge id": (inputs(NUMERICAL, IDS.astype(object) + 2**70), 400, "beyond INT64"),
     "NaN": (inputs(NUMERICAL * np.nan, IDS), 400, "is nan; want a finite number"),
+    "lists of another shape": (
+        [{**tensor("numerical", "FP32", NUMERICAL, [2, 3]), "data": [[1, 2], [3, 4], [5, 6]]}],
+        400,
+        "has 3 lists of 2 to 2 values, which do not form shape [2, 3]",
+    ),
     "infinite": (inputs(NUMERICAL * np.inf, IDS), 400, "want a finite number"),
     "text": (
         [tensor("numerical", "BYTES", [["a"] * 3] * 2), tensor("ids", "INT64", IDS)],
@@ -201,6 +206,16 @@ def test_wrong_requests_get_a_status_and_one_line(client, name, monkeypatch):
     assert message in error
     assert "\n" not in error
     assert client.infer(inputs(NUMERICAL, IDS))[0] == 200
+
+
+def test_a_score_that_is_no_number_is_refused_and_not_sent(client, monkeypatch):
+    async def scores(version, num_rows, read) -> np.ndarray:
+        return np.array([[0.5], [np.nan]], np.float32)
+
+    monkeypatch.setattr(client.service._batcher, "scores", scores)
+    status, answer = client.call(INFER, json.dumps({"inputs": inputs(NUMERICAL, IDS)}).encode())
+    assert status == 400
+    assert "row 1: the score is not finite" in json.loads(answer)["error"]
 
 
 def raw_answer(port: int, data: bytes, *, then_close: bool = False) -> bytes:
