@@ -55,7 +55,7 @@ VALUES = (
         "{a:{b:c}}",
         "[1,2,3,4,5,6]",
     ),
-    *("~/x", "../x", "/nope", "/dev/null", "a:b", "a.b:C", "os:system", "json:loads", "1,2", "a b"),
+    *("~/x", "../x", "/dev/null/nope", "/dev/null", "a:b", "a.b:C", "os:system", "json:loads", "1,2", "a b"),
     *(
         "'a\\nb'",
         '"\\x1b[31m"',
@@ -184,7 +184,7 @@ def _values_of(kind: Any) -> st.SearchStrategy[str]:
     if get_origin(kind) in (Union, UnionType):
         return st.one_of(*map(_values_of, get_args(kind)))
     return st.sampled_from(
-        ["null", "dlrm", "dcnv2", "adam", "test", "x", "/nope", "{cat_0:row_wise}"]
+        ["null", "dlrm", "dcnv2", "adam", "test", "x", "/dev/null/nope", "{cat_0:row_wise}"]
     )
 
 
