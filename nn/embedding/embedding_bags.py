@@ -29,6 +29,7 @@ from nn.embedding.local_tables import (
 from nn.embedding.lookups import Lookup, Pooling
 from nn.embedding.torch_optimizer import update_rows
 from nn.embedding.touched_rows import TouchedRows
+from nn.ops.addresses import elements_between
 from nn.ops.table_rows import TableRows
 
 # G: samples, H: hotness of a lookup, N: total number of ids and of the positions of ragged ones, K: number of keys, D: columns of
@@ -177,10 +178,8 @@ class LocalEmbeddingBags:
         if self._kernels is None or self._is_bounded or len(widths) > 1 or not are_rows:
             return None
         first = self.tables[0].weight
-        distances = [
-            (self.tables[placed.table].weight.data_ptr() - first.data_ptr()) // first.element_size()
-            for placed in self._lookups
-        ]
+        weights = [self.tables[placed.table].weight for placed in self._lookups]
+        distances = [elements_between(first, weight) for weight in weights]
         first_ids = [placed.ids.first for placed in self._lookups]
         places = torch.tensor([distances, first_ids], dtype=torch.int64, device=self._device)
         return places, gcd(16, *distances, *widths)

@@ -22,6 +22,7 @@ from nn.embedding.local_tables import (
 )
 from nn.embedding.lookups import Pooling
 from nn.embedding.optimizer import TableRule, table_rule
+from nn.ops.addresses import elements_between
 from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
 from nn.user_objects import load_user_object
 
@@ -487,11 +488,8 @@ def branch_of(rule: TableRule) -> dict[str, Any]:
 
 
 def _offsets(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the distance of each tensor from the first, in elements; they may be separate allocations."""
-    first = tensors[0].data_ptr()
-    size = tensors[0].element_size()
-    assert all((tensor.data_ptr() - first) % size == 0 for tensor in tensors)
-    offsets = [(tensor.data_ptr() - first) // size for tensor in tensors]
+    """Return the distance of each tensor from the first, in elements."""
+    offsets = [elements_between(tensors[0], tensor) for tensor in tensors]
     return torch.tensor(offsets, dtype=torch.int64, device=tensors[0].device)
 
 

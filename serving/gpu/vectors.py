@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from nn.ops.addresses import elements_between
 from serving.gpu.inputs import InputLayout
 from serving.gpu.tables import DeviceTable
 from serving.manifest import Manifest
@@ -59,11 +58,13 @@ def vectors_of(
     base, scales = tables[0].hot, tables[0].scale
     for table in tables:
         columns, hot_rows = table.declared.columns, len(table.hot)
-        hot = _elements(base, table.hot)
-        cold = hot if table.cold is None else _elements(base, table.cold) - hot_rows * columns
+        hot = elements_between(base, table.hot)
+        cold = (
+            hot if table.cold is None else elements_between(base, table.cold) - hot_rows * columns
+        )
         scale = 0
         if scales is not None and table.scale is not None:
-            scale = _elements(scales, table.scale)
+            scale = elements_between(scales, table.scale)
         for name in table.declared.features:
             place = places.get(name)
             # Position of the first id, ids from a sample to the next, ids per vector, position of the starts.
@@ -81,8 +82,3 @@ def vectors_of(
                 vectors.append(Vector(*row, table.declared.rows))
                 out_column += columns
     return vectors
-
-
-def _elements(base: Tensor, tensor: Tensor) -> int:
-    """Return the elements from the beginning of a tensor to that of another, in any memory that the device reads."""
-    return (tensor.data_ptr() - base.data_ptr()) // base.element_size()

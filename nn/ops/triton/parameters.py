@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nn.ops.addresses import elements_between
+
 BLOCK = 4096
 """Elements per program."""
 NUM_WARPS = 8
@@ -35,7 +37,10 @@ class TensorBlocks:
     def __init__(self, columns: Sequence[Sequence[Tensor]]) -> None:
         assert all(values.is_contiguous() for column in columns for values in column)
         sizes = [values.numel() for values in columns[0]]
-        offsets = zip(*map(_offsets, columns), strict=True)
+        offsets = zip(
+            *([elements_between(column[0], tensor) for tensor in column] for column in columns),
+            strict=True,
+        )
         rows: list[tuple[int, ...]] = [
             (*(place + begin for place in places), min(size - begin, BLOCK), -1 if begin else index)
             for index, (places, size) in enumerate(zip(offsets, sizes, strict=True))
@@ -44,13 +49,6 @@ class TensorBlocks:
         rows.sort(key=lambda row: not _is_aligned(row))
         self.table = torch.tensor(rows, dtype=torch.int64).t().contiguous().to(columns[0][0].device)
         self.num_aligned = sum(map(_is_aligned, rows))
-
-
-def _offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the distance of each tensor from the first, in elements; they may be separate allocations."""
-    first, size = tensors[0].data_ptr(), tensors[0].element_size()
-    assert all((tensor.data_ptr() - first) % size == 0 for tensor in tensors)
-    return [(tensor.data_ptr() - first) // size for tensor in tensors]
 
 
 def _is_aligned(row: tuple[int, ...]) -> bool:

@@ -1,6 +1,6 @@
 """Lookup of a model that is served, and fetch of rows of host memory: ids as a request has them, rows in both memories.
 
-They read only. Beside `nn.ops.triton.embedding_bag` it takes int8 rows with a scale each, and rows behind a table's first ones
+They read only. Beside `nn.ops.triton.embedding_bag` they take int8 rows with a scale each, and rows behind a table's first ones
 from pinned host memory, over the bus and without a copy of them.
 """
 
