@@ -11,7 +11,7 @@ from configs.schema import OptimizerConfig
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import ADDITION, table_rule
-from nn.ops.staged_values import StagedValues
+from nn.ops.host_copy import StagedValues
 
 # G: samples, H: hotness of a lookup, N: total number of ids (sum of G * H over features), K: number of keys (sum of G * H over
 # lookups), D: columns of a local table, T: columns of all lookups

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from configs.messages import shown
 from configs.schema import OptimizerConfig, OptimizerName
-from nn.ops.staged_values import StagedValues
+from nn.ops.host_copy import StagedValues
 from nn.user_objects import load_user_object
 
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -338,30 +338,28 @@ class DuckDBEngine:
         """Write one Parquet file below `path`."""
         temporary = _emptied(path.with_name(f"{path.name}.new"))
         file = text(str(temporary / RELATION_FILE))
-        try:
+        with self._errors_explained():
             self._current.execute(f"COPY ({query}) TO {file} (FORMAT parquet)")
-        except duckdb.OutOfMemoryException:
-            raise
-        except duckdb.Error as error:
-            raise _explained(None, error, may_skip=self._may_skip) from None
         replace_directory(temporary, path)
 
     def view(self, name: str, path: Path) -> None:
         """Read all Parquet files below `path`."""
         files = text(glob.escape(str(path)) + "/*.parquet")
-        try:
+        with self._errors_explained():
             self._current.execute(
                 f"CREATE OR REPLACE VIEW {quoted(name)} AS FROM read_parquet({files})"
             )
-        except duckdb.OutOfMemoryException:
-            raise
-        except duckdb.Error as error:
-            raise _explained(None, error, may_skip=self._may_skip) from None
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Return the rows as Python values."""
-        try:
+        with self._errors_explained():
             return self._current.execute(query).fetchall()
+
+    @contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        """Raise the errors of queries as `_explained` words them, but for a lack of memory, which others handle."""
+        try:
+            yield
         except duckdb.OutOfMemoryException:
             raise
         except duckdb.Error as error:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nn.ops.staged_values import StagedValues
+from nn.ops.host_copy import StagedValues
 
 
 def test_on_a_cpu_a_number_is_there_when_it_is_written():
