@@ -34,10 +34,11 @@ MOST_SAMPLES_PER_PROGRAM = 256
 ELEMENTS_PER_PROGRAM = 4096
 """Elements per program of the lookup, if tables are narrow."""
 
-WARPS = 4
-"""Blocks of ids per program of the update, one block per warp; see `_WidthClass`."""
-
 IDS_PER_BLOCK = 32
+"""Ids per program of the update."""
+
+IDS_PER_GROUP = 4
+"""Ids of a program whose gradients are loaded together; a divisor of `IDS_PER_BLOCK`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +151,6 @@ class _WidthClass:
         self._weights = own[0].weight
         self._config, self._rule = config, table_rule(config.table_name)
         self._branch = branch_of(self._rule)
-        # Triton moves a state with one number per row to another layout through shared memory, behind a barrier: several
-        # warps would walk in step, at the pace of the slowest of their loads.
-        # With one warp a program also skips the arithmetic of rows whose run does not end yet, which the interpreter does
-        # not gain from: it computes four as fast.
-        is_row_wise = any(field.per_row for field in self._rule.states)
-        skips = self._rule.states and isinstance(_segment_update, triton.JITFunction)
-        self._warps = 1 if is_row_wise or skips else WARPS
         self._weight_offset = _offsets([table.weight for table in own])
         # Replicated tables have no state here: they are looked up by this kernel, and updated elsewhere.
         names = [name for name in self._rule.state_names if name in own[0].state]
@@ -228,6 +222,7 @@ class _WidthClass:
         )
         self._one_hot = all(count == 1 for count in hotness)
         self._block_d = triton.next_power_of_2(max(widths))
+        self._width_of_all = widths[0] if len(set(widths)) == 1 else 0
         self._source = _source_of(own, hotness, factors)
 
     def _set_slots(self, own: Sequence[LocalTable], row_starts: Sequence[int]) -> None:
@@ -329,7 +324,7 @@ class _WidthClass:
         align = gcd(self._align, gradients.stride(0), gradients.storage_offset())
         for number, level in enumerate(self._levels):
             num_blocks = level.blocks.shape[1]
-            _segment_update[(triton.cdiv(num_blocks, self._warps),)](
+            _segment_update[(num_blocks,)](
                 self._weights,
                 *self._state,
                 keys,
@@ -354,7 +349,6 @@ class _WidthClass:
                 *self._slots,
                 *self._touched(touched, number),
                 *self._listed,
-                gradients.stride(0) if number == 0 else self._block_d,
                 scalars.values,
                 scalars.step,
                 is_good,
@@ -368,11 +362,14 @@ class _WidthClass:
                 SOURCE=self._source,
                 BOUNDED=self._is_bounded,
                 SLOTS=self._has_slots,
+                PREFETCHES=number == 0 and isinstance(_segment_update, triton.JITFunction),
                 ALIGN=align,
-                WARPS=self._warps,
                 LENGTH=IDS_PER_BLOCK,
+                GROUP=IDS_PER_GROUP,
+                STRIDE=gradients.stride(0) if number == 0 else self._block_d,
+                WIDTH=self._width_of_all,
                 BLOCK_D=self._block_d,
-                num_warps=self._warps,
+                num_warps=1,
             )
             keys, values, counts = level.sums_keys, level.sums, level.sums_counts
 

@@ -4,10 +4,14 @@ FBGEMM has both as well, but its update takes the learning rate and Adam's step 
 CUDA graph would repeat the captured values. It also sums the gradients of a frequent row with atomic additions. Here every
 scalar comes from device memory and every sum has one order, so a step can be replayed and is deterministic.
 
-The update sums the gradients of equal keys. The keys are sorted. A warp reads a block of `LENGTH` neighbours, with a few
-columns per thread, and keeps one running sum. At the end of a run of equal ids the row is updated. A run that crosses an
-edge of the block leaves a partial sum, at most two per block. The partial sums, still sorted, are the next level's input,
-until one block is left.
+The update sums the gradients of equal keys. The keys are sorted. A program of one warp walks over a block of `LENGTH`
+neighbours, with a few columns per thread, and keeps one running sum. At the end of a run of equal ids the row is updated. A
+run that crosses an edge of the block leaves a partial sum, at most two per block. The partial sums, still sorted, are the
+next level's input, until one block is left.
+
+The walk is bound by its instructions and by the latency of its loads. So what is the same for all ids of a block is computed
+before it, a row is touched in a branch, and ids come in groups of `GROUP`: their gradients are loaded together, and the rows
+that the next group updates are prefetched.
 
 Rows of 16 bits are read as float32 and written with stochastic rounding (`nn.ops.stochastic_rounding`).
 """
@@ -97,83 +101,141 @@ def _quotient(number, divisor, reciprocal, BY_PRODUCT: tl.constexpr):
 
 @triton.jit
 def _source(
-    order,
-    index,
-    inside,
+    place,
     first_key,
     hotness,
     reciprocal,
     width,
-    stride,
     out_column,
     listed_rows,
     listed_columns,
-    LEVEL: tl.constexpr,
     ONE_HOT: tl.constexpr,
     BY_PRODUCT: tl.constexpr,
     SOURCE: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):
-    """Return the offset of the gradient of the `index`-th sorted key: that of its vector, or a partial sum.
+    """Return the offset of the gradient of the vector that a key's row was looked up for.
 
     SOURCE is `sum` if every table has one lookup that sums, `one` if every table has one lookup, and `listed` otherwise.
     """
-    if LEVEL > 0:
-        return index.to(tl.int64) * stride
-    key = tl.load(order + index, mask=inside, other=0)
+    sample = (place - first_key).to(tl.int32)
+    column = out_column
     if SOURCE == "listed":
-        row = tl.load(listed_rows + key, mask=inside, other=0).to(tl.int64)
-        first_column = tl.load(listed_columns + key, mask=inside, other=0)
-        return row * stride + first_column
-    sample = (key - first_key).to(tl.int32)
-    if SOURCE == "one":
+        sample = tl.load(listed_rows + place)
+        column = tl.load(listed_columns + place)
+    elif SOURCE == "one":
         # The hotness of a lookup without pooling is stored as a negative number.
         position = sample
         sample = _quotient(position, tl.abs(hotness), reciprocal, BY_PRODUCT)
         position -= sample * tl.abs(hotness)
-        first_column = out_column + tl.where(hotness < 0, position * width, 0)
-        return sample.to(tl.int64) * stride + first_column
-    if not ONE_HOT:
+        column += tl.where(hotness < 0, position * width, 0)
+    elif not ONE_HOT:
         sample = _quotient(sample, hotness, reciprocal, BY_PRODUCT)
-    return sample.to(tl.int64) * stride + out_column
+    return sample.to(tl.int64) * STRIDE + column
 
 
 @triton.jit
-def _listed_factor(order, index, inside, listed_factors):
-    """Return the factor of the gradient of the `index`-th sorted key."""
-    key = tl.load(order + index, mask=inside, other=0)
-    return tl.load(listed_factors + key, mask=inside, other=0.0)
+def _group_keys(keys, first, stop, GROUP: tl.constexpr):
+    """Return the keys of a group; -1 behind the block's end."""
+    group = ()
+    for number in tl.static_range(GROUP):
+        group += (tl.load(keys + first + number, mask=first + number < stop, other=-1),)
+    return group
 
 
 @triton.jit
-def _state_of_table(state, state_offset, table_index, ALIGN: tl.constexpr, STATE: tl.constexpr):
-    """Return the pointer to the state of a table's first row."""
-    if STATE == "row":
-        state += tl.load(state_offset + table_index)
-    elif STATE == "element":
-        state += tl.multiple_of(tl.load(state_offset + table_index), ALIGN)
+def _group_places(order, counts, first, stop, LEVEL: tl.constexpr, GROUP: tl.constexpr):
+    """Return the places of a group's keys before sorting; of partial sums, whether they exist."""
+    places = counts if LEVEL > 0 else order
+    group = ()
+    for number in tl.static_range(GROUP):
+        group += (tl.load(places + first + number, mask=first + number < stop, other=0),)
+    return group
+
+
+@triton.jit
+def _gradient(
+    gradients,
+    place,
+    index,
+    stop,
+    key,
+    end_key,
+    first_key,
+    hotness,
+    reciprocal,
+    factor,
+    width,
+    out_column,
+    in_row,
+    listed_rows,
+    listed_columns,
+    listed_factors,
+    LEVEL: tl.constexpr,
+    ONE_HOT: tl.constexpr,
+    BY_PRODUCT: tl.constexpr,
+    SOURCE: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """Return the gradient of a block's `index`-th key, its factor, and whether there is one."""
+    has = index < stop
+    if BOUNDED:
+        # The last key of a table is that of ids without a row here.
+        has = has & (key < end_key)
+    if LEVEL > 0:
+        # A partial sum has its factors already.
+        has = has & (place != 0)
+        source = index.to(tl.int64) * STRIDE
     else:
-        tl.static_assert(
-            STATE == "none", "a state of a table optimizer has one number per row or per element"
+        source = _source(
+            place,
+            first_key,
+            hotness,
+            reciprocal,
+            width,
+            out_column,
+            listed_rows,
+            listed_columns,
+            ONE_HOT,
+            BY_PRODUCT,
+            SOURCE,
+            STRIDE,
         )
-    return state
+        if SOURCE == "listed":
+            factor = tl.load(listed_factors + place)
+    pointer = gradients + tl.multiple_of(source, ALIGN)
+    return tl.load(pointer, mask=has & in_row, other=0.0), factor, has
 
 
 @triton.jit
-def _state_pointer(state, row, offset, updates, inside, STATE: tl.constexpr):
-    """Return the pointer to a row's state, and the mask for loads and stores."""
-    mask = updates
+def _prefetch(pointers):
+    """Bring what lies at pointers to the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _prefetch_row(table, key, width, STATE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Prefetch a row's weights, or its state; `table` is the pointer of key 0."""
     if STATE == "row":
-        state += row
+        _prefetch(table + key)
     elif STATE == "element":
-        state = state[:, None] + offset
-        mask = inside
-    return state, mask
+        # An address per 32 bytes of float32, the least that the cache loads.
+        columns = tl.arange(0, (BLOCK_D + 7) // 8) * 8
+        _prefetch(table + key.to(tl.int64) * width + columns)
 
 
 @triton.jit
 def _mark_rows(
     touched,
-    touched_start,
     keys,
     start,
     stop,
@@ -186,28 +248,58 @@ def _mark_rows(
     LENGTH: tl.constexpr,
 ):
     """Set the byte of each row of a block's keys, with a thread per key: the walk over them would take a warp each."""
-    position = start[:, None] + tl.arange(0, LENGTH)[None, :]
-    is_inside = position < stop[:, None]
+    position = start + tl.arange(0, LENGTH)
+    is_inside = position < stop
     key = tl.load(keys + position, mask=is_inside, other=-1)
     # Once per run of equal keys in the block.
-    following = tl.load(keys + position + 1, mask=position + 1 < stop[:, None], other=-1)
+    following = tl.load(keys + position + 1, mask=position + 1 < stop, other=-1)
     ends = is_inside & (following != key)
     if BOUNDED:
-        ends = ends & (key < end_key[:, None])
-    row = (key - base[:, None]).to(tl.int64)
+        ends = ends & (key < end_key)
+    row = (key - base).to(tl.int64)
     if SLOTS:
-        has_slots = start_of_slots[:, None] >= 0
-        slot = slot_rows + start_of_slots[:, None] + row
+        has_slots = start_of_slots >= 0
+        slot = slot_rows + start_of_slots + row
         row = tl.where(has_slots, tl.load(slot, mask=ends & has_slots, other=0).to(tl.int64), row)
-    tl.store(touched + touched_start[:, None] + row, 1, mask=ends)
+    tl.store(touched + row, 1, mask=ends)
 
 
 @triton.jit
-def _any_row(mask, WARPS: tl.constexpr):
-    """Return whether to compute what is masked: a program of one warp skips it where its only row is masked off."""
-    if WARPS > 1:
-        return True
-    return tl.max(mask.to(tl.int32), 0) != 0
+def _states_of_table(
+    state, state_offset, table_index, base, width, ALIGN: tl.constexpr, STATE: tl.constexpr
+):
+    """Return the pointer to the state that a row with key 0 would have in a table whose first row has the key `base`."""
+    if STATE == "row":
+        state += tl.load(state_offset + table_index) - base
+    elif STATE == "element":
+        state += tl.multiple_of(tl.load(state_offset + table_index) - base * width, ALIGN)
+    else:
+        tl.static_assert(
+            STATE == "none", "a state of a table optimizer has one number per row or per element"
+        )
+    return state
+
+
+@triton.jit
+def _state_of_row(states, key, offset, column, in_row, STATE: tl.constexpr):
+    """Return a row's state, and where it is: a number, or one per column; without a state 0."""
+    pointer = states
+    state = 0.0
+    if STATE == "row":
+        pointer += key
+        state = tl.load(pointer)
+    elif STATE == "element":
+        pointer = states + column + offset
+        state = tl.load(pointer, mask=in_row, other=0.0)
+    return state, pointer
+
+
+@triton.jit
+def _store_state(pointer, state, in_row, STATE: tl.constexpr):
+    if STATE == "row":
+        tl.store(pointer, state)
+    elif STATE == "element":
+        tl.store(pointer, state, mask=in_row)
 
 
 @triton.jit
@@ -246,7 +338,6 @@ def _segment_update(
     listed_rows,
     listed_columns,
     listed_factors,
-    gradient_stride,
     scalars,
     updates_before,
     is_good,
@@ -265,217 +356,195 @@ def _segment_update(
     SOURCE: tl.constexpr,
     BOUNDED: tl.constexpr,
     SLOTS: tl.constexpr,
+    PREFETCHES: tl.constexpr,
     ALIGN: tl.constexpr,
-    WARPS: tl.constexpr,
     LENGTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     tl.static_assert(UPDATE is not None, "a table optimizer without a branch of this kernel")
     if tl.load(is_good) == 0:
         return
-    # One block per warp: its table, its first id and end, and the first id and end of its table.
-    block = tl.program_id(0) * WARPS + tl.arange(0, WARPS)
-    exists = block < num_blocks
-    table_index = tl.load(blocks + block, mask=exists, other=0)
-    start = tl.load(blocks + num_blocks + block, mask=exists, other=0)
-    stop = tl.load(blocks + 2 * num_blocks + block, mask=exists, other=0)
-    table_start = tl.load(blocks + 3 * num_blocks + block, mask=exists, other=0)
-    table_stop = tl.load(blocks + 4 * num_blocks + block, mask=exists, other=0)
-    width = tl.load(columns + table_index)
+    # A block: its table, its first id and end, and the first id and end of its table.
+    block = tl.program_id(0)
+    table_index = tl.load(blocks + block)
+    start = tl.load(blocks + num_blocks + block)
+    stop = tl.load(blocks + 2 * num_blocks + block)
+    table_start = tl.load(blocks + 3 * num_blocks + block)
+    table_stop = tl.load(blocks + 4 * num_blocks + block)
+    # WIDTH is that of all tables, or 0.
+    width = WIDTH if WIDTH else tl.multiple_of(tl.load(columns + table_index), ALIGN)
     hot = tl.load(hotness + table_index)
     reciprocal = tl.load(reciprocals + table_index).to(tl.uint32)
     base = tl.load(key_base + table_index)
-    table_first_key = tl.load(first_keys + table_index)
-    if SOURCE == "one":
-        factor = tl.load(factors + table_index)[:, None]
-    if BOUNDED:
-        # The last key of a table is that of ids without a row here.
-        end_key = base + tl.load(num_rows + table_index)
-        rows_before = tl.load(first_row + table_index)
+    first_key_of_table = tl.load(first_keys + table_index)
     first_column = tl.multiple_of(tl.load(out_column + table_index), ALIGN)
-    table = tl.multiple_of(tl.load(weight_offset + table_index), ALIGN)
-    column = tl.arange(0, BLOCK_D)[None, :]
-    in_row = column < tl.multiple_of(width[:, None], [1, ALIGN])
-
+    end_key = base + tl.load(num_rows + table_index)
+    column = tl.arange(0, BLOCK_D)
+    in_row = column < width
+    factor = tl.load(factors + table_index)
+    if SLOTS:
+        # The rows in the slots of a table's arena; negative: its rows are all here.
+        start_of_slots = tl.load(slot_start + table_index)
     if touched is not None:
         _mark_rows(
-            touched,
-            tl.load(touched_start + table_index),
+            touched + tl.load(touched_start + table_index),
             keys,
             start,
             stop,
             base,
-            end_key if BOUNDED else base,
+            end_key,
             slot_rows,
-            tl.load(slot_start + table_index) if SLOTS else base,
+            start_of_slots if SLOTS else base,
             BOUNDED,
             SLOTS,
             LENGTH,
         )
+    # Pointers of key 0, so that a key needs no more than a product.
+    rows = weights + tl.multiple_of(tl.load(weight_offset + table_index) - base * width, ALIGN)
+    states1 = _states_of_table(state1, state1_offset, table_index, base, width, ALIGN, STATE1)
+    states2 = _states_of_table(state2, state2_offset, table_index, base, width, ALIGN, STATE2)
 
-    state1 = _state_of_table(state1, state1_offset, table_index, ALIGN, STATE1)
-    state2 = _state_of_table(state2, state2_offset, table_index, ALIGN, STATE2)
-
-    first_key = tl.load(keys + start, mask=exists, other=-1)
-    last_key = tl.load(keys + stop - 1, mask=exists, other=-1)
-    is_inner = exists & (start > table_start)
+    first_key = tl.load(keys + start)
+    last_key = tl.load(keys + stop - 1)
+    is_inner = start > table_start
     from_before = is_inner & (tl.load(keys + start - 1, mask=is_inner, other=-1) == first_key)
-    is_inner = exists & (stop < table_stop)
+    is_inner = stop < table_stop
     continues = is_inner & (tl.load(keys + stop, mask=is_inner, other=-1) == last_key)
     # Runs that cross an edge leave a partial sum: the block's first run, and its last one if that is another.
     one_run = first_key == last_key
     leaves_first = from_before | (one_run & continues)
     leaves_last = continues & (one_run == 0)
-    tl.store(sums_keys + 2 * block, first_key, mask=exists)
-    tl.store(sums_keys + 2 * block + 1, last_key, mask=exists)
-    tl.store(sums_counts + 2 * block, leaves_first.to(tl.int8), mask=exists)
-    tl.store(sums_counts + 2 * block + 1, leaves_last.to(tl.int8), mask=exists)
+    tl.store(sums_keys + 2 * block, first_key)
+    tl.store(sums_keys + 2 * block + 1, last_key)
+    tl.store(sums_counts + 2 * block, leaves_first.to(tl.int8))
+    tl.store(sums_counts + 2 * block + 1, leaves_last.to(tl.int8))
+    # Their keys; -2 is none.
+    left_first = tl.where(leaves_first, first_key, -2)
+    left_last = tl.where(leaves_last, last_key, -2)
 
     row_dtype: tl.constexpr = weights.dtype.element_ty
     if row_dtype != tl.float32:
         bits_of_step = step_bits(tl.load(rounding_key + table_index), tl.load(updates_before))
-        pair = tl.load(first_pair + table_index)[:, None]
+        pair = tl.load(first_pair + table_index)
+        rows_before = tl.load(first_row + table_index)
         if SLOTS:
-            # The rows in the slots of a table's arena; negative: its rows are all here.
-            start_of_slots = tl.load(slot_start + table_index)
             offset_of_rows = tl.load(slot_offset + table_index)
     rate = tl.load(scalars)
     scale = tl.load(scalars + 3)
     if L2:
         l2 = tl.load(scalars + 4)
-    total = tl.zeros((WARPS, BLOCK_D), tl.float32)
-    has_gradient = exists
-    # Loads run one id ahead of the sum, so that the next gradient does not wait for an update's memory accesses.
-    ahead = exists
-    next_key = first_key
-    next_counts = ahead
-    if LEVEL > 0:
-        has_gradient = exists & (start < 0)
-        next_counts = tl.load(counts + start, mask=ahead, other=0) != 0
-    source = _source(
-        order,
-        start,
-        ahead,
-        table_first_key,
-        hot,
-        reciprocal,
-        width,
-        gradient_stride,
-        first_column,
-        listed_rows,
-        listed_columns,
-        LEVEL,
-        ONE_HOT,
-        BY_PRODUCT,
-        SOURCE,
-    )
-    if LEVEL == 0 and SOURCE == "listed":
-        next_factor = _listed_factor(order, start, ahead, listed_factors)
-    gradient_pointer = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
-    if BOUNDED:
-        next_counts = next_counts & (next_key < end_key)
-    next_gradient = tl.load(gradient_pointer, mask=next_counts[:, None] & in_row, other=0.0)
-    for step in range(LENGTH):
-        here, key, gradient = ahead, next_key, next_gradient
-        # A partial sum has its factors already.
-        if LEVEL == 0 and SOURCE == "one":
-            gradient = gradient.to(tl.float32) * factor
-        if LEVEL == 0 and SOURCE == "listed":
-            gradient = gradient.to(tl.float32) * next_factor[:, None]
-        if LEVEL > 0:
-            has_gradient = has_gradient | next_counts
-        following = start + step + 1
-        ahead = following < stop
-        next_key = tl.load(keys + following, mask=ahead, other=-1)
-        next_counts = ahead
-        if LEVEL > 0:
-            next_counts = tl.load(counts + following, mask=ahead, other=0) != 0
-        source = _source(
-            order,
-            following,
-            ahead,
-            table_first_key,
-            hot,
-            reciprocal,
-            width,
-            gradient_stride,
-            first_column,
-            listed_rows,
-            listed_columns,
-            LEVEL,
-            ONE_HOT,
-            BY_PRODUCT,
-            SOURCE,
-        )
-        if LEVEL == 0 and SOURCE == "listed":
-            next_factor = _listed_factor(order, following, ahead, listed_factors)
-        gradient_pointer = gradients + tl.multiple_of(source[:, None], [1, ALIGN]) + column
-        if BOUNDED:
-            next_counts = next_counts & (next_key < end_key)
-        next_gradient = tl.load(gradient_pointer, mask=next_counts[:, None] & in_row, other=0.0)
 
-        total += gradient.to(tl.float32)
-        ends = here & (next_key != key)
-        is_first = key == first_key
-        is_last = key == last_key
-        at_first = ends & is_first & leaves_first
-        at_last = ends & is_last & leaves_last
-        entry = (2 * block + at_last.to(tl.int32)).to(tl.int64)
-        leaves = at_first | at_last
-        if _any_row(leaves, WARPS):
-            tl.store(
-                sums + entry[:, None] * BLOCK_D + column,
-                total,
-                mask=leaves[:, None] & in_row,
-            )
-
-        # A run that did not cross an edge was updated a level below; only its key is left here.
-        updates = ends & ~(is_first & from_before) & ~(is_last & continues) & has_gradient
-        if BOUNDED:
-            updates = updates & (key < end_key)
-        if _any_row(updates, WARPS):
-            inside = updates[:, None] & in_row
-            row = (key - base).to(tl.int64)
-            offset = tl.multiple_of((row * width)[:, None], [1, ALIGN]) + column
-            pointer = weights + table[:, None] + offset
-            weight = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
-            sum_of_row = total * scale
-            if L2:
-                sum_of_row += l2 * weight
-            pointer1, mask1 = _state_pointer(state1, row, offset, updates, inside, STATE1)
-            pointer2, mask2 = _state_pointer(state2, row, offset, updates, inside, STATE2)
-            weight = UPDATE(
-                weight,
-                sum_of_row,
-                pointer1,
-                mask1,
-                pointer2,
-                mask2,
+    # Keys and places are loaded one group ahead.
+    next_keys = _group_keys(keys, start, stop, GROUP)
+    next_places = _group_places(order, counts, start, stop, LEVEL, GROUP)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    has_gradient = False
+    for group in range(LENGTH // GROUP):
+        first = start + group * GROUP
+        group_keys, places = next_keys, next_places
+        next_keys = _group_keys(keys, first + GROUP, stop, GROUP)
+        all_keys = group_keys + next_keys
+        gradients_of_ids = ()
+        factors_of_ids = ()
+        has_gradients = ()
+        for number in tl.static_range(GROUP):
+            gradient, factor_of_id, has = _gradient(
+                gradients + column,
+                places[number],
+                first + number,
+                stop,
+                group_keys[number],
+                end_key,
+                first_key_of_table,
+                hot,
+                reciprocal,
+                factor,
                 width,
-                rate,
-                scalars,
-                eps,
-                beta1,
-                rest1,
-                beta2,
-                rest2,
+                first_column,
+                in_row,
+                listed_rows,
+                listed_columns,
+                listed_factors,
+                LEVEL,
+                ONE_HOT,
+                BY_PRODUCT,
+                SOURCE,
+                BOUNDED,
+                ALIGN,
+                STRIDE,
             )
-            if row_dtype != tl.float32:
-                row_of_table = row
+            gradients_of_ids += (gradient,)
+            factors_of_ids += (factor_of_id,)
+            has_gradients += (has,)
+        next_places = _group_places(order, counts, first + GROUP, stop, LEVEL, GROUP)
+        if PREFETCHES:
+            # The last key of this group, and those of the next one but its last, whose run may continue.
+            for number in tl.static_range(GROUP - 1, 2 * GROUP - 1):
+                key = all_keys[number]
+                if key != all_keys[number + 1]:
+                    _prefetch_row(rows, key, width, "element", BLOCK_D)
+                    _prefetch_row(states1, key, width, STATE1, BLOCK_D)
+                    _prefetch_row(states2, key, width, STATE2, BLOCK_D)
+
+        for number in tl.static_range(GROUP):
+            key = group_keys[number]
+            gradient = gradients_of_ids[number].to(tl.float32)
+            if LEVEL == 0 and SOURCE != "sum":
+                gradient *= factors_of_ids[number]
+            total += gradient
+            if LEVEL > 0:
+                has_gradient = has_gradient | has_gradients[number]
+            if key != all_keys[number + 1]:
+                leaves = (key == left_first) | (key == left_last)
+                updates = leaves == 0
                 if BOUNDED:
-                    row_of_table += rows_before
-                if SLOTS:
-                    has_slots = start_of_slots >= 0
-                    in_slot = tl.load(
-                        slot_rows + start_of_slots + row, mask=updates & has_slots, other=0
+                    updates = updates & (key < end_key)
+                if LEVEL > 0:
+                    # Of a run that a level below has updated, only the key is left here.
+                    updates = updates & has_gradient
+                if leaves:
+                    entry = (2 * block + (key == left_last).to(tl.int32)).to(tl.int64)
+                    tl.store(sums + entry * BLOCK_D + column, total, mask=in_row)
+                if updates:
+                    offset = tl.multiple_of(key.to(tl.int64) * width, ALIGN)
+                    pointer = rows + column + offset
+                    weight = tl.load(pointer, mask=in_row, other=0.0).to(tl.float32)
+                    of_row1, pointer1 = _state_of_row(states1, key, offset, column, in_row, STATE1)
+                    of_row2, pointer2 = _state_of_row(states2, key, offset, column, in_row, STATE2)
+                    sum_of_row = total * scale
+                    if L2:
+                        sum_of_row += l2 * weight
+                    weight, of_row1, of_row2 = UPDATE(
+                        weight,
+                        sum_of_row,
+                        of_row1,
+                        of_row2,
+                        width,
+                        rate,
+                        scalars,
+                        eps,
+                        beta1,
+                        rest1,
+                        beta2,
+                        rest2,
                     )
-                    row_of_table = tl.where(
-                        has_slots, in_slot.to(tl.int64) - offset_of_rows, row_of_table
-                    )
-                weight = round_stochastically(
-                    weight, random_bits(bits_of_step, row_of_table, pair, column), row_dtype
-                )
-            tl.store(pointer, weight, mask=inside)
-        total = tl.where(ends[:, None], 0.0, total)
-        if LEVEL > 0:
-            has_gradient = has_gradient & ~ends
+                    _store_state(pointer1, of_row1, in_row, STATE1)
+                    _store_state(pointer2, of_row2, in_row, STATE2)
+                    if row_dtype != tl.float32:
+                        row = (key - base).to(tl.int64)
+                        row_of_table = row + rows_before
+                        if SLOTS:
+                            has_slots = start_of_slots >= 0
+                            slot = slot_rows + start_of_slots + row
+                            in_slot = tl.load(slot, mask=has_slots, other=0).to(tl.int64)
+                            row_of_table = tl.where(
+                                has_slots, in_slot - offset_of_rows, row_of_table
+                            )
+                        bits = random_bits(bits_of_step, row_of_table, pair, column)
+                        weight = round_stochastically(weight, bits, row_dtype)
+                    tl.store(pointer, weight, mask=in_row)
+                total = tl.zeros((BLOCK_D,), tl.float32)
+                has_gradient = False

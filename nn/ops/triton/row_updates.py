@@ -1,12 +1,13 @@
 """Kernel branches of the built-in table optimizers: `_segment_update` calls one for a row when its gradient is summed.
 
-A branch takes the row's weights and the sum of its gradients, with L2 if that is on, float32 [WARPS, columns], and returns the
-new weights. It loads and stores the optimizer's states itself: `state1` and `state2` are pointers with their masks, [WARPS,
-columns], or [WARPS] if the state has one number per row. A branch ignores the states that its optimizer does not have.
+A branch takes a row's weights, the sum of its gradients, with L2 if that is on, and the optimizer's states; it returns the
+new weights and states. All are float32 [columns], a state with one number per row a scalar. A branch returns the states that
+its optimizer does not have as they came.
 
 Scalars: `rate` is the learning rate. `scalars[1]` and `scalars[2]` are 1 / (1 - beta ** step) for beta1 and beta2;
 `scalars[5]` and those after it are the options that the optimizer's `TableRule` names. `rest1` and `rest2` are 1 - beta,
-computed on the host, since single precision keeps four digits only. `width` [WARPS] is the number of columns.
+computed on the host, since single precision keeps four digits only. `width` is the number of columns. If it is no power of
+two, there are more columns here: weights, gradients and states are 0 in them.
 
 `nn.embedding.optimizer` has the same arithmetic in plain torch.
 """
@@ -20,9 +21,7 @@ def sgd(
     weight,
     gradient,
     state1,
-    mask1,
     state2,
-    mask2,
     width,
     rate,
     scalars,
@@ -33,7 +32,7 @@ def sgd(
     rest2,
 ):
     """Descend the gradient."""
-    return weight - rate * gradient
+    return weight - rate * gradient, state1, state2
 
 
 @triton.jit
@@ -41,9 +40,7 @@ def adagrad(
     weight,
     gradient,
     state1,
-    mask1,
     state2,
-    mask2,
     width,
     rate,
     scalars,
@@ -54,9 +51,8 @@ def adagrad(
     rest2,
 ):
     """Divide by the root of the sum of squares of each element."""
-    total = tl.load(state1, mask=mask1, other=0.0) + gradient * gradient
-    tl.store(state1, total, mask=mask1)
-    return weight - rate * gradient / (tl.sqrt(total) + eps)
+    total = state1 + gradient * gradient
+    return weight - rate * gradient / (tl.sqrt(total) + eps), total, state2
 
 
 @triton.jit
@@ -64,9 +60,7 @@ def rowwise_adagrad(
     weight,
     gradient,
     state1,
-    mask1,
     state2,
-    mask2,
     width,
     rate,
     scalars,
@@ -77,10 +71,8 @@ def rowwise_adagrad(
     rest2,
 ):
     """Divide by the root of the sum of each row's mean squares."""
-    mean_square = tl.sum(gradient * gradient, 1) / width
-    total = tl.load(state1, mask=mask1, other=0.0) + mean_square
-    tl.store(state1, total, mask=mask1)
-    return weight - (rate / (tl.sqrt(total) + eps))[:, None] * gradient
+    total = state1 + tl.sum(gradient * gradient, 0) / width
+    return weight - (rate / (tl.sqrt(total) + eps)) * gradient, total, state2
 
 
 @triton.jit
@@ -88,9 +80,7 @@ def adam(
     weight,
     gradient,
     state1,
-    mask1,
     state2,
-    mask2,
     width,
     rate,
     scalars,
@@ -101,15 +91,11 @@ def adam(
     rest2,
 ):
     """Step along the corrected mean, divided by the root of the corrected variance."""
-    mean = tl.load(state1, mask=mask1, other=0.0)
-    variance = tl.load(state2, mask=mask2, other=0.0)
-    mean = beta1 * mean + rest1 * gradient
-    variance = beta2 * variance + rest2 * gradient * gradient
-    tl.store(state1, mean, mask=mask1)
-    tl.store(state2, variance, mask=mask2)
-    mean = mean * tl.load(scalars + 1)
-    variance = variance * tl.load(scalars + 2)
-    return weight - rate * mean / (tl.sqrt(variance) + eps)
+    mean = beta1 * state1 + rest1 * gradient
+    variance = beta2 * state2 + rest2 * gradient * gradient
+    corrected_mean = mean * tl.load(scalars + 1)
+    corrected_variance = variance * tl.load(scalars + 2)
+    return weight - rate * corrected_mean / (tl.sqrt(corrected_variance) + eps), mean, variance
 
 
 @triton.jit
@@ -117,9 +103,7 @@ def ftrl(
     weight,
     gradient,
     state1,
-    mask1,
     state2,
-    mask2,
     width,
     rate,
     scalars,
@@ -134,16 +118,14 @@ def ftrl(
     beta = tl.load(scalars + 6)
     l1 = tl.load(scalars + 7)
     l2 = tl.load(scalars + 8)
-    n = tl.load(state2, mask=mask2, other=0.0)
+    n = state2
     sign = tl.where(weight > 0, 1.0, tl.where(weight < 0, -1.0, 0.0))
     of_weight = -(weight * (beta / alpha + l2) + sign * l1)
-    z = tl.where(n == 0, of_weight, tl.load(state1, mask=mask1, other=0.0))
+    z = tl.where(n == 0, of_weight, state1)
     root = tl.sqrt(n)
     n += gradient * gradient
     new_root = tl.sqrt(n)
     z += gradient * (rate / alpha) - weight * ((new_root - root) / alpha)
-    tl.store(state1, z, mask=mask1)
-    tl.store(state2, n, mask=mask2)
     sign = tl.where(z > 0, 1.0, -1.0)
     solved = (sign * l1 - z) / ((beta + new_root) / alpha + l2)
-    return tl.where(tl.abs(z) <= l1, 0.0, solved)
+    return tl.where(tl.abs(z) <= l1, 0.0, solved), z, n

@@ -40,9 +40,9 @@ def step_bits(key, step):
 
 @triton.jit
 def random_bits(of_step, row, first_pair, column):
-    """16 random bits for every element, uint32; `column` counts from column 2 * `first_pair` of the table."""
+    """16 random bits for every element of a row, uint32; `column` counts from column 2 * `first_pair` of the table."""
     pair = (first_pair + (column >> 1)).to(tl.uint32) * PAIR
-    word = mix((of_step + row.to(tl.uint32) * ROW)[:, None] + pair)
+    word = mix(of_step + row.to(tl.uint32) * ROW + pair)
     return (word >> ((column & 1) * 16).to(tl.uint32)) & 0xFFFF
 
 

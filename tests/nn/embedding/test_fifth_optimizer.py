@@ -47,9 +47,7 @@ if triton is not None:
         weight,
         gradient,
         state1,
-        mask1,
         state2,
-        mask2,
         width,
         rate,
         scalars,
@@ -59,12 +57,9 @@ if triton is not None:
         beta2,
         rest2,
     ):
-        velocity = beta1 * tl.load(state1, mask=mask1, other=0.0) + gradient
-        tl.store(state1, velocity, mask=mask1)
-        largest = tl.max(tl.abs(gradient), 1)
-        peak = tl.maximum(tl.load(state2, mask=mask2, other=0.0), largest)
-        tl.store(state2, peak, mask=mask2)
-        return weight - rate * velocity / (peak + eps)[:, None]
+        velocity = beta1 * state1 + gradient
+        peak = tl.maximum(state2, tl.max(tl.abs(gradient), 0))
+        return weight - rate * velocity / (peak + eps), velocity, peak
 
 
 MOMENTUM = TableRule(

@@ -69,8 +69,8 @@ def run() -> None:
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
 
     untracked = dict.fromkeys(("touched", "touched_start"))
-    update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "WARPS": 4, "BLOCK_D": 128}
-    update["BY_PRODUCT"] = True
+    update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "GROUP": 4, "BLOCK_D": 128}
+    update |= {"BY_PRODUCT": True, "STRIDE": 3328, "WIDTH": 128, "num_warps": 1}
     for weights, name, level, source in (
         ("*fp32", "adam", 0, "sum"),
         ("*fp32", "rowwise_adagrad", 1, "one"),
@@ -83,16 +83,18 @@ def run() -> None:
         branch = branch_of(TABLE_RULES[OptimizerName[name]])
         dtypes = {"weights": weights, "factors": "*fp32", "num_rows": "*i64"}
         constants = {"LEVEL": level, "L2": level == 1, "SOURCE": source}
-        constants |= dict.fromkeys(("BOUNDED", "SLOTS"), level == 0)
+        constants |= dict.fromkeys(("BOUNDED", "SLOTS", "PREFETCHES"), level == 0)
+        # The width of all tables, or of each.
+        constants["WIDTH"] = 128 * (source == "sum")
         constants |= untracked if level else {}
-        build(_segment_update, dtypes, **update, **branch, **constants)
+        build(_segment_update, dtypes, **update | constants, **branch)
     branch = branch_of(TABLE_RULES[OptimizerName.rowwise_adagrad])
     dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
     constants = {"LEVEL": 0, "SOURCE": "sum"}
-    constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS"), False)
-    alone = update | {"ONE_HOT": False, "WARPS": 1, **branch, **constants}
+    constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS", "PREFETCHES"), False)
+    alone = update | {"ONE_HOT": False, **branch, **constants}
     barriers = [
-        build(_segment_update, dtypes, num_warps=1, **alone, **tracking).count("bar.sync")
+        build(_segment_update, dtypes, **alone, **tracking).count("bar.sync")
         for tracking in (untracked, {})
     ]
     print("barriers of row-wise Adagrad:", barriers[0], "and", barriers[1])
@@ -107,7 +109,7 @@ def run() -> None:
     ):
         try:
             constants = {"LEVEL": 0, "SOURCE": "sum"}
-            constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS"), False)
+            constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS", "PREFETCHES"), False)
             dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
             build(_segment_update, dtypes, **update, **branch, **constants, **untracked)
         except CompilationError as error:
