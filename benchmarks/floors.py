@@ -1,23 +1,33 @@
-"""Lower bound of the time of a training step on an H200 for each row of the benchmark.
+"""Lower bounds of the time of a training step on an H200 for each row of the benchmark.
 
     python -m benchmarks.floors                          all rows as a table
     python -m benchmarks.floors dlrm_t15_4 --explain     all terms of the count
 
-What is counted, `nn/step_floor.py` says.
+What is counted, and what burst and sustained are, `nn/step_floor.py` says. Tables that the row's plan replicates are not sent.
 """
 
 import argparse
 
 from benchmarks.rows import ROWS, Row
-from nn.build import model_spec, open_source
+from nn.build import build_plan, model_spec, open_source
+from nn.planning.plan import Hardware, replicated_tables
 from nn.step_floor import Floor, floor_of, power_law_shares
+
+H200_BYTES, HOST_BYTES = 139 * 2**30, 512 * 2**30
+"""Memory of the machines of the benchmark: of a GPU, and of the host."""
 
 
 def floor_of_row(row: Row) -> Floor:
     """Count a step of a row of the benchmark."""
     config = row.config()
-    spec = model_spec(config, open_source(config))
-    return floor_of(config, spec, row.world_size, power_law_shares(row.exponent))
+    source = open_source(config)
+    replicated: list[str] = []
+    if row.world_size > 1:
+        hardware = Hardware("cuda", row.world_size, row.world_size, H200_BYTES, HOST_BYTES)
+        _, plan = build_plan(config, source, hardware)
+        replicated = replicated_tables(plan)
+    spec = model_spec(config, source)
+    return floor_of(config, spec, row.world_size, power_law_shares(row.exponent), replicated)
 
 
 def main() -> None:
@@ -31,17 +41,21 @@ def main() -> None:
     unknown = [name for name in args.rows if name not in ROWS]
     if unknown:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
-    print("| row | GPUs | global batch | FLOPs ms | HBM ms | all-to-all ms | M samples/s at most |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| row | GPUs | global batch | FLOPs ms: burst | sustained | HBM ms | all-to-all ms | M samples/s at most: burst | "
+        "sustained |\n|---|---|---|---|---|---|---|---|---|"
+    )
     floors = {name: floor_of_row(ROWS[name]) for name in args.rows or ROWS}
     for name, floor in floors.items():
-        times = [
+        flops, *others = (
             f"**{ms:.2f}**" if resource == floor.bound else f"{ms:.2f}"
             for resource, ms in floor.times_ms.items()
-        ]
+        )
+        sustained = floor.sustained_times_ms["FLOPs"]
+        speeds = [floor.global_batch_size / ms / 1e3 for ms in (floor.ms, floor.sustained_ms)]
         print(
-            f"| `{name}` | {ROWS[name].world_size} | {floor.global_batch_size:,} | "
-            f"{' | '.join(times)} | {floor.samples_per_s / 1e6:.1f} |"
+            f"| `{name}` | {ROWS[name].world_size} | {floor.global_batch_size:,} | {flops} | {sustained:.2f} | "
+            f"{' | '.join(others)} | {speeds[0]:.1f} | {speeds[1]:.1f} |"
         )
     if args.explain:
         for name, floor in floors.items():

@@ -146,8 +146,15 @@ def read_result(name: str, row: Row, run_dir: Path, floor: Floor) -> dict[str, A
         "data_wait_ms": _median(records, "data_wait_ms"),
         "peak_hbm_bytes": records[-1]["hbm_bytes"],
         "planned_hbm_bytes": planned,
-        "floor": asdict(floor) | {"ms": floor.ms, "bound": floor.bound, "times_ms": floor.times_ms},
+        "floor": asdict(floor)
+        | {
+            "ms": floor.ms,
+            "sustained_ms": floor.sustained_ms,
+            "bound": floor.bound,
+            "times_ms": floor.times_ms,
+        },
         "times_the_floor": step_ms / floor.ms,
+        "times_the_sustained_floor": step_ms / floor.sustained_ms,
         "breakdown": breakdown,
     }
 
@@ -157,8 +164,8 @@ def _median(records: list[dict[str, Any]], key: str) -> float:
 
 
 HEAD = (
-    "| row | GPUs | global batch | M samples/s, min / median / max | step ms | data wait ms | floor ms | times the "
-    "floor | peak HBM GiB | planned GiB |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| row | GPUs | global batch | M samples/s, min / median / max | step ms | data wait ms | floor ms: burst, sustained "
+    "| times the floors | peak HBM GiB | planned GiB |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -175,8 +182,8 @@ def speed_line(result: dict[str, Any]) -> str:
     return (
         f"| `{result['row']}` | {result['world_size']} | {result['global_batch_size']:,} "
         f"| {low:.2f} / **{median:.2f}** / {high:.2f} | {result['step_ms']:.2f} "
-        f"| {result['data_wait_ms']:.2f} | {floor['ms']:.2f} ({floor['bound']}) "
-        f"| {result['times_the_floor']:.1f} | {memory} |"
+        f"| {result['data_wait_ms']:.2f} | {floor['ms']:.2f} ({floor['bound']}), {floor['sustained_ms']:.2f} "
+        f"| {result['times_the_floor']:.1f}, {result['times_the_sustained_floor']:.1f} | {memory} |"
     )
 
 

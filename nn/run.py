@@ -97,8 +97,9 @@ from nn.observability.run_directory import (
     write_plan,
 )
 from nn.observability.run_lock import RunLock
+from nn.planning.exchange import planned_exchange
 from nn.planning.memory_estimate import RankMemory, plan_memory
-from nn.planning.plan import TablePlan
+from nn.planning.plan import TablePlan, replicated_tables
 from nn.resume import (
     ResumePoint,
     finished_run,
@@ -260,8 +261,11 @@ def _show_plan(config: Config, source: Source, console: Console) -> None:
     floor_ms = None
     if hardware.device_type == "cuda" and any(row.has_arena for row in rows):
         spec, share_of = model_spec(config, source), partial(id_share, config, source)
-        floor_ms = floor_of(config, spec, hardware.world_size, share_of).ms
-    print_plan(console, rows, hardware.world_size, listed, floor_ms)
+        floor = floor_of(config, spec, hardware.world_size, share_of, replicated_tables(rows))
+        floor_ms = floor.ms
+    exchange = planned_exchange(config, source.spec, rows, hardware)
+    has_gpus = hardware.device_type == "cuda"
+    print_plan(console, rows, hardware.world_size, listed, floor_ms, exchange, has_gpus=has_gpus)
     memory = []
     description = _describe(config, source, make_logger(console))
     if description is not None:
@@ -311,7 +315,10 @@ def open_session(
         size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
         print_header(console, facts, {"model": header["model"]} | size | header)
         if config.mode is Mode.train:
-            print_plan(console, rows, ranks.world_size, str(recorder.run_dir / PLAN))
+            listed = str(recorder.run_dir / PLAN)
+            exchange = planned_exchange(config, source.spec, rows, hardware)
+            has_gpus = ranks.device.type == "cuda"
+            print_plan(console, rows, ranks.world_size, listed, None, exchange, has_gpus=has_gpus)
         if memory:
             print_memory(console, memory, hardware.hbm_bytes)
         with report_faults(ranks):

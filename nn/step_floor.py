@@ -1,11 +1,15 @@
-"""Lower bound of the time of a training step on an H200, whatever the code.
+"""Lower bounds of the time of a training step on an H200, whatever the code.
 
 A step computes its matrix products, moves its bytes through the GPU's memory, and sends embeddings and gradients between
 GPUs. Each amount is divided by the best rate measured for it on an H200. The largest of the three times is the floor, since
 the three may overlap completely. Work that a better program could avoid is not counted; each function lists it.
+
+There are two floors. The burst floor takes the rate of products on a GPU that was idle before. Within 0.2 s the GPU reaches its
+power limit of 700 W and lowers its clock: the sustained floor takes the rate of products from then on. A training whose time
+is mostly products can only come near the second one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -22,6 +26,10 @@ from nn.training.dense_optimizer import dense_rule
 # 256 MiB per rank on four GPUs (bytes that leave a rank). Not measured: TF32, which is taken as half of bf16 as in the data
 # sheet (495 and 989 TFLOP/s), plain fp32, which is the data sheet's number, and fp8, which is twice bf16 there.
 BF16_FLOPS_PER_S = 788e12
+# The same products for four seconds, from 0.2 s on: 565 to 590 TFLOP/s in bf16 at 1,425 to 1,500 MHz, 970 to 1,035 in fp8. The
+# larger ones, since this is a lower bound. Not measured: TF32, of which the same share is taken, and plain fp32.
+SUSTAINED_SHARE = 590 / 788
+SUSTAINED_FP8_SPEEDUP = 1035 / 590
 TF32_FLOPS_PER_S = BF16_FLOPS_PER_S / 2
 FP32_FLOPS_PER_S = 67e12
 FP8_SPEEDUP = 2
@@ -47,8 +55,9 @@ class Floor:
         flops: floating-point operations by term.
         hbm: bytes through the GPU's memory by term.
         all_to_all: bytes sent to other ranks by term.
-        flops_per_s: rate of the matrix products in the row's precision.
+        flops_per_s: rate of the matrix products in the row's precision, on a GPU that was idle before.
         global_batch_size: rows per step, over all ranks.
+        sustained_share: of that rate at the power limit.
     """
 
     flops: dict[str, float]
@@ -56,14 +65,23 @@ class Floor:
     all_to_all: dict[str, float]
     flops_per_s: float
     global_batch_size: int
+    sustained_share: float = SUSTAINED_SHARE
 
     @property
     def times_ms(self) -> dict[str, float]:
         """Lower bound per resource."""
+        return self._times_ms(self.flops_per_s, FP8_SPEEDUP)
+
+    @property
+    def sustained_times_ms(self) -> dict[str, float]:
+        """Lower bound per resource at the power limit."""
+        return self._times_ms(self.flops_per_s * self.sustained_share, SUSTAINED_FP8_SPEEDUP)
+
+    def _times_ms(self, flops_per_s: float, fp8_speedup: float) -> dict[str, float]:
+        in_fp8 = self.flops.get(FP8, 0)
+        flops = sum(self.flops.values()) - in_fp8 * (1 - 1 / fp8_speedup)
         return {
-            "FLOPs": (sum(self.flops.values()) - self.flops.get(FP8, 0) * (1 - 1 / FP8_SPEEDUP))
-            / self.flops_per_s
-            * 1e3,
+            "FLOPs": flops / flops_per_s * 1e3,
             "HBM": sum(self.hbm.values()) / HBM_BYTES_PER_S * 1e3,
             "all-to-all": sum(self.all_to_all.values()) / ALL_TO_ALL_BYTES_PER_S * 1e3,
         }
@@ -75,23 +93,36 @@ class Floor:
 
     @property
     def ms(self) -> float:
-        """The floor in ms."""
+        """The burst floor in ms."""
         return self.times_ms[self.bound]
 
     @property
+    def sustained_ms(self) -> float:
+        """The sustained floor in ms."""
+        return max(self.sustained_times_ms.values())
+
+    @property
     def samples_per_s(self) -> float:
-        """Speed at the floor, over all ranks."""
+        """Speed at the burst floor, over all ranks."""
         return self.global_batch_size / self.ms * 1e3
 
 
-def floor_of(config: Config, spec: FeatureSpec, world_size: int, share_of: ShareOf) -> Floor:
+def floor_of(
+    config: Config,
+    spec: FeatureSpec,
+    world_size: int,
+    share_of: ShareOf,
+    replicated: Collection[str] = (),
+) -> Floor:
     """Count a training step.
 
     Args:
         config: model, batch size, precision and optimizers.
         spec: the dataset as the model sees it: tables and hotness.
-        world_size: ranks; tables and lookups count as spread evenly, and no table as replicated.
+        world_size: ranks; tables that are not replicated, and their lookups, count as spread evenly.
         share_of: how often the stored ids of a table occur.
+        replicated: tables of which every rank has a replica, so that their ids and vectors are not sent. Their rows count as
+            those of the others, which is less than a replica's work.
     """
     expands = config.data.multi_hot.hotness is not None
     batch = config.train.batch_size / world_size
@@ -109,8 +140,8 @@ def floor_of(config: Config, spec: FeatureSpec, world_size: int, share_of: Share
     }
     return Floor(
         flops=count_flops(config, spec, batch),
-        hbm=count_hbm(config, spec, batch, unique, world_size, expands=expands),
-        all_to_all=count_all_to_all(config, spec, batch, world_size, expands=expands),
+        hbm=count_hbm(config, spec, batch, unique, world_size, replicated, expands=expands),
+        all_to_all=count_all_to_all(config, spec, batch, world_size, replicated, expands=expands),
         flops_per_s=_flops_per_s(config),
         global_batch_size=config.train.batch_size,
     )
@@ -149,6 +180,7 @@ def count_hbm(
     batch: float,
     unique: Mapping[str, float],
     world_size: int,
+    replicated: Collection[str] = (),
     *,
     expands: bool = False,
 ) -> dict[str, float]:
@@ -160,6 +192,7 @@ def count_hbm(
         batch: rows of the rank.
         unique: table -> distinct rows that the global batch looks up, of this rank's share of the table.
         world_size: ranks.
+        replicated: tables of which every rank has a replica.
         expands: only the first id of a bag is stored; the others are computed from it (`data.multi_hot`).
 
     Counted per step:
@@ -168,7 +201,8 @@ def count_hbm(
       twice (lookup and update), whatever number of tables a feature has.
     - rows read: each distinct row once, in the table's dtype. Repetitions may come from the cache.
     - embeddings: written by the lookup, a vector per feature of a table, or one per id without pooling; read forward and
-      backward; their gradients are written and read. Those of other ranks are written and read once more in each direction.
+      backward; their gradients are written and read. Those of other ranks are written and read once more in each direction,
+      which a replicated table has none of.
     - rows updated: each distinct row and its optimizer state, read and written. The row has left the cache since the lookup.
       The sum of a row's gradients stays on chip.
     - activations: the input of each matrix product but embeddings, written forward and read backward. Gradients of activations
@@ -180,6 +214,7 @@ def count_hbm(
     tables = declared_tables(config.model, spec)
     weight_bytes = FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
     columns = embedding_columns(tables, spec)
+    sent_columns = embedding_columns([t for t in tables if t.name not in replicated], spec)
     remote_share = (world_size - 1) / world_size
     model = build_meta(config.model, spec)
     activations = model.activations()
@@ -196,7 +231,9 @@ def count_hbm(
             + 3 * ID_BYTES * _ids_per_row(spec, expands)
         ),
         "rows read": elements * weight_bytes,
-        "embeddings": batch * columns * _embedding_bytes(config) * (5 + 4 * remote_share),
+        "embeddings": batch
+        * _embedding_bytes(config)
+        * (5 * columns + 4 * remote_share * sent_columns),
         "rows updated": 2 * updated,
         "activations": batch * saved * _activation_bytes(config) * 2,
         "dense half": model.num_parameters() * FP32_BYTES * (2 + 2 + 2 * states),
@@ -204,18 +241,26 @@ def count_hbm(
 
 
 def count_all_to_all(
-    config: Config, spec: FeatureSpec, batch: float, world_size: int, *, expands: bool = False
+    config: Config,
+    spec: FeatureSpec,
+    batch: float,
+    world_size: int,
+    replicated: Collection[str] = (),
+    *,
+    expands: bool = False,
 ) -> dict[str, float]:
     """Count the bytes that one rank sends to others: of W ranks, a share of (W - 1) / W is on others.
 
-    Embeddings go to the ranks of their samples and gradients come back, in the dtype of the all-to-all. Not counted: the
-    all-reduce of the dense half's gradients, which a switch can sum.
+    Embeddings go to the ranks of their samples and gradients come back, in the dtype of the all-to-all. Nothing is sent of
+    replicated tables. Not counted: the all-reduce of the gradients of the dense half and of replicated tables, which a switch
+    can sum.
     """
     remote_share = (world_size - 1) / world_size
-    columns = embedding_columns(declared_tables(config.model, spec), spec)
-    one_way = remote_share * batch * columns * _embedding_bytes(config)
+    sent = [t for t in declared_tables(config.model, spec) if t.name not in replicated]
+    names = {name for table in sent for name in table.feature_names}
+    one_way = remote_share * batch * embedding_columns(sent, spec) * _embedding_bytes(config)
     return {
-        "ids": remote_share * batch * ID_BYTES * _ids_per_row(spec, expands),
+        "ids": remote_share * batch * ID_BYTES * _ids_per_row(spec, expands, names),
         "embeddings": one_way,
         "gradients": one_way,
     }
@@ -255,8 +300,13 @@ def unique_rows(
     return first + others - first * others / cardinality
 
 
-def _ids_per_row(spec: FeatureSpec, expands: bool) -> float:
-    return sum(1 if expands else feature.mean_hotness for feature in spec.categorical)
+def _ids_per_row(spec: FeatureSpec, expands: bool, names: Collection[str] | None = None) -> float:
+    """Return the stored ids of a row, of some features or of all."""
+    return sum(
+        1 if expands else feature.mean_hotness
+        for feature in spec.categorical
+        if names is None or feature.name in names
+    )
 
 
 def _embedding_bytes(config: Config) -> int:

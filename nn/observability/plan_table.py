@@ -11,6 +11,7 @@ from rich.table import Table
 
 from configs.schema import Config
 from nn.observability.layout import grid, print_columns, ranges
+from nn.planning.exchange import BETWEEN, WITHIN, RankExchange, busiest_links
 from nn.planning.host_tables import fetched_bytes, link_ms, staged_row_bytes
 from nn.planning.memory_estimate import RankMemory
 from nn.planning.plan import Hardware, TablePlan, lookups_by_rank
@@ -24,6 +25,11 @@ LARGEST = 5
 """Tables that a folded plan names."""
 GIB_FROM = 100_000 * MIB
 """Total from which on a plan is in GiB, where MiB have six digits."""
+RATES = {
+    WITHIN: "NVLink at 394 GB/s",
+    BETWEEN: "a network card at 50 GB/s",
+}
+"""Links of the planner's cost model, as printed."""
 
 
 def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
@@ -111,6 +117,9 @@ def print_plan(
     world_size: int,
     complete_in: str = "",
     floor_ms: float | None = None,
+    exchange: Sequence[RankExchange] = (),
+    *,
+    has_gpus: bool = False,
 ) -> None:
     """Print the placement of tables and the balance over ranks.
 
@@ -120,6 +129,8 @@ def print_plan(
         world_size: number of ranks, including ranks without a table.
         complete_in: where all tables are listed, for a plan that is folded; empty if nowhere.
         floor_ms: least time of a step, to compare with that of the link to host memory; None if it was not counted.
+        exchange: what each rank sends per step; empty if it was not counted.
+        has_gpus: whether to add the times of GPUs' links.
     """
     bytes_of = Counter(dict.fromkeys(range(world_size), 0))
     for row in rows:
@@ -132,7 +143,7 @@ def print_plan(
     for line in printed:
         sizes = [line.table_bytes, *([line.expansion_bytes] if expanded else [])]
         table.add_row(line.name, *line.cells(), *(_number(size, unit) for size in sizes))
-    lines = _balance(rows, bytes_of, expanded, unit)
+    lines = _balance(rows, bytes_of, expanded, unit) | _exchange_lines(exchange, has_gpus=has_gpus)
     if floor_ms is not None:
         lines["step"] = (
             f"at least {floor_ms:,.2f} ms beside it, by its products and bytes at the rates of an H200; a bound, not measured"
@@ -173,6 +184,18 @@ def _balance(
         imbalance = f", imbalance {most_lookups / mean:.2f}" if mean else ""
         lines["lookups"] = (
             f"per sample at most {most_lookups:,.1f} (rank {busiest}), mean {mean:,.1f}{imbalance}"
+        )
+    return lines
+
+
+def _exchange_lines(exchange: Sequence[RankExchange], *, has_gpus: bool) -> dict[str, str]:
+    """Return a line per kind of link: what the rank sends that sends most over it, and the time of an H200 server."""
+    lines = {}
+    for link in busiest_links(exchange):
+        terms = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in link.sent.items())
+        time = f"; {link.ms:,.2f} ms of {RATES[link.name]}" if has_gpus else ""
+        lines[link.name] = (
+            f"per step a rank sends at most {link.num_bytes / 1e6:,.1f} MB (rank {link.rank}): {terms}{time}"
         )
     return lines
 

@@ -18,7 +18,7 @@ from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
 from nn.planning.plan import TablePlan
 from nn.sharding.request_room import room_for
-from nn.sharding.tables import ROWS_CUT, asks_for_rows
+from nn.sharding.tables import asks_for_rows
 from nn.tiers.traffic import expected_distinct, power_law_share
 
 ID_BYTES = 4
@@ -198,7 +198,7 @@ def requests_of(
         table
         for table in plan
         if table.tier == "device"
-        and _is_row_wise(table)
+        and table.is_row_wise
         and asks_for_rows(declared[table.table], ids, world_size)
     ]
     requests = []
@@ -250,7 +250,7 @@ def _replicated_bytes(rank: int, plan: Sequence[TablePlan]) -> int:
 
 def _partial_columns(plan: Sequence[TablePlan]) -> int:
     """Return the columns of the vectors of which each rank computes a part."""
-    return round(sum(x.num_vectors * x.embedding_dim for x in plan if _is_row_wise(x)))
+    return round(sum(x.num_vectors * x.embedding_dim for x in plan if x.is_row_wise))
 
 
 def _bytes_of_batches(
@@ -374,9 +374,7 @@ def _work_of(
     held = [table for table in plan if rank in table.ranks]
     replicated = [table for table in held if table.sharding == "data_parallel"]
     sharded = [table for table in held if table.sharding != "data_parallel"]
-    elements = sum(
-        global_batch * table.num_vectors * _local_columns(table, rank) for table in sharded
-    )
+    elements = sum(global_batch * table.num_vectors * table.columns_on(rank) for table in sharded)
     ids = keys = size = 0.0
     # The tables of a group are looked up and updated by the same launches.
     for tables, rows in ((sharded, global_batch), (replicated, batch)):
@@ -387,7 +385,7 @@ def _work_of(
         }
         for table in tables:
             arriving |= {name: ids.numbers for name, ids in features[table.table].items()}
-            size += update_bytes(keys_of[table.table], _local_columns(table, rank))
+            size += update_bytes(keys_of[table.table], table.columns_on(rank))
         ids += rows * sum(arriving.values())
         keys += sum(keys_of.values())
         has_listed = any(
@@ -407,18 +405,6 @@ def _work_of(
         )
     )
     return _SparseWork(round(elements), round(ids), round(keys), round(size), round(mapping))
-
-
-def _local_columns(table: TablePlan, rank: int) -> int:
-    """Return the columns of a table on one of its ranks."""
-    if table.sharding != "column_wise":
-        return table.embedding_dim
-    size = table.bytes_per_rank[table.ranks.index(rank)]
-    return round(table.embedding_dim * size / sum(table.bytes_per_rank))
-
-
-def _is_row_wise(table: TablePlan) -> bool:
-    return table.sharding in ROWS_CUT and len(table.ranks) > 1
 
 
 def _width_class(columns: int) -> int:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nn.sharding.tables import ROWS_CUT
+
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
@@ -51,6 +53,23 @@ class TablePlan:
     def has_arena(self) -> bool:
         """Return whether the device holds a part of its rows."""
         return self.tier != "device"
+
+    @property
+    def is_row_wise(self) -> bool:
+        """Return whether several ranks have some of its rows each."""
+        return self.sharding in ROWS_CUT and len(self.ranks) > 1
+
+    def columns_on(self, rank: int) -> int:
+        """Return its columns on one of its ranks."""
+        if self.sharding != "column_wise":
+            return self.embedding_dim
+        size = self.bytes_per_rank[self.ranks.index(rank)]
+        return round(self.embedding_dim * size / sum(self.bytes_per_rank))
+
+
+def replicated_tables(rows: Sequence[TablePlan]) -> list[str]:
+    """Return the names of the tables of which every rank has a replica."""
+    return [row.table for row in rows if row.sharding == "data_parallel"]
 
 
 def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:

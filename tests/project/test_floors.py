@@ -9,6 +9,9 @@ from dataloading.randomness import power_law
 from nn.build import model_spec, open_source
 from nn.models.registry import declared_tables
 from nn.step_floor import (
+    FP8,
+    SUSTAINED_FP8_SPEEDUP,
+    SUSTAINED_SHARE,
     Floor,
     count_all_to_all,
     count_flops,
@@ -240,6 +243,41 @@ def test_the_floor_is_the_slowest_of_three_resources():
     assert floor.times_ms == pytest.approx({"FLOPs": 4, "HBM": 10, "all-to-all": 1})
     assert (floor.bound, floor.ms) == ("HBM", pytest.approx(10))
     assert floor.samples_per_s == pytest.approx(1e5)
+
+
+def test_the_sustained_floor_has_the_rates_of_the_power_limit():
+    floor = Floor(
+        flops={"a": 2e9, FP8: 2e9},
+        hbm={"c": 4.3e9},
+        all_to_all={},
+        flops_per_s=1e12,
+        global_batch_size=1000,
+        sustained_share=0.5,
+    )
+    assert floor.times_ms["FLOPs"] == pytest.approx(2 + 1)
+    assert floor.sustained_times_ms == pytest.approx(
+        {"FLOPs": 4 + 4 / SUSTAINED_FP8_SPEEDUP, "HBM": 1, "all-to-all": 0}
+    )
+    assert floor.sustained_ms == floor.sustained_times_ms["FLOPs"] > floor.ms
+    assert pytest.approx(0.75, abs=0.01) == SUSTAINED_SHARE
+
+
+def test_nothing_of_a_replicated_table_is_sent():
+    config, spec = composed()
+    tables = declared_tables(config.model, spec)
+    first = tables[0]
+    shares = power_law_shares(0)
+    all_sent, less = (
+        floor_of(config, spec, 4, shares, replicated) for replicated in ((), (first.name,))
+    )
+    batch = config.train.batch_size / 4
+    assert all_sent.all_to_all["ids"] - less.all_to_all["ids"] == 0.75 * batch * 4
+    vectors = batch * first.embedding_dim * 2
+    assert all_sent.all_to_all["embeddings"] - less.all_to_all["embeddings"] == 0.75 * vectors
+    assert all_sent.hbm["embeddings"] - less.hbm["embeddings"] == 4 * 0.75 * vectors
+    assert all_sent.flops == less.flops
+    nothing = floor_of(config, spec, 4, shares, [table.name for table in tables])
+    assert set(nothing.all_to_all.values()) == {0}
 
 
 def test_ranks_share_the_work():

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from nn.observability.plan_table import print_plan
+from nn.planning.exchange import RankExchange
 from nn.planning.plan import TablePlan
 
 MIB = 1 << 20
@@ -120,3 +121,26 @@ def test_sizes_are_in_gib_where_mib_have_six_digits():
     assert any(line.endswith(" GiB") for line in above)
     assert any(line.startswith("total     97.7 GiB") for line in above)
     assert any("at most 48.8 GiB (rank 0), mean 24.4 GiB" in line for line in above)
+
+
+def test_what_is_sent_stands_below_the_plan_with_times_for_gpus():
+    exchange = [
+        RankExchange({"ids": 1e6, "embeddings": 393e6}, {"ids": 0.0, "embeddings": 100e6}),
+        RankExchange({"ids": 2e6, "embeddings": 3e6}, {"ids": 50e6, "embeddings": 100e6}),
+    ]
+    texts = []
+    for has_gpus in (True, False):
+        console = console_of(200)
+        print_plan(console, [row("a", (0, 1), 4)], 2, exchange=exchange, has_gpus=has_gpus)
+        texts.append(" ".join(printed(console).split()))
+    within = (
+        "within a node per step a rank sends at most 394.0 MB (rank 0): ids 1.0, embeddings 393.0"
+    )
+    between = (
+        "between nodes per step a rank sends at most 150.0 MB (rank 1): ids 50.0, embeddings 100.0"
+    )
+    assert f"{within}; 1.00 ms of NVLink at 394 GB/s" in texts[0]
+    assert f"{between}; 3.00 ms of a network card at 50 GB/s" in texts[0]
+    assert within in texts[1]
+    assert between in texts[1]
+    assert " ms of " not in texts[1]

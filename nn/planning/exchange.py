@@ -1,0 +1,182 @@
+"""Bytes that a step sends from rank to rank, over the links within a node and those between nodes.
+
+The bytes follow from the plan: which ranks look up which columns, which tables are replicated, and how many rows of row-wise
+tables a rank is expected to ask for. Times are these bytes at the rates that the planner's cost model has for an H200 server.
+Nothing here is measured while training.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from configs.schema import Amp, Config
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import id_counts
+from nn.embedding.multi_hot import MultiHot
+from nn.models.registry import build_meta, declared_tables
+from nn.planning.memory_estimate import Requests, requests_of
+from nn.planning.plan import Hardware, TablePlan
+from nn.planning.planner import INTER_HOST_BYTES_PER_MS, INTRA_HOST_BYTES_PER_MS
+
+ID_BYTES = 4
+FP32_BYTES = 4
+WITHIN, BETWEEN = "within a node", "between nodes"
+TERMS = ("ids", "embeddings", "gradients", "dense gradients")
+
+
+@dataclass(frozen=True, slots=True)
+class RankExchange:
+    """What one rank sends per training step.
+
+    Attributes:
+        within: bytes to other ranks of its node, by what is sent.
+        between: bytes to ranks of other nodes, by what is sent.
+    """
+
+    within: Mapping[str, float]
+    between: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The rank that sends most over one kind of link.
+
+    Attributes:
+        name: of the link.
+        rank: the rank.
+        sent: bytes per step, by what is sent.
+        bytes_per_ms: rate of the link of an H200 server.
+    """
+
+    name: str
+    rank: int
+    sent: Mapping[str, float]
+    bytes_per_ms: float
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes per step."""
+        return sum(self.sent.values())
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds per step, if nothing else uses the link."""
+        return self.num_bytes / self.bytes_per_ms
+
+
+def busiest_links(exchange: Sequence[RankExchange]) -> list[Link]:
+    """Return the busiest link within a node, and the one between nodes; without those over which nothing is sent."""
+    links = []
+    for name, of_ranks, rate in (
+        (WITHIN, [rank.within for rank in exchange], INTRA_HOST_BYTES_PER_MS),
+        (BETWEEN, [rank.between for rank in exchange], INTER_HOST_BYTES_PER_MS),
+    ):
+        of_links = [Link(name, rank, sent, rate) for rank, sent in enumerate(of_ranks)]
+        links += [max(of_links, key=lambda link: link.num_bytes)] if of_links else []
+    return [link for link in links if link.num_bytes]
+
+
+def planned_exchange(
+    config: Config, spec: FeatureSpec, plan: Sequence[TablePlan], hardware: Hardware
+) -> list[RankExchange]:
+    """Count what each rank sends per training step of a full batch.
+
+    Counted: ids, embeddings and their gradients; requested rows, with the room that is expected for them; the all-reduce of the
+    gradients of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Not counted: losses,
+    flags, metrics, and the maxima of `train.fp8`.
+
+    Args:
+        config: configuration of the run.
+        spec: the dataset as stored.
+        plan: of the tables.
+        hardware: ranks, and ranks per node.
+    """
+    world_size = hardware.world_size
+    batch = config.train.batch_size // world_size
+    seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
+    requests = requests_of(config, seen, plan, world_size)
+    arrives = _arriving_ids(config, spec, plan, requests, batch, world_size)
+    columns = _owned_columns(plan, requests, world_size)
+    is_bf16 = hardware.device_type == "cuda" and config.train.amp is Amp.bf16
+    element = 2 if is_bf16 else FP32_BYTES
+    exchanges = []
+    for rank in range(world_size):
+        within: dict[str, float] = dict.fromkeys(TERMS, 0.0)
+        between = dict(within)
+        for other in range(world_size):
+            if other == rank:
+                continue
+            link = within if _node(rank, hardware) == _node(other, hardware) else between
+            link["ids"] += ID_BYTES * arrives[other]
+            link["embeddings"] += element * batch * columns[rank]
+            link["gradients"] += element * batch * columns[other]
+            for asked in requests:
+                link["ids"] += ID_BYTES * asked.room[other]
+                link["embeddings"] += element * asked.columns * asked.room[rank]
+                link["gradients"] += element * asked.columns * asked.room[other]
+        dense = _dense_bytes(config, seen, plan)
+        in_node, across = _ring(dense, hardware)
+        within["dense gradients"] += in_node
+        between["dense gradients"] += across
+        exchanges.append(RankExchange(within, between))
+    return exchanges
+
+
+def _node(rank: int, hardware: Hardware) -> int:
+    return rank // hardware.local_world_size
+
+
+def _arriving_ids(
+    config: Config,
+    spec: FeatureSpec,
+    plan: Sequence[TablePlan],
+    requests: Sequence[Requests],
+    batch: int,
+    world_size: int,
+) -> list[int]:
+    """Return the ids, and lengths of ragged features, that a rank is sent of each other rank's batch; once per feature."""
+    features = {table.name: table.feature_names for table in declared_tables(config.model, spec)}
+    sizes = {name: count.sent_size(batch) for name, count in id_counts(spec, batch).items()}
+    of_rank: list[set[str]] = [set() for _ in range(world_size)]
+    for table in _exchanged(plan, requests):
+        for rank in range(world_size) if table.is_row_wise else table.ranks:
+            of_rank[rank].update(features[table.table])
+    return [sum(sizes[name] for name in names) for names in of_rank]
+
+
+def _owned_columns(
+    plan: Sequence[TablePlan], requests: Sequence[Requests], world_size: int
+) -> list[float]:
+    """Return the columns of the vectors that each rank sends per sample; of row-wise tables all ranks send a part of the sum."""
+    columns = [0.0] * world_size
+    for table in _exchanged(plan, requests):
+        for rank in range(world_size) if table.is_row_wise else table.ranks:
+            columns[rank] += table.num_vectors * table.columns_on(rank)
+    return columns
+
+
+def _exchanged(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> list[TablePlan]:
+    """Return the tables whose vectors are sent: neither replicated nor requested."""
+    asked = {name for request in requests for name in request.tables}
+    return [x for x in plan if x.sharding != "data_parallel" and x.table not in asked]
+
+
+def _dense_bytes(config: Config, spec: FeatureSpec, plan: Sequence[TablePlan]) -> int:
+    """Return the bytes of all gradients that are all-reduced, float32."""
+    replicated = sum(
+        table.num_embeddings * table.embedding_dim
+        for table in plan
+        if table.sharding == "data_parallel"
+    )
+    return FP32_BYTES * (build_meta(config.model, spec).num_parameters() + replicated)
+
+
+def _ring(num_bytes: int, hardware: Hardware) -> tuple[float, float]:
+    """Return what a rank sends within its node and to others in a ring all-reduce: each rank passes all bytes on twice, less a part.
+
+    Of the ring's hops, one per node leads to another node; the mean over ranks is returned.
+    """
+    world_size = hardware.world_size
+    nodes = world_size // hardware.local_world_size
+    sent = 2 * (world_size - 1) / world_size * num_bytes
+    across = sent * nodes / world_size if nodes > 1 else 0.0
+    return sent - across, across

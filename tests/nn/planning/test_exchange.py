@@ -1,0 +1,130 @@
+"""Bytes that a step sends: those of the plan are those that the collectives are given."""
+
+from math import prod
+
+import pytest
+import torch.distributed as dist
+
+from nn.build import build_plan, hardware_of, open_source, planned_hardware
+from nn.planning.exchange import RankExchange, busiest_links, planned_exchange
+from nn.planning.plan import Hardware, TablePlan
+from tests.helpers.composed import Built, build, compose_config, ranks_of_cpu
+from tests.helpers.distributed import run_distributed
+
+SMALL = [
+    *("data.synthetic.train_rows=4096", "data.synthetic.test_rows=256", "device=cpu"),
+    *("data.synthetic.cardinalities=[5000,40,7,300,1000]", "data.synthetic.num_numerical=3"),
+    *("model.embedding_dim=8", "model.bottom_mlp=[16,8]", "model.top_mlp=[16,1]"),
+    *("train.batch_size=256", "eval.batch_size=256", "optimizer.name=adagrad"),
+]
+SEVERAL_IDS = "data.synthetic.hotness=[1,2,1,3,1]"
+LAYOUTS = {
+    "whole tables": ["sharding.types=[table_wise]"],
+    "several ids": ["sharding.types=[table_wise]", SEVERAL_IDS],
+    "halves of columns": ["sharding.tables={cat_0: {type: column_wise}}"],
+    "a replica": ["sharding.tables={cat_1: {type: data_parallel}}"],
+    "rows": ["sharding.types=[row_wise]"],
+    "rows of 16 bits": ["sharding.types=[row_wise]", "model.embedding_dtype=bf16"],
+    "both": ["sharding.tables={cat_0: {type: row_wise}, cat_1: {type: data_parallel}}"],
+}
+
+
+def sent_by_a_step(overrides: list[str]) -> dict[str, list[int]]:
+    """Return the bytes that a rank sends to each rank in one training step, and those of the all-reduces it takes part in."""
+    with ranks_of_cpu() as ranks:
+        return _sent_by_a_step(build(compose_config(*overrides)), ranks.world_size)
+
+
+def _sent_by_a_step(built: Built, world_size: int) -> dict[str, list[int]]:
+    sent: dict[str, list[int]] = {"all_to_all": [0] * world_size, "all_reduce": [0]}
+    own_all_to_all, own_all_reduce = dist.all_to_all_single, dist.all_reduce
+
+    def all_to_all(output, given, output_sizes=None, input_sizes=None, **options):
+        sizes = input_sizes or [len(given) // world_size] * world_size
+        per_row = prod(given.shape[1:]) * given.element_size()
+        for other, size in enumerate(sizes):
+            sent["all_to_all"][other] += size * per_row
+        return own_all_to_all(output, given, output_sizes, input_sizes, **options)
+
+    def all_reduce(tensor, *args, **options):
+        if tensor.numel() > 1:
+            sent["all_reduce"][0] += tensor.numel() * tensor.element_size()
+        return own_all_reduce(tensor, *args, **options)
+
+    prefetcher = built.prefetcher(0, 4)
+    built.step.train(0, prefetcher)
+    # From here on: the ids of the batch after the next, and the vectors of the next one.
+    dist.all_to_all_single, dist.all_reduce = all_to_all, all_reduce
+    try:
+        built.step.train(1, prefetcher)
+    finally:
+        dist.all_to_all_single, dist.all_reduce = own_all_to_all, own_all_reduce
+    built.step.close()
+    return sent
+
+
+def planned(overrides: list[str], world_size: int, local_world_size: int) -> list[RankExchange]:
+    config = compose_config(*overrides)
+    source = open_source(config)
+    hardware = hardware_of(config, "cpu", world_size, local_world_size)
+    _, rows = build_plan(config, source, hardware)
+    return planned_exchange(config, source.spec, rows, hardware)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_collectives_send_what_is_planned(layout):
+    overrides = [*SMALL, *LAYOUTS[layout]]
+    asks = layout in ("rows", "both")
+    for rank, (sent, expected) in enumerate(
+        zip(run_distributed(sent_by_a_step, 2, overrides), planned(overrides, 2, 2), strict=True)
+    ):
+        dense = expected.within["dense gradients"]
+        # Of a ring of two, each sends all bytes once; one number more is summed with the gradients.
+        assert dense == sent["all_reduce"][0] - 4
+        # How many rows a rank asks for is expected, not known.
+        tolerance = 0.15 if asks else 0
+        assert sum(expected.within.values()) - dense == pytest.approx(
+            sent["all_to_all"][1 - rank], rel=tolerance
+        )
+        assert not any(expected.between.values())
+
+
+def test_all_bytes_of_nodes_with_one_rank_pass_between_nodes():
+    one_node, two_nodes = (planned(SMALL, 2, local) for local in (2, 1))
+    assert [rank.between for rank in two_nodes] == [rank.within for rank in one_node]
+    [fast], [slow] = busiest_links(one_node), busiest_links(two_nodes)
+    assert (fast.name, slow.name) == ("within a node", "between nodes")
+    assert slow.num_bytes == fast.num_bytes == max(sum(rank.within.values()) for rank in one_node)
+    assert slow.ms == pytest.approx(fast.ms * 394 / 50)
+
+
+def test_a_rank_sends_half_of_its_vectors_to_the_other_of_two_nodes():
+    config = compose_config(*SMALL, "device=cuda", "sharding.hbm_gib=1", "train.amp=bf16")
+    table = TablePlan("cat_0", 5000, 8, 1, "table_wise", "fused", (1,), (160_000,))
+    first, second, *others = planned_exchange(
+        config, open_source(config).spec, [table], Hardware("cuda", 4, 2, 2**30, 2**30)
+    )
+    batch, size = 64, 2 * 8
+    assert second.within | second.between == {
+        **{"ids": 0, "embeddings": 2 * batch * size, "gradients": 0},
+        "dense gradients": second.between["dense gradients"],
+    }
+    assert (second.within["embeddings"], second.between["embeddings"]) == (
+        batch * size,
+        2 * batch * size,
+    )
+    assert first.within["gradients"] == batch * size
+    assert first.within["ids"] == 4 * batch
+    assert [other.between["gradients"] for other in others] == [batch * size] * 2
+    # A ring of four passes one of two hops on to the other node.
+    dense = first.within["dense gradients"] + first.between["dense gradients"]
+    assert first.between["dense gradients"] == dense / 2
+
+
+def test_nothing_is_sent_alone():
+    config = compose_config(*SMALL)
+    source, hardware = open_source(config), planned_hardware(config)
+    _, rows = build_plan(config, source, hardware)
+    [alone] = planned_exchange(config, source.spec, rows, hardware)
+    assert not any([*alone.within.values(), *alone.between.values()])
+    assert busiest_links([alone]) == []
