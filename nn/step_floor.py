@@ -212,7 +212,6 @@ def count_hbm(
     Not counted: sorting the ids, casts, padding, the multi-hot expansion, metrics.
     """
     tables = declared_tables(config.model, spec)
-    weight_bytes = FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
     columns = embedding_columns(tables, spec)
     sent_columns = embedding_columns([t for t in tables if t.name not in replicated], spec)
     remote_share = (world_size - 1) / world_size
@@ -220,24 +219,31 @@ def count_hbm(
     activations = model.activations()
     saved = sum(before for before, _ in model.linear_layers()) - activations.reread_columns
     states = dense_rule(config.effective_optimizer).states_per_weight
-    rule = table_rule(config.effective_optimizer.table_name)
     elements = sum(unique[table.name] * table.embedding_dim for table in tables)
-    updated = elements * (weight_bytes + rule.bytes_per_element)
-    updated += sum(unique.values()) * rule.bytes_per_row
     return {
         "batch": batch
         * (
             2 * (NUMERICAL_BYTES * len(spec.numerical) + LABEL_BYTES)
             + 3 * ID_BYTES * _ids_per_row(spec, expands)
         ),
-        "rows read": elements * weight_bytes,
+        "rows read": elements * _weight_bytes(config),
         "embeddings": batch
         * _embedding_bytes(config)
         * (5 * columns + 4 * remote_share * sent_columns),
-        "rows updated": 2 * updated,
+        "rows updated": 2 * _updated_bytes(config, elements, sum(unique.values())),
         "activations": batch * saved * _activation_bytes(config) * 2,
         "dense half": model.num_parameters() * FP32_BYTES * (2 + 2 + 2 * states),
     }
+
+
+def _updated_bytes(config: Config, elements: float, rows: float) -> float:
+    """Return the bytes of the weights and states of distinct rows."""
+    rule = table_rule(config.effective_optimizer.table_name)
+    return elements * (_weight_bytes(config) + rule.bytes_per_element) + rows * rule.bytes_per_row
+
+
+def _weight_bytes(config: Config) -> int:
+    return FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
 
 
 def count_all_to_all(

@@ -306,6 +306,20 @@ class _WidthClass:
             BLOCK_D=self._block_d,
         )
 
+    @property
+    def _constants(self) -> dict[str, Any]:
+        """Constants of the update that are the same on all levels."""
+        return {
+            "L2": self._config.embedding_l2 > 0,
+            "ONE_HOT": self._one_hot,
+            "BY_PRODUCT": self._by_product,
+            "SOURCE": self._source,
+            "BOUNDED": self._is_bounded,
+            "SLOTS": self._has_slots,
+            "WIDTH": self._width_of_all,
+            "BLOCK_D": self._block_d,
+        }
+
     def _betas(self) -> tuple[float, float, float, float]:
         """Return beta1, beta2 and, after each, 1 minus it: in single precision 1 - 0.999 keeps four digits only."""
         beta1, beta2 = self._config.beta1, self._config.beta2
@@ -355,20 +369,13 @@ class _WidthClass:
                 self._config.eps,
                 *self._betas(),
                 **self._branch,
-                L2=self._config.embedding_l2 > 0,
+                **self._constants,
                 LEVEL=min(number, 1),
-                ONE_HOT=self._one_hot,
-                BY_PRODUCT=self._by_product,
-                SOURCE=self._source,
-                BOUNDED=self._is_bounded,
-                SLOTS=self._has_slots,
                 PREFETCHES=number == 0 and isinstance(_segment_update, triton.JITFunction),
                 ALIGN=align,
                 LENGTH=IDS_PER_BLOCK,
                 GROUP=IDS_PER_GROUP,
                 STRIDE=gradients.stride(0) if number == 0 else self._block_d,
-                WIDTH=self._width_of_all,
-                BLOCK_D=self._block_d,
                 num_warps=1,
             )
             keys, values, counts = level.sums_keys, level.sums, level.sums_counts

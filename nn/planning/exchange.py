@@ -25,7 +25,7 @@ TERMS = ("ids", "embeddings", "gradients", "dense gradients")
 
 @dataclass(frozen=True, slots=True)
 class RankExchange:
-    """What one rank sends per training step.
+    """Bytes that one rank sends per training step.
 
     Attributes:
         within: bytes to other ranks of its node, by what is sent.
@@ -171,9 +171,10 @@ def _dense_bytes(config: Config, spec: FeatureSpec, plan: Sequence[TablePlan]) -
 
 
 def _ring(num_bytes: int, hardware: Hardware) -> tuple[float, float]:
-    """Return what a rank sends within its node and to others in a ring all-reduce: each rank passes all bytes on twice, less a part.
+    """Return what a rank sends within its node and to others in a ring all-reduce.
 
-    Of the ring's hops, one per node leads to another node; the mean over ranks is returned.
+    Each rank passes on nearly all bytes, twice. Of the ring's hops, one per node leads to another node; the mean over ranks is
+    returned.
     """
     world_size = hardware.world_size
     nodes = world_size // hardware.local_world_size

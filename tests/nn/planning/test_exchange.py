@@ -39,12 +39,12 @@ def _sent_by_a_step(built: Built, world_size: int) -> dict[str, list[int]]:
     sent: dict[str, list[int]] = {"all_to_all": [0] * world_size, "all_reduce": [0]}
     own_all_to_all, own_all_reduce = dist.all_to_all_single, dist.all_reduce
 
-    def all_to_all(output, given, output_sizes=None, input_sizes=None, **options):
-        sizes = input_sizes or [len(given) // world_size] * world_size
-        per_row = prod(given.shape[1:]) * given.element_size()
+    def all_to_all(output, vectors, output_sizes=None, input_sizes=None, **options):
+        sizes = input_sizes or [len(vectors) // world_size] * world_size
+        per_row = prod(vectors.shape[1:]) * vectors.element_size()
         for other, size in enumerate(sizes):
             sent["all_to_all"][other] += size * per_row
-        return own_all_to_all(output, given, output_sizes, input_sizes, **options)
+        return own_all_to_all(output, vectors, output_sizes, input_sizes, **options)
 
     def all_reduce(tensor, *args, **options):
         if tensor.numel() > 1:
