@@ -228,8 +228,8 @@ def _prefetch_row(table, key, width, STATE: tl.constexpr, BLOCK_D: tl.constexpr)
     if STATE == "row":
         _prefetch(table + key)
     elif STATE == "element":
-        # An address per 32 bytes of float32, the least that the cache loads.
-        columns = tl.arange(0, (BLOCK_D + 7) // 8) * 8
+        # An address per 32 bytes of float32, the least that the cache loads; none is behind the row.
+        columns = tl.minimum(tl.arange(0, (BLOCK_D + 7) // 8) * 8, width - 1)
         _prefetch(table + key.to(tl.int64) * width + columns)
 
 
@@ -484,7 +484,10 @@ def _segment_update(
             # The last key of this group, and those of the next one but its last, whose run may continue.
             for number in tl.static_range(GROUP - 1, 2 * GROUP - 1):
                 key = all_keys[number]
-                if key != all_keys[number + 1]:
+                ends = key != all_keys[number + 1]
+                if BOUNDED:
+                    ends = ends & (key < end_key)
+                if ends:
                     _prefetch_row(rows, key, width, "element", BLOCK_D)
                     _prefetch_row(states1, key, width, STATE1, BLOCK_D)
                     _prefetch_row(states2, key, width, STATE2, BLOCK_D)
