@@ -78,6 +78,7 @@ def in_tier(tier: str, cache: float, **others: float) -> str:
 
 
 T15 = ("dlrm_criteo_t15", "criteo_t15")
+GIANT = ("dlrm_criteo_t15", "criteo_giant")
 CROSS_T15 = ("dcnv2_criteo_t15", "criteo_t15")
 MLPERF = ("dcnv2_mlperf", "criteo_mlperf")
 ROW_WISE = ("sharding.types=[row_wise]",)
@@ -155,6 +156,12 @@ ROWS = {
     ),
     "dlrm_t15_1_8192": Row("dlrm", 1, *T15, overrides=("train.batch_size=8192",)),
     "dlrm_t15_1_16384": Row("dlrm", 1, *T15, overrides=("train.batch_size=16384",)),
+    "dlrm_t15_2_16384": Row("dlrm", 2, *T15, overrides=("train.batch_size=16384",)),
+    # A table larger than a GPU, by rows and by columns; not measured yet.
+    "dlrm_giant_2_rows": Row("dlrm", 2, *GIANT, overrides=("sharding.tables={cat_0: row_wise}",)),
+    "dlrm_giant_2_columns": Row(
+        "dlrm", 2, *GIANT, overrides=("sharding.tables={cat_0: column_wise}",)
+    ),
     "dlrm_t15_1_uniform": Row("dlrm", 1, *T15, exponent=0),
     "dlrm_t15_4_uniform": Row("dlrm", 4, *T15, exponent=0),
     "dlrm_t15_1_compiled": Row("dlrm", 1, *T15, overrides=("train.compile=true",)),

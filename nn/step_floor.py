@@ -119,7 +119,8 @@ def floor_of(
     Args:
         config: model, batch size, precision and optimizers.
         spec: the dataset as the model sees it: tables and hotness.
-        world_size: ranks; tables that are not replicated, and their lookups, count as spread evenly.
+        world_size: ranks; tables that are not replicated, and their lookups, count as spread evenly. A rank is sent the vectors
+            of its samples, or the distinct rows of a table if they are fewer.
         share_of: how often the stored ids of a table occur.
         replicated: tables of which every rank has a replica, so that their ids and vectors are not sent. Their rows count as
             those of the others, which is less than a replica's work.
@@ -131,20 +132,56 @@ def floor_of(
     shares = {
         table.name: share_of(table.feature_names, cardinality[table.name]) for table in tables
     }
-    unique = {
-        name: unique_rows(
-            cardinality[name], config.train.batch_size, ids[name], shares[name], expands=expands
-        )
-        / world_size
-        for name in ids
-    }
+
+    def distinct(rows: float) -> dict[str, float]:
+        """Return the distinct rows of each table that so many samples look up."""
+        return {
+            name: unique_rows(cardinality[name], rows, ids[name], shares[name], expands=expands)
+            for name in ids
+        }
+
+    unique = {name: rows / world_size for name, rows in distinct(config.train.batch_size).items()}
+    own = {} if world_size == 1 else distinct(batch)
+    sent = sent_elements(tables, spec, batch, world_size, own, replicated)
     return Floor(
         flops=count_flops(config, spec, batch),
-        hbm=count_hbm(config, spec, batch, unique, world_size, replicated, expands=expands),
-        all_to_all=count_all_to_all(config, spec, batch, world_size, replicated, expands=expands),
+        hbm=count_hbm(config, spec, batch, unique, sent, expands=expands),
+        all_to_all=count_all_to_all(config, spec, batch, sent, own, world_size, expands=expands),
         flops_per_s=_flops_per_s(config),
         global_batch_size=config.train.batch_size,
     )
+
+
+def sent_elements(
+    tables: Sequence[EmbeddingBagConfig],
+    spec: FeatureSpec,
+    batch: float,
+    world_size: int,
+    own: Mapping[str, float],
+    replicated: Collection[str] = (),
+) -> dict[str, float]:
+    """Return the elements of each table that a rank must be sent: the vectors of its samples, or their distinct rows if fewer.
+
+    Args:
+        tables: as declared.
+        spec: features.
+        batch: rows of the rank.
+        world_size: ranks; a share of (W - 1) / W is on others.
+        own: table -> distinct rows that the rank's samples look up.
+        replicated: tables of which nothing is sent.
+    """
+    remote_share = (world_size - 1) / world_size
+    if not remote_share:
+        return {}
+    return {
+        table.name: remote_share
+        * min(
+            batch * embedding_columns([table], spec),
+            own[table.name] * table.embedding_dim,
+        )
+        for table in tables
+        if table.name not in replicated
+    }
 
 
 def count_flops(config: Config, spec: FeatureSpec, batch: float) -> dict[str, float]:
@@ -179,8 +216,7 @@ def count_hbm(
     spec: FeatureSpec,
     batch: float,
     unique: Mapping[str, float],
-    world_size: int,
-    replicated: Collection[str] = (),
+    sent: Mapping[str, float],
     *,
     expands: bool = False,
 ) -> dict[str, float]:
@@ -191,8 +227,7 @@ def count_hbm(
         spec: features.
         batch: rows of the rank.
         unique: table -> distinct rows that the global batch looks up, of this rank's share of the table.
-        world_size: ranks.
-        replicated: tables of which every rank has a replica.
+        sent: result of `sent_elements`.
         expands: only the first id of a bag is stored; the others are computed from it (`data.multi_hot`).
 
     Counted per step:
@@ -201,8 +236,7 @@ def count_hbm(
       twice (lookup and update), whatever number of tables a feature has.
     - rows read: each distinct row once, in the table's dtype. Repetitions may come from the cache.
     - embeddings: written by the lookup, a vector per feature of a table, or one per id without pooling; read forward and
-      backward; their gradients are written and read. Those of other ranks are written and read once more in each direction,
-      which a replicated table has none of.
+      backward; their gradients are written and read. What is sent is written and read once more in each direction.
     - rows updated: each distinct row and its optimizer state, read and written. The row has left the cache since the lookup.
       The sum of a row's gradients stays on chip.
     - activations: the input of each matrix product but embeddings, written forward and read backward. Gradients of activations
@@ -213,8 +247,6 @@ def count_hbm(
     """
     tables = declared_tables(config.model, spec)
     columns = embedding_columns(tables, spec)
-    sent_columns = embedding_columns([t for t in tables if t.name not in replicated], spec)
-    remote_share = (world_size - 1) / world_size
     model = build_meta(config.model, spec)
     activations = model.activations()
     saved = sum(before for before, _ in model.linear_layers()) - activations.reread_columns
@@ -227,9 +259,7 @@ def count_hbm(
             + 3 * ID_BYTES * _ids_per_row(spec, expands)
         ),
         "rows read": elements * _weight_bytes(config),
-        "embeddings": batch
-        * _embedding_bytes(config)
-        * (5 * columns + 4 * remote_share * sent_columns),
+        "embeddings": (5 * batch * columns + 4 * sum(sent.values())) * _embedding_bytes(config),
         "rows updated": 2 * _updated_bytes(config, elements, sum(unique.values())),
         "activations": batch * saved * _activation_bytes(config) * 2,
         "dense half": model.num_parameters() * FP32_BYTES * (2 + 2 + 2 * states),
@@ -250,23 +280,42 @@ def count_all_to_all(
     config: Config,
     spec: FeatureSpec,
     batch: float,
+    sent: Mapping[str, float],
+    own: Mapping[str, float],
     world_size: int,
-    replicated: Collection[str] = (),
     *,
     expands: bool = False,
 ) -> dict[str, float]:
-    """Count the bytes that one rank sends to others: of W ranks, a share of (W - 1) / W is on others.
+    """Count the bytes that one rank sends to others.
 
-    Embeddings go to the ranks of their samples and gradients come back, in the dtype of the all-to-all. Nothing is sent of
-    replicated tables. Not counted: the all-reduce of the gradients of the dense half and of replicated tables, which a switch
-    can sum.
+    Embeddings go to the ranks of their samples and gradients come back, in the dtype of the all-to-all. Not counted: the
+    all-reduce of the gradients of the dense half and of replicated tables, which a switch can sum.
+
+    Args:
+        config: precision.
+        spec: features.
+        batch: rows of the rank.
+        sent: result of `sent_elements`.
+        own: table -> distinct rows that the rank's samples look up.
+        world_size: ranks.
+        expands: only the first id of a bag is sent.
     """
+    one_way = sum(sent.values()) * _embedding_bytes(config)
     remote_share = (world_size - 1) / world_size
-    sent = [t for t in declared_tables(config.model, spec) if t.name not in replicated]
-    names = {name for table in sent for name in table.feature_names}
-    one_way = remote_share * batch * embedding_columns(sent, spec) * _embedding_bytes(config)
+    # An id per stored one, once per feature, or per distinct row.
+    of_feature = {
+        name: table.name
+        for table in declared_tables(config.model, spec)
+        if table.name in sent
+        for name in table.feature_names
+    }
+    ids = sum(
+        min(batch * (1 if expands else feature.mean_hotness), own[of_feature[feature.name]])
+        for feature in spec.categorical
+        if feature.name in of_feature
+    )
     return {
-        "ids": remote_share * batch * ID_BYTES * _ids_per_row(spec, expands, names),
+        "ids": remote_share * ID_BYTES * ids,
         "embeddings": one_way,
         "gradients": one_way,
     }
@@ -284,7 +333,7 @@ def power_law_shares(exponent: float) -> ShareOf:
 
 
 def unique_rows(
-    cardinality: int, batch: int, hotness: float, share: IdShare, *, expands: bool = False
+    cardinality: int, batch: float, hotness: float, share: IdShare, *, expands: bool = False
 ) -> float:
     """Return the expected number of distinct rows of a table that a batch looks up.
 

@@ -18,6 +18,7 @@ from nn.step_floor import (
     count_hbm,
     floor_of,
     power_law_shares,
+    sent_elements,
     unique_rows,
 )
 from nn.tiers.traffic import counted_share, power_law_share
@@ -36,6 +37,7 @@ SMALL = [
     "optimizer.name=sgd",
 ]
 UNIQUE = {"cat_0": 5, "cat_1": 2}
+MANY = {"cat_0": 100.0, "cat_1": 100.0}
 MLPERF = [
     "data.synthetic.num_numerical=13",
     "data.synthetic.cardinalities=[40000000,39060,17295,7424,20265,3,7122,1543,63,40000000,3067956,"
@@ -54,6 +56,19 @@ def composed(*overrides: str, recipe: str = "dlrm"):
     return config, open_source(config).spec
 
 
+def elements_for(case, world_size: int, own: dict[str, float] = MANY) -> dict[str, float]:
+    config, spec = case
+    return sent_elements(declared_tables(config.model, spec), spec, 10, world_size, own)
+
+
+def sent_by_a_rank(
+    case, world_size: int, own: dict[str, float] = MANY, *, expands: bool = False
+) -> dict[str, float]:
+    """Return what a rank of ten samples sends if they look up as many distinct rows of each table as `own` says."""
+    sent = elements_for(case, world_size, own)
+    return count_all_to_all(*case, 10, sent, own, world_size, expands=expands)
+
+
 def test_flops_of_a_small_dlrm():
     counted = count_flops(*composed(), batch=10)
     # 3 numbers padded to 8; 8 + 3 products padded to 16; nobody asks for the gradient of the numbers
@@ -69,7 +84,7 @@ def test_mlperfs_dcnv2_has_the_flops_of_its_rules():
 
 
 def test_bytes_of_a_small_dlrm():
-    counted = count_hbm(*composed(), batch=10, unique=UNIQUE, world_size=1)
+    counted = count_hbm(*composed(), batch=10, unique=UNIQUE, sent={})
     parameters = (8 * 16 + 16) + (16 * 8 + 8) + (16 * 4 + 4) + (4 + 1)
     assert counted == {
         "batch": 10 * (2 * 4 * (3 + 1) + 3 * 4 * (1 + 3)),
@@ -97,7 +112,7 @@ def test_every_table_counts_with_its_own_width_lookups_and_vectors():
         spec,
         batch=10,
         unique={table.name: 2.0 + index for index, table in enumerate(tables)},
-        world_size=1,
+        sent={},
     )
     assert counted["rows read"] == 4 * (2 * 8 + 3 * 8 + 4 * 4 + 5 + 6 + 7 + 8)
     assert counted["rows updated"] == 2 * counted["rows read"]
@@ -119,7 +134,7 @@ def test_16_bit_tables_halve_the_bytes_of_rows_and_not_of_their_state():
     rule = "optimizer.embedding_name=adagrad"
     full, half = (
         count_hbm(
-            *composed(rule, f"model.embedding_dtype={dtype}"), batch=10, unique=UNIQUE, world_size=1
+            *composed(rule, f"model.embedding_dtype={dtype}"), batch=10, unique=UNIQUE, sent={}
         )
         for dtype in ("fp32", "bf16")
     )
@@ -131,7 +146,7 @@ def test_16_bit_tables_halve_the_bytes_of_rows_and_not_of_their_state():
 
 def test_dcnv2_counts_its_input_once_as_embeddings():
     one = composed("model.cross.num_layers=1", "model.cross.projection_dim=5", recipe="dcnv2")
-    counted = count_hbm(*one, batch=10, unique=UNIQUE, world_size=1)
+    counted = count_hbm(*one, batch=10, unique=UNIQUE, sent={})
     # the bottom's 8 and 16, its output in x0, the cross layer's 5, x1 of 24, the top's 4
     assert counted["activations"] == 2 * 10 * (8 + 16 + 8 + 5 + 24 + 4) * 2
     parallel = composed(
@@ -140,7 +155,7 @@ def test_dcnv2_counts_its_input_once_as_embeddings():
         "model.cross.structure=parallel",
         recipe="dcnv2",
     )
-    counted = count_hbm(*parallel, batch=10, unique=UNIQUE, world_size=1)
+    counted = count_hbm(*parallel, batch=10, unique=UNIQUE, sent={})
     # the top sees x1 and the deep network's 4, padded to 32
     assert counted["activations"] == 2 * 10 * (8 + 16 + 8 + 5 + 32) * 2
 
@@ -150,31 +165,32 @@ def test_dcnv2_counts_its_input_once_as_embeddings():
 )
 def test_an_update_reads_and_writes_the_rules_state(rule, a_row):
     case = composed(f"optimizer.embedding_name={rule}")
-    assert count_hbm(*case, batch=10, unique=UNIQUE, world_size=1)["rows updated"] == 7 * 2 * a_row
+    assert count_hbm(*case, batch=10, unique=UNIQUE, sent={})["rows updated"] == 7 * 2 * a_row
 
 
 def test_fp32_and_fp16_send_embeddings_in_four_bytes():
     for amp, size, activation in (("bf16", 2, 2), ("fp16", 4, 2), ("off", 4, 4)):
         case = composed(f"train.amp={amp}")
-        hbm = count_hbm(*case, batch=10, unique=UNIQUE, world_size=1)
+        hbm = count_hbm(*case, batch=10, unique=UNIQUE, sent={})
         assert hbm["embeddings"] == 5 * 10 * 2 * 8 * size
         assert hbm["activations"] == 2 * 10 * 44 * activation
-        sent = count_all_to_all(*case, batch=10, world_size=2)
+        sent = sent_by_a_rank(case, 2)
         assert sent["embeddings"] == sent["gradients"] == 10 * 2 * 8 * size / 2
 
 
 def test_bytes_of_other_ranks_are_sent_and_received():
     case = composed()
-    assert set(count_all_to_all(*case, batch=10, world_size=1).values()) == {0}
-    sent = count_all_to_all(*case, batch=10, world_size=4)
+    assert set(sent_by_a_rank(case, 1).values()) == {0}
+    sent = sent_by_a_rank(case, 4)
     assert sent == {
         "ids": 0.75 * 10 * 4 * 4,
         "embeddings": 0.75 * 10 * 16 * 2,
         "gradients": 0.75 * 10 * 16 * 2,
     }
-    assert count_all_to_all(*case, batch=10, world_size=4, expands=True)["ids"] == 0.75 * 10 * 4 * 2
+    assert sent_by_a_rank(case, 4, expands=True)["ids"] == 0.75 * 10 * 4 * 2
     alone, four = (
-        count_hbm(*case, batch=10, unique=UNIQUE, world_size=world_size) for world_size in (1, 4)
+        count_hbm(*case, batch=10, unique=UNIQUE, sent=elements_for(case, world_size))
+        for world_size in (1, 4)
     )
     assert four["embeddings"] == alone["embeddings"] / 5 * 8
 
@@ -225,7 +241,9 @@ def test_equal_first_ids_expand_to_the_same_rows():
 def test_expanded_features_store_one_id_per_row():
     case = compose_row("dlrm", *SMALL[:1], *SMALL[2:], "data.multi_hot.hotness=[1,3]")
     floor = floor_of(case, model_spec(case, open_source(case)), 2, power_law_shares(1.05))
-    assert floor.all_to_all["ids"] == 0.5 * 32 * 4 * 2
+    # Of 32 samples, an id of each feature, or fewer distinct rows.
+    own = unique_rows(100, 32, 1, power_law_share(100, 1.05))
+    assert floor.all_to_all["ids"] == pytest.approx(0.5 * 4 * (own + 32))
     unique = unique_rows(100, 64, 1, power_law_share(100, 1.05)) + unique_rows(
         50, 64, 3, power_law_share(50, 1.05), expands=True
     )
@@ -262,6 +280,13 @@ def test_the_sustained_floor_has_the_rates_of_the_power_limit():
     assert pytest.approx(0.75, abs=0.01) == SUSTAINED_SHARE
 
 
+def test_distinct_rows_are_sent_where_they_are_fewer_than_vectors():
+    sent = sent_by_a_rank(composed(), 2, {"cat_0": 4.0, "cat_1": 25.0})
+    # 4 rows of the first table, 10 vectors of the second, whose 30 ids are 25 rows.
+    assert sent["embeddings"] == sent["gradients"] == 0.5 * (4 + 10) * 8 * 2
+    assert sent["ids"] == 0.5 * 4 * (4 + 25)
+
+
 def test_nothing_of_a_replicated_table_is_sent():
     config, spec = composed()
     tables = declared_tables(config.model, spec)
@@ -270,11 +295,15 @@ def test_nothing_of_a_replicated_table_is_sent():
     all_sent, less = (
         floor_of(config, spec, 4, shares, replicated) for replicated in ((), (first.name,))
     )
-    batch = config.train.batch_size / 4
-    assert all_sent.all_to_all["ids"] - less.all_to_all["ids"] == 0.75 * batch * 4
-    vectors = batch * first.embedding_dim * 2
-    assert all_sent.all_to_all["embeddings"] - less.all_to_all["embeddings"] == 0.75 * vectors
-    assert all_sent.hbm["embeddings"] - less.hbm["embeddings"] == 4 * 0.75 * vectors
+    own = unique_rows(100, config.train.batch_size / 4, 1, power_law_share(100, 0))
+    changes = {
+        name: all_sent.all_to_all[name] - less.all_to_all[name] for name in ("ids", "embeddings")
+    }
+    assert changes["ids"] == pytest.approx(0.75 * own * 4)
+    assert changes["embeddings"] == pytest.approx(0.75 * own * first.embedding_dim * 2)
+    assert all_sent.hbm["embeddings"] - less.hbm["embeddings"] == pytest.approx(
+        4 * changes["embeddings"]
+    )
     assert all_sent.flops == less.flops
     nothing = floor_of(config, spec, 4, shares, [table.name for table in tables])
     assert set(nothing.all_to_all.values()) == {0}
