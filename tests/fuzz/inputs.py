@@ -238,6 +238,14 @@ def _make_fitted(root: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
+class NewRows:
+    """Changed rows that a fit is applied to: fields (row, column, text), and options."""
+
+    fields: list[tuple[int, int, str]]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class FittedChange:
     """A change of one file of a fitted dataset; with_checksum: the spec says that it is right."""
 
@@ -246,23 +254,75 @@ class FittedChange:
     byte_edits: list[BytesEdit]
     table_edits: list[TableEdit]
     with_checksum: bool
+    rows: NewRows
 
 
-def _fitted_changes(root: Path) -> st.SearchStrategy[FittedChange]:
+@dataclass(frozen=True, slots=True)
+class OtherFit:
+    """Another fit of the same features, as a run could have written it: counts per value, and the fitted numbers of `age`."""
+
+    feature: str
+    counts: dict[str, int]
+    fitted: tuple[float, float]
+    rows: NewRows
+
+
+def _new_rows() -> st.SearchStrategy[NewRows]:
+    field = st.tuples(st.integers(1, 24), st.integers(0, 3), st.sampled_from(FIELDS))
+    options = st.fixed_dictionaries(
+        {
+            # A history of training rows alone refuses rows that all become another split.
+            "split_name": st.sampled_from([None, "train"]),
+            "on_bad": st.sampled_from(["skip", "quarantine", "fail"]),
+        }
+    )
+    return st.builds(NewRows, st.lists(field, max_size=2), options)
+
+
+def _fitted_changes(root: Path) -> st.SearchStrategy[FittedChange | OtherFit]:
     document = yaml.safe_load((root / "out/preproc.json").read_text())
     vocabularies = sorted(path.name for path in (root / "out/vocabulary").iterdir())
-    return st.builds(
+    damage = st.builds(
         FittedChange,
         st.sampled_from(["preproc.json", *(f"vocabulary/{name}" for name in vocabularies)]),
         document_edits(document, JSON_LITERALS),
-        st.one_of(st.just([]), bytes_edits(2)),
+        st.one_of(st.just([]), st.just([]), bytes_edits(2)),
         table_edits(["value", "id", "count"]),
-        st.booleans(),
+        st.sampled_from([True, True, True, False]),
+        _new_rows(),
     )
+    text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
+    number = st.floats(allow_nan=False, allow_infinity=False)
+    other = st.builds(
+        OtherFit,
+        st.sampled_from([name.removesuffix(".parquet") for name in vocabularies]),
+        st.dictionaries(
+            st.one_of(st.sampled_from(["Rome", "a", "b", *FIELDS[1:]]), text),
+            st.integers(1, 2**40),
+            max_size=12,
+        ),
+        st.tuples(*(st.one_of(st.sampled_from([0.0, 1.0, 2.5]), number) for _ in range(2))),
+        _new_rows(),
+    )
+    return st.one_of(damage, other)
 
 
-def _changed_fitted(root: Path, change: FittedChange, room: Path) -> None:
+def _changed_fitted(root: Path, change: FittedChange | OtherFit, room: Path) -> None:
     fitted = shutil.copytree(root / "out", room / "fitted")
+    if isinstance(change, OtherFit):
+        _write_other_fit(fitted, change)
+    else:
+        _damage_fit(fitted, change)
+    lines = [line.split(",") for line in CSV.splitlines()]
+    for row, column, text in change.rows.fields:
+        lines[row][column % len(lines[row])] = text
+    text = "".join(",".join(line) + "\n" for line in lines)
+    (room / "t.csv").write_bytes(text.encode("utf-8", "surrogatepass"))
+    options = {"mode": "transform", "fitted": str(fitted), **change.rows.options}
+    _build(room / "t.csv", TABLE, options, room)
+
+
+def _damage_fit(fitted: Path, change: FittedChange) -> None:
     path = fitted / change.file
     if change.byte_edits:
         path.write_bytes(apply_bytes(path.read_bytes(), change.byte_edits))
@@ -273,14 +333,35 @@ def _changed_fitted(root: Path, change: FittedChange, room: Path) -> None:
     else:
         apply_table(pq.read_table(path), change.table_edits, path)
     if change.with_checksum:
-        spec = yaml.safe_load((fitted / "feature_spec.yaml").read_text())
-        data = path.read_bytes()
+        _record(fitted, change.file)
+
+
+def _write_other_fit(fitted: Path, change: OtherFit) -> None:
+    """Write the vocabulary and the fitted numbers of a change, with their checksums and the size of the table."""
+    ranked = sorted(change.counts.items(), key=lambda item: (-item[1], item[0].encode()))
+    values = pa.array([value for value, _ in ranked], pa.string())
+    counts = pa.array([count for _, count in ranked], pa.int64())
+    ids = pa.array(range(1, len(ranked) + 1), pa.int64())
+    file = f"vocabulary/{change.feature}.parquet"
+    pq.write_table(pa.table({"value": values, "id": ids, "count": counts}), fitted / file)
+    path = fitted / "preproc.json"
+    document = yaml.safe_load(path.read_text())
+    document["statistics"]["age"][-1] = list(change.fitted)
+    path.write_text(as_json(document))
+    _record(fitted, file, "preproc.json")
+    spec = yaml.safe_load((fitted / "feature_spec.yaml").read_text())
+    spec["feature_spec"][change.feature]["cardinality"] = len(ranked) + 1
+    (fitted / "feature_spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+
+
+def _record(fitted: Path, *files: str) -> None:
+    """Give the spec the checksums of changed files."""
+    spec = yaml.safe_load((fitted / "feature_spec.yaml").read_text())
+    for file in files:
+        data = (fitted / file).read_bytes()
         entry = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
-        spec["metadata"].setdefault("files", {})[change.file] = entry
-        (fitted / "feature_spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
-    (room / "t.csv").write_text(CSV)
-    options = {"mode": "transform", "fitted": str(fitted)}
-    _build(room / "t.csv", TABLE, options, room)
+        spec["metadata"].setdefault("files", {})[file] = entry
+    (fitted / "feature_spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
 
 
 def _no_artifact(_: Path) -> None:
