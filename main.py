@@ -29,7 +29,7 @@ from configs.exit_codes import (
     USER_ERROR_EXIT_CODE,
 )
 from configs.messages import on_one_line, os_error_text
-from configs.overrides import drop_replaced, to_config
+from configs.overrides import drop_replaced, refuse_unresolved, texts_of, to_config
 from configs.schema import Config, Mode
 from configs.stop_signals import INTERRUPTED, restore_signals
 from nn.days import UnfinishedDaysError, train_days
@@ -138,6 +138,7 @@ def _run(composed: DictConfig) -> None:
         if JOBS.has_several():
             JOBS.run(composed, _run)
             return
+        refuse_unresolved(composed, Config)
         if composed.days:
             to_config(composed)  # which checks the options before any day
             train_days(composed, _run)
@@ -152,7 +153,7 @@ def _run(composed: DictConfig) -> None:
         sys.argv = as_written([argument for argument in sys.argv if argument != SAVED_FLAG])
         # A program that composes the options itself has no command line.
         if HydraConfig.initialized():
-            drop_replaced(composed, HydraConfig.get().overrides.task, Config)
+            drop_replaced(composed, texts_of(HydraConfig.get().overrides.task), Config)
         check_inputs(to_config(composed))
         require_stack()
         quiet_libraries()

@@ -215,6 +215,8 @@ def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_s
         raise ValueError(f"{shown(key)} has no value; write {key}=VALUE")
     if not equals:
         return argument
+    if group in choices.groups:
+        _check_choice(group, value, choices)
     hint = str if group in choices.groups else options.get(key)
     # A choice replaces the default one, and a value a null, with or without a plus sign.
     is_set = (key in choices.groups and "+" in sign) or (key in options and sign == "+")
@@ -223,6 +225,16 @@ def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_s
     if may_sweep and parsed is not None and parsed.is_sweep_override():
         return argument
     return f"{start}{_value(start, value, parsed, hint)}"
+
+
+def _check_choice(group: str, value: str, choices: Choices) -> None:
+    """Refuse an interpolation of anything but another group: Hydra's own message does not name the option."""
+    for name in re.findall(r"\$\{([^{}]*)\}", value):
+        if name not in choices.groups:
+            raise ValueError(
+                f"{group}: got {shown(value)}, but there is no group {printable(name)} to take a name from; write the name "
+                f"of one of the files in configs/{group}"
+            )
 
 
 def _sign_and_key(name: str) -> tuple[str, str]:

@@ -1,4 +1,7 @@
-"""Composed options to typed ones: unknown options and invalid values are refused with one line that names the key."""
+"""Composed options to typed ones: unknown options and invalid values are refused with one line that names the key.
+
+So are interpolations, values such as `${train.batch_size}` of other options, that do not resolve.
+"""
 
 import copy
 import re
@@ -8,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any, get_type_hints
 
 from hydra.errors import MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.messages import printable, shortened, shown
@@ -30,10 +33,11 @@ def to_config(composed: DictConfig) -> Any:
             "this configuration has no schema; begin the list of its defaults with base"
         )
     composed = copy.deepcopy(composed)
+    refuse_unresolved(composed, schema)
     try:
         expand_home(composed, schema)
         values = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException as error:  # an interpolation refers to a missing key
+    except OmegaConfBaseException as error:
         raise ValueError(one_line(error)) from None
     for key in unknown_keys(composed, schema):
         raise no_option(key, _options(schema))
@@ -47,6 +51,87 @@ def to_config(composed: DictConfig) -> Any:
         return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ValueError(one_line(error)) from None
+
+
+def refuse_unresolved(composed: DictConfig, schema: type) -> None:
+    """Raise ValueError for the first option whose interpolation does not resolve; one line that names it.
+
+    Args:
+        composed: composed options.
+        schema: class of the options, of which one may have been meant.
+    """
+    options = _options(schema)
+    problems = []
+    for key, text, error in _unresolved(composed, OmegaConf.to_container(composed), ""):
+        reason = _why_unresolved(text, error, options)
+        problems.append((f"{key}: got {shown(text)}, {reason}", _named_in(error) in text))
+    if problems:
+        # An option that takes the value of the wrong one is not the mistake.
+        message, _ = max(problems, key=lambda problem: problem[1])
+        raise ValueError(printable(message))
+
+
+def place_of(composed: DictConfig, *keys: str) -> str:
+    """Return options as `key=value`, for a message; an interpolation that does not resolve stays as it was written."""
+    return " ".join(f"{key}={_value_or_text(composed, key)}" for key in keys)
+
+
+def texts_of(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a command, as Hydra holds them; one whose interpolation does not resolve stays as written."""
+    return [str(_value_or_text(overrides, place)) for place in range(len(overrides))]
+
+
+def _value_or_text(node: Any, key: Any) -> Any:
+    try:
+        return node[key]
+    except OmegaConfBaseException:
+        written: Any = OmegaConf.to_container(node)
+        return written[key]
+
+
+def _unresolved(
+    node: DictConfig | ListConfig, values: Any, prefix: str
+) -> Iterator[tuple[str, str, OmegaConfBaseException]]:
+    """Yield keys, texts and errors of all interpolations that do not resolve; `values` are those of `node` as written."""
+    is_list = isinstance(values, list)
+    for key, value in enumerate(values) if is_list else values.items():
+        full = f"{prefix}[{key}]" if is_list else f"{prefix}.{key}" if prefix else str(key)
+        if OmegaConf.is_interpolation(node, key):
+            try:
+                _ = node[key]
+            except OmegaConfBaseException as error:
+                yield full, str(value), error
+        elif isinstance(value, dict | list):
+            yield from _unresolved(node[key], value, full)
+
+
+def _why_unresolved(text: str, error: OmegaConfBaseException, options: Sequence[str]) -> str:
+    """Return why an interpolation does not resolve, and what to do."""
+    name, message = _named_in(error), str(error).partition("\n")[0]
+    in_shell = "a shell replaces its own variables outside single quotes only"
+    if "Environment variable" in message:
+        default = f"${{oc.env:{name},DEFAULT}}"
+        return f"but there is no environment variable {name}; set it, or write {default} or a value"
+    if message.startswith("Interpolation key"):
+        close = get_close_matches(name, options, n=1, cutoff=0.75)
+        remedy = f"did you mean ${{{close[0]}}}? write that" if close else "write its full key"
+        return f"but there is no option {name}; {remedy}, or a value ({in_shell})"
+    if message.startswith("Unsupported interpolation type"):
+        return (
+            f"but there is no resolver {name}; name an option as ${{KEY}}, an environment variable as ${{oc.env:NAME}}, or "
+            "write a value"
+        )
+    if "Recursive interpolation" in message:
+        return "which leads back to itself; write a value"
+    message = re.sub(r"^While dereferencing interpolation '.*?': ", "", message)
+    return f"which is no value of this option: {shortened(message.rstrip('.:;'))}; write one"
+
+
+def _named_in(error: OmegaConfBaseException) -> str:
+    """Return the option, the variable or the resolver that an error is about; empty if it names none."""
+    message = str(error).partition("\n")[0]
+    found = re.search(r"(?:key|variable) '([^']*)' not found|interpolation type (\S+)", message)
+    return shortened(found[1] or found[2]) if found else ""
 
 
 def drop_replaced(composed: DictConfig, overrides: Sequence[str], schema: type) -> None:

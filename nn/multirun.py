@@ -23,6 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.messages import on_one_line
+from configs.overrides import refuse_unresolved, texts_of
+from configs.schema import Config
 from nn.distributed.launcher import is_launched
 
 MAX_NAME_CHARS = 120
@@ -70,7 +72,7 @@ class Jobs:
             return
         composed.run_dir = job_directory(composed, sys.argv[1:])
         print(on_one_line(f"job {HydraConfig.get().job.num}: {composed.run_dir}"), flush=True)
-        written = list(HydraConfig.get().overrides.task)
+        written = texts_of(HydraConfig.get().overrides.task)
         self.exit_codes[str(composed.run_dir)] = self.fork(lambda: work(composed), written)
 
     def fork(self, work: Callable[[], None], arguments: Sequence[str]) -> int:
@@ -156,10 +158,11 @@ def job_directory(composed: DictConfig, arguments: Sequence[str]) -> str:
     sweeps = {o.get_key_element(): o.is_sweep_override() for o in map(_parsed, written)}
     differing = {
         o.get_key_element(): o.get_value_element_as_str()
-        for o in map(_parsed, hydra.overrides.task)
+        for o in map(_parsed, texts_of(hydra.overrides.task))
         if sweeps.get(o.get_key_element(), True)
     }
     if "run_dir" in differing or "${" in _as_written(composed, "run_dir"):
+        refuse_unresolved(composed, Config)
         return str(composed.run_dir)
     return str(Path(hydra.sweep.dir) / named(hydra.job.num, differing))
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
-from configs.overrides import to_config
+from configs.overrides import place_of, to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
 from configs.schema import require
 from configs.stop_signals import restore_signals
@@ -128,10 +128,10 @@ def _execute(config: PreprocConfig) -> None:
 
 def run(composed: DictConfig) -> None:
     """Convert the composed yaml to checked options and execute them; end with one message after an error."""
-    place = f"output={composed.output}" if composed.output else f"path={composed.path}"
+    writes = OmegaConf.is_interpolation(composed, "output") or bool(composed.output)
     more = " (it resumes), or move output or temp_directory"
-    interrupted = f"{NO_OUTPUT} to resume" if composed.output else RERUN
-    with errors_end_command(place, more, interrupted):
+    interrupted = f"{NO_OUTPUT} to resume" if writes else RERUN
+    with errors_end_command(place_of(composed, "output" if writes else "path"), more, interrupted):
         execute(to_config(composed))
 
 

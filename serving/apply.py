@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
 from configs.messages import on_one_line
-from configs.overrides import to_config
+from configs.overrides import place_of, to_config
 from configs.serving_schema import ApplyConfig
 from serving.manifest import MANIFEST
 from serving.versions import list_versions
@@ -14,7 +14,7 @@ from serving.versions import list_versions
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and apply the deltas; report errors in one line."""
-    with errors_end_command(f"model={composed.model}", interrupted=NO_OUTPUT):
+    with errors_end_command(place_of(composed, "model"), interrupted=NO_OUTPUT):
         config: ApplyConfig = to_config(composed)
         base, output = places(config)
         # Imported here: torch takes seconds, and the errors above need none.

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from configs.command_line import composed_command, end_command, errors_end_command
 from configs.messages import on_one_line
-from configs.overrides import to_config
+from configs.overrides import place_of, to_config
 from configs.serving_schema import Device, ServerConfig
 from configs.stop_signals import INTERRUPTED
 from serving.loading import COPYING_THREADS, model_loader
@@ -35,7 +35,7 @@ SPARE_FILES = 64
 def run(composed: DictConfig) -> None:
     """Check the composed options and serve until SIGTERM or SIGINT; report errors in one line."""
     with errors_end_command(
-        f"host={composed.host} port={composed.port}",
+        place_of(composed, "host", "port"),
         interrupted=f"{INTERRUPTED} before the server was ready",
     ):
         config: ServerConfig = to_config(composed)

@@ -16,7 +16,7 @@ from configs.command_line import composed_command, end_command, errors_end_comma
 from configs.console import LiteralConsole
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.many_runs_schema import SweepConfig
-from configs.overrides import no_option, to_config
+from configs.overrides import no_option, place_of, to_config
 from configs.schema import Config, describe
 from configs.stop_signals import INTERRUPTED, restore_signals
 
@@ -24,7 +24,7 @@ from configs.stop_signals import INTERRUPTED, restore_signals
 def run(composed: DictConfig) -> None:
     """Check the composed options and sweep; report errors in one line."""
     with errors_end_command(
-        f"output={composed.output}", interrupted=f"{INTERRUPTED}: the same command resumes"
+        place_of(composed, "output"), interrupted=f"{INTERRUPTED}: the same command resumes"
     ):
         config = to_config(composed)
         try:
@@ -62,7 +62,9 @@ def with_trial_options(arguments: list[str]) -> list[str]:
         if not is_own and "." not in key and key not in (*of_runs, "experiment", "data"):
             raise no_option(key, [*own, *of_runs])
         (others if is_own else trials).append(argument)
-    return [*others, f"overrides=[{','.join(map(quoted, trials))}]"] if trials else others
+    # An interpolation among them is one of the trial's options, not of the sweep's.
+    texts = [trial.replace("${", r"\${") for trial in trials]
+    return [*others, f"overrides=[{','.join(map(quoted, texts))}]"] if trials else others
 
 
 if __name__ == "__main__":

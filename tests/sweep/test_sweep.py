@@ -376,6 +376,8 @@ def test_options_of_trials_stand_beside_those_of_the_sweep():
         *("space=s.yaml", "trials=3", "--help"),
         "overrides=['data.path=a b','model.top_mlp=[8,1]']",
     ]
+    # The sweep would take the value from an option of its own.
+    assert with_trial_options(["run_dir=${output}"]) == [r"overrides=['run_dir=\${output}']"]
     with pytest.raises(ValueError, match=r"^there is no option trails; did you mean trials\?"):
         with_trial_options(["trails=3"])
     assert as_override("optimizer.lr", 1e-5) == "optimizer.lr=1e-05"

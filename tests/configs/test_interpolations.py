@@ -1,0 +1,107 @@
+"""An interpolation that does not resolve: one line that names the option, what was got and what to do, in every command."""
+
+import re
+
+import pytest
+
+from configs.overrides import to_config
+from tests.helpers.command import run_command, run_module
+from tests.helpers.composed import TINY, compose_with_hydra
+from tests.helpers.preproc_command import compose_preproc_with_hydra
+
+NOWHERE = "but there is no option nope; write its full key, or a value"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("model.top_mlp=${nope}", f"model.top_mlp: got '${{nope}}', {NOWHERE}"),
+        ("model.top_mlp=[${nope},1]", f"model.top_mlp[0]: got '${{nope}}', {NOWHERE}"),
+        ("model.top_mlp=[1,[2,${nope}]]", f"model.top_mlp[1][1]: got '${{nope}}', {NOWHERE}"),
+        ("train.batch_size=${nope}", f"train.batch_size: got '${{nope}}', {NOWHERE}"),
+        ("sharding.tables={a:${nope}}", f"sharding.tables.a: got '${{nope}}', {NOWHERE}"),
+        ("tasks={y:{loss:[${nope}]}}", f"tasks.y.loss[0]: got '${{nope}}', {NOWHERE}"),
+        ("run_dir=a/${nope}/b", f"run_dir: got 'a/${{nope}}/b', {NOWHERE}"),
+        ("data.path='~/${nope}'", f"data.path: got '~/${{nope}}', {NOWHERE}"),
+        (
+            "eval.batch_size=${train.batchsize}",
+            "eval.batch_size: got '${train.batchsize}', but there is no option train.batchsize; did you mean "
+            "${train.batch_size}? write that, or a value",
+        ),
+        (
+            "train.batch_size=${oc.env:NOT_SET_HERE}",
+            "train.batch_size: got '${oc.env:NOT_SET_HERE}', but there is no environment variable NOT_SET_HERE; set it, or "
+            "write ${oc.env:NOT_SET_HERE,DEFAULT} or a value",
+        ),
+        (
+            "run_dir=${foo:1}",
+            "run_dir: got '${foo:1}', but there is no resolver foo; name an option as ${KEY}, an environment variable as "
+            "${oc.env:NAME}, or write a value",
+        ),
+        ("seed=${seed}", "seed: got '${seed}', which leads back to itself; write a value"),
+        (
+            "train.batch_size=${model.name}",
+            "train.batch_size: got '${model.name}', which is no value of this option: Value 'dlrm' of type 'str' could not be "
+            "converted to Integer; write one",
+        ),
+    ],
+)
+def test_the_option_is_named(argument, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        to_config(compose_with_hydra(argument))
+    assert str(error.value).isprintable()
+
+
+def test_of_two_options_the_one_with_the_mistake_is_named():
+    composed = compose_with_hydra("eval.batch_size=${train.batch_size}", "train.batch_size=${nope}")
+    with pytest.raises(ValueError, match=r"^train.batch_size: got '\$\{nope\}'"):
+        to_config(composed)
+
+
+def test_the_description_of_a_table_is_looked_through():
+    table = "{sources:{t:{files:a}},categorical:[a,{name:${outpt}}]}"
+    composed = compose_preproc_with_hydra("dataset=any", f"table={table}", "output=x")
+    wanted = r"table.categorical\[1\].name: got '\$\{outpt\}', .* did you mean \$\{output\}\? write"
+    with pytest.raises(ValueError, match=wanted):
+        to_config(composed)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "key"),
+    [
+        ("dlrm", ["model.top_mlp=${nope}"], "model.top_mlp"),
+        ("dlrm", ["model.top_mlp=[${nope},1]"], "model.top_mlp[0]"),
+        ("dlrm", ["days=${nope}"], "days"),
+        ("dlrm", ["run_dir=${nope}", "seed=1,2", "--multirun"], "run_dir"),
+        ("preproc", ["output=${nope}"], "output"),
+        ("preproc", ["source=[${nope},a]", "output=x"], "source[0]"),
+        ("serving.export", ["output=${nope}"], "output"),
+        ("serving.export", ["checkpoint=${nope}", "output=x"], "checkpoint"),
+        ("serving.run", ["port=${nope}"], "port"),
+        ("sweep", ["output=${nope}"], "output"),
+        ("sweep", ["output=x", "space=SPACE", "model.top_mlp=[${nope},1]"], "model.top_mlp[0]"),
+    ],
+)
+def test_every_command_names_it_in_one_line(module, arguments, key, tmp_path):
+    (tmp_path / "space.yaml").write_text("optimizer.lr: {low: 0.001, high: 0.01}\n")
+    written = [text.replace("SPACE", str(tmp_path / "space.yaml")) for text in arguments]
+    ended = run_command(*written) if module == "dlrm" else run_module(module, *written)
+    assert ended.exit_code == 2
+    assert ended.err.startswith(f"error: {key}: got '${{nope}}', {NOWHERE}")
+    assert ended.err.count("\n") == 1
+
+
+def test_a_config_group_is_named():
+    ended = run_command("experiment=${nope}")
+    assert ended.exit_code == 2
+    assert ended.err == (
+        "error: experiment: got '${nope}', but there is no group nope to take a name from; write the name of one of the files "
+        "in configs/experiment\n"
+    )
+
+
+def test_one_that_resolves_is_taken(tmp_path):
+    arguments = [*TINY, "mode=plan", "optimizer.embedding_lr=${optimizer.lr}", "optimizer.lr=0.5"]
+    assert run_command(*arguments).exit_code == 0
+    composed = compose_with_hydra("optimizer.embedding_lr=${optimizer.lr}", "optimizer.lr=0.5")
+    assert to_config(composed).optimizer.embedding_lr == 0.5
