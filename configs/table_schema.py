@@ -5,7 +5,8 @@ Hydra's schema cannot list them.
 """
 
 import math
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -23,6 +24,11 @@ MOST_HOTNESS = 1 << 20
 # The length of a history is a numerical feature, and float16 holds every whole number up to this one.
 MOST_HISTORY = 2048
 HISTORY_ROWS = ("all", "train")
+NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+"""Texts that are finite numbers, or too large for one."""
+# Numbers, dates and times, with the sign, the separators and the zone of them.
+DIGITS = re.compile(r"[-+.,:/\s\deETZ]*\d[-+.,:/\s\deETZ]*", re.ASCII)
+VALUES_IN_WORDS = ("true", "false", "inf", "infinity")
 # A feature names files such as NAME.offsets.bin, and file systems allow 255 bytes.
 MOST_NAME_BYTES = 200
 
@@ -203,7 +209,10 @@ class TableConfig:
         sources: relations by name.
         query: SQL over the sources; by default all rows of the only source.
         order_by: expressions that order the rows of a query, which are unordered otherwise.
-        missing: texts that are missing values when they are all of a field, such as NA, in every column of text.
+        missing: texts that are missing values when they are all of a field, such as NA, in every column of text. Later rows
+            are treated as those of the fit, by what a column was there: where it was text, an integer is missing if its text
+            is, and a float if one of the texts reads as it (`numbers_of`). Where it was none, a text is missing if no value
+            of another type has it (`texts_of_no_other_type`).
         label: the labels; a single one needs no list.
         numerical: numerical features in channel order.
         categorical: categorical features in the model's order.
@@ -473,6 +482,21 @@ def transform_of(transform: Any) -> tuple[str, Any]:
     if isinstance(transform, Mapping):
         return next(iter(transform.items()))
     return transform, None
+
+
+def numbers_of(missing: Iterable[str]) -> list[float]:
+    """Return the finite numbers that texts read as."""
+    numbers = [float(text) for text in missing if NUMBER.fullmatch(text)]
+    return [number for number in numbers if math.isfinite(number)]
+
+
+def texts_of_no_other_type(missing: Iterable[str]) -> list[str]:
+    """Return the texts that no number, date, time or truth value has, such as NA: a column of these cannot have held them."""
+    return [
+        text
+        for text in missing
+        if not DIGITS.fullmatch(text) and text.strip().lower().lstrip("+-") not in VALUES_IN_WORDS
+    ]
 
 
 def _check_source(where: str, source: Source) -> None:

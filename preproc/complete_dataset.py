@@ -29,6 +29,7 @@ from preproc.report.console import (
 from preproc.report.distributions import read_distributions
 from preproc.report.files import write_report
 from preproc.report.plot import ReportFacts, draw
+from preproc.text_columns import TextColumns
 from preproc.work_directory import Work
 
 
@@ -47,6 +48,7 @@ class WrittenColumns:
         absent: names of the labels, the weight and the keep rate that new rows lack.
         lineage: the day, and the fit that it extends.
         vocabularies: checksums of those of the fit that `mode=transform` takes, by feature.
+        text_columns: which columns were text.
     """
 
     categorical: list[CategoricalFeature]
@@ -59,6 +61,7 @@ class WrittenColumns:
     absent: frozenset[str] = frozenset()
     lineage: Lineage = field(default_factory=Lineage)
     vocabularies: Mapping[str, str] = field(default_factory=dict)
+    text_columns: TextColumns | None = None
 
 
 def row_columns(table: TableConfig) -> list[RowColumn]:
@@ -123,7 +126,14 @@ def complete_dataset(
     """Write fitted state, report.json and spec beside the columns, rename all to the output and print its summary."""
     directory = work.dataset
     assert config.output is not None
-    save_fitted(directory, table, written.statistics, config.source, written.lineage.day)
+    save_fitted(
+        directory,
+        table,
+        written.statistics,
+        config.source,
+        written.lineage.day,
+        written.text_columns,
+    )
     write_report(
         directory,
         written.columns,

@@ -25,6 +25,7 @@ from dataloading.dataset.feature_spec import SPEC_NAME
 from dataloading.dataset.split_files import find_file
 from dataloading.lineage import DAY, FITTED, RARE, VOCABULARY, Lineage
 from preproc.dataset_writer import checksum
+from preproc.text_columns import TextColumns
 from preproc.vocabulary_file import check_vocabulary, has_days
 
 FITTED_TRANSFORMS = ("minmax", "standardise")
@@ -32,6 +33,8 @@ SOURCE = "${source}"
 ROWS_KEYS = (
     *("sources", "query", "order_by", "missing", "label", "weight", "keep_rate", "split", "keep"),
 )
+IS_TEXT = "is_text"
+"""Key of `TextColumns` in preproc.json."""
 AGAIN = "copy the dataset again, or fit again"
 
 
@@ -45,6 +48,8 @@ class FittedState:
         files: bytes and CRC-32 of each file, as they were compared.
         lineage: its day and its identity.
         limits: metadata of the spec, `frequency_limit` and `vocabulary_rows` among them.
+        missing: texts that were missing values in its columns of text.
+        text_columns: which columns these were; None if an earlier version has made the fit, which did not record it.
     """
 
     directory: Path
@@ -52,6 +57,8 @@ class FittedState:
     files: dict[str, dict[str, Any]]
     lineage: Lineage = field(default_factory=Lineage)
     limits: Mapping[str, Any] = field(default_factory=dict)
+    missing: Sequence[str] = ()
+    text_columns: TextColumns | None = None
 
     def copy_vocabulary(self, name: str, path: Path) -> None:
         """Copy the vocabulary of feature `name` to the relation directory `path`.
@@ -119,6 +126,7 @@ def save_fitted(
     statistics: dict[str, Any],
     source: Any = None,
     day: int = 0,
+    text_columns: TextColumns | None = None,
 ) -> None:
     """Write preproc.json below `directory`.
 
@@ -128,6 +136,7 @@ def save_fitted(
         statistics: fitted numbers per numerical feature.
         source: option `source` of the run, whose place in the files of the table other sources take.
         day: number of the day; 0 for a fit.
+        text_columns: which columns were text.
     """
     whole = json.loads(json.dumps(asdict(table)))
     sources = whole["sources"]
@@ -141,6 +150,7 @@ def save_fitted(
         "statistics": statistics,
         "rows": {key: whole[key] for key in ROWS_KEYS},
         **({DAY: day} if day else {}),
+        **({} if text_columns is None else {IS_TEXT: text_columns.as_json()}),
     }
     (directory / FITTED).write_text(json.dumps(saved, indent=1) + "\n")
 
@@ -246,10 +256,38 @@ def load_fitted(
             f"{directory / SPEC_NAME} lists no checksum of {without[0]}"
             f"{f' and {len(without) - 1} others' if without[1:] else ''}, so only the content was checked"
         )
+    missing, text_columns = _missing_texts(saved, path)
+    if missing and text_columns is None:
+        warn(
+            f"{path} is of an earlier version, which did not record which columns were text: the texts of table.missing are "
+            "missing in those that are text now; fit again if their types differ"
+        )
     files[SPEC_NAME] = checksum(directory / SPEC_NAME)
     written = document.get("metadata")
     metadata = written if isinstance(written, Mapping) else {}
-    return FittedState(directory, statistics, files, Lineage.of(metadata), metadata)
+    lineage = Lineage.of(metadata)
+    return FittedState(directory, statistics, files, lineage, metadata, missing, text_columns)
+
+
+def with_missing_of(fitted: FittedState, table: TableConfig) -> TableConfig:
+    """Return the description of new rows with the missing texts of the fit too: what was no value there is none here."""
+    more = [value for value in fitted.missing if value not in table.missing]
+    return replace(table, missing=[*table.missing, *more])
+
+
+def _missing_texts(saved: Mapping[str, Any], path: Path) -> tuple[list[str], TextColumns | None]:
+    """Return the missing texts of a fit, and the columns in which they were missing, None if it does not say."""
+    rows = saved.get("rows")
+    missing = rows.get("missing") if isinstance(rows, Mapping) else None
+    texts = missing if isinstance(missing, list) else []
+    if not all(isinstance(value, str) for value in texts):
+        raise ValueError(f"{path}: rows.missing: got {shown(missing)}, want texts; {AGAIN}")
+    if IS_TEXT not in saved:
+        return texts, None
+    try:
+        return texts, TextColumns.of(saved[IS_TEXT], f"{path}: {IS_TEXT}")
+    except ValueError as error:
+        raise ValueError(f"{error}; {AGAIN}") from None
 
 
 def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfig) -> PreprocConfig:

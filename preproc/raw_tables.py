@@ -36,7 +36,9 @@ class RawTables:
         refuse_histories(fitted, table)
         # The given rows take the place of what the sources, or the query over them, gave.
         self._description = replace(table, query="", order_by=[], keep=[])
-        self._state = load_fitted(fitted, table, _ignore)
+        state = load_fitted(fitted, table, _ignore)
+        columns = state.text_columns
+        self._state = replace(state, text_columns=columns and columns.of_rows(ROWS))
         self.spec = FeatureSpec.load_features(fitted)
 
     def transformed(self, rows: pa.Table) -> pa.Table:

@@ -108,7 +108,9 @@ class TransformedRows:
             sources = {name: _with_columns(name, source) for name, source in table.sources.items()}
             # A description of rows alone: nothing is divided, and no label is read.
             rows = replace(table, label=[], weight=None, split=SplitRule())
-            self._staging = Staging(self._engine, rows, sources, may_lack_labels=True)
+            self._staging = Staging(
+                self._engine, rows, sources, may_lack_labels=True, fitted=state.text_columns
+            )
             self._table = self._staging.table
             kept = [f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(table.keep)]
             query = f"SELECT {', '.join(kept) or 'bad_'} FROM ({self._staging.query})"

@@ -36,7 +36,8 @@ from preproc.report.console import (
     print_result,
 )
 from preproc.report.plot import load_library
-from preproc.vocabulary_sql import CATEGORICAL, NUMERICAL
+from preproc.text_columns import TextColumns
+from preproc.vocabulary_sql import CATEGORICAL, COLUMNS, NUMERICAL
 from preproc.work_directory import (
     Work,
     check_disk,
@@ -227,6 +228,7 @@ def _write(
         statistics={name: [[], []] for name in NUMERICAL},
         counted=config.vocabulary.name,
         bad_rows=work.state["parse"]["bad"],
+        text_columns=TextColumns.of_texts(next(iter(table.sources)), COLUMNS),
     )
     complete_dataset(written, config, table, work, progress)
 

@@ -7,9 +7,17 @@ adds.
 Categorical values are compared as text. An empty text is missing, like null.
 """
 
+from collections.abc import Sequence
 from fractions import Fraction
 
-from configs.table_schema import Categorical, SplitRule, transform_of
+from configs.table_schema import (
+    Categorical,
+    SplitRule,
+    numbers_of,
+    texts_of_no_other_type,
+    transform_of,
+)
+from preproc.text_columns import TEXT_TYPES
 from preproc.vocabulary_sql import vocabulary
 
 # Separates the values of a cross; it does not occur in text.
@@ -47,6 +55,36 @@ def categorical_value(feature: Categorical, value: str) -> str:
         return value
     as_text = f"nullif(CAST({value} AS STRING), '')"
     return f"split_text({as_text}, {text(feature.separator)})" if feature.separator else as_text
+
+
+def is_missing(value: str, kind: str, missing: Sequence[str], was_text: bool | None) -> str | None:
+    """Return the condition that a column holds one of the texts `missing`; None if it is never true.
+
+    Args:
+        value: the column, or an expression of it without NaN.
+        kind: its type in SQL.
+        missing: texts, of which those count that `TableConfig` names.
+        was_text: whether the column was text in the fit; None if that is not known, and its own type decides.
+    """
+    kind = kind.lower()
+    is_text = kind in TEXT_TYPES
+    if is_text and was_text is False:
+        missing = texts_of_no_other_type(missing)
+    if kind.endswith("]") or kind.startswith(("array", "map", "struct", "union")):
+        return None
+    if is_text:
+        values = list(map(text, missing))
+    elif not was_text:
+        return None
+    elif kind in ("float", "double"):
+        values = [f"try_cast('{number!r}' AS {kind})" for number in numbers_of(missing)]
+    elif kind.startswith("decimal"):
+        value = f"CAST({value} AS DOUBLE)"
+        values = [double(number) for number in numbers_of(missing)]
+    else:
+        value = f"CAST({value} AS STRING)"
+        values = list(map(text, missing))
+    return f"{value} IN ({', '.join(values)})" if values else None
 
 
 def number_of(value: str) -> str:

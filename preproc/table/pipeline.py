@@ -32,7 +32,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.split_files import SPLITS
 from dataloading.lineage import RARE, Lineage, vocabularies
 from preproc.complete_dataset import WrittenColumns, complete_dataset, draw_report, row_columns
-from preproc.fitted_state import FittedState, load_fitted, with_limits_of
+from preproc.fitted_state import FittedState, load_fitted, with_limits_of, with_missing_of
 from preproc.raw_files import RawFile, refuse_copies
 from preproc.report.console import (
     COVERAGE_LIMITS,
@@ -72,6 +72,7 @@ from preproc.table.output_files import TableFiles, WrittenIds
 from preproc.table.source_files import find_source, read_columns
 from preproc.table.staging import Staging
 from preproc.table.transformation import numerical_columns
+from preproc.text_columns import TextColumns
 from preproc.vocabulary_sql import coverage, merge_counts
 from preproc.work_directory import (
     Work,
@@ -105,6 +106,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     if config.mode in (Mode.transform, Mode.extend):
         with progress.stage(f"compare the fit in {config.fitted} with its records"):
             fitted = load_fitted(Path(config.fitted or ""), table, progress.warn)
+        table = with_missing_of(fitted, table)
         if config.mode is Mode.extend:
             config = with_limits_of(fitted, config, table)
     identity = _identity(config, table, every, fitted)
@@ -162,7 +164,7 @@ def _identity(
         "fitted": fitted.files if fitted else None,
         "table": asdict(table),
         "engine": config.engine.name,
-        "format": 2,
+        "format": 3,
         "files": [
             [str(file.path.resolve()), file.path.stat().st_size, file.path.stat().st_mtime_ns]
             for file in files
@@ -290,6 +292,7 @@ class _Run:
             bad_rows=num_bad,
             lineage=self._lineage,
             vocabularies={} if self._fitted is None else vocabularies(self._fitted.limits),
+            text_columns=TextColumns.of(self.work.state["is_text"], str(self.work.directory)),
         )
         complete_dataset(written, config, table, self.work, self.progress)
         return num_rows
@@ -476,13 +479,18 @@ class _Run:
         """Write all rows with row numbers, and beside them the lines that the engine could not read."""
         sources = {name: read_columns(*source) for name, source in self.sources.items()}
         staging = Staging(
-            self.engine, self.table, sources, may_lack_labels=self.config.mode is Mode.transform
+            self.engine,
+            self.table,
+            sources,
+            may_lack_labels=self.config.mode is Mode.transform,
+            fitted=None if self._fitted is None else self._fitted.text_columns,
         )
         for name in staging.of_floats:
             self.progress.say(
                 f"note: the values of {shown(name)} are floating-point numbers, so 5 is the text 5.0, another value than the 5 "
                 "of an integer column; if other files have integers, set expression: CAST(... AS BIGINT)"
             )
+        self.work.state["is_text"] = staging.text_columns.as_json()
         self.work.state["absent"] = sorted({*self.table.row_numbers} - {*staging.table.row_numbers})
         try:
             self.engine.stage(staging.rows, path)

@@ -6,7 +6,7 @@ isnan itself sees it.
 """
 
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -17,6 +17,7 @@ from preproc.table.expressions import (
     LARGEST_DOUBLE,
     categorical_value,
     crossed,
+    is_missing,
     not_a_number,
     number_of,
     quoted,
@@ -24,10 +25,10 @@ from preproc.table.expressions import (
     text,
 )
 from preproc.table.source_files import SourceFiles, listed, refuse_damaged
+from preproc.text_columns import TEXT_TYPES, TextColumns
 
 # Columns that give the order of a source's rows; DuckDB numbers those of further sources of a query.
 OWN_COLUMN = re.compile(r"(file|order)_(_\d+)?")
-TEXT_TYPES = ("varchar", "string")
 FLOAT_TYPES = ("float", "double")
 # Types of numbers that become doubles without NaN.
 # Parquet, as DuckDB writes it, would round a hugeint.
@@ -92,6 +93,7 @@ class Staging:
         sources: by name, resolved.
         table: the description, without the labels, the weight and the keep rate that the sources lack.
         of_floats: categorical features whose values are floating-point numbers.
+        text_columns: which columns were text in the fit, or are text if that does not tell.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Staging:
         table: TableConfig,
         sources: dict[str, SourceFiles],
         may_lack_labels: bool = False,
+        fitted: TextColumns | None = None,
     ) -> None:
         """Read the sources.
 
@@ -108,6 +111,7 @@ class Staging:
             table: the description.
             sources: by name.
             may_lack_labels: take rows that have no label.
+            fitted: columns of the fit that is applied to the rows; None if these are fitted themselves, or if it is not known.
 
         Raises:
             ValueError: a file cannot be read, or an expression has no meaning; names the file or the expression.
@@ -115,9 +119,12 @@ class Staging:
         self._engine = engine
         self.sources = sources
         self.table = table
+        self._fitted = None if fitted is None else fitted.named(sources)
         self._expressions = _expressions_of(table)
         base = self._base()
-        self._column_names = {name.lower() for name, _ in engine.columns(base)}
+        found = self._find_text_columns(base)
+        self.text_columns = found if self._fitted is None else self._fitted.over(found)
+        self._column_names = set(found.result)
         if may_lack_labels:
             self.table = self._without_absent(base)
             self._expressions = _expressions_of(self.table)
@@ -197,7 +204,7 @@ class Staging:
         sql = [table.query] if table.query else [item.sql for item in self._expressions]
         keep_nan = any(map(_calls_isnan, sql))
         for name, files in self.sources.items():
-            self._engine.read(name, files, self._change(files, keep_nan))
+            self._engine.read(name, files, self._change(name, files, keep_nan))
         if not table.query:
             return f"SELECT * FROM {quoted(next(iter(self.sources)))}"
         query = table.query.strip().removesuffix(";")
@@ -211,13 +218,28 @@ class Staging:
             raise ValueError(f"table.query: {error}{_cast(error)}; {columns}") from None
         return f"SELECT * FROM ({query}\n)"
 
-    def _change(self, files: SourceFiles, keep_nan: bool) -> Callable[[str], str]:
+    def _change(self, name: str, files: SourceFiles, keep_nan: bool) -> Callable[[str], str]:
         missing = self.table.missing
         if files.source.format != "parquet" and not missing:
             return lambda query: query
+        were_text = {} if self._fitted is None else self._fitted.sources.get(name, {})
         return lambda query: _with_missing(
-            self._engine, query, missing, NAN if keep_nan else "NULL"
+            self._engine, query, missing, NAN if keep_nan else "NULL", were_text=were_text
         )
+
+    def _find_text_columns(self, base: str) -> TextColumns:
+        """Return which columns of the sources, and of the rows that expressions read, are text."""
+
+        def kinds(query: str) -> dict[str, bool]:
+            return {
+                name.lower(): kind.lower() in TEXT_TYPES
+                for name, kind in self._engine.columns(query)
+                if not OWN_COLUMN.fullmatch(name.lower())
+            }
+
+        sources = {name: kinds(f"SELECT * FROM {quoted(name)}") for name in self.sources}
+        result = kinds(base) if self.table.query else next(iter(sources.values()))
+        return TextColumns(sources, result)
 
     def _values(self, base: str) -> str:
         """Return the query of one column per expression."""
@@ -428,20 +450,22 @@ def _with_missing(
     missing: Sequence[str] = (),
     nan: str = "NULL",
     clean: Container[str] = (),
+    were_text: Mapping[str, bool] | None = None,
 ) -> str:
     """Return `query` with `nan` for NaN in columns and lists of floats, and with null for the texts `missing`.
 
-    Columns named in `clean` have neither.
+    Columns named in `clean` have neither. `were_text` says of columns of a fit whether they were text.
     """
     columns = engine.columns(query)
     changed = []
     for i, (name, kind) in enumerate(columns):
-        value = None if name in clean else engine.without_nan(f"v{i}_", kind, nan)
-        if missing and kind.lower() in TEXT_TYPES:
-            value = (
-                f"(CASE WHEN v{i}_ IN ({', '.join(map(text, missing))}) THEN NULL ELSE v{i}_ END)"
-            )
-        changed.append((value, f"v{i}_", quoted(name)))
+        column = f"v{i}_"
+        value = None if name in clean else engine.without_nan(column, kind, nan)
+        was_text = None if were_text is None else were_text.get(name.lower())
+        condition = is_missing(value or column, kind, missing, was_text)
+        if condition is not None:
+            value = f"(CASE WHEN {condition} THEN NULL ELSE {value or column} END)"
+        changed.append((value, column, quoted(name)))
     if not any(value for value, *_ in changed):
         return query
     # By position: a query may have two columns of one name.

@@ -115,6 +115,42 @@ def test_a_table_with_everything_in_it(tmp_path, spark):
     assert len(np.frombuffer(files["train/label.bin"], "u1")) > 80
 
 
+def test_missing_texts_go_by_the_columns_of_the_fit(tmp_path, spark):
+    columns = {
+        "y": [i % 2 for i in range(24)],
+        "code": [[-1, 5, 7][i % 3] for i in range(24)],
+        "price": [[-1, 2, 0][i % 3] for i in range(24)],
+        "x": [[-1.0, 2.5, 0.25][i % 3] for i in range(24)],
+        "city": [["NA", "Rome", "-1"][i % 3] for i in range(24)],
+    }
+    prices = pa.array(columns["price"], pa.decimal128(9, 2))
+    pq.write_table(pa.table(columns | {"price": prices}), tmp_path / "t.parquet")
+    lines = [",".join(map(str, row)) for row in zip(*columns.values(), strict=True)]
+    write_lines(tmp_path / "t.csv", [",".join(columns), *lines])
+    rest = {
+        "missing": ["-1", "-1.0", "NA"],
+        "label": {"name": "y"},
+        "numerical": ["x", "price"],
+        "categorical": [{"name": name, "buckets": 9} for name in ("code", "city")],
+        "split": {"train": 0.5},
+    }
+    tables = {
+        kind: f"table={_hydra({'sources': {'t': {'files': str(tmp_path / f't.{kind}')}}, **rest})}"
+        for kind in ("csv", "parquet")
+    }
+    options = ["dataset=any", "numerical_dtype=float32", "overwrite=true"]
+    for kind, other in (("csv", "parquet"), ("parquet", "csv")):
+        both(tmp_path, *options, tables[kind])
+        shutil.copytree(tmp_path / "duckdb", tmp_path / f"fit_{kind}")
+        fit = ["mode=transform", f"fitted={tmp_path / f'fit_{kind}'}", "split_name=null"]
+        same = both(tmp_path, *options, tables[kind], *fit)
+        files = both(tmp_path, *options, tables[other], *fit)
+        for name in ("numerical", "code", "city"):
+            assert files[f"test/{name}.bin"] == same[f"test/{name}.bin"]
+        ids = np.frombuffer(files["test/code.bin"], np.int8)
+        assert (ids == 0).any() == (kind == "csv")
+
+
 def test_histories(tmp_path, spark):
     rows = random_rows(20, 120)
     table = described(write_rows(tmp_path / "t.csv", rows), split={"by": "random", "train": 0.6})
