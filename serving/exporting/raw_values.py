@@ -9,8 +9,9 @@ from urllib.parse import quote
 from configs.messages import shown
 from configs.table_schema import Categorical, History, Numerical
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.lineage import FITTED
 from nn.checkpoint.compatibility import vocabulary_mismatch
-from preproc.fitted_state import FittedState, open_fitted, vocabulary_name
+from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, open_fitted, vocabulary_name
 from serving.inference.requests import IDS, NUMERICAL
 from serving.inference.vocabulary import write_vocabulary
 
@@ -71,6 +72,7 @@ def write_raw_values(
     return {
         "columns": columns,
         "missing": features.missing,
+        "is_text": _text_columns(state, columns, categorical, history),
         "float16": spec.numerical_dtype.name == "float16",
         "numerical": numerical,
         "categorical": categorical,
@@ -116,6 +118,27 @@ def _history(history: History, columns: dict[str, int]) -> dict[str, Any]:
         )
     columns[history.name] = 2
     return {"name": history.name, "of": history.of, "length": history.length}
+
+
+def _text_columns(
+    state: FittedState,
+    columns: Mapping[str, int],
+    categorical: list[dict[str, Any]],
+    history: list[dict[str, Any]],
+) -> dict[str, bool] | None:
+    """Return whether each input was text in the fit; None if the fit is of an earlier version, which does not say."""
+    if state.text_columns is None:
+        return None
+    kinds = state.text_columns.result
+    of = {feature["name"]: feature["column"] for feature in categorical}
+    # The values of a cross are of several columns, and those of a history of the column of its feature.
+    read = dict(zip(columns, columns, strict=True)) | {h["name"]: of[h["of"]] for h in history}
+    for name, column in read.items():
+        if column is not None and column.lower() not in kinds:
+            raise ValueError(
+                f"{state.directory / FITTED}: {IS_TEXT} has no column {shown(name)}; {AGAIN}"
+            )
+    return {name: column is not None and kinds[column.lower()] for name, column in read.items()}
 
 
 def _column(feature: Numerical | Categorical, columns: dict[str, int], dimensions: int = 1) -> str:

@@ -1,12 +1,13 @@
 """Raw values of a request to rows, by the fit of the dataset that the model was trained on.
 
-It computes what `preproc.table.expressions` computes in SQL, without a database: `tests/serving/test_raw_values.py` compares
-both. A value that preprocessing would refuse as a bad row is refused here too; unseen and missing values have id 0.
+It computes what `preproc.table.expressions` computes in SQL, without a database:
+`tests/serving/inference/test_raw_values.py` compares both. A value that preprocessing would refuse as a bad row is refused
+here too; unseen and missing values have id 0. What a column was in the fit decides what is missing in it, not the datatype of
+a request.
 """
 
 import hashlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -16,14 +17,13 @@ import torch
 from torch import Tensor
 
 from configs.messages import shown
-from configs.table_schema import transform_of
+from configs.table_schema import NUMBER, numbers_of, texts_of_no_other_type, transform_of
 from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.requests import InputError, keep_rates
 from serving.inference.vocabulary import Vocabulary
 from serving.manifest import Manifest, ModelError
 
-NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 NOT_A_NUMBER = ("nan", "+nan", "-nan")
 SEPARATOR = "\x1f"
 MOST_VALUES = 65_536
@@ -55,11 +55,11 @@ class RawValues:
     ) -> None:
         self._manifest = manifest
         self._columns: dict[str, int] = description["columns"]
-        self._missing = frozenset(description["missing"])
         self._numerical: list[dict[str, Any]] = description["numerical"]
         self._categorical: list[dict[str, Any]] = description["categorical"]
         self._histories: list[dict[str, Any]] = description["history"]
         self._is_float16: bool = description["float16"]
+        self._missing = _MissingValues(description)
         self._vocabularies = vocabularies
         self._keys = keys or {}
         self._optional = {manifest.keep_rate} if manifest.keep_rate else set()
@@ -156,13 +156,18 @@ class RawValues:
     def _numbers(self, feature: Mapping[str, Any], values: Any) -> np.ndarray:
         """Return the stored numbers of a numerical feature, float32 [B]."""
         if isinstance(values, list):
-            numbers = [self._number(feature["name"], row, text) for row, text in enumerate(values)]
+            texts = self._texts(feature["column"], values)
+            numbers = [_number(feature["name"], row, text) for row, text in enumerate(texts)]
         else:
             is_infinite = np.isinf(values)
             if is_infinite.any():
                 row = int(is_infinite.argmax())
                 _refuse(f"row {row}: {shown(feature['name'])} is infinite, wanted a number")
-            numbers = [None if number != number else float(number) for number in values.flat]
+            is_missing = (values != values) | self._missing.of_numbers(feature["column"], values)
+            numbers = [
+                None if missing else float(number)
+                for number, missing in zip(values.flat, is_missing.flat, strict=True)
+            ]
         for transform, fitted in zip(feature["transforms"], feature["fitted"], strict=True):
             numbers = _transformed(numbers, transform, fitted)
         with np.errstate(over="ignore"):
@@ -177,27 +182,20 @@ class RawValues:
             )
         return stored.astype(np.float16).astype(np.float32) if self._is_float16 else stored
 
-    def _number(self, name: str, row: int, text: str | None) -> float | None:
-        if text is None or text in self._missing or not text:
-            return None
-        if NUMBER.fullmatch(text):
-            number = float(text)
-            if math.isfinite(number):
-                return number
-        if text.strip().lower() not in NOT_A_NUMBER:
-            _refuse(f"row {row}: {shown(name)} is {shown(text)}, wanted a number")
-        return None
-
     def _texts(self, name: str, values: Any) -> list[str | None]:
         """Return the values of a column as texts."""
         if isinstance(values, list):
-            missing = self._missing
+            missing = self._missing.of_texts(name)
             return [None if not text or text in missing else text for text in values]
         if values.dtype.kind not in "iu":
             _refuse(
                 f"column {shown(name)} has floating-point numbers; send it as integers or BYTES"
             )
-        return [str(number) for number in values.flat]
+        is_missing = self._missing.of_numbers(name, values)
+        return [
+            None if missing else str(number)
+            for number, missing in zip(values.flat, is_missing.flat, strict=True)
+        ]
 
     def _ids(
         self,
@@ -262,6 +260,58 @@ class RawValues:
             hashed = [0 if text is None else _bucket(text, buckets) for text in texts]
             return np.array(hashed, np.int64)
         return self._vocabularies[feature["vocabulary"][0]].ids(texts)
+
+
+class _MissingValues:
+    """Values of the inputs that are missing by `table.missing`, as `TableConfig` says.
+
+    Where the description does not say what a column was in the fit, all texts are missing, and no number is.
+    """
+
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        texts: list[str] = description["missing"]
+        columns: Mapping[str, int] = description["columns"]
+        histories = {history["name"] for history in description["history"]}
+        is_text: Mapping[str, bool] | None = description.get("is_text")
+        if is_text is not None and any(type(is_text[name]) is not bool for name in columns):
+            raise TypeError("is_text has values that are neither true nor false")
+        # Items of a list are not whole fields; those of a history were.
+        lists = {name for name, size in columns.items() if size > 1} - histories
+        were_text = {name: is_text is None or is_text[name] for name in columns}
+        chosen = {True: frozenset(texts), False: frozenset(texts_of_no_other_type(texts))}
+        self._texts = {
+            name: frozenset() if name in lists else chosen[was_text]
+            for name, was_text in were_text.items()
+        }
+        self._of_numbers = set() if is_text is None else {n for n in columns if is_text[n]} - lists
+        self._numbers = numbers_of(texts)
+
+    def of_texts(self, name: str) -> frozenset[str]:
+        """Return the texts that are missing in an input."""
+        return self._texts[name]
+
+    def of_numbers(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Return which numbers of an input are missing: floats by their value, integers by their text."""
+        if name not in self._of_numbers or not self._numbers:
+            return np.zeros(values.shape, bool)
+        if values.dtype.kind == "f":
+            with np.errstate(over="ignore"):
+                return np.isin(values, np.array(self._numbers).astype(values.dtype))
+        texts = [str(number) in self._texts[name] for number in values.flat]
+        return np.array(texts, bool).reshape(values.shape)
+
+
+def _number(name: str, row: int, text: str | None) -> float | None:
+    """Return the number of a text of a column, None if it is missing or NaN."""
+    if text is None:
+        return None
+    if NUMBER.fullmatch(text):
+        number = float(text)
+        if math.isfinite(number):
+            return number
+    if text.strip().lower() not in NOT_A_NUMBER:
+        _refuse(f"row {row}: {shown(name)} is {shown(text)}, wanted a number")
+    return None
 
 
 def _split(text: str, separator: str) -> list[str | None]:
