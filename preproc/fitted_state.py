@@ -16,7 +16,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from configs.messages import shown
+from configs.messages import printable, shortened, shown
 from configs.preproc_schema import Mode, PreprocConfig, VocabularyRows
 from configs.table_schema import Categorical, History, Numerical, TableConfig, transform_of
 from dataloading.dataset.dataset_directory import checksums_of
@@ -91,6 +91,11 @@ class FittedState:
         if checksum(copy) != self.files[name]:
             shutil.rmtree(path)
             raise ValueError(f"{source} has changed during this run; rerun the same command")
+
+    def unreadable(self, name: str, error: Exception) -> ValueError:
+        """Return the error of a file that Arrow has read and DuckDB does not."""
+        reason = shortened(printable(str(error).partition("\n")[0]))
+        return ValueError(f"{self.directory / name}: damaged Parquet data ({reason}); {AGAIN}")
 
     def two_ids(self, name: str) -> ValueError:
         """Return the error of a vocabulary in which a value has two ids."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, Self
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 
@@ -165,10 +166,15 @@ class TransformedRows:
         """Load the vocabulary of a feature as a table, and return its name."""
         relation = f"vocabulary_{number}"
         path = self._state.directory / vocabulary_name(name)
-        self._cursor.execute(
-            f"CREATE TABLE {relation} AS SELECT value, id FROM read_parquet({text(glob.escape(str(path)))})"
-            + (" WHERE NOT retired" if self._state.has_days(name) else "")
-        )
+        try:
+            self._cursor.execute(
+                f"CREATE TABLE {relation} AS SELECT value, id FROM read_parquet({text(glob.escape(str(path)))})"
+                + (" WHERE NOT retired" if self._state.has_days(name) else "")
+            )
+        except duckdb.OutOfMemoryException:
+            raise
+        except duckdb.Error as error:
+            raise self._state.unreadable(vocabulary_name(name), error) from None
         repeated = f"SELECT count(*) - count(DISTINCT value) FROM {relation}"
         if self._cursor.execute(repeated).fetchall() != [(0,)]:
             raise self._state.two_ids(name)

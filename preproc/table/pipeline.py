@@ -32,7 +32,14 @@ from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.split_files import SPLITS
 from dataloading.lineage import RARE, Lineage, vocabularies
 from preproc.complete_dataset import WrittenColumns, complete_dataset, draw_report, row_columns
-from preproc.fitted_state import FittedState, load_fitted, with_limits_of, with_missing_of
+from preproc.fitted_state import (
+    FittedState,
+    load_fitted,
+    rare_name,
+    vocabulary_name,
+    with_limits_of,
+    with_missing_of,
+)
 from preproc.raw_files import RawFile, refuse_copies
 from preproc.report.console import (
     COVERAGE_LIMITS,
@@ -777,7 +784,7 @@ class _Run:
         rare_before = None
         if fitted.has_rare(owner.name):
             rare_before = f"{rare}_read"
-            self._once(rare_before, lambda path: fitted.copy_rare(owner.name, path))
+            self._once(rare_before, lambda path: self._copy_rare(owner.name, path))
         self._query(wait, waiting(parent, rare_before, counts))
         ((num_old,),) = self.engine.rows(f"SELECT count(*) FROM {parent}")
         new = new_ids(wait, num_old + 1, day, limit, owner.max_size)
@@ -846,11 +853,25 @@ class _Run:
         fitted = self._fitted
         assert fitted is not None
         fitted.copy_vocabulary(name, path)
-        copied = f"copied_{path.name}"
-        self.engine.view(copied, path)
-        query = f"SELECT count(*) - count(DISTINCT value) FROM {copied}"
-        if self.engine.rows(query) != [(0,)]:
+        if self._of_copy(path, vocabulary_name(name), "count(*) - count(DISTINCT value)"):
             raise fitted.two_ids(name)
+
+    def _copy_rare(self, name: str, path: Path) -> None:
+        """Copy the counts of the values of feature `name` without an id; ValueError if they cannot be read."""
+        assert self._fitted is not None
+        self._fitted.copy_rare(name, path)
+        self._of_copy(path, rare_name(name), "count(DISTINCT value) + max(count)")
+
+    def _of_copy(self, path: Path, name: str, expression: str) -> int | None:
+        """Return a number over all rows of the copy of file `name` of the fit; ValueError if it cannot be read."""
+        assert self._fitted is not None
+        copied = f"copied_{path.name}"
+        try:
+            self.engine.view(copied, path)
+            ((number,),) = self.engine.rows(f"SELECT {expression} FROM {copied}")
+        except QueryError as error:
+            raise self._fitted.unreadable(name, error) from None
+        return number
 
     def _rows_with_value(self, number: int, counted: range) -> int:
         """Return how many of the rows `counted` have a value of a categorical feature."""

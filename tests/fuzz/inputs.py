@@ -37,6 +37,7 @@ def _csv_line(row: int) -> str:
 CSV = "y,age,city,tags\n" + "".join(map(_csv_line, range(24)))
 TABLE: dict[str, Any] = {
     "sources": {"t": {"files": "FILE"}},
+    "missing": ["NA", "-1"],
     "label": {"name": "y"},
     "numerical": [
         {"name": "age", "transforms": [{"fill": 0}, {"clip": [0, 50]}, {"log": 1}, "standardise"]}
@@ -239,8 +240,9 @@ def _make_fitted(root: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """Changed rows that a fit is applied to: fields (row, column, text), and options."""
+    """Rows that a fit of texts is applied to: numbers as they are, or texts with changed fields (row, column, text)."""
 
+    of_numbers: bool
     fields: list[tuple[int, int, str]]
     options: dict[str, Any]
 
@@ -276,7 +278,7 @@ def _new_rows() -> st.SearchStrategy[NewRows]:
             "on_bad": st.sampled_from(["skip", "quarantine", "fail"]),
         }
     )
-    return st.builds(NewRows, st.lists(field, max_size=2), options)
+    return st.builds(NewRows, st.booleans(), st.lists(field, max_size=2), options)
 
 
 def _fitted_changes(root: Path) -> st.SearchStrategy[FittedChange | OtherFit]:
@@ -304,7 +306,7 @@ def _fitted_changes(root: Path) -> st.SearchStrategy[FittedChange | OtherFit]:
         st.tuples(*(st.one_of(st.sampled_from([0.0, 1.0, 2.5]), number) for _ in range(2))),
         _new_rows(),
     )
-    return st.one_of(damage, other)
+    return st.sampled_from([False, True, True]).flatmap(lambda valid: other if valid else damage)
 
 
 def _changed_fitted(root: Path, change: FittedChange | OtherFit, room: Path) -> None:
@@ -313,13 +315,19 @@ def _changed_fitted(root: Path, change: FittedChange | OtherFit, room: Path) -> 
         _write_other_fit(fitted, change)
     else:
         _damage_fit(fitted, change)
+    options = {"mode": "transform", "fitted": str(fitted), **change.rows.options}
+    _build(_write_new_rows(change.rows, room), TABLE, options, room)
+
+
+def _write_new_rows(rows: NewRows, room: Path) -> Path:
+    if rows.of_numbers:
+        return _make_parquet(room / "new")
     lines = [line.split(",") for line in CSV.splitlines()]
-    for row, column, text in change.rows.fields:
+    for row, column, text in rows.fields:
         lines[row][column % len(lines[row])] = text
     text = "".join(",".join(line) + "\n" for line in lines)
     (room / "t.csv").write_bytes(text.encode("utf-8", "surrogatepass"))
-    options = {"mode": "transform", "fitted": str(fitted), **change.rows.options}
-    _build(room / "t.csv", TABLE, options, room)
+    return room / "t.csv"
 
 
 def _damage_fit(fitted: Path, change: FittedChange) -> None:

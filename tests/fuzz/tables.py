@@ -148,6 +148,7 @@ def _changed(column: pa.ChunkedArray, edit: TableEdit) -> pa.ChunkedArray:
     ):
         try:
             return pa.chunked_array([attempt()])
-        except (pa.ArrowException, ValueError, TypeError, OverflowError):
+        # SystemError: Arrow's own, of a list in which a list is null.
+        except (pa.ArrowException, ValueError, TypeError, OverflowError, SystemError):
             continue
     return column

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from preproc import vocabulary_file
 from preproc.dataset_writer import checksum
 from preproc.fitted_state import load_fitted
+from preproc.transformed_rows import open_transformed_rows
 from preproc.vocabulary_file import check_vocabulary
 from tests.helpers.preproc_command import Refused, compose_preproc, data_files, preproc
 from tests.preproc.table.test_pipeline import _hydra
@@ -360,3 +362,32 @@ def test_a_damaged_dataset_is_not_converted(fit, tmp_path):
         preproc("mode=convert", f"path={fit}", f"output={tmp_path / 'out'}")
     record_again(fit, "train/city.bin")
     preproc("mode=convert", f"path={fit}", f"output={tmp_path / 'out'}")
+
+
+def no_text(path: Path, value: bytes) -> None:
+    """Make a value of a vocabulary no UTF-8: Arrow reads the file all the same, DuckDB does not."""
+    data = path.read_bytes()
+    assert value in data
+    path.write_bytes(data.replace(value, b"\xff" + value[1:]))
+
+
+def test_a_file_that_only_one_reader_takes_is_named(people, fit, tmp_path):
+    no_text(fit / CITY, b"Rome")
+    record_again(fit, CITY)
+    message = f"{fit / CITY}: damaged Parquet data (Invalid"
+    with pytest.raises(Refused) as refused:
+        build(people, tmp_path / "out", "mode=transform", f"fitted={fit}")
+    assert f"error: {message}" in refused.value.message
+    with pytest.raises(ValueError, match=re.escape(message)):
+        open_transformed_rows(fit, [people])
+
+
+def test_damaged_counts_of_the_day_before_are_named(people, tmp_path):
+    options = ["rare_counts=true", "frequency_limit=4"]
+    build(people, tmp_path / "fit", *options)
+    rare = tmp_path / "fit/rare/city.parquet"
+    no_text(rare, b"Oslo")
+    record_again(tmp_path / "fit", "rare/city.parquet")
+    day = ["mode=extend", f"fitted={tmp_path / 'fit'}"]
+    with pytest.raises(Refused, match=re.escape(f"{rare}: damaged Parquet data (Invalid")):
+        build(people, tmp_path / "out", *day)
