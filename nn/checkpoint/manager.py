@@ -3,8 +3,8 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from logging import Logger
 from pathlib import Path
 from threading import Thread
@@ -50,6 +50,30 @@ class SavedRun:
     facts: Mapping[str, Any]
     spec: FeatureSpec
     mirror: CheckpointMirror | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Time for which training stands still for a save; times are those of `time.perf_counter`.
+
+    Attributes:
+        stopped_at: when it stopped.
+        for_deltas_s: seconds for which it stood still for deltas since the checkpoint before; None without deltas.
+        continues_at: when it continues, or, after the last step, when the files begin to be written; None while it waits.
+    """
+
+    stopped_at: float
+    for_deltas_s: float | None = None
+    continues_at: float | None = None
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds as they are recorded, those so far while training waits."""
+        end = time.perf_counter() if self.continues_at is None else self.continues_at
+        seconds = {"paused_s": end - self.stopped_at}
+        if self.for_deltas_s is not None:
+            seconds["deltas_paused_s"] = self.for_deltas_s
+        return seconds
 
 
 class CheckpointManager:
@@ -121,6 +145,7 @@ class CheckpointManager:
         *,
         is_last: bool = False,
         chain: Callable[[], dict[str, Any]] | None = None,
+        pause: Pause | None = None,
     ) -> None:
         """Start a checkpoint when the previous one is written.
 
@@ -130,14 +155,15 @@ class CheckpointManager:
             tensors: tensors of the training loop, on rank 0 only.
             is_last: training ends here, so no copy is made.
             chain: waits for the delta of this step and returns its `chain`, with deltas; ValueError if there is none.
+            pause: which has begun; None: it begins now.
 
         Raises:
             SharedError: a file of the dataset has changed since the run began.
             RuntimeError: another rank has ended.
         """
+        pause = pause or Pause(time.perf_counter())
         self.wait()
         self._is_last = is_last
-        started = time.perf_counter()
         try:
             self._ranks.run_on_rank0(self._check_data)
         except ValueError as error:
@@ -148,15 +174,17 @@ class CheckpointManager:
         if in_background:
             state = self.copy.take(state)
         facts = self._facts | {"num_steps": num_steps, "trainer": dict(trainer)}
-        paused_s = time.perf_counter() - started
+        waits = not (in_background or is_last)
+        if not waits:
+            pause = replace(pause, continues_at=time.perf_counter())
         self._thread = Thread(
             target=self._write,
-            args=(num_steps, state, facts, paused_s, chain),
+            args=(num_steps, state, facts, pause, chain),
             name=THREAD_NAME,
             daemon=True,
         )
         self._thread.start()
-        if not (in_background or is_last):
+        if waits:
             self._join()
 
     def wait(self) -> str | None:
@@ -216,7 +244,7 @@ class CheckpointManager:
         num_steps: int,
         state: State,
         facts: dict[str, Any],
-        paused_s: float,
+        pause: Pause,
         chain: Callable[[], dict[str, Any]] | None,
     ) -> None:
         """Write the files, and commit on rank 0; all ranks receive the result. Runs in the thread."""
@@ -231,15 +259,16 @@ class CheckpointManager:
                     problem = problem or str(error)
             # Fails if a rank has exited: torch.distributed.checkpoint treats a process whose group is closed as the only
             # rank, and would write its shards as a complete checkpoint.
-            sizes = self._channel.gather(num_bytes(state))
+            of_ranks = self._channel.gather((num_bytes(state), pause.seconds))
             if problem is None and self._ranks.is_rank0:
                 record = {
                     "step": num_steps,
-                    "bytes": sum(sizes),
-                    "paused_s": paused_s,
+                    "bytes": sum(size for size, _ in of_ranks),
+                    # The others wait for the rank that stands still longest.
+                    **_longest([seconds for _, seconds in of_ranks]),
                     "write_s": time.perf_counter() - started,
                 }
-                problem = self._commit(num_steps, state, facts, record)
+                problem = self._commit(num_steps, state, facts, record, pause)
             self._problem = self._channel.broadcast(problem)
         except BaseException as error:
             # `wait` raises it in the training loop.
@@ -256,7 +285,12 @@ class CheckpointManager:
         return None
 
     def _commit(
-        self, num_steps: int, state: State, facts: dict[str, Any], record: dict[str, Any]
+        self,
+        num_steps: int,
+        state: State,
+        facts: dict[str, Any],
+        record: dict[str, Any],
+        pause: Pause,
     ) -> str | None:
         try:
             incomplete = incomplete_tensors(unfinished(self.directory, num_steps), state)
@@ -271,6 +305,7 @@ class CheckpointManager:
             except OSError:
                 # An error may pass, and no later save would repeat this after the last one.
                 prune(self.directory, num_steps, self._config.keep, best)
+            record |= _longest([record, pause.seconds])
             append_line(self.directory / SAVED, json.dumps(record))
         except (OSError, UnreadableError) as error:
             self._logger.warning(
@@ -316,6 +351,11 @@ class CheckpointManager:
                 f"{', '.join(changed[:3])}; nothing was saved since. Restore the files (their times may differ), and "
                 "rerun the same command"
             )
+
+
+def _longest(pauses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the longest seconds of each kind; the last pause has all kinds, and no others."""
+    return {name: max(pause[name] for pause in pauses) for name in pauses[-1]}
 
 
 def _free_bytes() -> int:

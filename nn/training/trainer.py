@@ -2,6 +2,7 @@
 
 import math
 import signal
+import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from configs.schema import Config
 from dataloading.batch import Batch
 from dataloading.loader import Loader
 from nn.checkpoint.directory import step_of
-from nn.checkpoint.manager import CheckpointManager
+from nn.checkpoint.manager import CheckpointManager, Pause
 from nn.deltas.writer import DeltaWriter
 from nn.distributed.errors import DivergedError, StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
@@ -153,6 +154,7 @@ class Trainer:
             minutes = config.checkpoint.save_every_minutes
             self._preemption = PreemptionSync(ranks, lambda: saving.stop.signum, minutes)
         self.num_steps = self._first_step = 0
+        self._deltas_paused_s = 0.0  # since the latest checkpoint
         self._is_continuation = False
         # Whether neither a step nor an evaluation followed the checkpoint that the run resumed from, and whether that ends it.
         self._is_as_resumed = False
@@ -262,6 +264,7 @@ class Trainer:
         """Start saving a checkpoint, and the delta that leads to it."""
         saving = self._saving
         assert saving is not None
+        stopped_at = time.perf_counter()
         self._write_late_record()
         self._recorder.sync()
         rows = self._train_metrics.rows()
@@ -269,7 +272,9 @@ class Trainer:
         self._wait_for_files()
         if saving.deltas is not None:
             chain = saving.deltas.save(self.num_steps, state, saving.stop.heartbeat.beat)
-        saving.manager.save(self.num_steps, state, rows, is_last=is_last, chain=chain)
+        pause = Pause(stopped_at, None if saving.deltas is None else self._deltas_paused_s)
+        self._deltas_paused_s = 0.0
+        saving.manager.save(self.num_steps, state, rows, is_last=is_last, chain=chain, pause=pause)
 
     def _wait_for_files(self) -> None:
         """Wait until no checkpoint is written of tables on disk, whose files are about to change."""
@@ -542,9 +547,11 @@ class Trainer:
         elif self._saving.deltas is not None and self._due(
             self._config.checkpoint.delta_every or 1
         ):
+            stopped_at = time.perf_counter()
             beat = self._saving.stop.heartbeat.beat
             self._wait_for_files()
             self._saving.deltas.save(self.num_steps, self._state(), beat)
+            self._deltas_paused_s += time.perf_counter() - stopped_at
 
     def _count(self, trained: StepResult) -> None:
         self._loss_sum += trained.loss

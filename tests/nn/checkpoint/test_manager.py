@@ -1,9 +1,9 @@
 """Saving during training: the order of waits, and a complete checkpoint after the death of the process at any moment."""
 
-import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import getLogger
@@ -28,13 +28,15 @@ from nn.checkpoint.directory import (
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.staging import StagingBuffer
 from nn.checkpoint.state import facts_of, restore
+from nn.tiers.staged_rows import StagedRows
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.helpers.rank_processes import wait_until
-from tests.helpers.runs import at_step, stored_bytes, wait_for_writer
+from tests.helpers.runs import at_step, jsonl, stored_bytes, wait_for_writer
 
 SHORT = [*TINY, "log.loggers=[]", "train.max_steps=10", "train.tf32=false"]
 SAVING = "checkpoint.save_every=4"
+SLOW_S = 0.3
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,8 @@ def test_a_save_waits_for_the_previous_one(tmp_path, monkeypatch):
     def record(self):
         waited.append(self.is_writing)
         if len(waited) > 1:
+            # Training waits for the previous checkpoint.
+            time.sleep(SLOW_S if len(waited) == 2 else 0)
             may_write.set()
         return wait(self)
 
@@ -106,9 +110,49 @@ def test_a_save_waits_for_the_previous_one(tmp_path, monkeypatch):
     monkeypatch.setattr(CheckpointManager, "wait", record)
     assert run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'run'}").exit_code == 0
     assert waited[:2] == [False, True]
-    lines = (tmp_path / "run" / "checkpoints" / "saved.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [4, 8, 10]
-    assert all(json.loads(line)["paused_s"] > 0 for line in lines)
+    saved = jsonl(tmp_path / "run" / "checkpoints" / "saved.jsonl")
+    assert [record["step"] for record in saved] == [4, 8, 10]
+    assert all(record["paused_s"] > 0 for record in saved)
+    assert saved[1]["paused_s"] >= SLOW_S
+
+
+def test_the_pause_is_all_the_time_that_training_stood_still(tmp_path, monkeypatch):
+    """Without room for a copy it waits for the files. Tables on disk are flushed first, by a delta too."""
+    write_data, flush = DcpWriter.write_data, StagedRows.flush
+
+    def write_slowly(self, plan, planner):
+        time.sleep(SLOW_S)
+        return write_data(self, plan, planner)
+
+    def flush_slowly(self):
+        if self._is_changed.any():
+            time.sleep(SLOW_S)
+        return flush(self)
+
+    small = ["data.synthetic.cardinalities=[5000,40,7,300,3000]", "train.batch_size=16"]
+    on_disk = [
+        *(*SHORT, *small, SAVING, "eval.batch_size=32", f"sharding.disk_path={tmp_path / 'disk'}"),
+        *("sharding.tables={cat_0: {tier: disk, cache: 0.04}}", "sharding.staged_gib=0.0001"),
+    ]
+
+    def saved(name: str, *overrides: str) -> list[dict]:
+        assert run_command(*overrides, f"run_dir={tmp_path / name}").exit_code == 0
+        records = jsonl(tmp_path / name / "checkpoints" / "saved.jsonl")
+        return [record for record in records if record["step"] in (4, 8)]
+
+    with monkeypatch.context() as patched:
+        patched.setattr("nn.checkpoint.manager.SPARE_MEMORY", 0)
+        patched.setattr(DcpWriter, "write_data", write_slowly)
+        waited = saved("waited", *SHORT, SAVING)
+    assert all(record["paused_s"] >= SLOW_S for record in waited)
+    assert all("deltas_paused_s" not in record for record in waited)
+    monkeypatch.setattr(StagedRows, "flush", flush_slowly)
+    deltas = "checkpoint.delta_every=2"
+    for name, overrides in (("flushed", on_disk), ("with_deltas", [*on_disk, deltas])):
+        flushed = saved(name, *overrides)
+        assert all(record["paused_s"] >= SLOW_S for record in flushed), name
+    # At steps 2 and 6.
+    assert all(record["deltas_paused_s"] >= SLOW_S for record in flushed)
 
 
 def test_without_room_for_a_copy_training_waits_and_the_files_are_the_same(tmp_path, monkeypatch):
