@@ -579,6 +579,11 @@ class ShardedTables:
         if self.tier is not None:
             self.tier.train(mode)
 
+    def close(self) -> None:
+        """Remove the files of tables on disk."""
+        if self.tier is not None:
+            self.tier.close()
+
     def host_traffic(self, steps: int) -> dict[str, float]:
         """Return the traffic of tables in host memory per step since the last call; all ranks must call it.
 

@@ -7,7 +7,8 @@ that a step never misses a row.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,7 +144,7 @@ class HostTier:
         self._groups: list[_Group] = []
         self._place: dict[int, tuple[int, int]] = {}  # shard -> group and first row in it
         places = _num_places(shards, states, disk)
-        directory = None if disk is None else TierDirectory(disk.path)
+        self._directory = None if disk is None else TierDirectory(disk.path)
         for number, kind in enumerate(kinds):
             first = 0
             members = []
@@ -152,7 +153,9 @@ class HostTier:
                     self._place[index] = number, first
                     members.append(shard)
                     first += shard.rows
-            self._groups.append(_group_of(members, states, device, directory, places.get(kind, 0)))
+            with self._closed_after_error():
+                group = _group_of(members, states, device, self._directory, places.get(kind, 0))
+            self._groups.append(group)
         # Of both turns and every group, where kernels map; see `DeviceMoves`.
         self._counted: Tensor | None = None
         if maps_by_kernels(device):
@@ -356,6 +359,19 @@ class HostTier:
         for group in self._groups:
             group.store.load(*group.map.resident())
         self._synchronize()
+
+    def close(self) -> None:
+        """Remove the files of tables on disk; nothing is trained or saved afterwards."""
+        if self._directory is not None:
+            self._directory.close()
+
+    @contextmanager
+    def _closed_after_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def take_counts(self) -> TierCounts:
         """Return the traffic of this rank since the last call, without that of evaluations."""

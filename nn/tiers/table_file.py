@@ -46,7 +46,7 @@ ATTEMPTS = 100
 
 
 class TierDirectory:
-    """Directory for the files of a rank, below one that several runs may share; removed at the end of the process.
+    """Directory for the files of a rank, below one that several runs may share; removed by `close`, or with this object.
 
     Args:
         parent: directory on a local disk; it is made if it is missing.
@@ -62,7 +62,7 @@ class TierDirectory:
         root = parent / FOLDER
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            self.path, self._lock = _locked_sibling(root)
+            self.path, lock = _locked_sibling(root)
         except UnlockableError:
             raise ValueError(
                 f"sharding.disk_path={parent} is on a file system without locks; name a directory on a local disk"
@@ -72,8 +72,18 @@ class TierDirectory:
                 f"sharding.disk_path={parent} cannot be written: {error.strerror}; choose another directory, on a local disk "
                 "with room"
             ) from None
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        self._finalizer = weakref.finalize(self, _remove, self.path, lock)
         clear_leftovers(root, but=self.path)
+
+    def close(self) -> None:
+        """Remove the directory; files that are mapped keep their rows. A process may end without Python's finalizers."""
+        self._finalizer()
+
+
+def _remove(path: Path, lock: int) -> None:
+    """Remove a directory, which others remove too once it is not locked any more."""
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
 
 
 def _locked_sibling(root: Path) -> tuple[Path, int]:

@@ -211,8 +211,9 @@ class TrainStep:
             self._average.use(not mode)
 
     def close(self) -> None:
-        """Release the CUDA graphs; NCCL would wait for them forever when its group is closed."""
+        """Release the CUDA graphs, for which NCCL would wait forever when its group is closed, and files of tables on disk."""
         self.path.close()
+        self.tables.close()
 
     @property
     def table_names(self) -> list[str]:

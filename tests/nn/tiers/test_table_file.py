@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from nn.distributed.errors import RankError
 from nn.tiers import table_file
 from nn.tiers.row_items import row_items
 from nn.tiers.table_file import TableFile, TierDirectory
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY
 
 ROWS = 5000
 KINDS = {"weight": ([6], torch.bfloat16), "momentum1": ([], torch.float32)}
@@ -74,7 +77,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
             ):
                 TableFile(directory, "t", ROWS, KINDS)
     with pytest.raises(ValueError, match=r"disk_path=/proc/1/x cannot be written: "):
-        TierDirectory(type(tmp_path)("/proc/1/x"))
+        TierDirectory(Path("/proc/1/x"))
 
 
 def test_directories_of_killed_runs_are_removed_and_those_of_others_stay(tmp_path):
@@ -84,5 +87,31 @@ def test_directories_of_killed_runs_are_removed_and_those_of_others_stay(tmp_pat
     (killed / "t_weight").write_bytes(b"rows")
     own = TierDirectory(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {own.path.name, other.path.name}
-    del own, other
+    own.close()
+    assert [path.name for path in tmp_path.iterdir()] == [other.path.name]
+    del other
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_ends_without_finalizers_has_removed_its_files(tmp_path, monkeypatch):
+    """torchrun's ranks end so, after a run and after an error."""
+    made = []
+
+    class Kept(TierDirectory):
+        def __init__(self, parent: Path) -> None:
+            super().__init__(parent)
+            made.append(self)
+
+    monkeypatch.setattr("nn.tiers.host_tier.TierDirectory", Kept)
+    on_disk = [
+        *(*TINY, "log.loggers=[]", "train.max_steps=2", f"sharding.disk_path={tmp_path / 'disk'}"),
+        *("train.batch_size=16", "eval.batch_size=32", "sharding.staged_gib=0.0001"),
+        "sharding.tables={cat_4: {tier: disk, cache: 0.2}}",
+    ]
+    assert run_command(*on_disk, f"run_dir={tmp_path / 'run'}").exit_code == 0
+    monkeypatch.setattr(
+        "nn.tiers.host_tier.TableFile", raising(RankError("no room for the tables"))
+    )
+    assert run_command(*on_disk, f"run_dir={tmp_path / 'full'}").exit_code == 2
+    assert len(made) == 2
+    assert not list((tmp_path / "disk").iterdir())
