@@ -103,7 +103,6 @@ def plan_memory(
     local = batch * embedding_bytes
     dense_pass = _dense_pass(config, model, batch * activation_bytes, local, world_size == 1)
     eval_batch = config.eval.batch_size // world_size
-    eval_columns = _forward_columns(model)
     features = _ids_of_tables(declared, seen, batch)
     requests = requests_of(config, seen, plan, world_size)
     eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
@@ -119,18 +118,19 @@ def plan_memory(
         evaluation += is_sent * eval_work.elements * sent_bytes
         lookups = local + is_sent * 2 * (work.elements * sent_bytes + partial_bytes)
         lookups += sum(asked.row_bytes(rank, sent_bytes) for asked in requests)
+        mapping = work.mapping_bytes + sum(asked.mapping_bytes(rank) for asked in requests)
         memories.append(
             RankMemory(
                 tables=_sum_of(rank, plan),
                 expansion=sum(table.expansion_bytes for table in plan if rank in table.ranks),
                 dense_tables=_replicated_bytes(rank, plan),
                 dense_half=dense_half,
-                batches=int(batch_bytes + work.ids * arrived_bytes) + work.mapping_bytes,
+                batches=int(batch_bytes + work.ids * arrived_bytes + mapping),
                 lookups=lookups,
                 dense_pass=dense_pass,
                 update=work.sorted_bytes + sum(asked.key_bytes(rank) for asked in requests),
                 evaluation=(eval_batch != batch) * evaluation
-                + max(eval_columns * eval_batch * activation_bytes - dense_pass, 0),
+                + max(_forward_columns(model) * eval_batch * activation_bytes - dense_pass, 0),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,
             )
         )
@@ -146,12 +146,14 @@ class Requests:
         columns: of each.
         keys: ids of all lookups of a rank's samples.
         room: rows that a rank can ask of each owner.
+        tiers: memories that their rows lie in.
     """
 
     tables: tuple[str, ...]
     columns: int
     keys: int
     room: tuple[int, ...]
+    tiers: frozenset[str]
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
         """Return the memory of the rows that are sent and received, and of their gradients' sums in float32.
@@ -159,13 +161,20 @@ class Requests:
         The sums that are sent, and those that arrive, take memory of the dense pass, which is behind its peak then.
         """
         asked, own = len(self.room) * self.room[rank], sum(self.room)
-        return self.columns * (sent_bytes * (asked + own) + 4 * own)
+        # Rows of one of several memories are looked up beside those that are sent.
+        looked_up = asked * (1 + (len(self.tiers) > 1))
+        return self.columns * (sent_bytes * (looked_up + own) + 4 * own)
 
     def key_bytes(self, rank: int) -> int:
         """Return the memory of keys: of this rank's ids, and of the rows that are asked of it."""
         asked = len(self.room) * self.room[rank]
-        levels = update_bytes(asked, self.columns) + update_bytes(self.keys, self.columns)
-        return SORTED_KEY_BYTES * asked + (LISTED_BYTES + REQUEST_BYTES) * self.keys + levels
+        of_asked = SORTED_KEY_BYTES * asked + update_bytes(asked, self.columns)
+        of_own = (LISTED_BYTES + REQUEST_BYTES) * self.keys + update_bytes(self.keys, self.columns)
+        return len(self.tiers) * of_asked + of_own
+
+    def mapping_bytes(self, rank: int) -> int:
+        """Return the memory to map the rows that are asked of tables in host memory or on disk to slots."""
+        return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * len(self.room) * self.room[rank]
 
     def evaluation_bytes(self, rank: int, sent_bytes: int) -> int:
         """Return the memory of an evaluation with another batch size."""
@@ -197,9 +206,7 @@ def requests_of(
     asked = [
         table
         for table in plan
-        if table.tier == "device"
-        and table.is_row_wise
-        and asks_for_rows(declared[table.table], ids, world_size)
+        if table.is_row_wise and asks_for_rows(declared[table.table], ids, world_size)
     ]
     requests = []
     for columns in dict.fromkeys(table.embedding_dim for table in asked):
@@ -222,6 +229,7 @@ def requests_of(
                 columns,
                 round(batch * sum(table.hotness for table in group)),
                 tuple(room_for(rows) for rows in room),
+                frozenset(table.tier for table in group),
             )
         )
     return requests

@@ -35,7 +35,7 @@ class RequestedIds:
         local: positions of the rows of this rank's samples, as the lookups read them.
         keys: the same positions sorted, [K].
         order: position of each before sorting, [K].
-        asked: rows that all ranks ask of this one, [W * room here].
+        asked: rows that all ranks ask of this one's tables on the device, [W * room here]; without such tables empty.
     """
 
     local: Tensor
@@ -54,7 +54,8 @@ class LocalIds:
     """Ids of a global batch on the ranks that look them up.
 
     Attributes:
-        owned: ids of this rank's tables, feature after feature, in the order of the ranks (`nn.embedding.id_blocks`).
+        owned: ids of this rank's tables, feature after feature, in the order of the ranks (`nn.embedding.id_blocks`); behind
+            them those that become slots (`nn.tiers.slot_ids`).
         replicated: ids of the replicated tables, feature after feature.
         requested: ids of each group of requested tables.
         room: numbers for which they have room.

@@ -1,7 +1,7 @@
 """Tables per rank, and what a rank needs to look them up and update them, for any batch size."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -81,23 +81,27 @@ class RowShard:
 
 @dataclass(frozen=True, slots=True)
 class RequestedTables:
-    """Row-wise tables of one width; the rows of all on one rank are adjacent in memory.
+    """Row-wise tables of one width, whose rows on a rank are numbered table after table.
 
     Attributes:
         shards: the tables, as shards with all columns.
         shards_by_table: shards by rows of each table; shard i has the rows from i * `rows_per_shard` on.
         rows_per_shard: of each table.
         rows_by_rank: rows of all tables on each rank.
-        owned: this rank's rows of all tables, as one table.
-        touched: collects the rows of updates; None: nobody asks for them.
+        owned: this rank's rows of all tables: as one table for each memory that they lie in, in which they are adjacent.
+        owned_rows: rows of each table on this rank.
+        memories: position in `owned` of the rows of each table.
+        touched: collect the rows of updates of `owned`; empty: nobody asks for them.
     """
 
     shards: list[ColumnShard]
     shards_by_table: list[list[RowShard]]
     rows_per_shard: list[int]
     rows_by_rank: list[int]
-    owned: LocalTable
-    touched: TouchedRows | None = None
+    owned: list[LocalTable]
+    owned_rows: list[int]
+    memories: list[int]
+    touched: list[TouchedRows] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

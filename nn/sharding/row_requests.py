@@ -6,14 +6,15 @@ for the rows is fixed, so that no host reads how many there are before it sends;
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.id_blocks import IdBlock
-from nn.embedding.local_tables import LocalTable, SortedIds, addition_scalars
+from nn.embedding.id_blocks import NO_ID, IdBlock
+from nn.embedding.local_tables import LocalTable, SlotRows, SortedIds, addition_scalars
 from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
 from nn.sharding.placement import RankTables, RequestedTables
@@ -33,6 +34,9 @@ class RowRequests:
         keys: of this rank's ids.
         room: rows that a rank can ask of each owner.
         batch_size: B.
+
+    Attributes:
+        in_tier: this rank's tables in host memory, and the rows that all ranks can ask of them.
     """
 
     def __init__(
@@ -51,18 +55,28 @@ class RowRequests:
         here = self._room[ranks.rank]
         self._from_each = [here] * ranks.world_size
         count = here * ranks.world_size
-        self._owned = LocalEmbeddingBags(
-            [group.owned],
-            {BLOCK: IdBlock(0, count, count)},
-            count,
-            tables.config,
-            tables.scalars,
-            tables.dtype,
-            ranks.device,
-        )
-        self._owned.touched = group.touched
-        columns = group.owned.weight.shape[1]
+        self._owned = [
+            LocalEmbeddingBags(
+                [table],
+                {BLOCK: IdBlock(0, count, count)},
+                count,
+                tables.config,
+                tables.scalars,
+                tables.dtype,
+                ranks.device,
+            )
+            for table in group.owned
+        ]
+        for bags, touched in zip(self._owned, group.touched, strict=False):
+            bags.touched = touched
+        self._split = _RowsOfMemories(group, ranks.device)
+        self.in_tier: list[tuple[SlotRows, int]] = [
+            (table.slots, count) for table in group.owned if table.slots is not None
+        ]
+        columns = group.owned[0].weight.shape[1]
         self._sent = torch.empty(count, columns, dtype=tables.dtype, device=ranks.device)
+        # The rows of one memory, if there are several.
+        self._sent_part = torch.empty_like(self._sent) if len(self._owned) > 1 else None
         self._received = torch.empty(
             sum(self._room), columns, dtype=tables.dtype, device=ranks.device
         )
@@ -81,11 +95,12 @@ class RowRequests:
             self._tables.ranks.device,
         )
 
-    def send(self, ids: Tensor, num_valid: int | None) -> tuple[RequestedIds, Tensor]:
+    def send(self, ids: Tensor, num_valid: int | None) -> tuple[RequestedIds, list[Tensor], Tensor]:
         """Ask for the rows of a batch.
 
         Returns:
-            The ids, and whether any owner is asked for more rows than there is room for, bool [1]. The lookup is then not valid.
+            The ids, the rows that are asked of the tables `in_tier`, and whether any owner is asked for more rows than there is
+            room for, bool [1]. The lookup is then not valid.
         """
         keys = self._keys
         prepared = keys.prepare(ids, num_valid)
@@ -97,25 +112,48 @@ class RowRequests:
         )
         local = keys.with_row_positions(prepared, position, rows.order)
         lacks_room = (rows.counts > self._row_room.limits).any().view(1)
-        return RequestedIds(local, position.to(arrived.dtype), rows.order, arrived), lacks_room
+        on_device, in_tier = arrived.new_empty(0), []
+        for bags, of_memory in zip(self._owned, self._split(arrived), strict=True):
+            if bags.tables[0].slots is None:
+                on_device = of_memory
+            else:
+                in_tier.append(of_memory)
+        requested = RequestedIds(local, position.to(arrived.dtype), rows.order, on_device)
+        return requested, in_tier, lacks_room
 
-    def look_up(self, ids: RequestedIds, out: Tensor) -> None:
+    def _asked(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[Tensor]:
+        """Return what is asked of each of `_owned`: rows, or their slots."""
+        in_tier = iter(slots)
+        return [
+            ids.asked if bags.tables[0].slots is None else next(in_tier) for bags in self._owned
+        ]
+
+    def look_up(self, ids: RequestedIds, slots: Sequence[Tensor], out: Tensor) -> None:
         """Look up the rows that are asked of this rank, exchange them, and pool those of this rank's samples.
 
         Args:
             ids: from `send`.
+            slots: of the rows of the tables `in_tier`.
             out: [B, columns of all lookups]; overwritten.
         """
-        self._owned.look_up(ids.asked, self._sent)
+        first, *others = zip(self._owned, self._asked(ids, slots), strict=True)
+        bags, asked = first
+        bags.look_up(asked, self._sent)
+        for bags, asked in others:
+            # A row lies in one memory, and is zeros in all others.
+            assert self._sent_part is not None, "there are several"
+            bags.look_up(asked, self._sent_part)
+            self._sent.add_(self._sent_part)
         dist.all_to_all_single(
             self._received, self._sent, self._room, self._from_each, group=self._channels.embeddings
         )
         self._local.look_up(ids.local, out)
 
-    def sort(self, ids: RequestedIds) -> tuple[SortedIds, SortedIds]:
-        """Sort the rows that are asked of this rank; this rank's own ids are sorted already."""
+    def sort(self, ids: RequestedIds, slots: Sequence[Tensor]) -> tuple[list[SortedIds], SortedIds]:
+        """Sort the rows that are asked of this rank, for each memory; this rank's own ids are sorted already."""
         own = self._sums.take_sorted(ids.local, ids.keys, ids.order)
-        return self._owned.sort(ids.asked), own
+        asked = self._asked(ids, slots)
+        return [bags.sort(rows) for bags, rows in zip(self._owned, asked, strict=True)], own
 
     def send_back(self, ids: SortedIds, gradients: Tensor) -> Tensor:
         """Add up the gradients of each row on this rank, and send the sums to the owners: [W * room here, D].
@@ -136,9 +174,10 @@ class RowRequests:
         )
         return returned
 
-    def update(self, ids: SortedIds, gradients: Tensor, is_good: Tensor) -> None:
+    def update(self, ids: Sequence[SortedIds], gradients: Tensor, is_good: Tensor) -> None:
         """Update this rank's rows with the gradients from `send_back`, unless `is_good` [1] is 0."""
-        self._owned.update(ids, gradients, is_good)
+        for bags, of_memory in zip(self._owned, ids, strict=True):
+            bags.update(of_memory, gradients, is_good)
 
     @cached_property
     def _row_sums(self) -> Tensor:
@@ -152,3 +191,33 @@ class RowRequests:
     @cached_property
     def _always(self) -> Tensor:
         return torch.ones(1, dtype=torch.int32, device=self._received.device)
+
+
+class _RowsOfMemories:
+    """Splits the rows that are asked of a rank by the memory that they lie in.
+
+    Args:
+        group: the row-wise tables.
+        device: of the rows.
+    """
+
+    def __init__(self, group: RequestedTables, device: torch.device) -> None:
+        self._num_memories = len(group.owned)
+        starts = list(accumulate(group.owned_rows, initial=0))
+        ends_in_memory = [0] * self._num_memories
+        shifts = []
+        for start, rows, memory in zip(starts, group.owned_rows, group.memories, strict=False):
+            shifts.append(ends_in_memory[memory] - start)
+            ends_in_memory[memory] += rows
+        self._ends = torch.tensor(starts[1:-1], dtype=torch.int64, device=device)
+        self._shifts = torch.tensor(shifts, dtype=torch.int64, device=device)
+        self._memories = torch.tensor(group.memories, dtype=torch.int64, device=device)
+
+    def __call__(self, asked: Tensor) -> list[Tensor]:
+        """Return the rows of each memory, numbered there, with `NO_ID` in the places of all others."""
+        if self._num_memories == 1:
+            return [asked]
+        table = torch.bucketize(asked, self._ends, right=True)
+        rows = asked + self._shifts.index_select(0, table).to(asked.dtype)
+        memory = self._memories.index_select(0, table).masked_fill_(asked == NO_ID, NO_ID)
+        return [torch.where(memory == number, rows, NO_ID) for number in range(self._num_memories)]

@@ -42,6 +42,8 @@ from nn.tiers.host_tier import HostTier, TierCounts, TieredShard
 from nn.tiers.new_rows import KeyedShard, RowResets
 from nn.tiers.row_store import WEIGHT
 
+ON_DEVICE, IN_HOST_MEMORY, ON_DISK = "device", "host", "disk"
+"""Memories of the rows of a shard."""
 FILLED_ROWS = 2**18
 """Rows of a table in host memory that a GPU fills at once."""
 
@@ -277,7 +279,8 @@ class ShardedTables:
     ) -> "list[tuple[str, ShardMetadata]]":
         """Sort the shards of a rank: row-wise ones last, requested ones behind them, wide ones first, which aligns columns.
 
-        So requested tables of one width are adjacent. Alone, shards keep the model's order: then embeddings are one matrix.
+        So requested tables of one width are adjacent in each memory. Alone, shards keep the model's order: then embeddings are
+        one matrix.
         """
         if self._ranks.world_size == 1:
             return shards
@@ -335,23 +338,18 @@ class ShardedTables:
     def _touched_masks(self) -> Iterator[Tensor]:
         """Yield the mask of each of this rank's shards: of requested tables, a part of that of their group."""
         assert self._touched is not None
-        of_width = {group.owned.weight.shape[1]: group.touched for group in self._requested}
-        firsts = dict.fromkeys(of_width, 0)
+        of_width = {group.owned[0].weight.shape[1]: _masks_of(group) for group in self._requested}
         num_owned = 0
         for (name, _), weight in zip(self._own, self._weights, strict=True):
             if self._is_requested(name):
-                rows, width = weight.shape
-                touched = of_width[width]
-                assert touched is not None
-                yield touched.of_table(0)[firsts[width] : firsts[width] + rows]
-                firsts[width] += rows
+                yield next(of_width[weight.shape[1]])
             else:
                 yield self._touched.of_table(num_owned)
                 num_owned += 1
 
     def clear_touched(self) -> None:
         """Forget the rows that were updated so far."""
-        requested = (group.touched for group in self._requested)
+        requested = (touched for group in self._requested for touched in group.touched)
         for touched in (self._touched, *requested, self._touched_replicas):
             assert touched is not None
             touched.clear()
@@ -413,7 +411,7 @@ class ShardedTables:
 
     def _is_requested(self, name: str) -> bool:
         """Return whether the rows of a table are asked of their owners: it is row-wise, in shards of equally many rows."""
-        if not self._is_row_wise(name) or name in self._host_tables:
+        if not self._is_row_wise(name):
             return False
         shards = [shard for shard in self._shards[name] if shard.shard_sizes[0]]
         rows = shards[0].shard_sizes[0]
@@ -453,16 +451,14 @@ class ShardedTables:
             sorted(row_shards[name], key=lambda shard: shard.first_row) for name in names
         ]
         members = [index for index, (name, _) in enumerate(self._own) if name in names]
-        rows = rows_by_rank[self._ranks.rank]
-        owned = LocalTable(
-            (Lookup(BLOCK, 1),),
-            _joined([self._weights[index] for index in members], rows),
-            {
-                state: _joined([tensors[index] for index in members], rows)
-                for state, tensors in self._states.items()
-            },
-            first_row=0,
-        )
+        by_memory: dict[str, list[int]] = {}
+        for index in members:
+            by_memory.setdefault(self._memory_of(index), []).append(index)
+        owned = [
+            self._joined_table(indices, is_in_tier=memory != ON_DEVICE)
+            for memory, indices in by_memory.items()
+        ]
+        memories = list(by_memory)
         return RequestedTables(
             [
                 ColumnShard(
@@ -474,7 +470,35 @@ class ShardedTables:
             [max(shard.shard_sizes[0] for shard in self._shards[name]) for name in names],
             rows_by_rank,
             owned,
-            TouchedRows([owned], self._ranks.device) if tracks_rows else None,
+            [len(self._weights[index]) for index in members],
+            [memories.index(self._memory_of(index)) for index in members],
+            [TouchedRows([table], self._ranks.device) for table in owned] if tracks_rows else [],
+        )
+
+    def _memory_of(self, index: int) -> str:
+        """Return where the rows of one of this rank's shards lie."""
+        if not self._in_tier[index]:
+            return ON_DEVICE
+        return ON_DISK if self._host_tables[self._own[index][0]].is_on_disk else IN_HOST_MEMORY
+
+    def _joined_table(self, indices: Sequence[int], *, is_in_tier: bool) -> LocalTable:
+        """Return some of this rank's shards, which are adjacent in one memory, as a table of rows that are asked for."""
+        lookups = (Lookup(BLOCK, 1),)
+        if is_in_tier:
+            assert self.tier is not None, "there are such tables"
+            places = [self._tier_index[index] for index in indices]
+            return self.tier.joined_table(
+                places, LocalTable(lookups, self._weights[indices[0]], {}, first_row=0)
+            )
+        rows = sum(len(self._weights[index]) for index in indices)
+        return LocalTable(
+            lookups,
+            _joined([self._weights[index] for index in indices], rows),
+            {
+                state: _joined([tensors[index] for index in indices], rows)
+                for state, tensors in self._states.items()
+            },
+            first_row=0,
         )
 
     def _local_table(self, index: int) -> LocalTable:
@@ -683,6 +707,14 @@ class ShardedTables:
             ),
         )
         return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
+
+
+def _masks_of(group: RequestedTables) -> Iterator[Tensor]:
+    """Yield the masks of the rows of requested tables on this rank."""
+    firsts = [0] * len(group.owned)
+    for rows, memory in zip(group.owned_rows, group.memories, strict=True):
+        yield group.touched[memory].of_table(0)[firsts[memory] : firsts[memory] + rows]
+        firsts[memory] += rows
 
 
 def _on_host(shard: ShardMetadata) -> str:

@@ -3,7 +3,7 @@
 Buffers are allocated once per batch size; the host reads nothing back.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -38,11 +38,11 @@ class SortedOwnedIds:
 
     Attributes:
         owned: of this rank's tables.
-        requested: of each group of requested tables, the rows asked of this rank, and this rank's own ids.
+        requested: of each group of requested tables, the rows asked of each memory of this rank, and this rank's own ids.
     """
 
     owned: SortedIds
-    requested: list[tuple[SortedIds, SortedIds]]
+    requested: list[tuple[list[SortedIds], SortedIds]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,14 @@ class StaticEmbeddings:
         self._prepare_replicated = ArrivedIds(
             tables, features_of(placement.replicas, counts), counts, 1, batch_size
         )
-        self._slots = SlotIds(placement.owned, self._prepare_owned.blocks, ranks.device)
+        self._requests = [
+            RowRequests(
+                tables, group, RequestKeys(tables, group, batch_size, room.level), rows, batch_size
+            )
+            for group, rows in zip(placement.requested, room.requests, strict=True)
+        ]
+        in_tier = [entry for requests in self._requests for entry in requests.in_tier]
+        self._slots = SlotIds(placement.owned, self._prepare_owned.blocks, ranks.device, in_tier)
         self._owned = _embedding_bags(tables, self._slots.tables, self._slots.blocks, num_samples)
         self._owned.touched = tables.touched
         self._replicated = _embedding_bags(
@@ -112,12 +119,6 @@ class StaticEmbeddings:
         self._replicated_sums = _gradient_sums(
             tables, replicated_gradients, self._prepare_replicated.blocks, batch_size
         )
-        self._requests = [
-            RowRequests(
-                tables, group, RequestKeys(tables, group, batch_size, room.level), rows, batch_size
-            )
-            for group, rows in zip(placement.requested, room.requests, strict=True)
-        ]
         self._set_sizes(tables, batch_size, prefix_columns)
 
     def _set_sizes(self, tables: RankTables, batch_size: int, prefix_columns: int) -> None:
@@ -178,12 +179,14 @@ class StaticEmbeddings:
         sent = [requests.send(ids, num_valid) for requests in self._requests]
         lacks_room = None
         if sent:
-            lacks_room = torch.stack([lacking for _, lacking in sent]).any(0).int()
+            lacks_room = torch.stack([lacking for _, _, lacking in sent]).any(0).int()
             dist.all_reduce(lacks_room, dist.ReduceOp.MAX, group=self._id_channel)
         local = LocalIds(
-            self._slots(self._prepare_owned(owned)),
+            self._slots(
+                self._prepare_owned(owned), [rows for _, in_tier, _ in sent for rows in in_tier]
+            ),
             self._prepare_replicated(replicated),
-            tuple(requested for requested, _ in sent),
+            tuple(requested for requested, _, _ in sent),
             self._room,
         )
         return local, lacks_room
@@ -214,7 +217,7 @@ class StaticEmbeddings:
         Returns:
             The memory that `layout` describes; the next call overwrites it.
         """
-        self._owned.look_up(ids.owned, self._sent)
+        self._owned.look_up(self._owned_ids(ids), self._sent)
         self._replicated.look_up(ids.replicated, self._replicated_part(self._local))
         if self._ranks.world_size > 1 and self._starts[-1]:
             dist.all_to_all_single(
@@ -225,9 +228,20 @@ class StaticEmbeddings:
                 group=self._channel,
             )
             self._add_partial()
-        for number, requests in enumerate(self._requests):
-            requests.look_up(ids.requested[number], self._requested_part(self._local, number))
+        for number, (requests, slots) in enumerate(self._requests_with_slots(ids)):
+            out = self._requested_part(self._local, number)
+            requests.look_up(ids.requested[number], slots, out)
         return self._local
+
+    def _owned_ids(self, ids: LocalIds) -> Tensor:
+        """View the ids of the tables that are looked up here, without the rows that are asked for behind them."""
+        return ids.owned[: self._slots.num_ids]
+
+    def _requests_with_slots(self, ids: LocalIds) -> Iterator[tuple[RowRequests, list[Tensor]]]:
+        """Yield the requests, with the slots of the rows that are asked of tables in host memory."""
+        slots = iter(self._slots.asked(ids.owned))
+        for requests in self._requests:
+            yield requests, [next(slots) for _ in requests.in_tier]
 
     @property
     def memory(self) -> Tensor:
@@ -274,10 +288,12 @@ class StaticEmbeddings:
     def sort(self, ids: LocalIds) -> tuple[SortedOwnedIds, SortedIds]:
         """Sort the ids for the updates: of sharded tables, and of the replicated tables."""
         requested = [
-            requests.sort(of_group)
-            for requests, of_group in zip(self._requests, ids.requested, strict=True)
+            requests.sort(of_group, slots)
+            for (requests, slots), of_group in zip(
+                self._requests_with_slots(ids), ids.requested, strict=True
+            )
         ]
-        owned = SortedOwnedIds(self._owned.sort(ids.owned), requested)
+        owned = SortedOwnedIds(self._owned.sort(self._owned_ids(ids)), requested)
         return owned, self._replicated_sums.sort(ids.replicated)
 
     def send_back(self, ids: SortedOwnedIds, gradients: Tensor) -> OwnedGradients:

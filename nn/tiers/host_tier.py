@@ -194,9 +194,29 @@ class HostTier:
             index: of the shard.
             table: the same with all its rows.
         """
-        group, first = self._place[index]
-        arena = self._groups[group].store.arena
         shard = self._shards[index]
+        return self._slot_table([index], table, shard.first_row)
+
+    def joined_table(self, indices: Sequence[int], table: LocalTable) -> LocalTable:
+        """Return shards of one width and memory, one behind the other, as a table whose rows are numbered shard after shard.
+
+        Args:
+            indices: of the shards.
+            table: its lookups.
+        """
+        return self._slot_table(indices, table, 0)
+
+    def _slot_table(self, indices: Sequence[int], table: LocalTable, first_row: int) -> LocalTable:
+        """Return a table of adjacent shards, whose first one has the table's row `first_row`."""
+        group, first = self._place[indices[0]]
+        arena = self._groups[group].store.arena
+        num_rows = 0
+        for index in indices:
+            assert self._place[index] == (group, first + num_rows), "shards of one table adjoin"
+            num_rows += self._shards[index].rows
+        slots = SlotRows(
+            self._groups[group].map.row_of_slot, group, first_row, num_rows, first - first_row
+        )
         return LocalTable(
             table.lookups,
             arena[WEIGHT],
@@ -204,13 +224,7 @@ class HostTier:
             table.first_column,
             table.rounding_key,
             None if table.first_row is None else 0,
-            SlotRows(
-                self._groups[group].map.row_of_slot,
-                group,
-                shard.first_row,
-                shard.rows,
-                first - shard.first_row,
-            ),
+            slots,
         )
 
     def announce(self, ids: Tensor, groups: Sequence[TierIds]) -> Need | None:

@@ -1,7 +1,11 @@
-"""Ids of tables in host memory, which become slots: each table has a copy of its own, behind all other ids."""
+"""Ids of tables in host memory, which become slots: each table has a copy of its own, behind all other ids.
+
+Behind these are the rows that ranks ask of such tables.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,15 +22,21 @@ class SlotIds:
         tables: local tables.
         blocks: feature -> position of its ids.
         device: of the ids.
+        asked: tables in host memory whose rows are asked for, and the rows for which there is room.
 
     Attributes:
         blocks: the same with the copies, as `feature/table`.
         tables: the tables, those in host memory with the features of the copies.
+        num_ids: ids with the copies.
         tier_ids: positions of the ids that become slots, per group of tables.
     """
 
     def __init__(
-        self, tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock], device: torch.device
+        self,
+        tables: Sequence[LocalTable],
+        blocks: Mapping[str, IdBlock],
+        device: torch.device,
+        asked: Sequence[tuple[SlotRows, int]] = (),
     ) -> None:
         self.blocks = dict(blocks)
         self.tables = [_with_own_features(table, place) for place, table in enumerate(tables)]
@@ -41,11 +51,24 @@ class SlotIds:
                 positions.append(torch.arange(block.first, block.first + block.size))
                 end += block.size
         self._copied = torch.cat(positions).to(device) if positions else None
-        self.tier_ids = _tier_ids(self.tables, self.blocks, device)
+        self.num_ids = end
+        self._asked_sizes = [room for _, room in asked]
+        firsts = accumulate(self._asked_sizes, initial=end)
+        of_asked = [
+            (slots, IdBlock(first, room, room))
+            for (slots, room), first in zip(asked, firsts, strict=False)
+        ]
+        self.tier_ids = _tier_ids(self.tables, self.blocks, of_asked, device)
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Return the ids with the copies."""
-        return ids if self._copied is None else torch.cat([ids, ids.index_select(0, self._copied)])
+    def __call__(self, ids: Tensor, asked: Sequence[Tensor] = ()) -> Tensor:
+        """Return the ids with the copies, and behind them the rows that are asked for."""
+        copies = [] if self._copied is None else [ids.index_select(0, self._copied)]
+        further = copies + [rows.to(ids.dtype) for rows in asked]
+        return torch.cat([ids, *further]) if further else ids
+
+    def asked(self, ids: Tensor) -> list[Tensor]:
+        """View the slots of the rows that are asked for, in the order of the tables."""
+        return list(ids[self.num_ids :].split(self._asked_sizes))
 
 
 def _with_own_features(table: LocalTable, position: int) -> LocalTable:
@@ -57,9 +80,12 @@ def _with_own_features(table: LocalTable, position: int) -> LocalTable:
 
 
 def _tier_ids(
-    tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock], device: torch.device
+    tables: Sequence[LocalTable],
+    blocks: Mapping[str, IdBlock],
+    asked: Sequence[tuple[SlotRows, IdBlock]],
+    device: torch.device,
 ) -> list[TierIds]:
-    """Return the positions of the ids that become slots."""
+    """Return the positions of the ids that become slots: of lookups, and of rows that are asked for."""
     parts: dict[int, list[tuple[SlotRows, IdBlock]]] = {}
     for table in tables:
         if table.slots is not None:
@@ -67,6 +93,8 @@ def _tier_ids(
                 parts.setdefault(table.slots.group, []).append(
                     (table.slots, blocks[lookup.feature])
                 )
+    for slots, block in asked:
+        parts.setdefault(slots.group, []).append((slots, block))
 
     def of_ids(values: Sequence[int], counts: Sequence[int]) -> Tensor:
         repeats = torch.tensor(counts)

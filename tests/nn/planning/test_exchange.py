@@ -25,6 +25,9 @@ LAYOUTS = {
     "a replica": ["sharding.tables={cat_1: {type: data_parallel}}"],
     "rows": ["sharding.types=[row_wise]"],
     "rows of 16 bits": ["sharding.types=[row_wise]", "model.embedding_dtype=bf16"],
+    "rows in two memories": [
+        *("sharding.types=[row_wise]", "sharding.tables={cat_0: {tier: host, cache: 0.5}}"),
+    ],
     "both": ["sharding.tables={cat_0: {type: row_wise}, cat_1: {type: data_parallel}}"],
 }
 
@@ -74,7 +77,7 @@ def planned(overrides: list[str], world_size: int, local_world_size: int) -> lis
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_collectives_send_what_is_planned(layout):
     overrides = [*SMALL, *LAYOUTS[layout]]
-    asks = layout in ("rows", "both")
+    asks = layout in ("rows", "rows in two memories", "both")
     for rank, (sent, expected) in enumerate(
         zip(run_distributed(sent_by_a_step, 2, overrides), planned(overrides, 2, 2), strict=True)
     ):

@@ -9,10 +9,11 @@ import torch
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from nn.checkpoint import state as checkpoint
+from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.sharding.tables import local_tensors
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
-from tests.helpers.gpus import ON_GPU, needs_one_gpu
+from tests.helpers.gpus import ON_GPU, needs_one_gpu, worlds
 
 # 197 rows in batches of 16 leave 5 for the tail, so that the last batch of an epoch is padded.
 SMALL = [
@@ -76,6 +77,15 @@ SHARDED = {
         "cat_3: row_wise, cat_4: {type: table_wise, tier: host, cache: 0.08}}",
     ),
 }
+# Row-wise float32 tables, whose rows are asked of their owners: one lies on the device, others do not. The table that is not
+# row-wise shares their arena.
+REQUESTED = (
+    [*SMALL, "data.synthetic.hotness=[2,1,1,2,2]"],
+    layouts(cat_0="row_wise", cat_2="table_wise", cat_3="row_wise", cat_4="row_wise"),
+    "sharding.tables={cat_0: {type: row_wise, tier: host, cache: 0.1}, cat_2: {type: table_wise, tier: host, cache: 1}, "
+    "cat_3: row_wise, cat_4: {type: row_wise, tier: host, cache: 0.11}}",
+)
+OPTIMIZERS = ("sgd", "rowwise_adagrad", "adam", "ftrl")
 
 
 # Host memory in GiB that has room for the rows of the device and of a few batches: rows leave it, and return.
@@ -136,6 +146,12 @@ def test_two_ranks_train_alike(tmp_path):
             assert_alike(result)
 
 
+def test_requested_rows_of_two_ranks_train_alike(tmp_path):
+    for results in run_distributed(every_requested_case, 2, tmp_path):
+        for result in results:
+            assert_alike(result)
+
+
 @pytest.mark.parametrize("name", ["one-hot", "kinds"])
 def test_tables_on_disk_train_alike(name, tmp_path):
     with ranks_of_cpu():
@@ -158,6 +174,51 @@ def test_a_gpu_trains_alike_with_tables_on_disk(tmp_path):
     assert_alike(result)
 
 
+@pytest.mark.parametrize("world_size", worlds(2))
+def test_gpus_train_requested_rows_alike(world_size, tmp_path):
+    base, *ways = REQUESTED
+    base = [*base, *rule("adagrad"), *ON_GPU]
+    for results in run_distributed(on_gpu, world_size, base, *ways, tmp_path):
+        assert_alike(results)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+def test_kernels_train_requested_rows_alike():
+    """The kernels of a GPU, without the graph; some steps, since they are interpreted."""
+    pytest.importorskip("triton")
+    for (losses, weights), (others, same) in run_distributed(with_kernels, 2):
+        assert losses == others
+        assert all(map(torch.equal, weights, same))
+
+
+def with_kernels() -> list[tuple[list[float], list[torch.Tensor]]]:
+    """Return losses and this rank's weights without and with tables in host memory."""
+    from nn.embedding.triton_launcher import TritonLauncher
+
+    make = LocalEmbeddingBags.__init__
+
+    def make_with_kernels(self, tables, blocks, num_samples, config, *rest):
+        make(self, tables, blocks, num_samples, config, *rest)
+        if self.tables:
+            self._kernels = TritonLauncher(
+                self.tables, self._lookups, self._key_bases, self._sources, num_samples, config
+            )
+
+    base, *ways = REQUESTED
+    found = []
+    with ranks_of_cpu(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LocalEmbeddingBags, "__init__", make_with_kernels)
+        patched.setattr("nn.tiers.host_tier.maps_by_kernels", lambda device: True)
+        for way in ways:
+            built = build(compose_config(*base, *rule("adagrad"), way))
+            losses = built.train(0, 3)
+            tables = built.step.tables
+            found.append((losses, [shard.weight.clone() for shard in tables.shards()]))
+            if tables.tier is not None:
+                assert tables.tier.take_counts().rows_in > 0
+    return found
+
+
 def on_gpu(base: list[str], without: str, with_host: str, directory: Path) -> dict:
     from nn.distributed.process_group import process_group, ranks_from_environment
 
@@ -170,6 +231,22 @@ def every_sharded_case(directory: Path) -> list[dict]:
         found = [trained_both_ways(*case, directory / name) for name, case in SHARDED.items()]
         disk = on_disk(SHARDED["rows"], STAGED["rows"], directory)
         return [*found, trained_both_ways(*disk)]
+
+
+def every_requested_case(directory: Path) -> list[dict]:
+    """Train with every optimizer, through checkpoints with one; then with one of the tables on disk, and batches of other ids."""
+    base, *ways = REQUESTED
+    with ranks_of_cpu():
+        found = [trained_both_ways([*base, *rule("adagrad")], *ways, directory / "host")]
+        found += [trained_both_ways([*base, *rule(name)], *ways) for name in OPTIMIZERS]
+        disk = on_disk(REQUESTED, 0.00002, directory)
+        way = disk[2].replace("tier: disk", "tier: host", 1)
+        found.append(trained_both_ways(disk[0], disk[1], way, directory / "disk"))
+        with pytest.MonkeyPatch.context() as patched:
+            # No batch has room, and each asks again.
+            patched.setattr("nn.sharding.request_room.room_for", lambda rows: 1)
+            found.append(trained_both_ways(base, *ways))
+        return found
 
 
 def trained_both_ways(
