@@ -14,7 +14,7 @@ from nn.planning.plan import TablePlan
 from nn.sharding.tables import HostTable, TieredPlan
 from nn.tiers.host_tier import ring_slots
 from nn.tiers.stager import PASS_BATCHES
-from nn.tiers.traffic import IdTraffic, expected_fetches, row_classes
+from nn.tiers.traffic import Classes, IdTraffic, expected_fetches, expected_reads, row_classes
 
 MOST_ROWS = 2**31 - 2
 """Rows in host memory or on disk per rank; slots and rows have 32 bits."""
@@ -166,21 +166,25 @@ def with_expected_fetches(
             rings[key] = [*rings.get(key, []), member]
     places = _places(plan, by_name, rings, host_room)
 
-    def expect(members: Members, batches: int, room: int, found: dict[str, float]) -> None:
-        """Add the rows of each table that some batches look up and that are not among the `room` latest ones."""
-        classes = []
-        for name, first, count in members:
-            traffic = traffic_of(name)
-            ids = batches * global_batch * by_name[name].hotness / (1 + traffic.drawn)
-            fixed = _fixed(plan, members, name, count)
-            classes.append(row_classes(traffic, first, count, fixed, ids))
-        for (name, _, _), number in zip(members, expected_fetches(classes, room), strict=True):
+    def classes_of(name: str, first: int, count: int, fixed: int) -> Classes:
+        traffic = traffic_of(name)
+        ids = global_batch * by_name[name].hotness / (1 + traffic.drawn)
+        return row_classes(traffic, first, count, fixed, ids)
+
+    def add(members: Members, numbers: Sequence[float], found: dict[str, float]) -> None:
+        for (name, _, _), number in zip(members, numbers, strict=True):
             found[name] = found.get(name, 0.0) + number
 
     for (rank, columns, is_on_disk), members in rings.items():
-        expect(members, 1, _ring(plan, members), fetched)
+        ring = _ring(plan, members)
+        classes = [
+            classes_of(name, first, count, _fixed(plan, members, name, count))
+            for name, first, count in members
+        ]
+        add(members, expected_fetches(classes, ring), fetched)
         if is_on_disk:
-            expect(members, PASS_BATCHES, places[rank, columns], read)
+            reads = expected_reads(classes, ring, places[rank, columns], PASS_BATCHES)
+            add(members, [PASS_BATCHES * number for number in reads], read)
     return [
         replace(
             row,

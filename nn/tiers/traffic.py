@@ -1,12 +1,13 @@
-"""Rows that an arena is expected to fetch per step, from how often ids occur.
+"""Rows that an arena is expected to fetch per step, and host memory to read from disk, from how often ids occur.
 
-A row outside the fixed slots of its arena stays for as many steps as the ring of slots takes to come round. With `q` the chance
-that a step looks a row up and `T` these steps, the row is there with probability `q T / (1 + q T)`; `T` is the number with which
-all rows together fill the ring.
+A row outside the fixed slots of its arena stays for as many steps as the ring of slots takes to come round, and again as long if
+a live batch needs it then. With `q` the chance that a step looks a row up and `T` these steps, the row is there with probability
+`q T / (1 + q T)`; `T` follows from the number with which all rows together fill the ring. The places in host memory for rows on
+disk are such a ring too, in which a row also stays while the device has it, or an announced batch needs it.
 
 Ids that are expanded (`nn.embedding.multi_hot`) bring further rows, anywhere in the table and always the same ones: these rows
-are as frequent as the id, so the first rows are not the most frequent ones. The most frequent ids are taken to have rows of
-their own, as many as the table has room for; the rows of the others are taken to be all alike.
+are as frequent as the id, so the first rows are not the most frequent ones. The rows are divided by the most frequent one of the
+ids that bring them; the others bring all rows alike.
 """
 
 import math
@@ -34,8 +35,14 @@ class IdTraffic:
     drawn: float = 0.0
 
 
+Classes = tuple[np.ndarray, np.ndarray]
+"""Numbers of rows, and the chance that a step looks one of them up."""
 CLASSES = 600
 """Classes of rows of a table, of about equal frequency each."""
+BRINGING_CLASSES, OWN_CLASSES = 200, 20
+"""Classes of rows by the ids that bring them, and by their own ids; a table has all pairs."""
+LIVE_BATCHES = 3
+"""Batches whose rows stay on the device: the one that is mapped, and the two before it."""
 MOST_STEPS = 1e12
 
 EXACT_ROWS = 4096
@@ -67,9 +74,7 @@ def counted_share(counts: np.ndarray) -> IdShare:
     return share
 
 
-def row_classes(
-    traffic: IdTraffic, first: int, count: int, fixed: int, ids: float
-) -> tuple[np.ndarray, np.ndarray]:
+def row_classes(traffic: IdTraffic, first: int, count: int, fixed: int, ids: float) -> Classes:
     """Return numbers of rows beyond the fixed ones, and the chance that a step looks one of them up.
 
     Args:
@@ -88,11 +93,18 @@ def row_classes(
     return rows, -np.expm1(ids * np.log1p(-np.minimum(chance, 1 - 1e-12)))
 
 
-def _classes(share: IdShare, first: int, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return numbers of rows between two ones of a shard, and the chance that an id is one of them."""
-    # Finer where rows are more frequent.
-    edges = np.unique(np.geomspace(low + 1, high + 1, CLASSES).astype(np.int64) - 1)
+def _edges(low: int, high: int, number: int) -> np.ndarray:
+    """Return edges of classes of rows between two ones, finer where rows are more frequent."""
+    edges = np.unique(np.geomspace(low + 1, high + 1, number).astype(np.int64) - 1)
     edges[0], edges[-1] = low, high
+    return edges
+
+
+def _classes(
+    share: IdShare, first: int, low: int, high: int, number: int = CLASSES
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return numbers of rows between two ones of a shard, and the chance that an id is one of them."""
+    edges = _edges(low, high, number)
     rows = np.diff(edges).astype(np.float64)
     mass = np.diff(share((first + edges).astype(np.float64)))
     return rows, np.clip(mass / np.maximum(rows, 1), 0, 1)
@@ -102,35 +114,94 @@ def _expanded_classes(
     traffic: IdTraffic, first: int, count: int, fixed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the same of the rows beyond the fixed ones, of which ids bring further ones."""
-    left = count - fixed
-    alone = max(int(traffic.rows / traffic.drawn), 1)
-    ids, chance = _classes(traffic.share, 0, 0, min(alone, traffic.rows))
-    below = traffic.share(np.array([alone, first + fixed, first + count], dtype=np.float64))
-    # Of the other ids, and of the rows' own ones.
-    alike = (1 - below[0]) * traffic.drawn / traffic.rows + (below[2] - below[1]) / left
-    return ids * left / ids.sum(), np.clip(chance + alike, 0, 1)
+    edges = _edges(0, traffic.rows, BRINGING_CLASSES).astype(np.float64)
+    below = traffic.share(edges)
+    mass = np.diff(below)
+    # Rows that none of the ids below an edge has brought, of one.
+    not_brought = np.exp(-traffic.drawn / traffic.rows * edges)
+    rarer = traffic.drawn / traffic.rows * (1 - below[1:] + mass / 2)
+    brought = np.append(-np.diff(not_brought), not_brought[-1])
+    chance = np.append(mass / np.diff(edges) + rarer, 0.0)
+    own, of_own = _classes(traffic.share, first, fixed, count, OWN_CLASSES)
+    chances = np.clip(of_own[:, None] + chance, 0, 1)
+    return np.outer(own, brought / brought.sum()).ravel(), chances.ravel()
 
 
-def expected_fetches(classes: Sequence[tuple[np.ndarray, np.ndarray]], ring: int) -> list[float]:
+def expected_fetches(classes: Sequence[Classes], ring: int) -> list[float]:
     """Return the rows that each of the shards of an arena fetches per step.
 
     Args:
         classes: results of `row_classes`.
         ring: slots whose rows change.
     """
-    rows = np.concatenate([rows for rows, _ in classes])
-    chance = np.concatenate([chance for _, chance in classes])
-    if not len(rows) or not chance.any() or rows.sum() <= ring:
-        return [0.0] * len(classes)
+    rows, chance = _joined(classes)
+    stay = _stay(rows, chance, _is_needed(chance, LIVE_BATCHES), ring)
+    return _sums(classes, rows * chance / (1 + stay))
+
+
+def expected_reads(
+    classes: Sequence[Classes], ring: int, places: int, pass_batches: int
+) -> list[float]:
+    """Return the rows that each of the shards of an arena reads from disk per step, once all places are taken.
+
+    Args:
+        classes: results of `row_classes`.
+        ring: slots whose rows change.
+        places: rows for which host memory has room.
+        pass_batches: batches whose rows are read together; those of two passes are announced.
+    """
+    rows, chance = _joined(classes)
+    on_device = _stay(rows, chance, _is_needed(chance, LIVE_BATCHES), ring)
+    stays = 1 - (1 - _is_needed(chance, 2 * pass_batches)) / (1 + on_device)
+    # A row leaves that two passes do not need, and comes back one and a half before it is looked up, on average.
+    absent = 1 + chance * pass_batches / 2
+    stay = _stay(rows, chance, stays, places, absent)
+    return _sums(classes, rows * chance / (absent + stay))
+
+
+def _is_needed(chance: np.ndarray, batches: int) -> np.ndarray:
+    """Return the chance that some batches look a row up."""
+    return 1 - (1 - chance) ** batches
+
+
+def _stay(
+    rows: np.ndarray,
+    chance: np.ndarray,
+    stays: np.ndarray,
+    room: int,
+    absent: np.ndarray | float = 1.0,
+) -> np.ndarray:
+    """Return the steps for which rows stay in a ring, times their chance; infinite if all have room.
+
+    Args:
+        rows: of each class.
+        chance: that a step looks a row up.
+        stays: chance that it stays once more when the ring has come round.
+        room: rows for which the ring has room.
+        absent: steps between leaving and coming back, times the chance.
+    """
+    if not chance.any() or rows.sum() <= room:
+        return np.full(len(rows), np.inf)
+    of_round = chance / np.maximum(1 - stays, 1e-12)
     low, high = 0.0, MOST_STEPS
     for _ in range(100):
         steps = (low * high) ** 0.5 if low else high / 1e6
-        stay = chance * steps
-        if (rows * stay / (1 + stay)).sum() < ring:
+        stay = of_round * steps
+        if (rows * stay / (absent + stay)).sum() < room:
             low = steps
         else:
             high = steps
-    return [float((rows * chance / (1 + chance * high)).sum()) for rows, chance in classes]
+    return of_round * high
+
+
+def _joined(classes: Sequence[Classes]) -> Classes:
+    return np.concatenate([rows for rows, _ in classes]), np.concatenate([c for _, c in classes])
+
+
+def _sums(classes: Sequence[Classes], values: np.ndarray) -> list[float]:
+    """Return the sum of the values of each shard's classes."""
+    ends = np.cumsum([len(rows) for rows, _ in classes])[:-1]
+    return [float(of_shard.sum()) for of_shard in np.split(values, ends)]
 
 
 def expected_distinct(ids: float, share: IdShare, first: int, end: int) -> float:
