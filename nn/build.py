@@ -19,6 +19,7 @@ from dataloading.held_out_source import VALIDATION, HeldOutSource
 from dataloading.id_counts import counts_of_ids
 from dataloading.keys.new_rows import KEYS
 from dataloading.loader import READERS, Loader, LoaderSettings
+from dataloading.partition import num_steps
 from dataloading.storage.local_copy import local_path
 from dataloading.synthetic import SyntheticSource
 from nn.checkpoint.tensor_index import TensorIndex, blocks
@@ -31,6 +32,7 @@ from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, build_meta, declared_tables
 from nn.models.tasks import tasks_of_run
 from nn.ops.fp8 import MULTIPLE
+from nn.planning.disk_room import check_disk, disk_need
 from nn.planning.host_tables import staged_bytes, with_expected_fetches
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.planner import plan_tables
@@ -271,9 +273,40 @@ def build_plan(
         traffic_of,
     )
     room, memories = staged_bytes(config.sharding), 1 + len(rule.states)
+    steps = _steps_between_saves(config, source) if plan.host_tables else 0
     return plan, with_expected_fetches(
-        plan, rows, traffic_of, config.train.batch_size, room, memories
+        plan, rows, traffic_of, config.train.batch_size, room, memories, steps
     )
+
+
+def _steps_between_saves(config: Config, source: Source) -> int:
+    """Return the steps after which a checkpoint or a delta is due at the latest; saves of the best evaluation may be earlier."""
+    if config.mode not in (Mode.train, Mode.plan):
+        return 0
+    steps = config.train.epochs * num_steps(source.num_rows(TRAIN_SPLIT), config.train.batch_size)
+    checkpoint = config.checkpoint
+    due = (checkpoint.save_every, checkpoint.delta_every) if checkpoint.save else ()
+    return min(number for number in (steps, config.train.max_steps, *due) if number is not None)
+
+
+def checked_plan(
+    config: Config, source: Source, hardware: Hardware
+) -> tuple[TieredPlan, list[TablePlan], str | None]:
+    """Plan the sharding of the tables, and check the disk of those on disk.
+
+    Returns:
+        The plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk.
+
+    Raises:
+        ValueError: as `build_plan`; or the directory has too little room, or cannot be written. A plan may be for another
+            machine, on which alone it exists.
+    """
+    plan, tables = build_plan(config, source, hardware)
+    need = disk_need(tables, hardware.local_world_size)
+    if need is None or config.sharding.disk_path is None:
+        return plan, tables, None
+    path = Path(config.sharding.disk_path)
+    return plan, tables, check_disk(path, need, may_be_elsewhere=config.mode is Mode.plan)
 
 
 def id_share(config: Config, source: Source, features: Sequence[str], cardinality: int) -> IdShare:

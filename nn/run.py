@@ -22,12 +22,12 @@ from nn.build import (
     Loaders,
     build_key_maps,
     build_loaders,
-    build_plan,
     build_step,
     build_test_loader,
     check_fp8,
     check_optimizers,
     check_raw_keys,
+    checked_plan,
     device_type,
     hardware_of,
     id_share,
@@ -85,7 +85,7 @@ from nn.observability.mlperf_log import (
 )
 from nn.observability.model_summary import print_model, size_line
 from nn.observability.numerical_ranges import range_note
-from nn.observability.plan_table import print_hardware, print_memory, print_plan
+from nn.observability.plan_table import BesidePlan, print_hardware, print_memory, print_plan
 from nn.observability.profiler import Profiler, check_profile
 from nn.observability.records import ENDED, PLAN, PROBLEM, UNSAVED, KeptRecords
 from nn.observability.run_directory import (
@@ -254,7 +254,7 @@ class Session:
 
 def _show_plan(config: Config, source: Source, console: Console) -> None:
     hardware = planned_hardware(config)
-    _, rows = build_plan(config, source, hardware)
+    _, rows, disk_room = checked_plan(config, source, hardware)
     print_hardware(console, config, hardware)
     plan_json = None if config.run_dir is None else Path(config.run_dir) / PLAN
     listed = "run_dir=DIR writes them to DIR/plan.json" if plan_json is None else str(plan_json)
@@ -265,7 +265,8 @@ def _show_plan(config: Config, source: Source, console: Console) -> None:
         floor_ms = floor.ms
     exchange = planned_exchange(config, source.spec, rows, hardware)
     has_gpus = hardware.device_type == "cuda"
-    print_plan(console, rows, hardware.world_size, listed, floor_ms, exchange, has_gpus=has_gpus)
+    beside = BesidePlan(listed, exchange, floor_ms, disk_room, has_gpus=has_gpus)
+    print_plan(console, rows, hardware.world_size, beside)
     memory = []
     description = _describe(config, source, make_logger(console))
     if description is not None:
@@ -306,7 +307,7 @@ def open_session(
             yield None
             return
         hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
-        plan, rows = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
+        plan, rows, disk_room = ranks.run_on_rank0(partial(checked_plan, config, source, hardware))
         memory = _training_memory(config, source, rows, ranks)
         facts = _environment(config, source, ranks, start.num_steps)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
@@ -318,7 +319,8 @@ def open_session(
             listed = str(recorder.run_dir / PLAN)
             exchange = planned_exchange(config, source.spec, rows, hardware)
             has_gpus = ranks.device.type == "cuda"
-            print_plan(console, rows, ranks.world_size, listed, None, exchange, has_gpus=has_gpus)
+            beside = BesidePlan(listed, exchange, disk_room=disk_room, has_gpus=has_gpus)
+            print_plan(console, rows, ranks.world_size, beside)
         if memory:
             print_memory(console, memory, hardware.hbm_bytes)
         with report_faults(ranks):

@@ -32,6 +32,25 @@ RATES = {
 """Links of the planner's cost model, as printed."""
 
 
+@dataclass(frozen=True, slots=True)
+class BesidePlan:
+    """Facts that are printed beside the tables of a plan.
+
+    Attributes:
+        complete_in: where all tables are listed, for a plan that is folded; empty if nowhere.
+        exchange: what each rank sends per step; empty if it was not counted.
+        floor_ms: least time of a step, to compare with that of the link to host memory; None if it was not counted.
+        disk_room: what the directory of tables on disk has room for; None without such tables.
+        has_gpus: whether to add the times of GPUs' links.
+    """
+
+    complete_in: str = ""
+    exchange: Sequence[RankExchange] = ()
+    floor_ms: float | None = None
+    disk_room: str | None = None
+    has_gpus: bool = False
+
+
 def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
     """Print the hardware that a plan is made for.
 
@@ -115,11 +134,7 @@ def print_plan(
     console: Console,
     rows: Sequence[TablePlan],
     world_size: int,
-    complete_in: str = "",
-    floor_ms: float | None = None,
-    exchange: Sequence[RankExchange] = (),
-    *,
-    has_gpus: bool = False,
+    beside: "BesidePlan | None" = None,
 ) -> None:
     """Print the placement of tables and the balance over ranks.
 
@@ -127,11 +142,9 @@ def print_plan(
         console: from `nn.observability.console.make_console`.
         rows: one per table. Of more than `MOST_LINES` the `LARGEST` largest are printed, and sums of the others.
         world_size: number of ranks, including ranks without a table.
-        complete_in: where all tables are listed, for a plan that is folded; empty if nowhere.
-        floor_ms: least time of a step, to compare with that of the link to host memory; None if it was not counted.
-        exchange: what each rank sends per step; empty if it was not counted.
-        has_gpus: whether to add the times of GPUs' links.
+        beside: what is printed beside the tables.
     """
+    beside = beside or BesidePlan()
     bytes_of = Counter(dict.fromkeys(range(world_size), 0))
     for row in rows:
         bytes_of.update(dict(zip(row.ranks, row.bytes_per_rank, strict=True)))
@@ -143,13 +156,13 @@ def print_plan(
     for line in printed:
         sizes = [line.table_bytes, *([line.expansion_bytes] if expanded else [])]
         table.add_row(line.name, *line.cells(), *(_number(size, unit) for size in sizes))
-    lines = _balance(rows, bytes_of, expanded, unit) | _exchange_lines(exchange, has_gpus=has_gpus)
-    if floor_ms is not None:
-        lines["step"] = (
-            f"at least {floor_ms:,.2f} ms beside it, by its products and bytes at the rates of an H200; a bound, not measured"
-        )
-    if len(printed) < len(rows) and complete_in:
-        lines["all tables"] = complete_in
+    lines = _size_lines(rows, bytes_of, expanded, unit) | _host_lines(rows, beside)
+    if any(row.kernel == "dense" for row in rows):
+        lines["kernel"] = "fused: updated within the backward pass; dense: updated after it"
+    lines |= _balance(rows, bytes_of, unit)
+    lines |= _exchange_lines(beside.exchange, has_gpus=beside.has_gpus)
+    if len(printed) < len(rows) and beside.complete_in:
+        lines["all tables"] = beside.complete_in
     console.print()
     print_columns(console, table)
     console.print()
@@ -157,20 +170,22 @@ def print_plan(
     console.print()
 
 
-def _balance(
+def _size_lines(
     rows: Sequence[TablePlan], bytes_of: Counter[int], expanded: int, unit: str
 ) -> dict[str, str]:
-    """Return the lines below a plan: sizes, and the fullest rank beside the mean."""
-    world_size, total = len(bytes_of), bytes_of.total()
-    fullest, most = max(bytes_of.items(), key=lambda item: item[1])
-    lines = {
-        "total": f"{_number(total - expanded, unit)} {unit}, weights and optimizer state of {len(rows)} tables"
-    }
+    """Return the lines of the sizes of all tables and their expansions."""
+    size = _number(bytes_of.total() - expanded, unit)
+    lines = {"total": f"{size} {unit}, weights and optimizer state of {len(rows)} tables"}
     if expanded:
         lines["expansion"] = f"{_number(expanded, unit)} {unit}, id expansion of one-hot features"
-    lines |= _host_lines(rows)
-    if any(row.kernel == "dense" for row in rows):
-        lines["kernel"] = "fused: updated within the backward pass; dense: updated after it"
+    return lines
+
+
+def _balance(rows: Sequence[TablePlan], bytes_of: Counter[int], unit: str) -> dict[str, str]:
+    """Return the lines of several ranks: the fullest one beside the mean."""
+    world_size, total = len(bytes_of), bytes_of.total()
+    fullest, most = max(bytes_of.items(), key=lambda item: item[1])
+    lines = {}
     if world_size > 1 and total:
         mean = total / world_size
         lines["per rank"] = (
@@ -200,36 +215,52 @@ def _exchange_lines(exchange: Sequence[RankExchange], *, has_gpus: bool) -> dict
     return lines
 
 
-def _host_lines(rows: Sequence[TablePlan]) -> dict[str, str]:
-    """Return the lines of tables in host memory and on disk: size, rows on the device, and what a step exchanges with them."""
+def _host_lines(rows: Sequence[TablePlan], beside: BesidePlan) -> dict[str, str]:
+    """Return the lines of tables in host memory and on disk: size, rows on the device, and what a step exchanges with them.
+
+    The least time of a step follows that of the link, with which it is compared.
+    """
     tables = [row for row in rows if row.has_arena]
     if not tables:
         return {}
-    in_host = sum(sum(row.host_bytes_per_rank) for row in tables)
+    in_host = [row for row in tables if row.tier == "host"]
     on_disk = [row for row in tables if row.tier == "disk"]
-    shards = [len(row.ranks) if row.sharding == "column_wise" else 1 for row in tables]
-    stored = sum(row.num_embeddings * count for row, count in zip(tables, shards, strict=True))
-    cached = sum(row.cache_rows for row in tables)
     fetched = sum(row.fetched_rows for row in tables)
     moved = sum(fetched_bytes(row) for row in tables)
-    room = f"room on the device for {cached:,} of {stored:,} rows ({cached / stored:.1%})"
     lines = {}
-    if len(on_disk) < len(tables):
-        names = _names([row for row in tables if row not in on_disk])
-        lines["host memory"] = f"{in_host / GIB:,.1f} GiB of {names}; {room}"
+    if in_host:
+        size = sum(sum(row.host_bytes_per_rank) for row in in_host)
+        lines["host memory"] = (
+            f"{size / GIB:,.1f} GiB of {_names(in_host)}; {_device_room(in_host)}"
+        )
     if on_disk:
         size = sum(sum(row.disk_bytes_per_rank) for row in on_disk)
         read = sum(row.staged_rows for row in on_disk)
         moved_bytes = sum(staged_row_bytes(row) for row in on_disk)
-        lines["disk"] = f"{size / GIB:,.1f} GiB of {_names(on_disk)}; {room}"
+        lines["disk"] = f"{size / GIB:,.1f} GiB of {_names(on_disk)}; {_device_room(on_disk)}"
         lines["per pass"] = (
-            f"of {PASS_BATCHES} steps about {read:,.0f} rows read from disk and as many written, "
+            f"of {PASS_BATCHES} steps about {read:,.0f} rows read from disk and at most as many written, "
             f"{moved_bytes / 1e6:,.1f} MB each way"
         )
-    return lines | {
-        "per step": f"about {fetched:,.0f} rows fetched and as many returned, {moved / 1e6:,.1f} MB each way; "
-        f"{link_ms(tables):,.2f} ms of the link between host and device",
-    }
+    if beside.disk_room is not None:
+        lines["disk room"] = beside.disk_room
+    lines["per step"] = (
+        f"about {fetched:,.0f} rows fetched and at most as many returned, {moved / 1e6:,.1f} MB each way; "
+        f"{link_ms(tables):,.2f} ms of the link between host and device"
+    )
+    if beside.floor_ms is not None:
+        lines["step"] = (
+            f"at least {beside.floor_ms:,.2f} ms beside it, by its products and bytes at the rates of an H200; a bound, not "
+            "measured"
+        )
+    return lines
+
+
+def _device_room(tables: Sequence[TablePlan]) -> str:
+    shards = [len(row.ranks) if row.sharding == "column_wise" else 1 for row in tables]
+    stored = sum(row.num_embeddings * count for row, count in zip(tables, shards, strict=True))
+    cached = sum(row.cache_rows for row in tables)
+    return f"room on the device for {cached:,} of {stored:,} rows ({cached / stored:.1%})"
 
 
 def _names(tables: Sequence[TablePlan]) -> str:

@@ -1,7 +1,7 @@
 """Tables in host memory or on disk: those that overrides name, the room that they need, and what a step moves of them."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torchrec.distributed.types import ShardingPlan
@@ -14,7 +14,14 @@ from nn.planning.plan import TablePlan
 from nn.sharding.tables import HostTable, TieredPlan
 from nn.tiers.host_tier import ring_slots
 from nn.tiers.stager import PASS_BATCHES
-from nn.tiers.traffic import Classes, IdTraffic, expected_fetches, expected_reads, row_classes
+from nn.tiers.traffic import (
+    Classes,
+    IdTraffic,
+    expected_fetches,
+    expected_looked_up,
+    expected_reads,
+    row_classes,
+)
 
 MOST_ROWS = 2**31 - 2
 """Rows in host memory or on disk per rank; slots and rows have 32 bits."""
@@ -137,8 +144,11 @@ def with_expected_fetches(
     global_batch: int,
     host_room: int,
     memories: int,
+    steps_between_saves: int,
 ) -> list[TablePlan]:
     """Return the rows of a plan with the rows that each table is expected to fetch per step, and to read from disk per pass.
+
+    Rows on disk that change between two saves are expected too.
 
     Args:
         plan: of the tables.
@@ -147,53 +157,60 @@ def with_expected_fetches(
         global_batch: rows of all ranks.
         host_room: bytes of host memory per rank for rows on disk.
         memories: that a row is spread over: its weights, and each state of the optimizer.
+        steps_between_saves: at most, of checkpoints or deltas.
 
     Raises:
         ValueError: this memory is too little.
     """
     fetched: dict[str, float] = {}
     read: dict[str, float] = {}
-    rings: dict[tuple[int, int, bool], Members] = {}
+    changed: dict[str, float] = {}
     by_name = {table.table: table for table in tables}
-    for name in plan.host_tables:
-        spec = plan.plan["embeddings"][name].sharding_spec
-        assert spec is not None, "tables in host memory are not replicated"
-        for shard in spec.shards:
-            # Tables of one width share an arena.
-            is_on_disk = plan.host_tables[name].is_on_disk
-            key = shard.placement.rank(), shard.shard_sizes[1], is_on_disk
-            member = (name, shard.shard_offsets[0], shard.shard_sizes[0])
-            rings[key] = [*rings.get(key, []), member]
+    rings = _arenas(plan)
     places = _places(plan, by_name, rings, host_room)
 
-    def classes_of(name: str, first: int, count: int, fixed: int) -> Classes:
-        traffic = traffic_of(name)
-        ids = global_batch * by_name[name].hotness / (1 + traffic.drawn)
-        return row_classes(traffic, first, count, fixed, ids)
+    def classes_of(members: Members) -> Iterator[Classes]:
+        for name, first, count in members:
+            traffic, fixed = traffic_of(name), _fixed(plan, members, name, count)
+            ids = global_batch * by_name[name].hotness / (1 + traffic.drawn)
+            yield row_classes(traffic, first, count, fixed, ids)
 
     def add(members: Members, numbers: Sequence[float], found: dict[str, float]) -> None:
         for (name, _, _), number in zip(members, numbers, strict=True):
             found[name] = found.get(name, 0.0) + number
 
     for (rank, columns, is_on_disk), members in rings.items():
-        ring = _ring(plan, members)
-        classes = [
-            classes_of(name, first, count, _fixed(plan, members, name, count))
-            for name, first, count in members
-        ]
+        ring, classes = _ring(plan, members), list(classes_of(members))
         add(members, expected_fetches(classes, ring), fetched)
         if is_on_disk:
             reads = expected_reads(classes, ring, places[rank, columns], PASS_BATCHES)
             add(members, [PASS_BATCHES * number for number in reads], read)
+            if any(reads):
+                add(members, expected_looked_up(classes, steps_between_saves), changed)
     return [
         replace(
             row,
             fetched_rows=fetched.get(row.table, 0.0),
             staged_rows=read.get(row.table, 0.0),
+            journal_rows=changed.get(row.table, 0.0),
             memories=memories if row.has_arena else 1,
         )
         for row in tables
     ]
+
+
+def _arenas(plan: TieredPlan) -> dict[tuple[int, int, bool], Members]:
+    """Return the shards of every arena, by rank, columns, and whether they are on disk."""
+    arenas: dict[tuple[int, int, bool], Members] = {}
+    for name, table in plan.host_tables.items():
+        spec = plan.plan["embeddings"][name].sharding_spec
+        assert spec is not None, "tables in host memory are not replicated"
+        for shard in spec.shards:
+            # Tables of one width share an arena.
+            key = shard.placement.rank(), shard.shard_sizes[1], table.is_on_disk
+            member = (name, shard.shard_offsets[0], shard.shard_sizes[0])
+            arenas[key] = [*arenas.get(key, []), member]
+    return arenas
 
 
 def _places(
@@ -290,3 +307,8 @@ def link_ms(tables: Sequence[TablePlan]) -> float:
 def staged_row_bytes(table: TablePlan) -> float:
     """Return the bytes that a table is expected to read per pass from disk, with optimizer state, over all ranks."""
     return table.staged_rows * _disk_bytes(table)
+
+
+def journal_row_bytes(table: TablePlan) -> float:
+    """Return the bytes of the rows of a table on disk that are expected to change between two saves, over all ranks."""
+    return table.journal_rows * _disk_bytes(table)

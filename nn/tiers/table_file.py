@@ -80,6 +80,20 @@ class TierDirectory:
         self._finalizer()
 
 
+def removable_bytes(parent: Path) -> int:
+    """Return the bytes of what killed runs have left below a directory, which the next `TierDirectory` removes."""
+    total = 0
+    for left in parent.glob(f".{FOLDER}.partial-*"):
+        try:
+            lock = lock_directory(left)
+        except (BlockingIOError, FileNotFoundError, UnlockableError):
+            continue
+        # A file has as many bytes as blocks were allocated.
+        total += sum(512 * file.stat().st_blocks for file in left.iterdir())
+        os.close(lock)
+    return total
+
+
 def _remove(path: Path, lock: int) -> None:
     """Remove a directory, which others remove too once it is not locked any more."""
     shutil.rmtree(path, ignore_errors=True)

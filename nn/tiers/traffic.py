@@ -159,6 +159,12 @@ def expected_reads(
     return _sums(classes, rows * chance / (absent + stay))
 
 
+def expected_looked_up(classes: Sequence[Classes], steps: int) -> list[float]:
+    """Return the rows of each shard, beyond the fixed ones, that some steps look up; see `row_classes`."""
+    rows, chance = _joined(classes)
+    return _sums(classes, rows * _is_needed(chance, steps))
+
+
 def _is_needed(chance: np.ndarray, batches: int) -> np.ndarray:
     """Return the chance that some batches look a row up."""
     return 1 - (1 - chance) ** batches

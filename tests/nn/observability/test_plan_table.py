@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from nn.observability.plan_table import print_plan
+from nn.observability.plan_table import BesidePlan, print_plan
 from nn.planning.exchange import RankExchange
 from nn.planning.plan import TablePlan
 
@@ -84,7 +84,7 @@ def test_a_single_rank_has_no_imbalance():
 
 def lines_of(rows: list[TablePlan], complete_in: str = "", width: int = 80) -> list[str]:
     console = console_of(width)
-    print_plan(console, rows, 4, complete_in)
+    print_plan(console, rows, 4, BesidePlan(complete_in))
     return [line.rstrip() for line in printed(console).splitlines()]
 
 
@@ -131,7 +131,8 @@ def test_what_is_sent_stands_below_the_plan_with_times_for_gpus():
     texts = []
     for has_gpus in (True, False):
         console = console_of(200)
-        print_plan(console, [row("a", (0, 1), 4)], 2, exchange=exchange, has_gpus=has_gpus)
+        beside = BesidePlan(exchange=exchange, has_gpus=has_gpus)
+        print_plan(console, [row("a", (0, 1), 4)], 2, beside)
         texts.append(" ".join(printed(console).split()))
     within = (
         "within a node per step a rank sends at most 394.0 MB (rank 0): ids 1.0, embeddings 393.0"

@@ -93,6 +93,7 @@ def test_config_and_plan_are_written_as_given(tmp_path):
             "fetched_rows": 0.0,
             "disk_bytes_per_rank": [],
             "staged_rows": 0.0,
+            "journal_rows": 0.0,
             "memories": 1,
         }
     ]

@@ -1,0 +1,88 @@
+"""Room on disk for tables with `tier: disk`: what a plan needs, and whether `sharding.disk_path` has it."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nn.planning.host_tables import journal_row_bytes
+from nn.planning.plan import TablePlan
+from nn.tiers.table_file import removable_bytes
+
+GIB = 2**30
+REMEDY = "name a directory on a local disk that can be written"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskNeed:
+    """Bytes on the disk of a node.
+
+    Attributes:
+        table_bytes: of the files of all rows.
+        journal_bytes: of the journals, as expected: rows that change between two saves, unless host memory has room for all.
+    """
+
+    table_bytes: float
+    journal_bytes: float
+
+    def __str__(self) -> str:
+        return (
+            f"the tables with tier: disk take {self.table_bytes / GIB:,.2f} GiB, and rows that change between two saves "
+            f"{self.journal_bytes / GIB:,.2f} GiB more"
+        )
+
+
+def disk_need(tables: Sequence[TablePlan], local_world_size: int) -> DiskNeed | None:
+    """Return what the node needs whose tables need most; None without tables on disk.
+
+    Args:
+        tables: the plan.
+        local_world_size: ranks per node.
+    """
+    files: dict[int, float] = {}
+    journals: dict[int, float] = {}
+    for table in tables:
+        size = sum(table.disk_bytes_per_rank)
+        for rank, of_rank in zip(table.ranks, table.disk_bytes_per_rank, strict=False):
+            node = rank // local_world_size
+            files[node] = files.get(node, 0.0) + of_rank
+            journal = journal_row_bytes(table) * of_rank / size
+            journals[node] = journals.get(node, 0.0) + journal
+    if not files:
+        return None
+    fullest = max(files, key=lambda node: files[node] + journals[node])
+    return DiskNeed(files[fullest], journals[fullest])
+
+
+def check_disk(path: Path, need: DiskNeed, *, may_be_elsewhere: bool) -> str:
+    """Return what a directory has room for beside what is needed, as one line.
+
+    Args:
+        path: of `sharding.disk_path`.
+        need: of this node.
+        may_be_elsewhere: whether the plan may be for another machine, so that the directory need not exist here.
+
+    Raises:
+        ValueError: the directory cannot be made or written, or has too little room.
+    """
+    existing = next(here for here in (path, *path.absolute().parents) if os.path.lexists(here))
+    if may_be_elsewhere and existing != path:
+        return f"{path} does not exist here, so its room is not checked; {need}"
+    if not existing.is_dir():
+        raise ValueError(f"sharding.disk_path={path}: {existing} is not a directory; {REMEDY}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"sharding.disk_path={path}: {existing} cannot be written by this user; {REMEDY}"
+        )
+    # Files of killed runs are removed when the tables are made.
+    free = shutil.disk_usage(existing).free + removable_bytes(path)
+    if free < need.table_bytes + need.journal_bytes:
+        remedies = ["free some space there", "choose another directory"]
+        if need.journal_bytes:
+            remedies.append("save more often (checkpoint.save_every)")
+        raise ValueError(
+            f"sharding.disk_path={path} has {free / GIB:,.2f} GiB free, and {need}; {', '.join(remedies)}, or keep fewer tables "
+            "on disk"
+        )
+    return f"{path} has {free / GIB:,.2f} GiB free; {need}"
