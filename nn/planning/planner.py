@@ -9,6 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -71,6 +72,9 @@ HOST_BYTES_PER_MS = 200e9 / 1e3
 HOST_LINK_BYTES_PER_MS = 55e9 / 1e3
 
 FP32_BYTES = 4
+MORE_HOST_MEMORY = (
+    "use hosts with more memory (sharding.host_gib if that of this machine does not count)"
+)
 
 ID_COLUMNS = 128
 """Columns whose lookup and update take as long as what an id takes whatever the width: expansion, sort, addressing."""
@@ -243,7 +247,8 @@ def plan_tables(
     keyed = keyed_tables(declared, spec)
     chosen = chosen_host_tables(declared, config, windows, keyed)
     topology = _topology(hardware, config, update_passes(embeddings, rule), chosen)
-    planned = partial(_run_planner, topology, batch_size, constraints, embeddings, expansions, rule)
+    inputs = (batch_size, constraints, embeddings, expansions, rule)
+    planned = partial(_run_planner, topology, *inputs)
     global_batch = batch_size * hardware.world_size
     movable = partial(
         movable_tables,
@@ -258,12 +263,21 @@ def plan_tables(
         room = _room(declared, chosen, config, rule, hardware)
         plan, host_tables = with_host_tables(planned, chosen, movable, *room)
     except PlannerError as error:
-        raise ValueError(
-            _does_not_fit(embeddings, config, rule, hardware, expansions, error)
-        ) from error
+        fits = _fits_the_devices(lambda more: _run_planner(more, *inputs, chosen), topology)
+        refusal = _lacks_host_memory if fits else partial(_does_not_fit, expansions, error)
+        raise ValueError(refusal(embeddings, config, rule, hardware, chosen)) from error
     check_windows(plan, host_tables)
     rows = _rows(plan, embeddings, declared, spec, rule, expansions, host_tables)
     return TieredPlan(plan.plan, host_tables), rows
+
+
+def _fits_the_devices(planned: Callable[[Topology], ShardingPlan], topology: Topology) -> bool:
+    """Return whether tables that cannot be planned could be with more host memory."""
+    try:
+        planned(_with_plenty_of_host_memory(topology))
+    except PlannerError:
+        return False
+    return True
 
 
 def _expansions_of_tables(
@@ -563,6 +577,19 @@ def _bytes_of(table: EmbeddingBagConfig, rule: TableRule) -> int:
     )
 
 
+def _device_bytes(table: EmbeddingBagConfig, rule: TableRule, host_table: HostTable | None) -> int:
+    """Return what a table takes of the devices: all its rows, or an arena."""
+    if host_table is None:
+        return _bytes_of(table, rule)
+    return arena_bytes(
+        table.num_embeddings,
+        host_table,
+        table.embedding_dim,
+        rule,
+        weight_bytes=_weight_bytes(table),
+    )
+
+
 def _weight_bytes(table: EmbeddingBagConfig) -> int:
     return data_type_to_dtype(table.data_type).itemsize
 
@@ -634,15 +661,17 @@ def _rows(
 
 
 def _does_not_fit(
+    expansion_bytes: Mapping[str, int],
+    error: PlannerError,
     embeddings: EmbeddingBagCollection,
     config: ShardingConfig,
     rule: TableRule,
     hardware: Hardware,
-    expansion_bytes: Mapping[str, int],
-    error: PlannerError,
+    chosen: Mapping[str, HostTable],
 ) -> str:
     sizes = {
-        table.name: _bytes_of(table, rule) + expansion_bytes.get(table.name, 0)
+        table.name: _device_bytes(table, rule, chosen.get(table.name))
+        + expansion_bytes.get(table.name, 0)
         for table in embeddings.embedding_bag_configs()
     }
     state = f"{rule.name} state" + " and the expansion of their ids" * bool(expansion_bytes)
@@ -661,26 +690,17 @@ def _does_not_fit(
             remedies.append(f"start {enough} ranks or more")
     if several and forbidden:
         remedies.append(f"add {' or '.join(forbidden)} to sharding.types")
-    if less_state(rule):
-        remedies.append(
-            "choose an optimizer with less state "
-            f"(optimizer.embedding_name={' or '.join(less_state(rule))})"
-        )
-    is_float32 = all(
-        _weight_bytes(table) == FP32_BYTES for table in embeddings.embedding_bag_configs()
-    )
-    if is_float32:
-        remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
+    remedies += _smaller_rows(embeddings, rule)
     if Tier.host not in config.tiers and hardware.device_type == "cuda":
         remedies.append("keep large tables in host memory (sharding.tiers=[device,host])")
     remedies.append("lower model.embedding_dim")
     beside = ""
     if Tier.host in config.tiers and hardware.device_type == "cuda":
-        in_host = _usable_host_bytes(hardware, config) * hardware.local_world_size
+        of_disk = any(table.is_on_disk for table in chosen.values()) * staged_bytes(config)
+        in_host = _usable_host_bytes(hardware, config) - of_disk
+        in_host = max(in_host, 0) * hardware.local_world_size
         beside = f", and of host memory {in_host / GIB:.1f} GiB per node"
-        remedies.append(
-            "use hosts with more memory (sharding.host_gib if that of this machine does not count)"
-        )
+        remedies += [MORE_HOST_MEMORY, _on_disk(largest[0])]
     return (
         f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
         f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
@@ -688,6 +708,79 @@ def _does_not_fit(
         f"the largest are {listed}. Either {', '.join(remedies)}, or raise the frequency limit of "
         f"the dataset. TorchRec's planner: {_first_line(error)}"
     )
+
+
+def _lacks_host_memory(
+    embeddings: EmbeddingBagCollection,
+    config: ShardingConfig,
+    rule: TableRule,
+    hardware: Hardware,
+    chosen: Mapping[str, HostTable],
+) -> str:
+    """Return the refusal of overrides for whose tables host memory is too small, where the devices have room."""
+    tables = embeddings.embedding_bag_configs()
+    sizes = {
+        table.name: DISK_ROW_BYTES * table.num_embeddings
+        if chosen[table.name].is_on_disk
+        else _bytes_of(table, rule)
+        for table in tables
+        if table.name in chosen
+    }
+    in_host = [name for name in sizes if not chosen[name].is_on_disk]
+    of_disk = staged_bytes(config) * (len(in_host) < len(chosen))
+    most = _usable_host_bytes(hardware, config)
+    usable = max(most - of_disk, 0)
+    needed = sum(sizes.values())
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    remedies = []
+    if in_host:
+        remedies.append(_on_disk(max(in_host, key=sizes.__getitem__)))
+    on_device = hardware.world_size * _usable_bytes(hardware, config)
+    if sum(_bytes_of(table, rule) for table in tables) <= on_device:
+        remedies.append("leave the tables on the GPUs, where all fit (tier: device)")
+    if of_disk and needed <= hardware.world_size * most:
+        remedies.append("lower sharding.staged_gib")
+    if hardware.world_size > 1 and sizes[largest[0]] > usable:
+        remedies.append(f"shard {largest[0]} row_wise")
+    remedies += [*(_smaller_rows(embeddings, rule) if in_host else ()), MORE_HOST_MEMORY]
+    listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest[:3])
+    further = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
+    per_node = hardware.host_bytes / GIB
+    kept = f"sharding.reserve={config.reserve:g}"
+    if of_disk:
+        kept += (
+            f" and, per rank, sharding.staged_gib={config.staged_gib:g} for rows of tables on disk"
+        )
+    return (
+        f"host memory is too small: the tables that sharding.tables puts there or on disk take {needed / GIB:.1f} GiB of it "
+        f"({listed}{further}), and {hardware.world_size} x {usable / GIB:.1f} GiB are usable ({per_node:.1f} GiB per node less "
+        f"{kept}). Either {', '.join(remedies[:-1])}, or {remedies[-1]}"
+    )
+
+
+def _on_disk(table: str) -> str:
+    return f"keep {table} on disk ({{{table}: {{tier: disk}}}} in sharding.tables, and sharding.disk_path)"
+
+
+def _smaller_rows(embeddings: EmbeddingBagCollection, rule: TableRule) -> list[str]:
+    """Return the remedies that make rows smaller."""
+    remedies = []
+    if less_state(rule):
+        names = " or ".join(less_state(rule))
+        remedies.append(f"choose an optimizer with less state (optimizer.embedding_name={names})")
+    if all(_weight_bytes(table) == FP32_BYTES for table in embeddings.embedding_bag_configs()):
+        remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
+    return remedies
+
+
+def _with_plenty_of_host_memory(topology: Topology) -> Topology:
+    """Return the hardware with room for all tables in the memory of hosts with GPUs."""
+    if topology.compute_device != "cuda":
+        return topology
+    plenty = deepcopy(topology)
+    for device in plenty.devices:
+        device.storage.ddr = 2**60
+    return plenty
 
 
 def _usable_host_bytes(hardware: Hardware, config: ShardingConfig) -> int:

@@ -32,6 +32,14 @@ READS = [(1.05, 0, 5000), (0.0, 0, 5000), (1.05, 2, 8000), (1.05, 9, 11_000)]
 GPU = [*TINY, "device=cuda", "sharding.host_gib=1", "data.synthetic.cardinalities=[90000,40,50000]"]
 
 
+TWO_IN_HOST = "sharding.tables={cat_0: {tier: host, cache: 0.1}, cat_2: {tier: host, cache: 0.1}}"
+ONE_WHOLE = "sharding.tables={cat_0: {tier: host, type: table_wise}}"
+ON_DISK = [
+    "sharding.tables={cat_0: {tier: disk, cache: 0.1}}",
+    *("sharding.staged_gib=0.0035", "sharding.disk_path=/tables"),
+]
+
+
 def planned(*overrides: str):
     config = compose_config(*GPU, *overrides)
     return build_plan(config, open_source(config), planned_hardware(config))[1]
@@ -48,6 +56,51 @@ def test_the_planner_moves_the_largest_tables_where_a_gpu_has_too_little_memory(
     assert first.fetched_rows > 0
     with pytest.raises(ValueError, match=r"keep large tables in host memory \(sharding\.tiers="):
         planned(f"sharding.hbm_gib={gib}", "sharding.tiers=[device]")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        # 5.5 MiB and 3.1 MiB with Adagrad's state.
+        (
+            ["sharding.hbm_gib=1", f"sharding.host_gib={4 / 1024}", TWO_IN_HOST],
+            r"^host memory is too small: the tables that sharding.tables puts there or on disk take 0.0 GiB of it "
+            r"\(cat_0 0.0 GiB, cat_2 0.0 GiB\), and 1 x 0.0 GiB are usable \(0.0 GiB per node less sharding.reserve=0.1\). "
+            r"Either keep cat_0 on disk \({cat_0: {tier: disk}} in sharding.tables, and sharding.disk_path\), leave the tables "
+            r"on the GPUs, where all fit \(tier: device\), choose an optimizer",
+        ),
+        (
+            [f"sharding.hbm_gib={7 / 1024}", f"sharding.host_gib={4 / 1024}", TWO_IN_HOST],
+            r"^host memory is too small: .*sharding.disk_path\), choose an optimizer with less state .*, store weights in 16 "
+            r"bits .*, or use hosts with more memory \(sharding.host_gib",
+        ),
+        # A table on disk takes 8 bytes per row beside the rows that are staged.
+        (
+            [*ON_DISK, "sharding.hbm_gib=1", f"sharding.host_gib={4 / 1024}"],
+            r"take 0.0 GiB of it \(cat_0 0.0 GiB\), and .* less sharding.reserve=0.1 and, per rank, "
+            r"sharding.staged_gib=0.0035 for rows of tables on disk\). Either leave the tables on the GPUs, where all fit "
+            r"\(tier: device\), lower sharding.staged_gib, or use hosts with more memory",
+        ),
+        # Each of two ranks has room for half of a table.
+        (
+            [
+                "sharding.hbm_gib=1",
+                "sharding.world_size=2",
+                f"sharding.host_gib={8 / 1024}",
+                ONE_WHOLE,
+            ],
+            r"^host memory is too small: .*, and 2 x 0.0 GiB are usable .*, shard cat_0 row_wise, ",
+        ),
+        # The devices are too small too.
+        (
+            [f"sharding.hbm_gib={1 / 1024}", f"sharding.host_gib={4 / 1024}", TWO_IN_HOST],
+            r"^the tables do not fit: .*, and of host memory 0.0 GiB per node; .*keep cat_0 on disk",
+        ),
+    ],
+)
+def test_host_memory_that_is_short_is_named_with_what_helps(options, message):
+    with pytest.raises(ValueError, match=message):
+        planned(*options)
 
 
 def test_tables_with_many_ids_per_row_stay_on_the_gpu():
