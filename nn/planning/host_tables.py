@@ -242,7 +242,7 @@ def _places(
         if places[rank, columns] < needed:
             least = math.ceil(1e4 * needed / rows * sizes[rank] / 2**30) / 1e4
             raise ValueError(
-                f"sharding.staged_gib={host_room / 2**30:g} has room for {places[rank, columns]:,} rows of {members[0][0]} and "
+                f"sharding.staged_gib={host_room / 2**30:.4g} has room for {places[rank, columns]:,} rows of {members[0][0]} and "
                 f"others with tier: disk, and the device and the batches at work may need {needed:,}; set "
                 f"sharding.staged_gib={least:g} or more, or lower cache of these tables"
             )

@@ -145,3 +145,41 @@ def test_what_is_sent_stands_below_the_plan_with_times_for_gpus():
     assert within in texts[1]
     assert between in texts[1]
     assert " ms of " not in texts[1]
+
+
+def test_the_lines_of_tables_in_host_memory_and_on_disk_follow_one_another():
+    gib = 2**30
+    in_host = replace(
+        row("a", (0,), 4),
+        **{"sharding": "table_wise", "kernel": "fused", "tier": "host", "cache_rows": 2_500_000},
+        **{"host_bytes_per_rank": (5 * gib,), "fetched_rows": 1234.4, "memories": 2},
+    )
+    on_disk = replace(
+        row("b", (0, 1), 4),
+        **{"sharding": "column_wise", "kernel": "fused", "tier": "disk", "cache_rows": 500_000},
+        **{"disk_bytes_per_rank": (gib, gib), "fetched_rows": 2000, "staged_rows": 4000},
+    )
+    # Rows of 537 and, of each half, of 107 bytes.
+    lines = [
+        "total        12.0 MiB, weights and optimizer state of 3 tables",
+        "host memory  5.0 GiB of a; room on the device for 2,500,000 of 10,000,000 rows (25.0%)",
+        "disk         2.0 GiB of b; room on the device for 500,000 of 20,000,000 rows (2.5%)",
+        "per pass     of 16 steps about 4,000 rows read from disk and at most as many written, 0.4 MB each way",
+        "disk room    /tables has room",
+        "per step     about 3,234 rows fetched and at most as many returned, 0.9 MB each way; 0.13 ms of the link between host "
+        "and device",
+        "step         at least 1.50 ms beside it, by its products and bytes at the rates of an H200; a bound, not measured",
+        "kernel       fused: updated within the backward pass; dense: updated after it",
+        "per rank     at most ",
+        "lookups      per sample at most ",
+    ]
+    console = console_of(200)
+    tables = [in_host, on_disk, row("c", (0, 1), 4)]
+    print_plan(console, tables, 2, BesidePlan(floor_ms=1.5, disk_room="/tables has room"))
+    _, found = printed(console).split("\n\n", 2)[1:]
+    for line, expected in zip(found.splitlines(), lines, strict=False):
+        assert line.startswith(expected)
+    console = console_of(200)
+    print_plan(console, [on_disk], 2)
+    assert "host memory" not in printed(console)
+    assert "step  " not in printed(console).split("per step")[1]

@@ -1,8 +1,10 @@
 """Tables in host memory in a plan: chosen by the planner, refused with a number, with the rows that a step will fetch."""
 
+import json
 import re
 from collections.abc import Sequence
-from typing import Self
+from dataclasses import replace
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -10,22 +12,33 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from configs.schema import Config
 from dataloading.randomness import power_law
 from nn.build import build_plan, open_source, planned_hardware
+from nn.planning.host_tables import (
+    fetched_bytes,
+    journal_row_bytes,
+    link_ms,
+    staged_row_bytes,
+)
+from nn.planning.plan import TablePlan
 from nn.tiers.host_tier import DiskSettings, HostTier, TieredShard, ring_slots
 from nn.tiers.look_ahead import LookAhead
 from nn.tiers.slot_map import SlotMap, TierIds
 from nn.tiers.stager import PASS_BATCHES, Need
 from nn.tiers.traffic import (
     LIVE_BATCHES,
+    Classes,
     IdTraffic,
     expected_fetches,
     expected_reads,
     power_law_share,
     row_classes,
 )
-from tests.helpers.composed import TINY, compose_config
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.datasets import CARDINALITY, write_clicks
+from tests.helpers.runs import jsonl
 
 # Exponent, further rows per id, and rows for which host memory has room.
 READS = [(1.05, 0, 5000), (0.0, 0, 5000), (1.05, 2, 8000), (1.05, 9, 11_000)]
@@ -215,3 +228,130 @@ def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, places, tmp_pat
     classes = [row_classes(traffic, 0, rows, slots - ring, 128)]
     (expected,) = expected_reads(classes, ring, places, PASS_BATCHES)
     assert expected == pytest.approx(np.mean(read[400:-32]), rel=0.1)
+
+
+def tiered(
+    name: str, columns: int, ranks: tuple[int, ...], fetched: float, **options: Any
+) -> TablePlan:
+    """Return a table of 1,000 rows in host memory, with a float32 state per element."""
+    row_bytes = 2 * 4 * columns
+    column_wise = options.get("sharding") == "column_wise"
+    of_rank = 1000 * row_bytes // len(ranks)
+    plan = {
+        "sharding": "table_wise",
+        "tier": "host",
+        "host_bytes_per_rank": (of_rank,) * len(ranks),
+    }
+    assert column_wise or row_bytes * 1000 == of_rank * len(ranks)
+    plan |= {"fetched_rows": fetched, "memories": 2, "kernel": "fused", "ranks": ranks}
+    plan |= {"bytes_per_rank": (1,) * len(ranks)} | options
+    return TablePlan(table=name, num_embeddings=1000, embedding_dim=columns, hotness=1, **plan)
+
+
+def test_the_link_moves_all_bytes_and_finds_all_rows_both_ways():
+    # 550 narrow rows: a page is looked up for the weights and for the state of each, on the way there and back.
+    narrow = tiered("narrow", 8, (0,), 550)
+    assert link_ms([narrow]) == pytest.approx(2 * 2 * 550 / 55e3)
+    assert link_ms([replace(narrow, memories=1)]) == pytest.approx(2 * 550 / 55e3)
+    # 950 rows of 4,096 bytes.
+    wide = tiered("wide", 512, (1,), 950)
+    assert link_ms([wide]) == pytest.approx(2 * 950 * 4096 / 76e6)
+    # Links work at the same time, and one of them for all its tables.
+    assert link_ms([narrow, wide]) == pytest.approx(link_ms([wide]))
+    beside = tiered("beside", 8, (1,), 19_000)
+    rows_of_both = 2 * 2 * (950 + 19_000) / 55e3
+    assert link_ms([narrow, wide, beside]) == pytest.approx(rows_of_both)
+    # Two ranks have half of the rows, or of the columns, each.
+    halves = tiered("halves", 8, (0, 1), 1100, sharding="row_wise")
+    assert link_ms([halves]) == pytest.approx(link_ms([narrow]))
+    columns = tiered("columns", 512, (0, 1), 1900, sharding="column_wise")
+    assert fetched_bytes(columns) == 1900 * 2048
+    assert link_ms([columns]) == pytest.approx(2 * 2 * 950 / 55e3)
+    assert link_ms([]) == 0
+
+
+def test_rows_on_disk_have_the_bytes_of_their_shards():
+    whole = tiered("whole", 8, (0,), 10, host_bytes_per_rank=(), tier="disk", staged_rows=160)
+    whole = replace(whole, disk_bytes_per_rank=(64_000,), journal_rows=30)
+    assert staged_row_bytes(whole) == 160 * 64
+    assert journal_row_bytes(whole) == 30 * 64
+    assert fetched_bytes(whole) == 10 * 64
+    halves = replace(
+        whole, sharding="column_wise", ranks=(0, 1), disk_bytes_per_rank=(32_000, 32_000)
+    )
+    assert staged_row_bytes(halves) == 160 * 32
+    assert staged_row_bytes(tiered("host", 8, (0,), 10)) == 0
+
+
+def test_the_plan_has_the_ring_and_the_places_of_the_tier(tmp_path, monkeypatch):
+    on_disk = [
+        *(
+            *TINY,
+            "data.synthetic.cardinalities=[9000,40,7,300,5000]",
+            f"sharding.disk_path={tmp_path}",
+        ),
+        "sharding.tables={cat_0: {tier: disk, cache: 0.1}, cat_4: {tier: disk, cache: 0.1}}",
+        "optimizer.embedding_name=adagrad",
+    ]
+    seen: list[tuple[int, int]] = []
+
+    def see(classes: Sequence[Classes], ring: int, places: int, pass_batches: int) -> list[float]:
+        seen.append((ring, places))
+        return [0.0] * len(classes)
+
+    def config_with(gib: float) -> Config:
+        return compose_config(*on_disk, f"sharding.staged_gib={gib}")
+
+    # 14,000 rows of 64 bytes. 64 rows train while two times 128 are scored: 320 of each table in the ring, and live.
+    small = config_with(5e-5)
+    message = (
+        r"^sharding.staged_gib=5e-05 has room for 838 rows of cat_0 and others with tier: disk, and the device and the batches "
+        r"at work may need 1,280; set sharding.staged_gib=0.0001 or more, or lower cache"
+    )
+    with pytest.raises(ValueError, match=message):
+        build_plan(small, open_source(small), planned_hardware(small))
+    monkeypatch.setattr("nn.planning.host_tables.expected_reads", see)
+    with ranks_of_cpu():
+        built = build(config_with(1e-4))
+        tier = built.step.tables.tier
+        built.step.close()
+    (group,) = tier._groups
+    assert seen == [(640, 1677)]
+    assert len(group.disk_store.staged.items[0]) == 1677
+    # The first rows that keep their slots are rounded down for each table.
+    assert group.map.num_ring in (640, 641)
+
+
+def test_a_run_moves_what_its_plan_expects(tmp_path):
+    """Rows fetched by two tables, and rows from disk of one of them."""
+    run = tmp_path / "run"
+    ended = run_command(
+        *TINY,
+        *("data.synthetic.cardinalities=[20000,40,7,300,9000]", "optimizer.embedding_name=adagrad"),
+        "sharding.tables={cat_0: {tier: disk, cache: 0.15}, cat_4: {tier: host, cache: 0.1}}",
+        *(f"sharding.disk_path={tmp_path / 'disk'}", f"sharding.staged_gib={5000 * 64 / 2**30}"),
+        *("data.synthetic.train_rows=51200", "log.every=100", "eval.per_epoch=1"),
+        *("data.multi_hot.hotness=[3,1,1,1,1]", "checkpoint.save=false", "log.loggers=[]"),
+        f"run_dir={run}",
+    )
+    assert ended.exit_code == 0, ended.err
+    plan = json.loads((run / "plan.json").read_text())
+    # Behind the steps in which rows come for the first time.
+    records = [record for record in jsonl(run / "metrics.jsonl") if record.get("step", 0) > 400]
+    records = [record for record in records if "tier_rows_in" in record]
+    assert len(records) == 4
+
+    def measured(name: str) -> float:
+        return sum(record[name] for record in records) / len(records)
+
+    assert sum(table["fetched_rows"] for table in plan) == pytest.approx(
+        measured("tier_rows_in"), rel=0.2
+    )
+    expected = sum(table["staged_rows"] for table in plan) / PASS_BATCHES
+    assert expected == pytest.approx(measured("tier_disk_rows_in"), rel=0.2)
+    # Rows leave at the rate at which others come, once all have changed.
+    assert 0.5 < measured("tier_disk_rows_out") / measured("tier_disk_rows_in") < 1.1
+    for way in ("in", "out"):
+        assert measured(f"tier_disk_bytes_{way}") == 64 * measured(f"tier_disk_rows_{way}")
+        assert measured(f"tier_bytes_{way}") == 64 * measured(f"tier_rows_{way}")
+    assert 0 <= measured("tier_disk_wait_ms") <= measured("tier_ms")
