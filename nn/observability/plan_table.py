@@ -207,10 +207,12 @@ def _exchange_lines(exchange: Sequence[RankExchange], *, has_gpus: bool) -> dict
     """Return a line per kind of link: what the rank sends that sends most over it, and the time of an H200 server."""
     lines = {}
     for link in busiest_links(exchange):
-        terms = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in link.sent.items())
+        unit, size_of_unit = ("MB", 1e6) if link.num_bytes >= 1e6 else ("kB", 1e3)
+        terms = ", ".join(f"{name} {size / size_of_unit:,.1f}" for name, size in link.sent.items())
         time = f"; {link.ms:,.2f} ms of {RATES[link.name]}" if has_gpus else ""
         lines[link.name] = (
-            f"per step a rank sends at most {link.num_bytes / 1e6:,.1f} MB (rank {link.rank}): {terms}{time}"
+            f"a rank sends at most {link.num_bytes / size_of_unit:,.1f} {unit} per step (rank {link.rank}): "
+            f"{terms}{time}"
         )
     return lines
 

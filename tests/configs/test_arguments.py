@@ -218,7 +218,7 @@ FILES = [
     ("train: null", "experiment/mine.yaml: train: got null, want a value"),
     ("optimizer: {lr: .inf}", "optimizer.lr must be a finite number, got inf"),
     ("seed: ${nope}", "seed: got '${nope}', but there is no option nope; write its full key"),
-    ("defaults: [/data: nope]", "there is no data=nope; choose one of criteo_kaggle"),
+    ("defaults: [/data: nope]", "there is no data=nope; choose one of criteo_giant, criteo_kaggle"),
     ("defaults: [mine]", "an option or a yaml file is nested too deeply"),
 ]
 

@@ -315,7 +315,10 @@ def test_invalid_options_are_refused_with_one_line_and_write_nothing(changes, me
         ),
         ("checkpoint.parts=tables", "a list is written as [a,b]"),
         ("train.epochs", "'train.epochs' has no value; write train.epochs=VALUE"),
-        ("recipe=${nope}", "Interpolation key 'nope' not found"),
+        (
+            "recipe=${nope}",
+            "recipe: got '${nope}', but there is no option nope; write its full key",
+        ),
         (
             "experiment=dlrm_criteo_t9",
             "there is no experiment=dlrm_criteo_t9; did you mean dlrm_criteo_t3? choose one of",

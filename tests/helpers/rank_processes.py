@@ -1,6 +1,7 @@
 """Starts of a small training on several ranks, each a fork of a process that has imported torch, and waits for what they do."""
 
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -115,4 +116,4 @@ def wait_until(condition, seconds: float) -> bool:
 
 def trains(ranks: Ranks) -> bool:
     """Return whether a start has printed its first record."""
-    return "step " in ranks.log.read_text()
+    return re.search(r"^step \d+/", ranks.log.read_text(), re.MULTILINE) is not None

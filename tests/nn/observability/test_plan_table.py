@@ -135,10 +135,10 @@ def test_what_is_sent_stands_below_the_plan_with_times_for_gpus():
         print_plan(console, [row("a", (0, 1), 4)], 2, beside)
         texts.append(" ".join(printed(console).split()))
     within = (
-        "within a node per step a rank sends at most 394.0 MB (rank 0): ids 1.0, embeddings 393.0"
+        "within a node a rank sends at most 394.0 MB per step (rank 0): ids 1.0, embeddings 393.0"
     )
     between = (
-        "between nodes per step a rank sends at most 150.0 MB (rank 1): ids 50.0, embeddings 100.0"
+        "between nodes a rank sends at most 150.0 MB per step (rank 1): ids 50.0, embeddings 100.0"
     )
     assert f"{within}; 1.00 ms of NVLink at 394 GB/s" in texts[0]
     assert f"{between}; 3.00 ms of a network card at 50 GB/s" in texts[0]
