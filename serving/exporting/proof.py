@@ -33,6 +33,10 @@ LIMITS = {"fp32": 1e-6, "bf16": 2e-3, "int8": 2e-3}
 OTHER_LIMIT = 2e-5
 """Likewise of machine code of a GPU and of ONNX Runtime, where products are added in another order."""
 
+DIVERGED = (
+    "the training has diverged; export an earlier checkpoint, or train with a smaller optimizer.lr"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Proof:
@@ -174,6 +178,12 @@ def prove(
         limit = max(limit, OTHER_LIMIT)
     largest, num_rows = 0.0, 0
     for wanted, got in _pairs(batches, path, served):
+        # First: a comparison with nan is never true, so the largest of several differences would hide it.
+        for scores, by, advice in (
+            (wanted, "the training path", DIVERGED),
+            (got, "the export", "report this as a bug"),
+        ):
+            _require_finite(scores, by, advice, split, num_rows)
         largest = max(largest, float(difference(wanted, got)))
         num_rows += len(wanted)
     if not largest <= limit:
@@ -185,8 +195,19 @@ def prove(
     return Proof(split, num_rows, largest, limit)
 
 
+def _require_finite(scores: Tensor, by: str, advice: str, split: str, first: int) -> None:
+    """Raise ValueError unless the scores [B, tasks] of the rows from `first` on are finite."""
+    is_bad = ~scores.isfinite()
+    if is_bad.any():
+        row, task = (int(place) for place in is_bad.nonzero()[0])
+        raise ValueError(
+            f"row {first + row:,} of split {split} has the score {float(scores[row, task])} by {by}, want a finite number; "
+            f"nothing was written: {advice}"
+        )
+
+
 def difference(wanted: Tensor, got: Tensor) -> Tensor:
-    """Return the largest difference of scores, relative to numbers above 1; nan if one is not a number."""
+    """Return the largest difference of scores, relative to numbers above 1."""
     return ((wanted - got).abs() / wanted.abs().clamp(min=1)).max()
 
 

@@ -60,7 +60,7 @@ def load_version(
         verify: compare the SHA-256 of every file.
 
     Raises:
-        ValueError: it is damaged, does not score, or has another interface.
+        ValueError: it is damaged, does not score, scores no finite number, or has another interface.
     """
     manifest = Manifest.read(directory)
     if verify:
@@ -78,6 +78,11 @@ def load_version(
     if score.shape != (1, len(manifest.outputs)):
         raise ModelError(
             f"{directory} has {len(manifest.outputs)} outputs, and scores {list(score.shape)}"
+        )
+    if not score.isfinite().all():
+        raise ModelError(
+            f"{directory} scores a row of zeros as {score.flatten().tolist()}, want finite numbers; export a checkpoint of a "
+            "training that has not diverged"
         )
     return Version(name, model)
 

@@ -27,6 +27,7 @@ from tests.helpers.gpus import needs_gpus
 from tests.nn.models.test_family_training import CASES, two_labels  # noqa: F401
 from tests.nn.training.test_ragged import dataset as ragged_data  # noqa: F401
 from tests.nn.training.test_ragged import overrides_of as ragged_case
+from tests.serving.handmade_model import write_model
 from tests.serving.served_models import export, save_run, served_scores
 
 KINDS = [
@@ -263,6 +264,18 @@ def test_a_damaged_model_is_refused(model, name, tmp_path):
     file.unlink()
     with pytest.raises(ModelError, match="cannot be read"):
         load_version(tmp_path / "model", "1", None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_version_whose_score_is_not_finite_does_not_serve(value, tmp_path):
+    """The proof cannot be the only guard: versions come from other programs and older exports too."""
+    path = write_model(tmp_path / "1", "fp32")
+    manifest = Manifest.read(path)
+    weights = np.memmap(path / manifest.tables[1].file, "<f4", "r+")
+    weights[:16] = value
+    weights.flush()
+    with pytest.raises(ModelError, match=r"scores a row of zeros as .*nan.*, want finite numbers"):
+        load_version(path, "1", None, verify=False)
 
 
 @pytest.mark.parametrize(
