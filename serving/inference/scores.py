@@ -1,5 +1,6 @@
 """Logits to scores: keep rates are corrected, and binary outputs become probabilities."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,3 +41,11 @@ class ScoreHead:
             for column, is_binary in zip(logits.unbind(1), self._is_binary, strict=True)
         ]
         return torch.stack(columns, dim=1)
+
+
+def why_not_finite(scores: np.ndarray) -> str | None:
+    """Return why scores [B, O] are refused, if one is no finite number: it is no answer, and JSON has no form for it."""
+    is_bad = ~np.isfinite(scores).all(axis=1)
+    if not is_bad.any():
+        return None
+    return f"row {int(is_bad.argmax())}: the score is not finite; the numerical values are larger than the model can compute with"

@@ -9,11 +9,10 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-import numpy as np
-
 from configs.messages import shown
 from serving.inference.model_rows import Rows
 from serving.inference.requests import IdInputs, InputError, describe_inputs, takes_ids
+from serving.inference.scores import why_not_finite
 from serving.inference.versions import Version, Versions
 from serving.server.batching import Batcher, BatchLimits
 from serving.server.http_server import HttpLimits, HttpServer, Request, RequestError, Response
@@ -162,12 +161,9 @@ class Service:
         # Texts take far more memory than the rows, which may wait.
         parsed.inputs.clear()
         scores = await self._batcher.scores(version, parsed.num_rows, read)
-        is_bad = ~np.isfinite(scores).all(axis=1)
-        if is_bad.any():
-            refuse(
-                f"row {int(is_bad.argmax())}: the score is not finite; the numerical values are larger than the model can "
-                "compute with"
-            )
+        problem = why_not_finite(scores)
+        if problem is not None:
+            refuse(problem)
         manifest = version.model.manifest
         outputs = [(output.name, scores[:, index]) for index, output in enumerate(manifest.outputs)]
         response = infer_response(parsed, manifest.name, version.name, outputs)

@@ -1,7 +1,9 @@
 """Parts of a model directory in Triton: scores of features, embeddings of ids, scores of embeddings."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,8 +11,8 @@ from torch import Tensor
 from serving.inference.dense import load_dense
 from serving.inference.key_rows import load_key_rows
 from serving.inference.model_rows import Rows
-from serving.inference.requests import IdInputs, InputError
-from serving.inference.scores import ScoreHead
+from serving.inference.requests import IdInputs, InputError, numbers
+from serving.inference.scores import ScoreHead, why_not_finite
 from serving.inference.tables import MappedTables
 from serving.loading import model_loader
 from serving.manifest import DENSE, NUMERICAL, Manifest
@@ -21,6 +23,7 @@ EMBEDDINGS = "embeddings"
 Inputs = Mapping[str, Tensor]
 Answer = dict[str, Tensor] | str
 Part = Callable[[Sequence[Inputs]], list[Answer]]
+T = TypeVar("T")
 
 # B: rows, T: columns of all embeddings
 
@@ -60,10 +63,10 @@ class _Scores:
 
     def __call__(self, requests: Sequence[Inputs]) -> list[Answer]:
         """Return the scores of requests, [B, 1] per output."""
-        return _of_rows(self._inputs, requests, self._scores)
+        return _finite(_answers(requests, partial(_rows, self._inputs), self._scores))
 
-    def _scores(self, rows: Rows) -> dict[str, Tensor]:
-        scores = self._model.scores(rows)
+    def _scores(self, parts: Sequence[Rows]) -> dict[str, Tensor]:
+        scores = self._model.scores(*parts)
         return {name: scores[:, i : i + 1] for i, name in enumerate(self._names)}
 
 
@@ -76,7 +79,10 @@ class _Embeddings:
 
     def __call__(self, requests: Sequence[Inputs]) -> list[Answer]:
         """Return the embeddings of requests, [B, T]."""
-        return _of_rows(self._inputs, requests, lambda rows: {EMBEDDINGS: self._tables(rows)})
+        return _answers(requests, partial(_rows, self._inputs), self._embeddings)
+
+    def _embeddings(self, parts: Sequence[Rows]) -> dict[str, Tensor]:
+        return {EMBEDDINGS: self._tables(Rows.joined(parts))}
 
 
 class _Dense:
@@ -85,40 +91,59 @@ class _Dense:
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._dense, self._head = load_dense(directory / DENSE), ScoreHead(manifest)
         self._names = [output.name for output in manifest.outputs]
+        self._numerical = manifest.numerical
 
     def __call__(self, requests: Sequence[Inputs]) -> list[Answer]:
         """Return the scores of requests, [B, 1] per output."""
-        sizes = [len(inputs[EMBEDDINGS]) for inputs in requests]
-        numerical = torch.cat([inputs[NUMERICAL] for inputs in requests])
-        embeddings = torch.cat([inputs[EMBEDDINGS] for inputs in requests])
-        with torch.inference_mode():
-            scores = self._head(self._dense(numerical, embeddings), None)
-        found = {name: scores[:, i : i + 1] for i, name in enumerate(self._names)}
-        return list(_split(found, sizes))
+        return _finite(_answers(requests, self._read, self._scores))
+
+    def _read(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Return the numbers [B, N], which are finite, and the embeddings [B, T]."""
+        embeddings = inputs[EMBEDDINGS]
+        shape = (len(embeddings), len(self._numerical))
+        return numbers(NUMERICAL, inputs[NUMERICAL].numpy(), shape, self._numerical), embeddings
+
+    def _scores(self, parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        numerical, embeddings = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        scores = self._head(self._dense(numerical, embeddings), None)
+        return {name: scores[:, i : i + 1] for i, name in enumerate(self._names)}
 
 
-def _of_rows(
-    inputs: IdInputs,
+def _rows(inputs: IdInputs, request: Inputs) -> Rows:
+    arrays = {name: tensor.numpy() for name, tensor in request.items()}
+    return inputs.rows(arrays, len(next(iter(request.values()))))
+
+
+def _answers(
     requests: Sequence[Inputs],
-    function: Callable[[Rows], dict[str, Tensor]],
+    read: Callable[[Inputs], T],
+    function: Callable[[Sequence[T]], dict[str, Tensor]],
 ) -> list[Answer]:
-    """Apply a function to the rows of all requests at once; return the answer of each."""
+    """Apply a function to what is read of all requests, at once; return the answer of each, a text if it is refused."""
     answers: list[Answer] = [""] * len(requests)
-    accepted: dict[int, Rows] = {}
+    accepted: dict[int, T] = {}
     for index, request in enumerate(requests):
-        num_rows = len(next(iter(request.values())))
-        arrays = {name: tensor.numpy() for name, tensor in request.items()}
         try:
-            accepted[index] = inputs.rows(arrays, num_rows)
+            accepted[index] = read(request)
         except InputError as error:
             answers[index] = str(error)
     if accepted:
         with torch.inference_mode():
-            found = function(Rows.joined(list(accepted.values())))
-        split = _split(found, [len(rows) for rows in accepted.values()])
-        for index, answer in zip(accepted, split, strict=True):
+            found = function(list(accepted.values()))
+        sizes = [len(next(iter(requests[index].values()))) for index in accepted]
+        for index, answer in zip(accepted, _split(found, sizes), strict=True):
             answers[index] = answer
     return answers
+
+
+def _finite(answers: Sequence[Answer]) -> list[Answer]:
+    """Refuse the requests that have a score which is not finite, as the embedded server does."""
+    return [
+        answer
+        if isinstance(answer, str)
+        else why_not_finite(torch.cat(list(answer.values()), dim=1).numpy()) or answer
+        for answer in answers
+    ]
 
 
 def _split(found: Mapping[str, Tensor], sizes: Sequence[int]) -> Sequence[dict[str, Tensor]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from configs.serving_schema import DenseFormat, DenseType, Device, Layout, TritonConfig
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
+from serving.manifest import Manifest
 from serving.triton.parts import EMBEDDINGS, load_part
 from serving.triton.repository import write_repository
 from serving.triton.text_proto import Word, entries, text_proto
@@ -26,6 +27,8 @@ from tests.serving.handmade_model import FEATURES, some_rows, write_model
 
 SERVER = os.environ.get("TRITONSERVER", "")
 """A server that `serving/triton/install_server.sh` has made."""
+
+NOT_FINITE = "row 1: the score is not finite; the numerical values are larger than the model can compute with"
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,28 @@ def test_the_monolithic_model_answers_each_request_of_a_batch(model, repositorie
     for rows, answer in zip(requests, answers, strict=True):
         assert list(answer) == ["click", "price"]
         torch.testing.assert_close(torch.cat(list(answer.values()), 1), served.scores(rows))
+
+
+def test_numbers_and_scores_that_are_not_finite_are_refused(model, repositories):
+    """As the embedded server does: a warning in the log of a client is no protection."""
+    part = part_of(repositories["monolithic"], "m")
+    good, bad = inputs_of(some_rows(3, 2, 1)), inputs_of(some_rows(2, 2, 3))
+    bad["numerical"][1] = 3e38
+    answers = part([bad, good])
+    assert answers[0] == NOT_FINITE
+    assert torch.cat(list(answers[1].values()), 1).isfinite().all()
+    dense = part_of(repositories["ensemble"], "e_dense")
+    columns = Manifest.read(model).num_columns
+    whole = {"numerical": good["numerical"], EMBEDDINGS: torch.zeros(3, columns)}
+    requests = []
+    for value in (float("nan"), 3e38, 0.0):
+        numerical = whole["numerical"].clone()
+        numerical[1] = value
+        requests.append(whole | {"numerical": numerical})
+    found = dense(requests)
+    assert found[0] == "input 'numerical', row 1: 'a' is nan; want a finite number"
+    assert found[1] == NOT_FINITE
+    assert torch.cat(list(found[2].values()), 1).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["ensemble", "onnx"])
@@ -162,6 +187,11 @@ def test_a_real_server_scores_as_the_model(model, repositories, tmp_path):
             status, found = _infer(ports[0], "m", without | {"ids": without["ids"] + 10**6})
             assert status == 400
             assert "is not in the table" in found
+            without["numerical"][1] = 3e38
+            for name in ("m", "e"):
+                status, found = _infer(ports[0], name, without)
+                assert status == 400
+                assert found.endswith(NOT_FINITE)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
