@@ -259,11 +259,20 @@ class RollbackConfig:
 
     model: str | None = option(None, "directory of versions (required)", path=True)
     version: int | None = option(
-        None, "version to return to; null: the one before the newest", most=1 << 62
+        None, "version to return to; null: the one before the version that serves", most=1 << 62
+    )
+    before: int | None = option(
+        None,
+        "withdraw all versions before this one instead, so that it decides which inputs and outputs are served",
+        most=1 << 62,
     )
 
     def __post_init__(self) -> None:
         _require_set(self, model="a directory of versions")
+        require(
+            self.version is None or self.before is None,
+            "version and before are both set; version=N withdraws all after N, before=N all before it",
+        )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import ApplyConfig
 from serving.manifest import MANIFEST
-from serving.versions import list_versions
+from serving.versions import complete_versions, list_versions, servable
 
 
 def run(composed: DictConfig) -> None:
@@ -48,12 +48,13 @@ def places(config: ApplyConfig) -> tuple[Path, Path]:
                 f"model={model} is a model directory; set output=DIR, or name a directory of versions"
             )
         return model, output
-    versions = list_versions(model)
+    versions = servable(complete_versions(model))
     if not versions:
         raise ValueError(
             f"model={model} has no version to begin at; write one with python -m serving.export output={model}/1"
         )
-    return model / versions[0], output or model / str(int(versions[0]) + 1)
+    newest = int(list_versions(model)[0])
+    return model / versions[0], output or model / str(newest + 1)
 
 
 if __name__ == "__main__":

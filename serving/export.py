@@ -17,6 +17,7 @@ from configs.overrides import place_of, to_config
 from configs.serving_schema import ModelExportConfig
 from configs.stop_signals import restore_signals
 from serving.manifest import MACHINE_CODE, OF_ONNX, Manifest
+from serving.versions import note_of_others
 
 
 def run(composed: DictConfig) -> None:
@@ -35,6 +36,9 @@ def run(composed: DictConfig) -> None:
     for line in report(manifest):
         print(on_one_line(line))
     print(on_one_line(f"written to {config.output}"))
+    note = note_of_others(Path(config.output or ""))
+    if note is not None:
+        print(on_one_line(f"note: {note}"))
 
 
 def check_paths(config: ModelExportConfig) -> None:

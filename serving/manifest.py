@@ -17,6 +17,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -196,13 +197,18 @@ class Manifest:
         """Return what a client depends on: a version that replaces another must have the same."""
         raw = self.raw or {}
         return {
+            "name": self.name,
             "numerical": self.numerical,
             "categorical": [[feature.name, feature.hotness] for feature in self.categorical],
             "keep_rate": self.keep_rate,
             "outputs": [output.name for output in self.outputs],
             "raw": raw.get("columns"),
-            **({"keys": sorted(self.keys)} if self.keys else {}),
+            "keys": sorted(self.keys),
         }
+
+    def differing(self, interface: Mapping[str, Any]) -> list[str]:
+        """Return the parts of its interface that are others than those of `interface`."""
+        return [key for key, value in self.interface().items() if value != interface[key]]
 
     def to_json(self) -> str:
         """Return the text of `model.json`."""
@@ -245,22 +251,49 @@ class Manifest:
         values["files"] = {name: FileState(**state) for name, state in files.items()}
         return cls(**values)
 
-    def verify(self, directory: Path) -> None:
-        """Compare size and SHA-256 of every file.
+    def check_sizes(self, directory: Path) -> None:
+        """Compare the size of every file, which tells whether the directory is complete.
 
         Raises:
             ModelError: a file is missing or differs.
         """
         for name, wanted in self.files.items():
             try:
+                size = (directory / name).stat().st_size
+            except OSError as error:
+                raise _unreadable(directory / name, error) from None
+            if size != wanted.bytes:
+                raise _damaged(directory / name, f"{size:,} bytes instead of {wanted.bytes:,}")
+
+    def verify(self, directory: Path, threads: int = 1) -> None:
+        """Compare size and SHA-256 of every file, `threads` of them at a time.
+
+        Raises:
+            ModelError: a file is missing or differs.
+        """
+        self.check_sizes(directory)
+
+        def check(name: str) -> None:
+            try:
                 got = file_state(directory / name)
             except OSError as error:
-                raise ModelError(f"{directory / name} cannot be read ({error.strerror})") from None
-            if got != wanted:
-                state = f"{got.bytes:,} bytes instead of {wanted.bytes:,}"
-                if got.bytes == wanted.bytes:
-                    state = "its SHA-256 differs"
-                raise ModelError(f"{directory / name} is damaged ({state}); export the model again")
+                raise _unreadable(directory / name, error) from None
+            if got != self.files[name]:
+                raise _damaged(directory / name, "its SHA-256 differs")
+
+        with ThreadPoolExecutor(threads, "hash") as pool:
+            # The largest first, so that no thread begins with it when the others end.
+            names = sorted(self.files, key=lambda name: -self.files[name].bytes)
+            for _ in pool.map(check, names):
+                pass
+
+
+def _unreadable(path: Path, error: OSError) -> ModelError:
+    return ModelError(f"{path} cannot be read ({error.strerror})")
+
+
+def _damaged(path: Path, state: str) -> ModelError:
+    return ModelError(f"{path} is damaged ({state}); export the model again")
 
 
 def file_state(path: Path) -> FileState:

@@ -1,4 +1,4 @@
-"""Command `python -m serving.rollback`: withdraw the newest version, so that the one before it serves again."""
+"""Command `python -m serving.rollback`: withdraw versions: the newest, so that the one before it serves again, or the oldest."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from configs.command_line import composed_command, end_command, errors_end_comma
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import RollbackConfig
-from serving.versions import withdraw
+from serving.versions import withdraw, withdraw_before
 
 
 def run(composed: DictConfig) -> None:
@@ -16,7 +16,11 @@ def run(composed: DictConfig) -> None:
     with errors_end_command(place_of(composed, "model")):
         config: RollbackConfig = to_config(composed)
         assert config.model is not None, "checked by the options"
-        withdrawn, newest = withdraw(Path(config.model), config.version)
+        directory = Path(config.model)
+        if config.before is not None:
+            withdrawn, newest = withdraw_before(directory, config.before)
+        else:
+            withdrawn, newest = withdraw(directory, config.version)
     print(
         on_one_line(
             f"withdrawn: {', '.join(withdrawn)}; version {newest} serves as soon as the server looks"

@@ -143,7 +143,7 @@ def _write(
     written = Manifest(**values | {"files": describe_files(directory)})
     write_synced(directory / MANIFEST, written.to_json())
     # As a server would, before it is a version.
-    load_version(directory, directory.name, manifest.interface(), verify=False)
+    load_version(directory, directory.name, (base.name, manifest.interface()), verify=False)
     return written
 
 

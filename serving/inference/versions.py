@@ -1,6 +1,8 @@
 """The version of a model that serves, and the search for a better one."""
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,10 +16,13 @@ from serving.inference.model import ServedModel
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.raw_values import RawValues
 from serving.manifest import MANIFEST, Manifest, ModelError
-from serving.versions import list_versions
+from serving.versions import deciding, list_versions, read_complete
 
 SINGLE = "1"
 """Version of a model directory that is not in a directory of versions."""
+MOST_THREADS = 8
+"""Most threads that compare files before the first version serves."""
+_Files = tuple[tuple[str, int, int], ...]
 
 
 class Model(Protocol):
@@ -45,31 +50,34 @@ class Version:
 def load_version(
     directory: Path,
     name: str,
-    interface: dict[str, Any] | None,
+    decided: tuple[str, dict[str, Any]] | None,
     *,
     load: LoadModel = ServedModel.load,
     verify: bool = True,
+    threads: int = 1,
 ) -> Version:
     """Verify and load a version, and score a row with it.
 
     Args:
         directory: of the model.
         name: of the version.
-        interface: that it must have, as the version before it; None accepts any.
+        decided: the version whose inputs and outputs it must have, and those; None accepts any.
         load: loads a model directory.
-        verify: compare the SHA-256 of every file.
+        verify: compare the SHA-256 of every file, not only its size.
+        threads: that compare them.
 
     Raises:
         ValueError: it is damaged, does not score, scores no finite number, or has another interface.
     """
-    manifest = Manifest.read(directory)
-    if verify:
-        manifest.verify(directory)
-    if interface is not None and manifest.interface() != interface:
-        differing = [key for key, value in manifest.interface().items() if value != interface[key]]
+    manifest = read_complete(directory)
+    differing = [] if decided is None else manifest.differing(decided[1])
+    if decided is not None and differing:
         raise ModelError(
-            f"{directory} has other {' and '.join(differing)} than the version that serves; serve it under another address"
+            f"{directory} has other {' and '.join(differing)} than version {decided[0]}, which decides; serve it from another "
+            f"directory, or withdraw the versions before it (python -m serving.rollback before={name})"
         )
+    if verify:
+        manifest.verify(directory, threads)
     model = load(directory, manifest)
     try:
         score = model.scores(_one_row(manifest))
@@ -96,6 +104,21 @@ def _one_row(manifest: Manifest) -> Rows:
     )
 
 
+@dataclass(slots=True)
+class _Refused:
+    """A version that was refused.
+
+    Attributes:
+        tried: its files when it was.
+        seen: its files at the last look.
+        decided: version that decided then.
+    """
+
+    tried: _Files
+    seen: _Files
+    decided: tuple[str, dict[str, Any]] | None
+
+
 class Versions:
     """The version that serves, and the search for a better one.
 
@@ -103,11 +126,11 @@ class Versions:
         directory: a model directory, or a directory of versions.
         log: called with one line about every change and refusal.
         load: loads a model directory.
-        verify: compare the SHA-256 of every file.
+        verify: compare the SHA-256 of every file, not only its size.
 
     Attributes:
         current: the version that serves.
-        refused: number of versions that were refused.
+        refused: number of refusals.
         swaps: number of changes of the version that serves.
 
     Raises:
@@ -125,12 +148,17 @@ class Versions:
         self._directory, self._log = directory, log
         self._load, self._verify = load, verify
         self._is_single = (directory / MANIFEST).exists()
-        self._refused: dict[str, tuple[int, int]] = {}
+        self._refused: dict[str, _Refused] = {}
+        self._complete: dict[str, tuple[_Files, Manifest]] = {}
         self.refused = self.swaps = 0
+        # All cores: nothing is served yet that would wait for them.
+        threads = min(os.cpu_count() or 1, MOST_THREADS)
         if self._is_single:
-            self.current = load_version(directory, SINGLE, None, load=load, verify=verify)
+            self.current = load_version(
+                directory, SINGLE, None, load=load, verify=verify, threads=threads
+            )
             return
-        found = self._newest(None)
+        found = self._newest(None, threads)
         if found is None:
             names = ", ".join(self._refused) or "none"
             raise ValueError(
@@ -150,35 +178,73 @@ class Versions:
             return False
         if found is None or found is self.current:
             return False
-        self._log(f"version {found.name} replaces {self.current.name}")
+        differing = found.model.manifest.differing(self.current.model.manifest.interface())
+        more = f", which has other {' and '.join(differing)}" if differing else ""
+        self._log(f"version {found.name} replaces {self.current.name}{more}")
         self.current = found
         self.swaps += 1
         return True
 
-    def _newest(self, current: Version | None) -> Version | None:
-        """Return the newest version that can serve, `current` if it is that; refused ones are reported once."""
-        interface = None if current is None else current.model.manifest.interface()
-        for name in list_versions(self._directory):
+    def _newest(self, current: Version | None, threads: int = 1) -> Version | None:
+        """Return the newest version that can serve, `current` if it is that; a refusal is reported once.
+
+        What serves depends on the directory alone, not on `current`: a server that starts again must decide the same.
+        """
+        names = list_versions(self._directory)
+        self._refused = {name: self._refused[name] for name in names if name in self._refused}
+        decided = self._decided(names)
+        for name in names:
             path = self._directory / name
             if current is not None and name == current.name:
-                return current
-            facts = _facts(path)
-            if self._refused.get(name) == facts:
+                if decided is None or not current.model.manifest.differing(decided[1]):
+                    return current
                 continue
-            try:
-                return load_version(path, name, interface, load=self._load, verify=self._verify)
-            except (ValueError, OSError) as error:
-                self._refused[name] = facts
-                self.refused += 1
-                more = "" if current is None else f"; {current.name} serves on"
-                self._log(f"version {name} is refused: {error}{more}")
+            files = _files_of(path)
+            if not self._is_tried(name, files, decided):
+                try:
+                    return load_version(
+                        path, name, decided, load=self._load, verify=self._verify, threads=threads
+                    )
+                except (ValueError, OSError) as error:
+                    self._refused[name] = _Refused(files, files, decided)
+                    self.refused += 1
+                    more = "" if current is None else f"; {current.name} serves on"
+                    self._log(f"version {name} is refused: {error}{more}")
         return current
 
+    def _is_tried(
+        self, name: str, files: _Files, decided: tuple[str, dict[str, Any]] | None
+    ) -> bool:
+        """Return whether a version was refused as it is, or is still being written: its files changed since the last look."""
+        refused = self._refused.get(name)
+        if refused is None or refused.decided != decided:
+            return False
+        is_changing, refused.seen = files != refused.seen, files
+        return is_changing or files == refused.tried
 
-def _facts(path: Path) -> tuple[int, int]:
-    """Return what changes if a version is written again."""
-    try:
-        facts = (path / MANIFEST).stat()
-    except OSError:
-        return 0, 0
-    return facts.st_ino, facts.st_mtime_ns
+    def _decided(self, names: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
+        """Return the lowest-numbered complete version, and its inputs and outputs."""
+        for name in reversed(names):
+            path = self._directory / name
+            files = _files_of(path)
+            known = self._complete.get(name)
+            if known is None or known[0] != files:
+                try:
+                    known = files, read_complete(path)
+                except ModelError:
+                    continue
+            self._complete = {name: known}
+            return deciding({name: known[1]})
+        return None
+
+
+def _files_of(path: Path) -> _Files:
+    """Return name, size and time of change of every file of a version."""
+    found = []
+    for folder, _, names in os.walk(path):
+        for name in names:
+            file = os.path.join(folder, name)
+            with suppress(OSError):  # it has gone
+                state = os.stat(file)
+                found.append((file, state.st_size, state.st_mtime_ns))
+    return tuple(sorted(found))

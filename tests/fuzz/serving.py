@@ -113,7 +113,7 @@ def _changed_manifest(served: _Served, edits: Any, room: Path) -> None:
     text = as_json(apply_edits(copy.deepcopy(document), edits))
     (target / MANIFEST).write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
-        load_version(target, "1", served.model.manifest.interface())
+        load_version(target, "1", ("0", served.model.manifest.interface()))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -201,7 +201,7 @@ ROOMS = {
         "nn.training",
     },
     "serving.manifest": set(),
-    "serving.versions": set(),
+    "serving.versions": {"serving.manifest"},
     "serving.token_file": set(),
     "serving.client": {"serving.manifest", "serving.token_file"},
     "serving.evaluate_accuracy": {"serving.client"},
@@ -212,7 +212,7 @@ ROOMS = {
     "serving.loading": {"serving.gpu", "serving.inference"},
     "serving.triton": {"serving.inference", "serving.loading", "serving.manifest"},
     "serving.server": {"serving.inference"},
-    "serving.export": {"serving.exporting", "serving.manifest"},
+    "serving.export": {"serving.exporting", "serving.manifest", "serving.versions"},
     "serving.run": {
         "serving.inference",
         "serving.loading",

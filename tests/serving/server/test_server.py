@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from serving.manifest import MANIFEST, Manifest
-from serving.versions import list_versions, withdraw
+from serving.versions import withdraw
 from tests.helpers.command import ROOT
 from tests.helpers.composed import TINY, ranks_of_cpu
 from tests.serving.served_models import Client, export, save_run, served_scores, serving, tensor
@@ -423,18 +423,6 @@ def put(model: Path, target: Path) -> Path:
     shutil.copytree(model, partial)
     os.rename(partial, target)
     return target
-
-
-def test_a_rollback_needs_an_earlier_version(tmp_path):
-    for name in ("1", "2", "10", "3.withdrawn", "x"):
-        (tmp_path / name).mkdir()
-    assert list_versions(tmp_path) == ["10", "2", "1"]
-    with pytest.raises(ValueError, match="has no such version, only 10, 2, 1"):
-        withdraw(tmp_path, 3)
-    assert withdraw(tmp_path, None) == (["10"], "2")
-    assert withdraw(tmp_path, 1) == (["2"], "1")
-    with pytest.raises(ValueError, match="nothing to return to"):
-        withdraw(tmp_path, None)
 
 
 def test_draining_answers_what_has_begun(models):
