@@ -1,27 +1,35 @@
-"""Memory of the embedded server while clients break every rule, 1,000 connections at a time.
+"""Memory of the embedded server while clients break every rule, 1,000 connections at a time, and what others see of it.
 
     python -m benchmarks.serving.attacks --model MODEL
 
-MODEL takes ids. Each attack prints the largest resident memory of the server beside that before the first one, and the answers by
-status. After each a good request must be answered. The limits of the server are its defaults.
+Each attack prints the largest resident memory of the server beside that before the first one, the answers by status, and the
+slowest answers to a patient client: for the health of the server, and for 32 rows of ids. After each attack a good request must
+be answered. A MODEL with raw values is attacked with those too. The limits of the server are its defaults.
 """
 
 import argparse
 import asyncio
 import json
 import resource
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.serving.faults import ROWS, request_of, start
 from serving.client.connection import Address, Connection
 from serving.client.dataset_requests import scores_of
 from serving.manifest import Manifest
+from serving.server.protocol import JSON_BYTES
 
 CONNECTIONS = 1000
+CROWD = 60
+"""Connections that send megabytes each."""
 HELD_S = 4.0
 """Time that an attack keeps its connections."""
 MIB = 2**20
@@ -64,23 +72,54 @@ def main() -> None:
 
 
 async def _run(model: Path, pid: int, port: int) -> None:
-    name, body, length = request_of(Manifest.read(model))
+    manifest = Manifest.read(model)
+    name, body, length = request_of(manifest)
     address, path = Address("127.0.0.1", port), f"/v2/models/{name}/infer"
     for _ in range(100):
         await _good_request(address, path, body, length)
     base = _memory(pid, "VmRSS")
     print(f"resident before: {base:,.0f} MiB")
-    print(f"{'attack':<58} {'peak MiB':>9} {'more':>6} {'after':>6}  answers")
-    for attack in attacks(f"POST {path} HTTP/1.1\r\nHost: x\r\n", body, length):
+    print(
+        f"{'attack':<46} {'peak MiB':>9} {'more':>6} {'after':>6} {'health s':>9} {'good s':>7}  answers; those of good requests"
+    )
+    post = f"POST {path} HTTP/1.1\r\nHost: x\r\n"
+    for attack in [*attacks(post, body, length), *raw_attacks(post, manifest)]:
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
-        held = [_attack(port, attack) for _ in range(attack.connections)]
-        answers = Counter(await asyncio.gather(*held))
+        async with _probe(port, path, body, length) as probe:
+            held = [_attack(port, attack) for _ in range(attack.connections)]
+            answers = Counter(await asyncio.gather(*held))
         peak = _memory(pid, "VmHWM")
         await _good_request(address, path, body, length)
         after = _memory(pid, "VmRSS")
-        shown = ", ".join(f"{count} x {status}" for status, count in sorted(answers.items()))
-        line = f"{attack.title:<58} {peak:9,.0f} {peak - base:6,.0f} {after - base:6,.0f}  {shown}"
-        print(line, flush=True)
+        health, good = (probe["slowest"][name] for name in ("health", "good"))
+        print(
+            f"{attack.title:<46} {peak:9,.0f} {peak - base:6,.0f} {after - base:6,.0f} {health:9.3f} {good:7.3f}  "
+            f"{_shown(answers)}; {_shown(probe['statuses']['good'])}",
+            flush=True,
+        )
+
+
+def _shown(answers: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} x {status}" for status, count in sorted(answers.items()))
+
+
+@asynccontextmanager
+async def _probe(port: int, path: str, body: bytes, length: int) -> AsyncIterator[dict[str, Any]]:
+    """Run a patient client until the block ends; what it has seen is then in the dictionary."""
+    found: dict[str, Any] = {}
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(body)
+        file.flush()
+        module = [sys.executable, "-m", "benchmarks.serving.probe"]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *module, str(port), path, str(length), file.name, stdin=pipe, stdout=pipe
+        )
+        assert process.stdout is not None
+        await process.stdout.readline()
+        yield found
+        answer, _ = await process.communicate(b"\n")
+        found |= json.loads(answer)
 
 
 def attacks(post: str, body: bytes, length: int) -> Sequence[Attack]:
@@ -101,8 +140,29 @@ def attacks(post: str, body: bytes, length: int) -> Sequence[Attack]:
         Attack("a claim of 60 MB, and one byte", post.encode() + _sized(60 << 20) + b"{"),
         Attack("half a body of 500 kB", post.encode() + _sized(500_000) + bytes(250_000)),
         Attack("300 good requests, answers unread", good + body, repeats=300, reads=False),
-        Attack("8 MB of short texts", post.encode() + _sized(len(texts)) + texts, connections=60),
+        Attack(
+            f"8 MB of short texts, {CROWD} connections",
+            post.encode() + _sized(len(texts)) + texts,
+            connections=CROWD,
+        ),
     ]
+
+
+def raw_attacks(post: str, manifest: Manifest) -> Sequence[Attack]:
+    """Return the attacks with raw values: more rows than may wait, and as many as may."""
+    columns = (manifest.raw or {}).get("columns", {})
+    found = []
+    for title, size in (("7.9 MB of raw rows", 7_900_000), ("60,000 raw rows", None)):
+        count = 60_000 if size is None else size // (4 * max(1, len(columns)))
+        inputs = [
+            {"name": name, "datatype": "BYTES", "shape": [count, 1][:kinds], "data": ["1"] * count}
+            for name, kinds in columns.items()
+        ]
+        text = json.dumps({"inputs": inputs}, separators=(",", ":")).encode()
+        if columns and len(text) < JSON_BYTES:
+            content = post.encode() + _sized(len(text)) + text
+            found.append(Attack(f"{title}, {CROWD} connections", content, connections=CROWD))
+    return found
 
 
 def _texts(count: int) -> dict[str, object]:

@@ -27,6 +27,7 @@ from serving.manifest import Manifest, ModelError
 
 ROWS = 32
 TOLERANCE = 1e-6
+PATIENT = ("poll_s=0.05", "deadline_ms=60000")
 READY = re.compile(r"version (\d+) on http://127\.0\.0\.1:(\d+)")
 
 
@@ -57,7 +58,7 @@ def main() -> None:
 def swaps(models: list[Path], root: Path, num_requests: int, num_swaps: int) -> str:
     """Send requests while versions are swapped; return one line with what failed."""
     put(models[0], root / "1")
-    process, _, port = start(root)
+    process, _, port = start(root, *PATIENT)
     try:
         return asyncio.run(_swaps(models, root, port, num_requests, num_swaps))
     finally:
@@ -113,12 +114,12 @@ def kills_of_server(models: list[Path], root: Path, count: int) -> str:
     put(models[0], root / "1")
     wrong = 0
     for number in range(2, count + 2):
-        process, _, _ = start(root)
+        process, _, _ = start(root, *PATIENT)
         put(models[(number - 1) % 2], root / str(number))
         time.sleep(random.uniform(0, 0.3))
         process.kill()
         process.wait(60)
-        process, version, _ = start(root)
+        process, version, _ = start(root, *PATIENT)
         process.kill()
         process.wait(60)
         wrong += version != str(number)
@@ -165,10 +166,9 @@ def put(model: Path, target: Path) -> None:
     os.rename(partial, target)
 
 
-def start(root: Path) -> tuple[subprocess.Popen, str, int]:
+def start(root: Path, *options: str) -> tuple[subprocess.Popen, str, int]:
     """Start the server; return its process, version and port."""
-    command = [sys.executable, "-m", "serving.run", f"model={root}", "port=0", "poll_s=0.05"]
-    command.append("deadline_ms=60000")
+    command = [sys.executable, "-m", "serving.run", f"model={root}", "port=0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     line = process.stderr.readline()
@@ -186,6 +186,9 @@ def request_of(manifest: Manifest) -> tuple[str, bytes, int]:
     arrays = {
         "numerical": generator.normal(size=(ROWS, len(manifest.numerical))).astype("<f4"),
         "ids": generator.integers(0, highest, (ROWS, len(highest))).astype("<i4"),
+    }
+    arrays |= {
+        f.name: generator.integers(0, f.cardinality, (ROWS, 2), "<i4") for f in manifest.ragged
     }
     entries = [
         {

@@ -17,11 +17,11 @@ class Body:
 
     Attributes:
         content: of the request.
-        header_length: bytes of JSON before binary tensors.
+        header_length: bytes of JSON before binary tensors; None if there are none.
     """
 
     content: bytes
-    header_length: int
+    header_length: int | None
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from serving.inference.model_rows import Rows
 from serving.inference.versions import Version
 from serving.server.coroutines import Result
 from serving.server.http_server import RequestError
+from serving.server.lane import too_late
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +81,11 @@ class Batcher:
         self._is_ended = True
         self._waiting.put(None)
 
-    async def scores(self, version: Version, num_rows: int, read: Callable[[], Rows]) -> np.ndarray:
-        """Return the scores of rows, float32 [B, O]; more rows than a batch has are split. It is awaited in a `Runner`.
-
-        Args:
-            version: whose scores they are.
-            num_rows: B.
-            read: returns the rows. It is called in the thread that scores: checks of every id are a third of the loop's time.
+    def check(self, num_rows: int) -> None:
+        """Refuse rows for which the queue has no room; any thread may ask before it works on them.
 
         Raises:
-            RequestError: the queue is full, or the rows have waited too long.
-            Exception: as `read`.
+            RequestError: the queue is full, or can never hold so many.
         """
         limits = self._limits
         if num_rows > limits.max_queue:
@@ -104,7 +99,21 @@ class Batcher:
                 f"{self.queued_rows:,} rows wait already, of at most {limits.max_queue:,} (max_queue); try again",
                 headers={"Retry-After": "1"},
             )
-        size = limits.max_batch
+
+    async def scores(self, version: Version, num_rows: int, read: Callable[[], Rows]) -> np.ndarray:
+        """Return the scores of rows, float32 [B, O]; more rows than a batch has are split. It is awaited in a `Runner`.
+
+        Args:
+            version: whose scores they are.
+            num_rows: B.
+            read: returns the rows. It is called in the thread that scores: checks of every id are a third of the loop's time.
+
+        Raises:
+            RequestError: the queue is full, or the rows have waited too long.
+            Exception: as `read`.
+        """
+        self.check(num_rows)
+        size = self._limits.max_batch
         if num_rows <= size:
             return await self._put(version, num_rows, read)
         rows = read()
@@ -181,12 +190,7 @@ class Batcher:
         late = [part for part in wanted if part.arrived < now - deadline_s]
         if not late:
             return wanted
-        error = RequestError(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            f"the request has waited longer than {deadline_s * 1000:g} ms (deadline_ms); try again",
-            headers={"Retry-After": "1"},
-        )
-        self._call(_fail, late, error)
+        self._call(_fail, late, too_late(deadline_s))
         return [part for part in wanted if part.arrived >= now - deadline_s]
 
     def _read(self, batch: list[_Waiting]) -> tuple[list[_Waiting], list[Rows]]:

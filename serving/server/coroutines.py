@@ -43,8 +43,14 @@ class Result(Generic[T]):
                 yield self
             finally:
                 self.is_done = True
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            # Its traceback has the frames, and so the bodies, of all that handled the request: neither this frame nor the
+            # result may hold it, or they would live until the next collection of circles.
+            try:
+                raise error
+            finally:
+                del error
         return self._value
 
 

@@ -87,6 +87,15 @@ def parse_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> InferRe
     Raises:
         RequestError: it is malformed; the message names the input.
     """
+    return read_inputs(describe_infer(body, headers), body)
+
+
+def json_length(body: bytes | memoryview, headers: Mapping[str, str]) -> int:
+    """Return the bytes of JSON at the beginning of a body.
+
+    Raises:
+        RequestError: they are too many, or the header that says so is malformed.
+    """
     text = headers.get(HEADER_LENGTH)
     if text is not None and not (text.isdecimal() and len(text) < 12 and int(text) <= len(body)):
         refuse(f"{HEADER_LENGTH} is not the length of the JSON in the body")
@@ -96,12 +105,30 @@ def parse_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> InferRe
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"{length:,} bytes of JSON, want at most {JSON_BYTES:,}; send binary tensors, or fewer rows",
         )
+    return length
+
+
+def describe_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> "Described":
+    """Return what the JSON of a body says; its tensors are not read.
+
+    Raises:
+        RequestError: it is malformed; the message names the input.
+    """
+    length = json_length(body, headers)
     document = bytes(body[:length])
-    is_remembered = text is not None and length <= REMEMBERED_BYTES
-    described = _remembered(document) if is_remembered else _describe(document)
+    is_remembered = HEADER_LENGTH in headers and length <= REMEMBERED_BYTES
+    return _remembered(document) if is_remembered else _describe(document)
+
+
+def read_inputs(described: "Described", body: bytes | memoryview) -> InferRequest:
+    """Return the request of a body, with its tensors.
+
+    Raises:
+        RequestError: a tensor is malformed; the message names the input.
+    """
     inputs: dict[str, Tensor] = {}
-    rest = memoryview(body)[length:]
-    room = JSON_BYTES - length
+    rest = memoryview(body)[described.length :]
+    room = JSON_BYTES - described.length
     for entry in described.entries:
         if entry.size is None:
             values = _from_json(entry)
@@ -142,17 +169,30 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
-    """A request as its JSON describes it; fields as those of `InferRequest`."""
+class Described:
+    """A request as its JSON describes it; other fields as those of `InferRequest`.
+
+    Attributes:
+        entries: the inputs.
+        length: bytes of the JSON.
+    """
 
     entries: tuple[_Entry, ...]
+    length: int
     num_rows: int
     id: str | None
     outputs: Mapping[str, bool]
     is_binary: bool
 
+    @property
+    def object_bytes(self) -> int:
+        """Bytes of JSON and texts, whose values become Python objects; those of arrays do not."""
+        return self.length + sum(
+            entry.size for entry in self.entries if entry.size and entry.datatype == TEXT
+        )
 
-def _describe(text: bytes) -> _Described:
+
+def _describe(text: bytes) -> Described:
     document = _mapping(_json(text), "the body")
     inputs = document.get("inputs")
     if not isinstance(inputs, list) or not 0 < len(inputs) <= MOST_INPUTS:
@@ -173,7 +213,7 @@ def _describe(text: bytes) -> _Described:
         refuse("want a text as id")
     is_binary = bool(parameters.get("binary_data_output"))
     outputs = _outputs(document.get("outputs"), is_binary)
-    return _Described(entries, rows.pop(), identity, outputs, is_binary)
+    return Described(entries, len(text), rows.pop(), identity, outputs, is_binary)
 
 
 _remembered = lru_cache(REMEMBERED)(_describe)

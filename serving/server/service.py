@@ -16,18 +16,28 @@ from serving.inference.scores import why_not_finite
 from serving.inference.versions import Version, Versions
 from serving.server.batching import Batcher, BatchLimits
 from serving.server.http_server import HttpLimits, HttpServer, Request, RequestError, Response
+from serving.server.lane import Lane
 from serving.server.metrics import CONTENT_TYPE, Metrics
 from serving.server.protocol import (
+    Described,
     InferRequest,
+    describe_infer,
     error_response,
     infer_response,
+    json_length,
     json_response,
-    parse_infer,
+    read_inputs,
     refuse,
 )
 
 SERVER = "hybrid-parallel-recsys"
 EXTENSIONS = ["binary_tensor_data"]
+SMALL_BYTES = 4 << 10
+"""Most bytes of JSON and texts that the event loop parses itself."""
+LARGE_BYTES = 64 << 10
+"""Most bytes of those for which others may wait."""
+SWITCH_S = 0.5e-3
+"""Time that larger ones keep the interpreter: a batch takes it back some hundred times."""
 
 
 class Service:
@@ -53,6 +63,9 @@ class Service:
         self._metrics = Metrics()
         # One batch at a time, which uses all threads of torch; versions are loaded beside it.
         self._batcher = Batcher(batch_limits, self._metrics.batch)
+        self._small = Lane("reader of small requests", batch_limits.deadline_s)
+        self._large = Lane("reader of large requests", batch_limits.deadline_s, SWITCH_S)
+        self._threads = (self._small, self._large, self._batcher)
         self._loader = ThreadPoolExecutor(1, "loader")
         self._http = HttpServer(self._answer, self._refuse, http_limits, log)
         # Not the version itself, whose tables would stay in memory after a swap.
@@ -73,7 +86,8 @@ class Service:
             OSError: the address cannot be used.
         """
         found = await self._http.start(host, port)
-        self._batcher.start()
+        for thread in self._threads:
+            thread.start()
         self._watching = asyncio.create_task(self._watch())
         self._is_ready = True
         return found
@@ -85,7 +99,8 @@ class Service:
         self._watching.cancel()
         with suppress(asyncio.CancelledError):
             await self._watching
-        self._batcher.stop()
+        for thread in self._threads:
+            thread.stop()
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     async def _watch(self) -> None:
@@ -156,10 +171,7 @@ class Service:
 
     async def _infer(self, request: Request, version: Version) -> Response:
         started = time.monotonic()
-        parsed = parse_infer(request.body, request.headers)
-        read = self._reader(parsed, version)
-        # Texts take far more memory than the rows, which may wait.
-        parsed.inputs.clear()
+        parsed, read = await self._read(request, version)
         scores = await self._batcher.scores(version, parsed.num_rows, read)
         problem = why_not_finite(scores)
         if problem is not None:
@@ -170,8 +182,52 @@ class Service:
         self._metrics.request_seconds.add(time.monotonic() - started)
         return response
 
-    def _reader(self, request: InferRequest, version: Version) -> Callable[[], Rows]:
-        """Return what reads the rows of a request: raw values at once, ids when it is called.
+    async def _read(
+        self, request: Request, version: Version
+    ) -> tuple[InferRequest, Callable[[], Rows]]:
+        """Return a request without its inputs, and what reads its rows.
+
+        JSON and texts become Python objects, which takes far longer than to look at an array. A thread makes those of more
+        than `SMALL_BYTES`, and another one those of more than `LARGE_BYTES`, for which the others need not wait.
+
+        Raises:
+            RequestError: it is malformed, has more rows than may wait, or has waited too long.
+        """
+        described = None
+        size = json_length(request.body, request.headers)
+        if size <= SMALL_BYTES:
+            described = describe_infer(request.body, request.headers)
+            self._batcher.check(described.num_rows)
+            size = described.object_bytes
+        if size <= SMALL_BYTES:
+            return self._parsed(request, version, described)
+        lane = self._small if size <= LARGE_BYTES else self._large
+        return await lane.run(partial(self._parsed, request, version, described, is_small=False))
+
+    def _parsed(
+        self,
+        request: Request,
+        version: Version,
+        described: Described | None,
+        *,
+        is_small: bool = True,
+    ) -> tuple[InferRequest, Callable[[], Rows]]:
+        """Do as `_read`, in any thread; raw values become rows at once unless they are few."""
+        if described is None:
+            described = describe_infer(request.body, request.headers)
+            # Before its values are looked at.
+            self._batcher.check(described.num_rows)
+        parsed = read_inputs(described, request.body)
+        is_raw, read = self._reader(parsed, version)
+        # Texts take far more memory than the rows, which may wait.
+        parsed.inputs.clear()
+        if is_raw and not is_small:
+            rows = read()
+            read = partial(_same, rows)
+        return parsed, read
+
+    def _reader(self, request: InferRequest, version: Version) -> tuple[bool, Callable[[], Rows]]:
+        """Return whether the inputs of a request are raw values, and what reads its rows.
 
         Raises:
             RequestError: an input is wrong; what reads the rows raises it too.
@@ -180,16 +236,16 @@ class Service:
         if raw is not None and not takes_ids(manifest, request.inputs):
             columns = {name: tensor.values for name, tensor in request.inputs.items()}
             shapes = {name: tensor.shape for name, tensor in request.inputs.items()}
-            rows = _refusing(raw.rows, columns, shapes, num_rows)
-            return lambda: rows
-        if self._id_inputs[0] is not manifest:
-            self._id_inputs = (manifest, IdInputs(manifest, version.model.keys))
+            return True, partial(_refusing, raw.rows, columns, shapes, num_rows)
+        known = self._id_inputs
+        if known[0] is not manifest:
+            known = self._id_inputs = (manifest, IdInputs(manifest, version.model.keys))
         arrays = {}
         for tensor in request.inputs.values():
             if isinstance(tensor.values, list):
                 refuse(f"input {shown(tensor.name)} is text; want numbers")
             arrays[tensor.name] = tensor.values
-        return partial(_refusing, self._id_inputs[1].rows, arrays, num_rows)
+        return False, partial(_refusing, known[1].rows, arrays, num_rows)
 
     def _metrics_text(self) -> str:
         version = self._versions.current
@@ -228,6 +284,10 @@ def _refusing(read: Callable[..., Rows], *args: Any) -> Rows:
         return read(*args)
     except InputError as error:
         refuse(str(error))
+
+
+def _same(rows: Rows) -> Rows:
+    return rows
 
 
 def _metadata(version: Version) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""A thread for the Python objects of requests, so that the event loop answers others meanwhile."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any, TypeVar
+
+from serving.server.coroutines import Result
+from serving.server.http_server import RequestError
+
+T = TypeVar("T")
+LONGEST_TURN_S = 1.0
+"""A loop that has ended makes no turn."""
+
+
+def too_late(deadline_s: float) -> RequestError:
+    """Return the error of a request that has waited too long."""
+    return RequestError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        f"the request has waited longer than {deadline_s * 1000:g} ms (deadline_ms); try again",
+        headers={"Retry-After": "1"},
+    )
+
+
+@dataclass(slots=True)
+class _Work:
+    """Work on a request, which waits."""
+
+    function: Callable[[], Any]
+    arrived: float
+    answer: Result[Any] = field(default_factory=Result)
+
+
+class Lane:
+    """One thread that works on one request at a time, so the objects of one are in memory.
+
+    The interpreter runs one thread. A JSON decoder keeps it until it has ended, and the loop gives it away at each read of a
+    socket. So the loop makes a turn between two requests, in which all who wait for it are served.
+
+    Args:
+        name: of the thread.
+        deadline_s: longest time that a request waits for others.
+        switch_s: time after which other threads get the interpreter while this one works; None for Python's 5 ms.
+    """
+
+    def __init__(self, name: str, deadline_s: float, switch_s: float | None = None) -> None:
+        self._name, self._deadline_s, self._switch_s = name, deadline_s, switch_s
+        self._waiting: SimpleQueue[_Work | None] = SimpleQueue()
+        self._is_ended = False
+        self._has_turned = Event()
+
+    def start(self) -> None:
+        """Work in a thread until `stop`; answers belong to the running loop."""
+        self._loop = asyncio.get_running_loop()
+        Thread(target=self._run, name=self._name).start()
+
+    def stop(self) -> None:
+        """End after the request at work; what waits is dropped."""
+        self._is_ended = True
+        self._waiting.put(None)
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Return the result of a function, called in the thread of the lane. It is awaited in a `Runner`.
+
+        Raises:
+            RequestError: the request has waited too long.
+            Exception: as the function.
+        """
+        work = _Work(function, time.monotonic())
+        self._waiting.put(work)
+        return await work.answer
+
+    def _run(self) -> None:
+        while (work := self._waiting.get()) is not None and not self._is_ended:
+            # An answer that is done: the client has gone.
+            if not work.answer.is_done:
+                self._do(work)
+            # Not until the next one: it holds the request.
+            del work
+
+    def _do(self, work: _Work) -> None:
+        if time.monotonic() - work.arrived > self._deadline_s:
+            self._finish(_fail, work.answer, too_late(self._deadline_s))
+            return
+        before = sys.getswitchinterval()
+        try:
+            if self._switch_s is not None:
+                sys.setswitchinterval(self._switch_s)
+            value = work.function()
+        except Exception as error:
+            self._finish(_fail, work.answer, error)
+        else:
+            self._finish(_set, work.answer, value)
+        finally:
+            sys.setswitchinterval(before)
+
+    def _finish(self, function: Callable[..., None], *args: object) -> None:
+        """Call a function in the loop, and wait until its turn has ended."""
+        self._has_turned.clear()
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            self._loop.call_soon_threadsafe(function, *args)
+            self._loop.call_soon_threadsafe(self._has_turned.set)
+            self._has_turned.wait(LONGEST_TURN_S)
+
+
+def _set(answer: Result[Any], value: object) -> None:
+    if not answer.is_done:
+        answer.set(value)
+
+
+def _fail(answer: Result[Any], error: Exception) -> None:
+    if not answer.is_done:
+        answer.fail(error)
