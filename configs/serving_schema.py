@@ -50,7 +50,7 @@ class ModelExportConfig:
     )
     dtype: TableType = option(
         TableType.fp32,
-        "of the tables: fp32, bf16 (half of the bytes) or int8 with a scale per row (a quarter)",
+        "of the tables: fp32, bf16 (half of the bytes) or int8 with a scale per row (a quarter, and 4 bytes per row)",
     )
     fitted: str | None = option(
         None,

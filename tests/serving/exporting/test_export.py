@@ -16,7 +16,7 @@ from nn.checkpoint.tensor_index import read_index
 from nn.embedding.declared_tables import embedding_columns
 from nn.models.registry import MODELS, build_dense, declared_tables
 from serving.export import report
-from serving.exporting import proof, run
+from serving.exporting import proof, run, tables
 from serving.exporting.dense import check_aoti, export_dense, export_onnx, load_aoti, load_onnx
 from serving.inference.dense import check_archive, load_dense
 from serving.inference.versions import load_version
@@ -224,6 +224,20 @@ def test_an_export_that_differs_is_refused_and_leaves_nothing(runs, tmp_path, mo
     with pytest.raises(ValueError, match=r"differs from the training path by .* use dtype=fp32"):
         export(runs["dlrm"][0], tmp_path / "model", dtype=TableType.int8)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_int8_export_names_what_bf16_would_differ_by(runs, tmp_path, monkeypatch):
+    checkpoint = runs["kinds on two ranks"][0]
+    of_bf16 = export(checkpoint, tmp_path / "bf16", dtype=TableType.bf16).proof[
+        "largest_difference"
+    ]
+    monkeypatch.setitem(proof.LIMITS, "int8", of_bf16 * 1.01)
+    monkeypatch.setattr(
+        tables, "quantize", lambda rows: (rows.sign().to(torch.int8), rows[:, 0].clone())
+    )
+    wanted = f"use dtype=bf16, which differs by {of_bf16:.1e} on these rows, or dtype=fp32"
+    with pytest.raises(ValueError, match=wanted):
+        export(checkpoint, tmp_path / "model", dtype=TableType.int8)
 
 
 def test_a_directory_that_exists_is_left_alone(runs, tmp_path):

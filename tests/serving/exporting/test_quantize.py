@@ -1,13 +1,54 @@
 """Rows of int8 tables."""
 
+import pytest
 import torch
 
-from serving.exporting.tables import quantize
+from serving.exporting.tables import NARROW, quantize
 
 
-def test_int8_rows_are_within_half_a_step_and_zero_rows_stay_zero():
-    rows = torch.randn(50, 9)
-    rows[7] = 0
+def rows_of(columns: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(columns)
+    rows = torch.randn(200, columns, generator=generator)
+    rows[7], rows[8], rows[9] = 0, 1e-36, 3e38
+    rows[10, 1:] = 0
+    return rows
+
+
+def error(rows: torch.Tensor, steps: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the squared error of each row."""
+    return (steps.double() * scales.double()[:, None] - rows.double()).square().sum(1)
+
+
+@pytest.mark.parametrize("columns", [1, 10, 16, NARROW, 128])
+def test_int8_rows_are_near_and_zero_rows_stay_zero(columns):
+    rows = rows_of(columns)
     steps, scales = quantize(rows)
-    assert ((steps * scales[:, None] - rows).abs() <= scales[:, None] / 2 + 1e-7).all()
+    assert (steps.dtype, scales.dtype) == (torch.int8, torch.float32)
+    differences = (steps.double() * scales.double()[:, None] - rows.double()).abs()
+    assert (differences <= 0.75 * scales.double()[:, None]).all()
     assert steps[7].eq(0).all()
+    assert scales[7] == 0
+    assert steps.abs().max() <= 127
+    if columns == 1:
+        assert (differences <= 1e-7 * rows.abs()).all()
+
+
+@pytest.mark.parametrize(("columns", "share"), [(10, 0.6), (16, 0.7), (NARROW, 0.9), (128, 1.0)])
+def test_the_scale_is_chosen_by_the_error_of_the_row(columns, share):
+    rows = rows_of(columns)[11:]
+    largest = rows.abs().amax(1) / 127
+    plain = error(rows, (rows / largest[:, None]).round(), largest)
+    found = error(rows, *quantize(rows))
+    assert found.sum() < share * plain.sum()
+    assert (found <= plain * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("columns", [16, 128])
+def test_a_row_does_not_depend_on_those_beside_it(columns):
+    """A version that deltas make has the bytes of an export, and they change some rows only."""
+    rows = rows_of(columns)
+    steps, scales = quantize(rows)
+    for first, last in ((0, 1), (7, 12), (13, 150), (199, 200)):
+        some_steps, some_scales = quantize(rows[first:last])
+        assert some_steps.equal(steps[first:last])
+        assert some_scales.equal(scales[first:last])
