@@ -131,8 +131,8 @@ def withdraw_before(directory: Path, version: int) -> tuple[list[str], str]:
     if str(version) not in names:
         raise _no_version("before", version, directory, names)
     read_complete(directory / str(version))
-    # The oldest first: if this is interrupted, the version that decided still does.
-    older = [name for name in reversed(names) if int(name) < version]
+    # The newest first: if this is interrupted, the version that decided still does.
+    older = [name for name in names if int(name) < version]
     if not older:
         raise ValueError(f"before={version}: {directory} has no version before it")
     _rename(directory, older)

@@ -88,15 +88,21 @@ class Lane:
         if time.monotonic() - work.arrived > self._deadline_s:
             self._finish(_fail, work.answer, too_late(self._deadline_s))
             return
-        before = sys.getswitchinterval()
         try:
-            if self._switch_s is not None:
-                sys.setswitchinterval(self._switch_s)
-            value = work.function()
+            value = self._call(work.function)
         except Exception as error:
             self._finish(_fail, work.answer, error)
         else:
             self._finish(_set, work.answer, value)
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        # The interval belongs to the process: a second thread that set it back would keep what this one had set.
+        if self._switch_s is None:
+            return function()
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(self._switch_s)
+        try:
+            return function()
         finally:
             sys.setswitchinterval(before)
 

@@ -76,7 +76,7 @@ def test_inputs_and_outputs_change_when_what_is_before_is_withdrawn(put, tmp_pat
     server = Server(tmp_path / "models")
     put("3", "cost")
     assert server.look() == server.look() == "2"
-    assert withdraw_before(tmp_path / "models", 3) == (["1", "2"], "3")
+    assert withdraw_before(tmp_path / "models", 3) == (["2", "1"], "3")
     assert server.look() == "3"
     assert server.log[-1] == "version 3 replaces 2, which has other outputs"
     assert server.restart() == "3"
