@@ -88,7 +88,7 @@ class TierCounts:
     """Traffic of a rank.
 
     Attributes:
-        ids: that were mapped to slots.
+        ids: that were mapped to slots; without those that have no row here.
         missing: those whose row was not on the device.
         rows_in: rows that were fetched.
         rows_out: rows that returned to host memory.
@@ -159,7 +159,7 @@ class HostTier:
         # Of both turns and every group, where kernels map; see `DeviceMoves`.
         self._counted: Tensor | None = None
         if maps_by_kernels(device):
-            self._counted = torch.zeros(2, len(kinds), 4, dtype=torch.int32, device=device)
+            self._counted = torch.zeros(2, len(kinds), 8, dtype=torch.int32, device=device)
             self._add_kernels(self._counted)
         self._exchanges = ExchangeQueue(device)
         self._counts = TierCounts()
@@ -281,13 +281,13 @@ class HostTier:
         """Map in plain torch, and copy."""
         for of_group in groups:
             store, slot_map = self._groups[of_group.group].store, self._groups[of_group.group].map
-            moves, missing = slot_map.map(ids, of_group, hold.pin)
+            moves, missing, num_ids = slot_map.map(ids, of_group, hold.pin)
             fetched = returned = 0
             if moves is not None:
                 store.write_back(moves.returned_rows, moves.returned_slots)
                 store.fetch(moves.fetched_rows, moves.fetched_slots)
                 fetched, returned = len(moves.fetched_rows), len(moves.returned_rows)
-            self._count_moves(of_group, fetched, returned, missing)
+            self._count_moves(of_group, fetched, returned, missing, num_ids)
 
     def _map_on_device(
         self, ids: Tensor, groups: Sequence[TierIds], hold: Hold, ended: tuple[int, int]
@@ -311,10 +311,10 @@ class HostTier:
         def check() -> None:
             counts = counted.read().tolist()
             for of_group in groups:
-                fetched, returned, missing, lacking = counts[of_group.group]
+                fetched, returned, missing, lacking, num_ids, *_ = counts[of_group.group]
                 if lacking:
                     raise lacks_slots(lacking)
-                self._count_moves(of_group, fetched, returned, missing)
+                self._count_moves(of_group, fetched, returned, missing, num_ids)
 
         def arrive() -> None:
             if self._exchanges.stream is not None:
@@ -322,10 +322,12 @@ class HostTier:
 
         hold.expect(check, arrive)
 
-    def _count_moves(self, of_group: TierIds, fetched: int, returned: int, missing: int) -> None:
+    def _count_moves(
+        self, of_group: TierIds, fetched: int, returned: int, missing: int, num_ids: int
+    ) -> None:
         row_bytes = self._groups[of_group.group].store.row_bytes
         self._count(
-            ids=len(of_group.positions),
+            ids=num_ids,
             missing=missing,
             rows_in=fetched,
             rows_out=returned,

@@ -24,6 +24,8 @@ _FETCHED = tl.constexpr(0)
 _RETURNED = tl.constexpr(1)
 _MISSING = tl.constexpr(2)
 _LACKING = tl.constexpr(3)
+_IDS = tl.constexpr(4)
+NUM_COUNTS = 8
 
 
 class SlotKernels:
@@ -31,7 +33,7 @@ class SlotKernels:
 
     Args:
         slot_map: the slots; its `map` must not be called beside this.
-        counts: int32 [2, 4], on the device: those of `DeviceMoves` per turn.
+        counts: int32 [2, NUM_COUNTS], on the device: those of `DeviceMoves` per turn.
     """
 
     def __init__(self, slot_map: SlotMap, counts: Tensor) -> None:
@@ -62,6 +64,7 @@ class SlotKernels:
             slot_map.num_ring,
             released,
             trained,
+            NUM_COUNTS=NUM_COUNTS,
             BLOCK=BLOCK,
         )
 
@@ -131,9 +134,18 @@ def _parts(size: int, block: int, most: int) -> tuple[int, int]:
 
 
 @triton.jit(do_not_specialize=["released", "trained"])
-def _release(pins, is_changed, counts, num_ring, released, trained, BLOCK: tl.constexpr):
+def _release(
+    pins,
+    is_changed,
+    counts,
+    num_ring,
+    released,
+    trained,
+    NUM_COUNTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     if tl.program_id(0) == 0:
-        tl.store(counts + tl.arange(0, 4), tl.zeros([4], tl.int32))
+        tl.store(counts + tl.arange(0, NUM_COUNTS), tl.zeros([NUM_COUNTS], tl.int32))
     if released != 0:
         place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         exists = place < num_ring
@@ -190,6 +202,7 @@ def _find_missing(
     bit = tl.full([BLOCK], 1, tl.int32) << (row % 32)
     tl.atomic_or(is_missing + row // 32, bit, mask=lacks_slot, sem="relaxed")
     tl.atomic_add(counts + _MISSING, tl.sum(lacks_slot.to(tl.int32)), sem="relaxed")
+    tl.atomic_add(counts + _IDS, tl.sum(is_here.to(tl.int32)), sem="relaxed")
 
 
 @triton.jit

@@ -44,7 +44,8 @@ class DeviceMoves:
         rows: rows that enter, in ascending order.
         slots: their slots.
         returned: rows that leave these slots, -1 where the row has not changed.
-        counts: rows that enter, rows that return, ids whose row was missing, and rows for which there is no free slot, [4].
+        counts: rows that enter, rows that return, ids whose row was missing, rows for which there is no free slot, ids that have
+            a row here, and zeros, [8].
     """
 
     rows: Tensor
@@ -119,7 +120,7 @@ class SlotMap:
         self.are_fixed_changed = False
         self._hand = 0
 
-    def map(self, ids: Tensor, of_group: TierIds, pin: int) -> tuple[Moves | None, int]:
+    def map(self, ids: Tensor, of_group: TierIds, pin: int) -> tuple[Moves | None, int, int]:
         """Turn the ids of a batch into slots, in place, and keep their rows from leaving.
 
         Args:
@@ -128,7 +129,7 @@ class SlotMap:
             pin: a bit that no other live batch has.
 
         Returns:
-            The moves that are needed, if any; and the ids whose row was missing.
+            The moves that are needed, if any; the ids whose row was missing; and the ids that have a row here.
 
         Raises:
             RankError: the live batches need more rows than the ring has slots.
@@ -138,7 +139,7 @@ class SlotMap:
         rows = torch.where(is_here, numbers + of_group.offset, self.num_rows)
         slots, moves, missing = self.assign(rows.int(), pin)
         ids.index_copy_(0, of_group.positions, slots.to(ids.dtype))
-        return moves, missing
+        return moves, missing, int(is_here.sum())
 
     def assign(self, rows: Tensor, pin: int) -> tuple[Tensor, Moves | None, int]:
         """Give a slot to every row of a batch, and keep it from other rows.

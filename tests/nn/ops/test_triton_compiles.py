@@ -203,8 +203,8 @@ def build_mapping(ids: str) -> None:
     for kernel in (kernels._find_missing, kernels._to_slots):
         build(kernel, pointers, **block)
     if ids == "*i32":
-        for kernel in (kernels._release, kernels._take_slots):
-            build(kernel, pointers, **block)
+        build(kernels._release, pointers, NUM_COUNTS=kernels.NUM_COUNTS, **block)
+        build(kernels._take_slots, pointers, **block)
         build(kernels._count_found, pointers, **block)
         block["BLOCK_WORDS"] = kernels.BLOCK_WORDS
         build(kernels._list_found, pointers, PROGRAMS=3000, ALL=4096, **block)

@@ -72,7 +72,7 @@ def test_several_programs_of_several_steps_map_alike(device, monkeypatch):
 
 def compare_maps(device: torch.device, dtype: torch.dtype, batches: int) -> None:
     plain, other = slot_map(), slot_map(device)
-    counts = torch.full((2, 4), -7, dtype=torch.int32, device=device)
+    counts = torch.full((2, slot_kernels.NUM_COUNTS), -7, dtype=torch.int32, device=device)
     kernels = SlotKernels(other, counts)
     groups = tier_ids(), tier_ids(device)
     some_return = False
@@ -86,7 +86,7 @@ def compare_maps(device: torch.device, dtype: torch.dtype, batches: int) -> None
         kernels.release(released, trained, turn)
         ids = drawn(number, dtype)
         slots, mapped = ids.clone(), ids.to(device, copy=True)
-        moves, missing = plain.map(slots, groups[0], 1 << number % 8)
+        moves, missing, num_ids = plain.map(slots, groups[0], 1 << number % 8)
         device_moves = kernels.map(mapped, groups[1], 1 << number % 8, turn)
         assert torch.equal(slots, mapped.cpu())
         # The rows of the batch before may still move.
@@ -98,7 +98,8 @@ def compare_maps(device: torch.device, dtype: torch.dtype, batches: int) -> None
         ]
         found = [column[:fetched].cpu().long() for column in vars_of(device_moves)]
         returns = found[2] >= 0
-        assert counts[turn].tolist() == [fetched, int(returns.sum()), missing, 0]
+        assert counts[turn].tolist() == [fetched, int(returns.sum()), missing, 0, num_ids, 0, 0, 0]
+        assert num_ids == int((slots[groups[0].positions] >= 0).sum())
         if moves is not None:
             assert torch.equal(found[0], moves.fetched_rows)
             assert torch.equal(found[1], moves.fetched_slots)
