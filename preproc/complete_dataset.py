@@ -48,7 +48,7 @@ class WrittenColumns:
         absent: names of the labels, the weight and the keep rate that new rows lack.
         lineage: the day, and the fit that it extends.
         vocabularies: checksums of those of the fit that `mode=transform` takes, by feature.
-        text_columns: which columns were text.
+        text_columns: which columns were text; None if the fit that is extended does not say.
     """
 
     categorical: list[CategoricalFeature]

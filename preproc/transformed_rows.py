@@ -36,6 +36,7 @@ from preproc.table.transformation import (
     vocabulary_ids,
 )
 from preproc.vocabulary_sql import COLUMNS
+from preproc.work_directory import is_disk_error
 
 CHUNK_ROWS = 1 << 18
 MEMORY_LIMIT = "4GB"
@@ -174,6 +175,8 @@ class TransformedRows:
         except duckdb.OutOfMemoryException:
             raise
         except duckdb.Error as error:
+            if is_disk_error(error):
+                raise
             raise self._state.unreadable(vocabulary_name(name), error) from None
         repeated = f"SELECT count(*) - count(DISTINCT value) FROM {relation}"
         if self._cursor.execute(repeated).fetchall() != [(0,)]:

@@ -288,6 +288,7 @@ class _Run:
         summaries, records = self._write(categorical, encoded, columns)
         if config.on_bad is OnBad.quarantine:
             self._write_bad(dataset)
+        is_text = self.work.state["is_text"]
         written = WrittenColumns(
             categorical=categorical,
             files=records,
@@ -299,7 +300,9 @@ class _Run:
             bad_rows=num_bad,
             lineage=self._lineage,
             vocabularies={} if self._fitted is None else vocabularies(self._fitted.limits),
-            text_columns=TextColumns.of(self.work.state["is_text"], str(self.work.directory)),
+            text_columns=None
+            if is_text is None
+            else TextColumns.of(is_text, str(self.work.directory)),
         )
         complete_dataset(written, config, table, self.work, self.progress)
         return num_rows
@@ -497,7 +500,9 @@ class _Run:
                 f"note: the values of {shown(name)} are floating-point numbers, so 5 is the text 5.0, another value than the 5 "
                 "of an integer column; if other files have integers, set expression: CAST(... AS BIGINT)"
             )
-        self.work.state["is_text"] = staging.text_columns.as_json()
+        # What an earlier version fitted did not record its columns: those of these rows are not in its place.
+        is_known = self._fitted is None or self._fitted.text_columns is not None
+        self.work.state["is_text"] = staging.text_columns.as_json() if is_known else None
         self.work.state["absent"] = sorted({*self.table.row_numbers} - {*staging.table.row_numbers})
         try:
             self.engine.stage(staging.rows, path)

@@ -265,6 +265,7 @@ ROOMS = {
         "preproc.fitted_state",
         "preproc.table",
         "preproc.vocabulary_sql",
+        "preproc.work_directory",
     },
     "preproc.raw_tables": {"preproc.fitted_state", "preproc.transformed_rows"},
     "preproc.criteo": {
