@@ -14,6 +14,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from configs.messages import printable, shown
 from configs.option_values import FLOAT32_MAX, hints, takes, wanted
@@ -228,13 +230,28 @@ def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_s
 
 
 def _check_choice(group: str, value: str, choices: Choices) -> None:
-    """Refuse an interpolation of anything but another group: Hydra's own message does not name the option."""
+    """Refuse a name that Hydra will not find in another group or a variable: its own message does not name the option."""
     for name in re.findall(r"\$\{([^{}]*)\}", value):
-        if name not in choices.groups:
+        resolver, colon, variable = name.partition(":")
+        if resolver == "oc.env" and "," not in variable and not _is_set(variable):
+            raise ValueError(
+                f"{group}: got {shown(value)}, but there is no environment variable {printable(variable)}; set it, or write "
+                f"${{oc.env:{printable(variable)},DEFAULT}} or a name"
+            )
+        if not colon and name not in choices.groups:
             raise ValueError(
                 f"{group}: got {shown(value)}, but there is no group {printable(name)} to take a name from; write the name "
                 f"of one of the files in configs/{group}"
             )
+
+
+def _is_set(variable: str) -> bool:
+    """Return whether an environment variable has a value."""
+    try:
+        OmegaConf.create([f"${{oc.env:{variable}}}"])[0]
+    except OmegaConfBaseException:
+        return False
+    return True
 
 
 def _sign_and_key(name: str) -> tuple[str, str]:

@@ -4,11 +4,14 @@ import re
 
 import pytest
 
+from configs.arguments import Choices, hydra_arguments
 from configs.overrides import to_config
+from configs.schema import Config
 from tests.helpers.command import run_command, run_module
 from tests.helpers.composed import TINY, compose_with_hydra
 from tests.helpers.preproc_command import compose_preproc_with_hydra
 
+TRAINING = Choices(Config, ("experiment", "data"))
 NOWHERE = "but there is no option nope; write its full key, or a value"
 
 
@@ -50,6 +53,24 @@ def test_the_option_is_named(argument, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         to_config(compose_with_hydra(argument))
     assert str(error.value).isprintable()
+
+
+def test_a_variable_names_a_file_of_a_group(monkeypatch):
+    monkeypatch.setenv("TABLES", "criteo_t15")
+    monkeypatch.setenv("LIMIT", "15")
+    wanted = compose_with_hydra("data=criteo_t15").data
+    for name in (
+        "${oc.env:TABLES}",
+        "${oc.env:NOT_SET_HERE,criteo_t15}",
+        "criteo_t${oc.env:LIMIT}",
+    ):
+        assert compose_with_hydra(*hydra_arguments([f"data={name}"], TRAINING)).data == wanted
+    message = (
+        "data: got '${oc.env:NOT_SET_HERE}', but there is no environment variable NOT_SET_HERE; set it, or write "
+        "${oc.env:NOT_SET_HERE,DEFAULT} or a name"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hydra_arguments(["data=${oc.env:NOT_SET_HERE}"], TRAINING)
 
 
 def test_of_two_options_the_one_with_the_mistake_is_named():
