@@ -1,6 +1,7 @@
 """The objects of a run, built from its configuration: source, plan, tables and dense component, loaders."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -411,13 +412,18 @@ def build_step(
     """Build tables and dense component with the seed's weights, and set the precision of float32 matrix products."""
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     tables = _build_tables(config, source, plan, ranks)
-    dense = build_dense(config.model, model_spec(config, source), config.seed)
-    initialise_dense(dense, config.seed)
-    if config.train.fp8 is not Fp8.off:
-        for layer in dense.fp8_layers():
-            layer.use_fp8(weight_gradients=config.train.fp8 is Fp8.full)
-    tasks = tasks_of_run(config, source.spec)
-    return TrainStep(tables, dense.to(ranks.device), tasks, config, ranks, key_maps)
+    with ExitStack() as undo:
+        # A process may end without Python's finalizers, and tables on disk have files.
+        undo.callback(tables.close)
+        dense = build_dense(config.model, model_spec(config, source), config.seed)
+        initialise_dense(dense, config.seed)
+        if config.train.fp8 is not Fp8.off:
+            for layer in dense.fp8_layers():
+                layer.use_fp8(weight_gradients=config.train.fp8 is Fp8.full)
+        tasks = tasks_of_run(config, source.spec)
+        step = TrainStep(tables, dense.to(ranks.device), tasks, config, ranks, key_maps)
+        undo.pop_all()
+    return step
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,7 +323,7 @@ def clear_leftovers(root: Path, but: Path | None = None) -> list[Path]:
         but: a sibling that stays.
 
     Returns:
-        The siblings that another process has locked; they stay too.
+        The siblings that another process has locked; they stay too, as do those of another user.
     """
     for replaced in sorted(root.parent.glob(f".{escape(root.name)}.replaced-*")):
         if root.exists():
@@ -337,7 +337,7 @@ def clear_leftovers(root: Path, but: Path | None = None) -> list[Path]:
             continue
         try:
             lock = lock_directory(leftover)
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # removed meanwhile, or of another user
             continue
         except BlockingIOError:
             locked.append(leftover)
@@ -345,7 +345,7 @@ def clear_leftovers(root: Path, but: Path | None = None) -> list[Path]:
         except UnlockableError:
             lock = None
         try:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, PermissionError):
                 shutil.rmtree(leftover)
         finally:
             if lock is not None:

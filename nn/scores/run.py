@@ -17,9 +17,9 @@ from dataloading.dataset.source import Source
 from dataloading.storage.object_store import is_remote
 from nn.build import (
     build_key_maps,
-    build_plan,
     build_step,
     check_optimizers,
+    checked_plan,
     device_type,
     hardware_of,
     open_source,
@@ -186,7 +186,7 @@ def _score(
 
 def _build(config: Config, source: Source, ranks: Ranks, key_maps: "KeyMaps | None") -> TrainStep:
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
-    plan, _ = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
+    plan, _, _ = ranks.run_on_rank0(lambda: checked_plan(config, source, hardware))
     return build_step(config, source, plan, ranks, key_maps)
 
 

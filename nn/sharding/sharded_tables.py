@@ -5,6 +5,7 @@ tables of one width and dtype are adjacent in one memory, so that plain torch ma
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from functools import cache, partial
 from itertools import accumulate
@@ -160,14 +161,17 @@ class ShardedTables:
         ]
         self._allocate_owned()
         self._allocate_tier()
-        shapes = [self._shape_of(name) for name in self._replicated]
-        floats = [torch.float32] * len(shapes)
-        replicas = _adjacent(shapes, [shape[1] for shape in shapes], floats, device)
-        self._replicas = {
-            name: nn.Parameter(replica)
-            for name, replica in zip(self._replicated, replicas, strict=True)
-        }
-        self._fill()
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            shapes = [self._shape_of(name) for name in self._replicated]
+            floats = [torch.float32] * len(shapes)
+            replicas = _adjacent(shapes, [shape[1] for shape in shapes], floats, device)
+            self._replicas = {
+                name: nn.Parameter(replica)
+                for name, replica in zip(self._replicated, replicas, strict=True)
+            }
+            self._fill()
+            undo.pop_all()
 
     def _allocate_owned(self) -> None:
         """Allocate the shards of this rank; those of tables in host memory are left empty."""

@@ -81,16 +81,25 @@ class TierDirectory:
 
 
 def removable_bytes(parent: Path) -> int:
-    """Return the bytes of what killed runs have left below a directory, which the next `TierDirectory` removes."""
+    """Return the bytes of what killed runs have left below a directory, which the next `TierDirectory` removes.
+
+    What another process removes meanwhile, or another user has left, is not counted.
+    """
     total = 0
     for left in parent.glob(f".{FOLDER}.partial-*"):
         try:
             lock = lock_directory(left)
-        except (BlockingIOError, FileNotFoundError, UnlockableError):
+        except OSError:
             continue
-        # A file has as many bytes as blocks were allocated.
-        total += sum(512 * file.stat().st_blocks for file in left.iterdir())
-        os.close(lock)
+        try:
+            # A file has as many bytes as blocks were allocated.
+            num_bytes = sum(512 * file.stat().st_blocks for file in left.iterdir())
+            if os.access(left, os.W_OK) and os.access(parent, os.W_OK):
+                total += num_bytes
+        except OSError:
+            continue
+        finally:
+            os.close(lock)
     return total
 
 

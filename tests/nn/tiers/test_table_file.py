@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from nn.distributed.errors import RankError
 from nn.tiers import table_file
 from nn.tiers.row_items import row_items
-from nn.tiers.table_file import TableFile, TierDirectory
+from nn.tiers.table_file import TableFile, TierDirectory, removable_bytes
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
 
@@ -113,5 +114,34 @@ def test_a_process_that_ends_without_finalizers_has_removed_its_files(tmp_path, 
         "nn.tiers.host_tier.TableFile", raising(RankError("no room for the tables"))
     )
     assert run_command(*on_disk, f"run_dir={tmp_path / 'full'}").exit_code == 2
-    assert len(made) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr("nn.tiers.host_tier.TierDirectory", Kept)
+    monkeypatch.setattr(
+        "nn.sharding.sharded_tables.ShardedTables._fill", raising(RankError("no memory"))
+    )
+    assert run_command(*on_disk, f"run_dir={tmp_path / 'fill'}").exit_code == 2
+    monkeypatch.undo()
+    monkeypatch.setattr("nn.tiers.host_tier.TierDirectory", Kept)
+    monkeypatch.setattr("nn.build.build_dense", raising(RankError("no memory")))
+    assert run_command(*on_disk, f"run_dir={tmp_path / 'dense'}").exit_code == 2
+    assert len(made) == 4
     assert not list((tmp_path / "disk").iterdir())
+
+
+def test_what_others_remove_or_own_is_not_counted_as_removable(tmp_path, monkeypatch):
+    left = tmp_path / ".tables.partial-0123abcd"
+    left.mkdir()
+    (left / "t_weight").write_bytes(b"rows" * 2000)
+    assert removable_bytes(tmp_path) >= 8000
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert removable_bytes(tmp_path) == 0
+    monkeypatch.undo()
+    locked = table_file.lock_directory
+
+    def removed_meanwhile(path: Path) -> int:
+        lock = locked(path)
+        shutil.rmtree(path)
+        return lock
+
+    monkeypatch.setattr(table_file, "lock_directory", removed_meanwhile)
+    assert removable_bytes(tmp_path) == 0
