@@ -315,7 +315,7 @@ def open_session(
         header = _header_facts(config, source, recorder.run_dir, start)
         size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
         print_header(console, facts, {"model": header["model"]} | size | header)
-        if config.mode is Mode.train:
+        if config.mode is Mode.train and ranks.is_rank0:
             listed = str(recorder.run_dir / PLAN)
             exchange = planned_exchange(config, source.spec, rows, hardware)
             has_gpus = ranks.device.type == "cuda"

@@ -99,6 +99,7 @@ def planned_exchange(
     is_bf16 = hardware.device_type == "cuda" and config.train.amp is Amp.bf16
     element = 2 if is_bf16 else FP32_BYTES
     exchanges = []
+    dense_in_node, dense_across = _ring(_dense_bytes(config, seen, plan), hardware)
     for rank in range(world_size):
         within: dict[str, float] = dict.fromkeys(TERMS, 0.0)
         between = dict(within)
@@ -113,10 +114,8 @@ def planned_exchange(
                 link["ids"] += ID_BYTES * asked.room[other]
                 link["embeddings"] += element * asked.columns * asked.room[rank]
                 link["gradients"] += element * asked.columns * asked.room[other]
-        dense = _dense_bytes(config, seen, plan)
-        in_node, across = _ring(dense, hardware)
-        within["dense gradients"] += in_node
-        between["dense gradients"] += across
+        within["dense gradients"] += dense_in_node
+        between["dense gradients"] += dense_across
         exchanges.append(RankExchange(within, between))
     return exchanges
 

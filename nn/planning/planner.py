@@ -700,7 +700,13 @@ def _does_not_fit(
         in_host = _usable_host_bytes(hardware, config) - of_disk
         in_host = max(in_host, 0) * hardware.local_world_size
         beside = f", and of host memory {in_host / GIB:.1f} GiB per node"
-        remedies += [MORE_HOST_MEMORY, _on_disk(largest[0])]
+        remedies.append(MORE_HOST_MEMORY)
+        of_device = [name for name in sizes if name not in chosen or not chosen[name].is_on_disk]
+        if of_device:
+            remedies.append(_on_disk(max(of_device, key=sizes.__getitem__)))
+        arenas = [name for name in largest if name in chosen]
+        if arenas:
+            remedies.append(f"lower cache of {' and '.join(arenas)} in sharding.tables")
     return (
         f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
         f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
@@ -754,8 +760,14 @@ def _lacks_host_memory(
     return (
         f"host memory is too small: the tables that sharding.tables puts there or on disk take {needed / GIB:.1f} GiB of it "
         f"({listed}{further}), and {hardware.world_size} x {usable / GIB:.1f} GiB are usable ({per_node:.1f} GiB per node less "
-        f"{kept}). Either {', '.join(remedies[:-1])}, or {remedies[-1]}"
+        f"{kept}). {_either(remedies)}"
     )
+
+
+def _either(remedies: Sequence[str]) -> str:
+    """Return a sentence of one remedy or several."""
+    *first, last = remedies
+    return f"Either {', '.join(first)}, or {last}" if first else f"{last[0].upper()}{last[1:]}"
 
 
 def _on_disk(table: str) -> str:

@@ -51,6 +51,11 @@ ON_DISK = [
     "sharding.tables={cat_0: {tier: disk, cache: 0.1}}",
     *("sharding.staged_gib=0.0035", "sharding.disk_path=/tables"),
 ]
+BOTH_ON_DISK = [
+    "sharding.tables={cat_0: {tier: disk, cache: 0.1}, cat_2: {tier: disk, cache: 0.1}}",
+    *("sharding.staged_gib=0.0001", "sharding.disk_path=/tables"),
+]
+LARGE_CACHE = "sharding.tables={cat_0: {tier: disk, cache: 0.9}}"
 
 
 def planned(*overrides: str):
@@ -103,6 +108,19 @@ def test_the_planner_moves_the_largest_tables_where_a_gpu_has_too_little_memory(
                 ONE_WHOLE,
             ],
             r"^host memory is too small: .*, and 2 x 0.0 GiB are usable .*, shard cat_0 row_wise, ",
+        ),
+        # All are on disk already.
+        (
+            [*BOTH_ON_DISK, f"sharding.hbm_gib={3 / 1024}", f"sharding.host_gib={0.5 / 1024}"],
+            r"^host memory is too small: .* for rows of tables on disk\). Use hosts with more memory \(sharding.host_gib",
+        ),
+        # The rows that a table on disk keeps on the device are too many.
+        (
+            [
+                *("sharding.hbm_gib=0.001", "sharding.host_gib=1", "sharding.staged_gib=0.01"),
+                *("sharding.disk_path=/tables", LARGE_CACHE),
+            ],
+            r"^the tables do not fit: .*, keep cat_2 on disk .*, lower cache of cat_0 in sharding.tables, or raise",
         ),
         # The devices are too small too.
         (
