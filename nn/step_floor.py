@@ -27,7 +27,8 @@ from nn.training.dense_optimizer import dense_rule
 # sheet (495 and 989 TFLOP/s), plain fp32, which is the data sheet's number, and fp8, which is twice bf16 there.
 BF16_FLOPS_PER_S = 788e12
 # The same products for four seconds, from 0.2 s on: 565 to 590 TFLOP/s in bf16 at 1,425 to 1,500 MHz, 970 to 1,035 in fp8. The
-# larger ones, since this is a lower bound. Not measured: TF32, of which the same share is taken, and plain fp32.
+# larger ones, since this is a lower bound. Not measured: TF32, of which the same share is taken, and plain fp32, which keeps its
+# rate.
 SUSTAINED_SHARE = 590 / 788
 SUSTAINED_FP8_SPEEDUP = 1035 / 590
 TF32_FLOPS_PER_S = BF16_FLOPS_PER_S / 2
@@ -149,6 +150,7 @@ def floor_of(
         all_to_all=count_all_to_all(config, spec, batch, sent, own, world_size, expands=expands),
         flops_per_s=_flops_per_s(config),
         global_batch_size=config.train.batch_size,
+        sustained_share=1 if _is_plain_fp32(config) else SUSTAINED_SHARE,
     )
 
 
@@ -355,13 +357,9 @@ def unique_rows(
     return first + others - first * others / cardinality
 
 
-def _ids_per_row(spec: FeatureSpec, expands: bool, names: Collection[str] | None = None) -> float:
-    """Return the stored ids of a row, of some features or of all."""
-    return sum(
-        1 if expands else feature.mean_hotness
-        for feature in spec.categorical
-        if names is None or feature.name in names
-    )
+def _ids_per_row(spec: FeatureSpec, expands: bool) -> float:
+    """Return the stored ids of a row."""
+    return sum(1 if expands else feature.mean_hotness for feature in spec.categorical)
 
 
 def _embedding_bytes(config: Config) -> int:
@@ -375,4 +373,8 @@ def _activation_bytes(config: Config) -> int:
 def _flops_per_s(config: Config) -> float:
     if config.train.amp is not Amp.off:
         return BF16_FLOPS_PER_S
-    return TF32_FLOPS_PER_S if config.train.tf32 else FP32_FLOPS_PER_S
+    return FP32_FLOPS_PER_S if _is_plain_fp32(config) else TF32_FLOPS_PER_S
+
+
+def _is_plain_fp32(config: Config) -> bool:
+    return config.train.amp is Amp.off and not config.train.tf32
