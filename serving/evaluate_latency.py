@@ -17,7 +17,8 @@ def run(composed: DictConfig) -> None:
         config: LatencyConfig = to_config(composed)
         # Imported here: the errors above need none of it.
         from serving.client.latency import measure
-        from serving.client.results import draw, write_csv
+        from serving.client.latency_picture import draw
+        from serving.client.results import write_csv
 
         results = asyncio.run(measure(config, lambda line: print(on_one_line(line), flush=True)))
         if config.output is not None:

@@ -1,4 +1,4 @@
-"""Results of loads: a table for the terminal, a CSV file and a picture."""
+"""Results of loads: a table for the terminal, and a CSV file."""
 
 import csv
 import io
@@ -103,32 +103,3 @@ def write_csv(results: Sequence[LoadResult], path: Path) -> None:
     for result in results:
         writer.writerow(asdict(result))
     replace_bytes(path, text.getvalue().encode(), path.with_name(f".{path.name}.tmp"))
-
-
-def draw(results: Sequence[LoadResult], title: str, facts: str, path: Path) -> None:
-    """Draw latency and throughput over the rows of a request, a line per load.
-
-    Raises:
-        OSError: the picture cannot be written.
-    """
-    from nn.plots.style import picture
-
-    loads = list(dict.fromkeys(result.load for result in results))
-    batches = sorted({result.batch for result in results})
-    with picture(path, 4.6, title, facts) as figure:
-        latency, speed = figure.subplots(1, 2)
-        for load in loads:
-            rows = [result for result in results if result.load == load]
-            sizes = [result.batch for result in rows]
-            (drawn,) = latency.plot(sizes, [row.p99_ms for row in rows], marker="o", label=load)
-            style = {"marker": ".", "linestyle": ":", "color": drawn.get_color()}
-            latency.plot(sizes, [row.p50_ms for row in rows], **style)
-            speed.plot(sizes, [row.rows_per_s for row in rows], marker="o", label=load)
-        latency.set(title="Latency: p99, p50 dotted", ylabel="ms", yscale="log")
-        speed.set(title="Throughput", ylabel="rows/s", yscale="log")
-        for axes in (latency, speed):
-            axes.set(xlabel="rows per request", xscale="log")
-            axes.set_xticks(batches, [f"{size:,}" for size in batches])
-            axes.minorticks_off()
-            axes.yaxis.set_major_formatter("{x:,g}")
-            axes.legend(title="requests")

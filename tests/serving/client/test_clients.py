@@ -14,8 +14,9 @@ from nn.metrics.ranking import roc_auc
 from serving.client.accuracy import evaluate, lines
 from serving.client.connection import Address
 from serving.client.latency import measure
+from serving.client.latency_picture import draw
 from serving.client.load import Body, closed_load
-from serving.client.results import draw, write_csv
+from serving.client.results import write_csv
 from tests.helpers.composed import compose_config, ranks_of_cpu
 from tests.helpers.datasets import write_clicks
 from tests.nn.training.test_ragged import dataset as ragged_data  # noqa: F401

@@ -1,0 +1,145 @@
+"""Picture of the results of loads: latency and throughput, over what was varied."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving.client.results import LoadResult
+
+NEAREST = 0.09
+"""Least distance of two ticks, as a share of their axis."""
+FEWEST_TICKS = 3
+MOST_TICKS = 8
+MARGIN = 1.12
+"""Of an axis around its values, as a factor."""
+STEPS = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+"""Numbers of a decade that may be ticks, from few to many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of panels.
+
+    Attributes:
+        results: of it.
+        over: attribute of the x axis.
+        line: attribute that a line has in common.
+    """
+
+    results: Sequence[LoadResult]
+    over: str
+    line: str
+
+
+NAMES = {
+    "batch": "rows per request",
+    "concurrency": "requests at a time",
+    "rate": "requests per second",
+}
+
+
+def draw(results: Sequence[LoadResult], title: str, facts: str, path: Path) -> None:
+    """Draw latency and throughput; loads at a rate have panels of their own below the others.
+
+    Raises:
+        OSError: the picture cannot be written.
+    """
+    from nn.plots.style import picture
+
+    rows = [_row([r for r in results if r.rate is None], "concurrency")]
+    rows.append(_row([r for r in results if r.rate is not None], "rate"))
+    rows = [row for row in rows if row.results]
+    with picture(path, 0.9 + 3.7 * len(rows), title, facts) as figure:
+        panels = figure.subplots(len(rows), 2, squeeze=False)
+        for row, (latency, speed) in zip(rows, panels, strict=True):
+            _draw_row(row, latency, speed)
+
+
+def _row(results: Sequence[LoadResult], load: str) -> _Row:
+    """Return a row over the loads if several rates are asked, or one number of rows alone; else over the rows."""
+    loads = {getattr(result, load) for result in results}
+    batches = {result.batch for result in results}
+    if len(loads) > 1 and (load == "rate" or len(batches) == 1):
+        return _Row(results, load, "batch")
+    return _Row(results, "batch", load)
+
+
+def _draw_row(row: _Row, latency: Any, speed: Any) -> None:
+    lines = list(dict.fromkeys(getattr(result, row.line) for result in row.results))
+    for value in lines:
+        found = [result for result in row.results if getattr(result, row.line) == value]
+        found.sort(key=lambda result: getattr(result, row.over))
+        places = [getattr(result, row.over) for result in found]
+        label = f"{value:,g}"
+        (drawn,) = latency.plot(places, [r.p99_ms for r in found], marker="o", label=label)
+        style = {"marker": ".", "linestyle": ":", "color": drawn.get_color()}
+        latency.plot(places, [r.p50_ms for r in found], **style)
+        speed.plot(places, [r.rows_per_s for r in found], marker="o", label=label)
+    places = sorted({getattr(result, row.over) for result in row.results})
+    latency.set(title="Latency: p99, p50 dotted", ylabel="ms")
+    speed.set(title="Throughput", ylabel="rows/s")
+    _set_log(latency.yaxis, [v for r in row.results for v in (r.p50_ms, r.p99_ms)])
+    _set_log(speed.yaxis, [result.rows_per_s for result in row.results])
+    for axes in (latency, speed):
+        axes.set_xlabel(NAMES[row.over])
+        _set_log(axes.xaxis, places, at=places)
+        axes.legend(title=NAMES[row.line])
+
+
+def _set_log(axis: Any, values: Sequence[float], at: Sequence[float] | None = None) -> None:
+    """Make an axis logarithmic, with plain numbers as ticks: matplotlib writes powers of ten alone, often none."""
+    low, high = limits(values)
+    ticks = round_ticks(low, high) if at is None else apart(at, low, high)
+    set_scale, set_limits = (
+        (axis.axes.set_xscale, axis.axes.set_xlim)
+        if axis.axis_name == "x"
+        else (axis.axes.set_yscale, axis.axes.set_ylim)
+    )
+    set_scale("log")
+    set_limits(low, high)
+    axis.set_ticks(ticks, [_number(tick) for tick in ticks])
+    axis.set_ticks([], minor=True)
+
+
+def limits(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of an axis, with room around the values."""
+    low, high = min(values), max(values)
+    # A single value, or nearly equal ones, are drawn in the middle, not blown up.
+    room = max(MARGIN, math.sqrt(2.0 / (high / low)))
+    return low / room, high * room
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers of a logarithmic axis, at least three."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    ticks: list[float] = []
+    for steps in STEPS:
+        numbers = (step * 10.0**power for power in range(first, last + 1) for step in steps)
+        found = [number for number in numbers if low <= number <= high]
+        if len(found) > MOST_TICKS and len(ticks) >= FEWEST_TICKS:
+            break
+        ticks = found
+        if len(ticks) > FEWEST_TICKS:
+            break
+    if len(ticks) >= FEWEST_TICKS:
+        return apart(ticks, low, high)
+    size = 10.0 ** math.floor(math.log10((high - low) / FEWEST_TICKS))
+    size *= max(step for step in (1, 2, 5) if step * size * FEWEST_TICKS <= high - low)
+    return [size * n for n in range(math.ceil(low / size), math.floor(high / size) + 1)]
+
+
+def apart(ticks: Sequence[float], low: float, high: float) -> list[float]:
+    """Return the ticks whose texts do not touch; of two that would, the larger one."""
+    size = math.log(high / low)
+    kept: list[float] = []
+    for tick in reversed(ticks):
+        if not kept or math.log(kept[-1] / tick) >= NEAREST * size:
+            kept.append(tick)
+    return kept[::-1]
+
+
+def _number(value: float) -> str:
+    """Return a number as people write it."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
