@@ -102,9 +102,16 @@ def not_a_number(value: str, number: str) -> str:
     """Return the condition that the column `value` is not missing, and its `number` not a finite one."""
     as_text = f"CAST({value} AS STRING)"
     return (
-        f"NOT coalesce(abs({number}) <= {LARGEST_DOUBLE}, false) AND {value} IS NOT NULL "
-        f"AND {as_text} <> '' AND lower(trim({as_text})) NOT IN ('nan', '+nan', '-nan')"
+        f"(NOT coalesce(abs({number}) <= {LARGEST_DOUBLE}, false) AND {value} IS NOT NULL "
+        f"AND {as_text} <> '' AND lower(trim({as_text})) NOT IN ('nan', '+nan', '-nan') "
+        f"OR {only_duckdb_reads(value)})"
     )
+
+
+def only_duckdb_reads(value: str) -> str:
+    """Return the condition that DuckDB takes the text of a column for a number, and `NUMBER` and Spark do not: 1_0, +-1."""
+    as_text = f"CAST({value} AS STRING)"
+    return f"(contains({as_text}, '_') OR contains({as_text}, '+-'))"
 
 
 def shown_value(value: str) -> str:

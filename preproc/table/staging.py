@@ -20,6 +20,7 @@ from preproc.table.expressions import (
     is_missing,
     not_a_number,
     number_of,
+    only_duckdb_reads,
     quoted,
     shown_value,
     text,
@@ -395,7 +396,7 @@ def _number(name: str, key: str, title: str) -> tuple[str, list[str]]:
     }[key]
     return number, [
         f"WHEN coalesce(CAST({name} AS STRING), '') = '' THEN {text(f'{title} is missing')}",
-        f"WHEN NOT coalesce({good}, false) "
+        f"WHEN NOT coalesce({good}, false) OR {only_duckdb_reads(name)} "
         f"THEN {text(f'{title} is ')} || {shown_value(name)} || {text(f', wanted {wanted}')}",
     ]
 

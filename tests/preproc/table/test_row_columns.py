@@ -74,6 +74,7 @@ def test_one_regression_label_is_the_file_of_labels(tmp_path):
             "much",
             "row 2: the label rating is much, wanted a finite number",
         ),
+        (2, "1_0", "row 2: the label rating is 1_0, wanted a finite number"),
         (2, "", "row 2: the label rating is missing"),
         (
             3,

@@ -92,9 +92,14 @@ def fitted(tmp_path_factory) -> tuple[Path, list[list[str]]]:
 @pytest.fixture(scope="module")
 def raw(fitted, tmp_path_factory) -> RawValues:
     directory = tmp_path_factory.mktemp("model")
-    spec = FeatureSpec.load(fitted[0])
-    description = write_raw_values(directory, str(fitted[0]), spec, {})
-    manifest = Manifest(
+    return RawValues.load(directory, manifest_of(directory, fitted[0]))
+
+
+def manifest_of(directory: Path, data: Path) -> Manifest:
+    """Return the manifest of a model of a dataset, whose raw values are written."""
+    spec = FeatureSpec.load(data)
+    description = write_raw_values(directory, str(data), spec, {})
+    return Manifest(
         name="m",
         model="m",
         numerical=list(spec.numerical),
@@ -106,7 +111,6 @@ def raw(fitted, tmp_path_factory) -> RawValues:
         raw=json.loads(json.dumps(description)),
         files=describe_files(directory),
     )
-    return RawValues.load(directory, manifest)
 
 
 def columns_of(rows: list[list[str]]) -> dict[str, list[str]]:
@@ -174,6 +178,85 @@ def test_numbers_need_not_be_texts(fitted, raw):
         InputError, match="'code' has floating-point numbers; send it as integers or BYTES"
     ):
         featured(raw, columns | {"code": np.array([17.0, 17, 4])})
+
+
+NUMBERS = [
+    "1_0",
+    "1_0.5",
+    "1e1_0",
+    "_1",
+    "1_",
+    "1__0",
+    "0x10",
+    "0b1",
+    "1d",
+    "1f",
+    "1e",
+    "1e+",
+    "e1",
+    ".",
+]
+NUMBERS += [
+    "1,000",
+    "1 0",
+    "--1",
+    "+-1",
+    "inf",
+    "-Infinity",
+    "1e400",
+    "nan(1)",
+    "one",
+    "\xa01",
+    "\uff11",
+    "1L",
+]
+NUMBERS += [
+    " 12 ",
+    "\t3",
+    "+4",
+    "-0",
+    ".5",
+    "5.",
+    "1e1",
+    "1E-3",
+    "+.5e+2",
+    "007",
+    "nan",
+    " NaN ",
+    "-nan",
+    "",
+    "9" * 30,
+]
+
+
+def test_a_text_is_a_number_to_preprocessing_and_to_the_server_alike(tmp_path):
+    with (tmp_path / "logs.csv").open("w", newline="") as stream:
+        lines = csv.writer(stream, quoting=csv.QUOTE_ALL)
+        lines.writerow(["click", "x", "place"])
+        lines.writerows([[place % 2, text, place] for place, text in enumerate(NUMBERS)])
+        lines.writerows([[n % 2, "1", 99] for n in range(40)])
+    table = f"{{sources: {{logs: {{files: '{tmp_path}/logs.csv'}}}}, label: {{name: click}}, "
+    table += "numerical: [x, place], categorical: [{name: c, expression: place, buckets: 2}]}"
+    options = ("dataset=any", f"table={table}", "train_fraction=0.9")
+    preproc(*options, f"output={tmp_path / 'data'}", "on_bad=skip", "numerical_dtype=float32")
+    spec = FeatureSpec.load(tmp_path / "data")
+    source = open_dataset(spec)
+    stored = source.read("train", np.array([[0, source.num_rows("train")]])).numerical
+    wanted = {int(place): x for x, place in stored if place < 99}
+    directory = tmp_path / "model"
+    directory.mkdir()
+    manifest = manifest_of(directory, tmp_path / "data")
+    raw = RawValues.load(directory, manifest)
+    found = {}
+    for place, text in enumerate(NUMBERS):
+        try:
+            rows = featured(raw, {"x": [text], "place": [str(place)]})
+        except InputError:
+            continue
+        found[place] = rows.numerical[0, 0].item()
+    assert {NUMBERS[place] for place in found} == {NUMBERS[place] for place in wanted}
+    assert found == wanted
+    assert NUMBERS.index("1_0") not in found
 
 
 def test_columns_are_named(fitted, raw):
