@@ -17,6 +17,7 @@ from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import Device, ServerConfig
 from configs.stop_signals import INTERRUPTED
+from serving.http_address import authority
 from serving.loading import COPYING_THREADS, model_loader
 from serving.manifest import MANIFEST
 from serving.token_file import read_token
@@ -117,7 +118,7 @@ async def serve(service: "Service", config: ServerConfig, started: float) -> Non
         now = time.perf_counter()
         say(
             f"ready after {now - STARTED:.1f} s, {started - STARTED:.1f} s of them imports: {service.title} on "
-            f"http://{config.host}:{port}"
+            f"http://{authority(config.host, port)}"
         )
         if config.host not in LOOPBACK and config.token_file is None:
             say(

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from configs.messages import shown
+from serving.http_address import authority
 
 HEAD_BYTES = 64 << 10
 TIMEOUT_S = 120.0
@@ -101,7 +102,7 @@ class Connection:
         except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             self.close()
             reason = str(error) or type(error).__name__
-            where = f"{self._address.host}:{self._address.port}"
+            where = authority(self._address.host, self._address.port)
             raise ServerError(f"no answer from {where}: {reason}; is the server ready?") from None
 
     def head(self, path: str, body: bytes | None, header_length: int | None = None) -> bytes:
@@ -109,7 +110,7 @@ class Connection:
         address = self._address
         lines = [
             f"{'GET' if body is None else 'POST'} {address.prefix}{path} HTTP/1.1",
-            f"Host: {address.host}:{address.port}",
+            f"Host: {authority(address.host, address.port)}",
         ]
         if body is not None:
             lines.append(f"Content-Length: {len(body)}")

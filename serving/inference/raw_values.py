@@ -26,9 +26,9 @@ from serving.manifest import Manifest, ModelError
 
 NOT_A_NUMBER = ("nan", "+nan", "-nan")
 SEPARATOR = "\x1f"
+"""Separates the values of a cross."""
 MOST_VALUES = 65_536
 """Values of one text that a separator parts."""
-"""Separates the values of a cross."""
 SMALLEST_OVERFLOW = {True: 65520.0, False: math.inf}
 """By whether numbers are stored as float16: beyond it the stored type has no number."""
 

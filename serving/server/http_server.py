@@ -300,9 +300,10 @@ class HttpServer:
     def _check_token(self, request: Request) -> None:
         if self._limits.token is None or request.path in OPEN_PATHS:
             return
-        wanted = f"Bearer {self._limits.token}".encode()
-        got = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(wanted, got):
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        wanted, got = self._limits.token.encode(), token.lstrip(" ").encode("latin-1")
+        # The name of a scheme has no case (RFC 9110, 11.1).
+        if not (hmac.compare_digest(wanted, got) and scheme.lower() == "bearer"):
             raise RequestError(
                 HTTPStatus.UNAUTHORIZED,
                 "want the header Authorization: Bearer TOKEN with the server's token",

@@ -12,12 +12,14 @@ def run(composed: DictConfig) -> None:
     """Check the composed options and write the repository; report errors in one line."""
     with errors_end_command(place_of(composed, "output"), interrupted=NO_OUTPUT):
         config: TritonConfig = to_config(composed)
-        from serving.triton.repository import write_repository
+        from serving.triton.repository import LOOPBACK, write_repository
 
         names = write_repository(config)
     print(on_one_line(f"models     {', '.join(names)}"))
     print(
-        on_one_line(f"written to {config.output}; tritonserver --model-repository {config.output}")
+        on_one_line(
+            f"written to {config.output}; tritonserver --model-repository {config.output} {LOOPBACK}"
+        )
     )
 
 

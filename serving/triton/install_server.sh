@@ -2,7 +2,7 @@
 # Triton without a container, for tests and laptops: the real tritonserver that the wheel of nvidia-pytriton carries.
 #
 #   serving/triton/install_server.sh DIR        downloads 55 MB and takes 170 MB in DIR, a virtual environment of its own
-#   DIR/tritonserver --model-repository REPOSITORY --http-port 8000
+#   DIR/tritonserver --model-repository REPOSITORY --http-address 127.0.0.1 --grpc-address 127.0.0.1 --metrics-address 127.0.0.1
 #
 # It needs Linux with glibc 2.35 or later, and a Python with libpython as a shared library. It has the Python backend only, which
 # the repositories of `python -m serving.triton` use, unless layout=ensemble with dense_format=onnx. PYTHON names another

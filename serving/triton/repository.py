@@ -25,6 +25,8 @@ from serving.triton.text_proto import Word, entries, text_proto
 EMBEDDINGS = "embeddings"
 CONFIG = "config.pbtxt"
 VERSION = "1"
+LOOPBACK = " ".join(f"--{kind}-address 127.0.0.1" for kind in ("http", "grpc", "metrics"))
+"""Options of tritonserver, which else listens on every interface."""
 
 
 def write_repository(config: TritonConfig) -> list[str]:

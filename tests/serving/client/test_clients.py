@@ -12,11 +12,12 @@ from configs.serving_schema import AccuracyConfig, LatencyConfig
 from nn.build import open_source
 from nn.metrics.ranking import roc_auc
 from serving.client.accuracy import evaluate, lines
-from serving.client.connection import Address
+from serving.client.connection import Address, Connection
 from serving.client.latency import measure
 from serving.client.latency_picture import draw
 from serving.client.load import Body, closed_load
 from serving.client.results import write_csv
+from serving.http_address import authority
 from tests.helpers.composed import compose_config, ranks_of_cpu
 from tests.helpers.datasets import write_clicks
 from tests.nn.training.test_ragged import dataset as ragged_data  # noqa: F401
@@ -104,6 +105,14 @@ def test_what_cannot_be_measured_is_said_in_one_line(served, changed, message):
     with pytest.raises(ValueError, match=message) as refused:
         asyncio.run(measure(config, print))
     assert "\n" not in str(refused.value)
+
+
+def test_a_number_of_ipv6_has_brackets():
+    address = Address.of("http://[::1]:8000/there")
+    assert (address.host, address.port) == ("::1", 8000)
+    head = Connection(address).head("/v2", None)
+    assert head == b"GET /there/v2 HTTP/1.1\r\nHost: [::1]:8000\r\n\r\n"
+    assert authority("localhost", 8000) == "localhost:8000"
 
 
 def test_a_dataset_of_other_features_is_refused(served, tmp_path):

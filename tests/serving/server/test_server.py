@@ -357,7 +357,11 @@ def test_a_token_is_wanted(models, tmp_path):
     with serving(models["one"], token_file=str(tmp_path / "token")) as client:
         assert client.call("/v2/models")[0] == client.infer(inputs(NUMERICAL, IDS))[0] == 401
         assert client.call("/v2/models", headers={"Authorization": "Bearer s3cre"})[0] == 401
-        assert client.call("/v2/models", headers={"Authorization": "Bearer s3cret"})[0] == 200
+        assert client.call("/v2/models", headers={"Authorization": "Basic s3cret"})[0] == 401
+        assert client.call("/v2/models", headers={"Authorization": "Bearer"})[0] == 401
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            headers = {"Authorization": f"{scheme} s3cret"}
+            assert client.call("/v2/models", headers=headers)[0] == 200
         assert client.call("/v2/health/ready")[0] == 200
 
 

@@ -21,8 +21,9 @@ from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
 from serving.manifest import Manifest
 from serving.triton.parts import EMBEDDINGS, load_part
-from serving.triton.repository import write_repository
+from serving.triton.repository import LOOPBACK, write_repository
 from serving.triton.text_proto import Word, entries, text_proto
+from tests.helpers.command import ROOT
 from tests.serving.handmade_model import FEATURES, some_rows, write_model
 
 SERVER = os.environ.get("TRITONSERVER", "")
@@ -162,15 +163,24 @@ def test_what_cannot_be_written_is_refused(model, tmp_path, monkeypatch, options
     assert not (tmp_path / "new").exists()
 
 
+def test_every_command_that_is_shown_listens_on_loopback():
+    """tritonserver listens on every interface by default, for HTTP, gRPC and metrics."""
+    page = (ROOT / "docs/serving.md").read_text() + (ROOT / "README.md").read_text()
+    shown = [line for line in page.splitlines() if line.startswith("tritonserver ")]
+    assert shown
+    assert all(LOOPBACK in line for line in shown)
+
+
 @pytest.mark.skipif(not SERVER, reason="TRITONSERVER names no server; install_server.sh makes one")
 def test_a_real_server_scores_as_the_model(model, repositories, tmp_path):
     ports = [_free_port() for _ in range(3)]
     kinds = [f"--model-repository={repositories[kind]}" for kind in ("monolithic", "ensemble")]
     names = ("http", "grpc", "metrics")
     listen = [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
-    hosts = [f"--{name}-address=127.0.0.1" for name in names]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([SERVER, *kinds, *listen, *hosts], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [SERVER, *kinds, *listen, *LOOPBACK.split()], stdout=log, stderr=log
+        )
         try:
             _wait_until_ready(ports[0], process, tmp_path / "log")
             rows = some_rows(4, 3, 1)
