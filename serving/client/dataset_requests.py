@@ -48,7 +48,7 @@ class RequestEncoder:
     def __init__(self, metadata: Mapping[str, Any], spec: FeatureSpec) -> None:
         self._spec = spec
         try:
-            # A ragged feature may have the name of its raw column, which is another input of text.
+            # Without raw values, which are texts. Servers of earlier versions list a ragged feature and its column by one name.
             declared = {
                 entry["name"]: entry for entry in metadata["inputs"] if entry["datatype"] in DTYPES
             }

@@ -293,8 +293,14 @@ def _same(rows: Rows) -> Rows:
 def _metadata(version: Version) -> dict[str, Any]:
     manifest, raw = version.model.manifest, version.model.raw
     inputs = describe_inputs(manifest)
+    parameters = {}
     if raw is not None:
-        inputs += raw.describe_inputs()
+        if not takes_ids(manifest, {entry["name"]: entry for entry in inputs}):
+            inputs = []
+        names = {entry["name"] for entry in inputs}
+        parameters["raw"] = raw.describe_inputs()
+        # A name is listed once, since clients look inputs up by it: a ragged feature may be named as its column.
+        inputs += [entry for entry in parameters["raw"] if entry["name"] not in names]
     return {
         "name": manifest.name,
         "versions": [version.name],
@@ -312,5 +318,6 @@ def _metadata(version: Version) -> dict[str, Any]:
             "ids": [
                 feature.name for feature in manifest.fixed for _ in range(feature.hotness or 0)
             ],
+            **parameters,
         },
     }

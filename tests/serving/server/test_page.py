@@ -63,6 +63,18 @@ def training_score(row: dict[str, str], checkpoint: str, place: Path) -> float:
     return TrainingPath(trained.tables, numbers, rows, dense, trained.tasks).scores(batch).item()
 
 
+def predicted_score(row: dict[str, str]) -> float:
+    """Return the score of a raw row by the page's last command."""
+    with Path("new.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([row, row.values()])
+    (words,) = [shlex.split(block) for block in blocks("serving.md", "bash")[2:3]]
+    ended = run_command(*words[2:], "device=cpu")
+    assert ended.exit_code == 0, ended.err
+    with Path(options(words)["output"]).open() as stream:
+        (scored,) = csv.DictReader(stream)
+    return float(scored["score"])
+
+
 def test_the_page_runs_from_a_checkpoint_to_the_score_of_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train, export_it, serve = map(shlex.split, blocks("serving.md", "bash")[0].splitlines())
@@ -85,6 +97,7 @@ def test_the_page_runs_from_a_checkpoint_to_the_score_of_training(tmp_path, monk
         asked = AccuracyConfig(**options(shlex.split(words)), url=f"http://127.0.0.1:{client.port}")
         found = asyncio.run(evaluate(asked))
         trained = json.loads(Path(options(train)["run_dir"], "summary.json").read_text())
+        metadata = json.loads(client.call("/v2/models/dlrm")[1])
         assert found["outputs"]["bought"]["auc"] == pytest.approx(
             trained["best_test_auc"], abs=1e-6
         )
@@ -98,3 +111,9 @@ def test_the_page_runs_from_a_checkpoint_to_the_score_of_training(tmp_path, monk
     score = training_score(row, checkpoint, tmp_path)
     assert found["outputs"][0]["data"] == pytest.approx([score], abs=1e-6)
     assert 0.05 < score < 0.95
+    assert predicted_score(row) == pytest.approx(score, abs=1e-6)
+    names = [entry["name"] for entry in metadata["inputs"]]
+    assert sorted(names) == ["age", "city", "ids", "item", "numerical", "spent", "tastes"]
+    assert next(e for e in metadata["inputs"] if e["name"] == "tastes")["datatype"] == "INT32"
+    raw = {entry.pop("name"): entry for entry in metadata["parameters"]["raw"]}
+    assert raw == {name: {"datatype": "BYTES", "shape": [-1]} for name in row}
