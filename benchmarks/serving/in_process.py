@@ -5,7 +5,8 @@
 
 The tables have the sizes of an experiment and random numbers, the ids are uniform. Every score of some rows is compared with
 the path of the CPU in float32 first. With `--concurrency` the same model then answers requests of the first batch size over
-HTTP on loopback. Results with date, machine and commit are in docs/serving.md.
+HTTP on loopback, and the last line of each load has rows/s in process, over HTTP, and their ratio. `--device cpu` measures the
+CPU's path. Results with date, machine and commit are in docs/serving.md.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from benchmarks.rows import compose_row
 from benchmarks.serving.over_http import HEAD, measure
 from benchmarks.serving.synthetic_model import CHECKED_ROWS, DENSE_TYPES, prepare, some_rows
 from serving.gpu.model import GpuModel
+from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
 from serving.loading import COPYING_THREADS
 from serving.manifest import TABLE_BYTES
@@ -39,27 +41,38 @@ def main() -> None:
     config = compose_row("dlrm", f"experiment={args.experiment}")
     with tempfile.TemporaryDirectory() as folder:
         model, reference = prepare(args, config, Path(folder))
+    if args.device == "cpu":
+        report(reference, args)
+        return
     rows = [some_rows(model.manifest, CHECKED_ROWS, seed) for seed in range(2)]
     worst = max(float((model.scores(part) - reference.scores(part)).abs().max()) for part in rows)
     print(f"largest difference from the CPU in float32, {2 * CHECKED_ROWS:,} rows: {worst:.1e}")
     report(model, args)
 
 
-def report(model: GpuModel, args: argparse.Namespace) -> None:
+def report(model: GpuModel | ServedModel, args: argparse.Namespace) -> None:
     """Measure a model and print a line per batch."""
     print(f"{'batch':>7} {'p50 ms':>8} {'p99 ms':>8} {'M rows/s':>9}")
+    speeds = []
     for size in args.batches:
         batches = [some_rows(model.manifest, size, seed) for seed in range(BATCHES)]
         seconds = timed(model.scores, batches, args.seconds)
         p50, p99 = np.quantile(seconds, [0.5, 0.99]) * 1e3
-        print(f"{size:7,} {p50:8.3f} {p99:8.3f} {size / np.mean(seconds) / 1e6:9.2f}", flush=True)
+        speeds.append(size / np.mean(seconds))
+        print(f"{size:7,} {p50:8.3f} {p99:8.3f} {speeds[-1] / 1e6:9.2f}", flush=True)
     if args.concurrency is None:
         return
     print(HEAD)
     batches = [some_rows(model.manifest, args.batches[0], seed) for seed in range(BATCHES)]
     for clients in args.clients:
-        found = measure(model, batches, args.concurrency, clients, args.seconds)
-        print(asyncio.run(found), flush=True)
+        load = measure(model, batches, args.concurrency, clients, args.seconds)
+        line, speed = asyncio.run(load)
+        print(line)
+        print(
+            f"{args.batches[0]:,} rows per request: {speeds[0]:,.0f} rows/s in process, {speed:,.0f} over HTTP on loopback, ratio "
+            f"{speed / speeds[0]:.2f}",
+            flush=True,
+        )
 
 
 def arguments() -> argparse.Namespace:

@@ -44,8 +44,8 @@ class OneVersion(Versions):
 
 async def measure(
     model: Model, batches: Sequence[Rows], concurrency: int, clients: int, seconds: float
-) -> str:
-    """Serve a model, send it the batches in turns, and return a line below `HEAD`.
+) -> tuple[str, float]:
+    """Serve a model, send it the batches in turns, and return a line below `HEAD`, and rows per second.
 
     Args:
         model: to serve.
@@ -85,18 +85,19 @@ async def measure(
 
 def _line(
     found: list[dict[str, Any]], batch: int, concurrency: int, server_ms: float, rows: float
-) -> str:
+) -> tuple[str, float]:
     error = next((one["error"] for one in found if one["error"]), None)
     if error is not None:
         raise ValueError(f"a request failed: {error}")
     ms = 1e3 * np.concatenate([one["latencies"] for one in found])
     p50, p99 = np.quantile(ms, [0.5, 0.99])
-    speed = sum(len(one["latencies"]) / one["seconds"] for one in found) * batch / 1e6
+    speed = sum(len(one["latencies"]) / one["seconds"] for one in found) * batch
     client_ms = 1e3 * sum(one["cpu"] for one in found) / len(ms)
-    return (
-        f"{batch:7,} {concurrency:9} {len(found):7} {len(ms):9,} {p50:8.3f} {p99:8.3f} {speed:9.2f} {client_ms:9.3f} "
+    line = (
+        f"{batch:7,} {concurrency:9} {len(found):7} {len(ms):9,} {p50:8.3f} {p99:8.3f} {speed / 1e6:9.2f} {client_ms:9.3f} "
         f"{server_ms:9.3f} {rows:10,.0f}"
     )
+    return line, speed
 
 
 async def _start(command: Sequence[str]) -> asyncio.subprocess.Process:
