@@ -69,8 +69,8 @@ def report(model: GpuModel | ServedModel, args: argparse.Namespace) -> None:
         line, speed = asyncio.run(load)
         print(line)
         print(
-            f"{args.batches[0]:,} rows per request: {speeds[0]:,.0f} rows/s in process, {speed:,.0f} over HTTP on loopback, ratio "
-            f"{speed / speeds[0]:.2f}",
+            f"{args.batches[0]:,} rows per request: {speeds[0]:,.0f} rows/s in process, {speed:,.0f} over HTTP on loopback, "
+            f"ratio {speed / speeds[0]:.2f}",
             flush=True,
         )
 

@@ -203,7 +203,8 @@ ROOMS = {
     "serving.manifest": set(),
     "serving.versions": {"serving.manifest"},
     "serving.token_file": set(),
-    "serving.client": {"serving.manifest", "serving.token_file"},
+    "serving.http_address": set(),
+    "serving.client": {"serving.http_address", "serving.manifest", "serving.token_file"},
     "serving.evaluate_accuracy": {"serving.client"},
     "serving.evaluate_latency": {"serving.client"},
     "serving.inference": {"serving.manifest", "serving.versions"},
@@ -214,6 +215,7 @@ ROOMS = {
     "serving.server": {"serving.inference"},
     "serving.export": {"serving.exporting", "serving.manifest", "serving.versions"},
     "serving.run": {
+        "serving.http_address",
         "serving.inference",
         "serving.loading",
         "serving.manifest",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-import nn.plots.style
+from nn.plots import style
 from serving.client.latency_picture import draw, limits, round_ticks
 from serving.client.results import LoadResult
 
@@ -28,7 +28,7 @@ def drawn(results: Iterable[LoadResult], monkeypatch, tmp_path) -> list:
     def picture(*_):
         yield figure
 
-    monkeypatch.setattr(nn.plots.style, "picture", picture)
+    monkeypatch.setattr(style, "picture", picture)
     draw(list(results), "title", "facts", tmp_path / "x.png")
     figure.canvas.draw()
     return figure.axes
