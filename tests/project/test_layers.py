@@ -452,6 +452,7 @@ def has_modules(name: str) -> bool:
     return any(each.startswith(f"{name}.") for each in sources())
 
 
+@cache
 def rooms_imported(lazy: bool) -> dict[str, set[str]]:
     """Room -> other rooms of its package that its modules import."""
     arrows = {room: set() for room in ROOMS}
