@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.messages import printable, shown
 from configs.option_values import FLOAT32_MAX, hints, takes, wanted
-from configs.overrides import no_option
+from configs.overrides import no_option, no_variable
 from configs.schema import describe, open_sections
 
 MAX_NESTING = 64
@@ -235,8 +235,7 @@ def _check_choice(group: str, value: str, choices: Choices) -> None:
         resolver, colon, variable = name.partition(":")
         if resolver == "oc.env" and "," not in variable and not _is_set(variable):
             raise ValueError(
-                f"{group}: got {shown(value)}, but there is no environment variable {printable(variable)}; set it, or write "
-                f"${{oc.env:{printable(variable)},DEFAULT}} or a name"
+                f"{group}: got {shown(value)}, {no_variable(printable(variable))} or a name"
             )
         if not colon and name not in choices.groups:
             raise ValueError(

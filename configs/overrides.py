@@ -110,8 +110,7 @@ def _why_unresolved(text: str, error: OmegaConfBaseException, options: Sequence[
     name, message = _named_in(error), str(error).partition("\n")[0]
     in_shell = "a shell replaces its own variables outside single quotes only"
     if "Environment variable" in message:
-        default = f"${{oc.env:{name},DEFAULT}}"
-        return f"but there is no environment variable {name}; set it, or write {default} or a value"
+        return f"{no_variable(name)} or a value"
     if message.startswith("Interpolation key"):
         close = get_close_matches(name, options, n=1, cutoff=0.75)
         remedy = f"did you mean ${{{close[0]}}}? write that" if close else "write its full key"
@@ -125,6 +124,13 @@ def _why_unresolved(text: str, error: OmegaConfBaseException, options: Sequence[
         return "which leads back to itself; write a value"
     message = re.sub(r"^While dereferencing interpolation '.*?': ", "", message)
     return f"which is no value of this option: {shortened(message.rstrip('.:;'))}; write one"
+
+
+def no_variable(name: str) -> str:
+    """Return the beginning of what to do about an environment variable that is not set."""
+    return (
+        f"but there is no environment variable {name}; set it, or write ${{oc.env:{name},DEFAULT}}"
+    )
 
 
 def _named_in(error: OmegaConfBaseException) -> str:

@@ -711,8 +711,8 @@ def _does_not_fit(
         f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
         f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
         f"({hardware.bytes_per_rank / GIB:.1f} GiB per rank less sharding.reserve={config.reserve:g}){beside}; "
-        f"the largest are {listed}. Either {', '.join(remedies)}, or raise the frequency limit of "
-        f"the dataset. TorchRec's planner: {_first_line(error)}"
+        f"the largest are {listed}. {_either([*remedies, 'raise the frequency limit of the dataset'])}. TorchRec's planner: "
+        f"{_first_line(error)}"
     )
 
 

@@ -7,8 +7,8 @@ that a step never misses a row.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -153,8 +153,10 @@ class HostTier:
                     self._place[index] = number, first
                     members.append(shard)
                     first += shard.rows
-            with self._closed_after_error():
+            with ExitStack() as undo:
+                undo.callback(self.close)
                 group = _group_of(members, states, device, self._directory, places.get(kind, 0))
+                undo.pop_all()
             self._groups.append(group)
         # Of both turns and every group, where kernels map; see `DeviceMoves`.
         self._counted: Tensor | None = None
@@ -380,14 +382,6 @@ class HostTier:
         """Remove the files of tables on disk; nothing is trained or saved afterwards."""
         if self._directory is not None:
             self._directory.close()
-
-    @contextmanager
-    def _closed_after_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
     def take_counts(self) -> TierCounts:
         """Return the traffic of this rank since the last call, without that of evaluations."""

@@ -20,9 +20,10 @@ from preproc.raw_tables import RawTables
 from preproc.transformed_rows import open_transformed_rows
 from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues
-from serving.manifest import Feature, Manifest, ModelError, Output, describe_files
+from serving.manifest import ModelError
 from tests.preproc.table.test_pipeline import build
 from tests.preproc.test_fitted_state import record_again
+from tests.serving.raw_manifest import raw_manifest
 
 MISSING = ["NA", "-1", "-0.5", "none", "-999"]
 KINDS = {"code": pa.int64(), "count": pa.int32(), "amount": pa.float64(), "city": pa.string()}
@@ -151,22 +152,7 @@ def served(root: Path, directory: Path) -> RawValues:
     directory.mkdir()
     spec = FeatureSpec.load(root)
     description = write_raw_values(directory, str(root), spec, {})
-    return RawValues.load(directory, manifest_of(spec, description, directory))
-
-
-def manifest_of(spec: FeatureSpec, description: dict, directory: Path) -> Manifest:
-    return Manifest(
-        name="m",
-        model="m",
-        numerical=list(spec.numerical),
-        categorical=[Feature(f.name, f.cardinality, f.hotness) for f in spec.categorical],
-        keep_rate=None,
-        outputs=[Output("y", True)],
-        dtype="fp32",
-        tables=[],
-        raw=json.loads(json.dumps(description)),
-        files=describe_files(directory),
-    )
+    return RawValues.load(directory, raw_manifest(spec, description, directory, "y"))
 
 
 def scored(raw: RawValues, columns: dict) -> dict[str, list]:
@@ -403,6 +389,6 @@ def test_what_is_no_record_of_columns_is_refused(tmp_path):
     (tmp_path / "good").mkdir()
     description = write_raw_values(tmp_path / "good", str(tmp_path / "data"), spec, {})
     for kinds in ({"code": True}, [], dict.fromkeys(description["columns"], "yes")):
-        manifest = manifest_of(spec, description | {"is_text": kinds}, tmp_path / "good")
+        manifest = raw_manifest(spec, description | {"is_text": kinds}, tmp_path / "good", "y")
         with pytest.raises(ModelError, match="raw values are malformed"):
             RawValues.load(tmp_path / "good", manifest)

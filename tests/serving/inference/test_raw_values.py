@@ -1,7 +1,6 @@
 """Raw values at a server are the features that preprocessing makes of them: the same numbers and ids."""
 
 import csv
-import json
 import re
 from pathlib import Path
 
@@ -14,8 +13,9 @@ from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues, _split
 from serving.inference.requests import InputError
 from serving.inference.vocabulary import Vocabulary, write_vocabulary
-from serving.manifest import Feature, Manifest, Output, describe_files
+from serving.manifest import Manifest
 from tests.helpers.preproc_command import preproc
+from tests.serving.raw_manifest import raw_manifest
 
 COLUMNS = ["click", "age", "price", "city", "shop", "tags", "words", "code"]
 TABLE = """{
@@ -99,18 +99,7 @@ def manifest_of(directory: Path, data: Path) -> Manifest:
     """Return the manifest of a model of a dataset, whose raw values are written."""
     spec = FeatureSpec.load(data)
     description = write_raw_values(directory, str(data), spec, {})
-    return Manifest(
-        name="m",
-        model="m",
-        numerical=list(spec.numerical),
-        categorical=[Feature(f.name, f.cardinality, f.hotness) for f in spec.categorical],
-        keep_rate=None,
-        outputs=[Output("click", True)],
-        dtype="fp32",
-        tables=[],
-        raw=json.loads(json.dumps(description)),
-        files=describe_files(directory),
-    )
+    return raw_manifest(spec, description, directory, "click")
 
 
 def columns_of(rows: list[list[str]]) -> dict[str, list[str]]:

@@ -1,0 +1,30 @@
+"""Manifest of a model of which only the raw values matter."""
+
+import json
+from pathlib import Path
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from serving.manifest import Feature, Manifest, Output, describe_files
+
+
+def raw_manifest(spec: FeatureSpec, description: dict, directory: Path, output: str) -> Manifest:
+    """Return the manifest of a model without tables.
+
+    Args:
+        spec: of the dataset.
+        description: of its raw values, which are written in the directory.
+        directory: of the model.
+        output: name of the only one.
+    """
+    return Manifest(
+        name="m",
+        model="m",
+        numerical=list(spec.numerical),
+        categorical=[Feature(f.name, f.cardinality, f.hotness) for f in spec.categorical],
+        keep_rate=None,
+        outputs=[Output(output, True)],
+        dtype="fp32",
+        tables=[],
+        raw=json.loads(json.dumps(description)),
+        files=describe_files(directory),
+    )
