@@ -125,7 +125,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
         ValueError: not JSON, a key twice in an object, or deeper than `MAX_NESTING` levels; starts with `where`.
     """
     try:
-        document = json.loads(text, object_pairs_hook=_object)
+        document = decode_json(text)
         if not _is_flat(document):
             raise ValueError(f"nested deeper than {MAX_NESTING} levels")
         return document
@@ -177,13 +177,28 @@ def file_list_text(names: Sequence[str]) -> str:
     return "\n".join([str(len(names)), *names]) + "\n"
 
 
+class DoubleKeyError(ValueError):
+    """An object of JSON has a key twice."""
+
+
+def decode_json(text: str | bytes) -> Any:
+    """Return the content of a JSON text without `parse_json`'s limit of levels, which takes a walk through all values.
+
+    Raises:
+        DoubleKeyError: an object has a key twice.
+        ValueError: it is no JSON.
+        RecursionError: it is very deep.
+    """
+    return json.loads(text, object_pairs_hook=_object)
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object; a second value of a key would replace the first one without a word."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"an object has the key {shown(twice)} twice")
+        raise DoubleKeyError(f"an object has the key {shown(twice)} twice")
     return content
 
 

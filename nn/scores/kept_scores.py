@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dataloading.dataset.documents import read_json
+from dataloading.dataset.documents import parse_json, read_json
 from dataloading.dataset.durable_files import AppendedFile, replace_text
 
 FACTS = "scores.json"
@@ -100,7 +100,7 @@ class KeptScores:
 
 def _parsed(line: str) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line, SCORES)
     except ValueError:
         return None
 

@@ -1,13 +1,13 @@
 """A client's connection to a server of KServe's v2 protocol: HTTP/1.1 on asyncio, kept alive."""
 
 import asyncio
-import json
 import ssl
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from configs.messages import shown
+from dataloading.dataset.documents import decode_json, parse_json
 from serving.http_address import authority
 
 HEAD_BYTES = 64 << 10
@@ -67,7 +67,7 @@ class Reply:
     def message(self) -> str:
         """Text of an error."""
         try:
-            return str(json.loads(self.body)["error"])
+            return str(decode_json(self.body)["error"])
         except (ValueError, LookupError, TypeError):
             return shown(self.body[:200].decode("utf-8", "replace"))
 
@@ -158,6 +158,6 @@ async def get_json(connection: Connection, path: str) -> Any:
     if reply.status != 200:
         raise ServerError(f"{path}: the server answers {reply.status}, {reply.message}")
     try:
-        return json.loads(reply.body)
-    except ValueError:
-        raise ServerError(f"{path}: the server answers no JSON") from None
+        return parse_json(reply.body, path)
+    except ValueError as error:
+        raise ServerError(f"the server answers no JSON: {error}") from None

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dataloading.dataset.documents import decode_json
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Columns, Source, read_with_keys
 from serving.client.connection import Reply, ServerError
@@ -129,7 +130,7 @@ def scores_of(reply: Reply, num_rows: int) -> dict[str, np.ndarray]:
         raise ServerError(f"the server answers {reply.status}, {reply.message}")
     try:
         length = int(reply.headers.get("inference-header-content-length", len(reply.body)))
-        document, scores, place = json.loads(reply.body[:length]), {}, length
+        document, scores, place = decode_json(reply.body[:length]), {}, length
         for entry in document["outputs"]:
             size = entry.get("parameters", {}).get("binary_data_size")
             if size is None:

@@ -5,7 +5,6 @@ are plain, and every operation is one of ATen's. A model directory is then numbe
 """
 
 import io
-import json
 import re
 import zipfile
 from collections.abc import Callable, Iterator
@@ -98,7 +97,7 @@ def _check_program(program: Any) -> None:
         if key == "expr_str" and not _is_plain(value):
             raise ValueError(f"it has the expression {shown(value)}")
         if key in ("in_spec", "out_spec") and isinstance(value, str):
-            for kind, name in _items(json.loads(value)):
+            for kind, name in _items(parse_json(value, key)):
                 if kind == "type" and name not in (
                     None,
                     "builtins.tuple",
