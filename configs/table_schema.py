@@ -17,6 +17,8 @@ FORMATS = ("csv", "tsv", "parquet")
 SPLITS = ("fraction", "last_file", "random", "column")
 # Transforms of numbers, applied in order; minmax and standardise take no argument.
 TRANSFORMS = ("fill", "clip", "log", "minmax", "standardise")
+FITTED_TRANSFORMS = ("minmax", "standardise")
+"""Those with two numbers that are fitted on training rows."""
 # Ids are stored in at most 32 bits, and id 0 is taken.
 MOST_IDS = 2**31 - 2
 MOST_ROWS = 2**63 - 1
@@ -355,7 +357,7 @@ class TableConfig:
                 f"{where}: got transforms {shown(numerical.transforms)}, want a list",
             )
             for transform in numerical.transforms:
-                _check_transform(where, transform)
+                check_transform(where, transform)
         for categorical in self.categorical:
             _check_categorical(f"table.categorical: {shown(categorical.name)}", categorical)
         self._check_names()
@@ -553,7 +555,8 @@ def _check_split(split: SplitRule, has_query: bool) -> None:
     )
 
 
-def _check_transform(where: str, transform: Any) -> None:
+def check_transform(where: str, transform: Any) -> None:
+    """Raise ValueError unless a transform is one of `Numerical`; the message begins with `where`."""
     single = not isinstance(transform, Mapping) or len(transform) == 1
     name, argument = transform_of(transform) if single else (None, None)
     require(

@@ -18,7 +18,14 @@ from typing import Any
 
 from configs.messages import printable, shortened, shown
 from configs.preproc_schema import Mode, PreprocConfig, VocabularyRows
-from configs.table_schema import Categorical, History, Numerical, TableConfig, transform_of
+from configs.table_schema import (
+    FITTED_TRANSFORMS,
+    Categorical,
+    History,
+    Numerical,
+    TableConfig,
+    transform_of,
+)
 from dataloading.dataset.dataset_directory import checksums_of
 from dataloading.dataset.documents import read_json, read_yaml
 from dataloading.dataset.feature_spec import SPEC_NAME
@@ -28,7 +35,6 @@ from preproc.dataset_writer import checksum
 from preproc.text_columns import TextColumns
 from preproc.vocabulary_file import check_vocabulary, has_days
 
-FITTED_TRANSFORMS = ("minmax", "standardise")
 SOURCE = "${source}"
 ROWS_KEYS = (
     *("sources", "query", "order_by", "missing", "label", "weight", "keep_rate", "split", "keep"),

@@ -6,7 +6,8 @@
     dense.aoti.pt2       the same as machine code of AOTInductor, on request; nothing here loads it
     tables/<table>.bin   rows, one after another: float32, bfloat16 or int8
     tables/<table>.scale.bin      int8 only: float32 per row, by which the row is multiplied
-    vocabulary/<feature>.bin      raw values only: values and their ids (`serving.inference.vocabulary`)
+    vocabulary/<feature>.bin      raw values only: values and their ids (`serving.vocabulary`)
+    proof_rows.bin       rows of the proof as features, for the proof of versions that deltas make of this one
 
 A model directory is complete or absent. Nothing in it is a pickle, and nothing is executed but the operations of `dense.pt2`,
 which `serving.inference.dense` checks first.
@@ -16,15 +17,19 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
-from configs.messages import shown
+import numpy as np
+
+from configs.messages import shortened, shown
+from configs.table_schema import MOST_HOTNESS
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
+from serving.raw_description import check_raw
 
 MANIFEST = "model.json"
 DENSE = "dense.pt2"
@@ -34,6 +39,10 @@ MACHINE_CODE = "machine_code"
 """Key of the proof of `dense.aoti.pt2`."""
 OF_ONNX = "onnx"
 """Key of the proof of `dense.onnx`."""
+VOCABULARIES = "vocabularies"
+"""Key of the source: checksums of the vocabularies that the model has learnt, by feature."""
+PROOF_ROWS = "proof_rows.bin"
+"""Features of the rows of the proof, with which the versions that deltas make of this one are proved."""
 FORMAT = 1
 MOST_ROWS = 65_536
 """Rows of the largest batch that the dense component takes."""
@@ -189,9 +198,11 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """A number that differs between models of different content, 12 hex digits."""
-        hashes = {name: state.sha256 for name, state in self.files.items()}
-        return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:12]
+        """A number that differs between models of different weights, vocabularies or transformations, 12 hex digits."""
+        document = {k: v for k, v in asdict(self).items() if k not in ("source", "proof", "files")}
+        hashes = {n: state.sha256 for n, state in self.files.items() if n != PROOF_ROWS}
+        text = json.dumps([document, hashes], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def interface(self) -> dict[str, Any]:
         """Return what a client depends on: a version that replaces another must have the same."""
@@ -233,7 +244,9 @@ class Manifest:
             manifest = cls._of(document)
             _check(directory, manifest)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise ModelError(f"{path} is no manifest of a model: {shown(error)}") from None
+            is_told = isinstance(error, ValueError)
+            reason = shortened(str(error), 300) if is_told else shown(error)
+            raise ModelError(f"{path} is no manifest of a model: {reason}") from None
         return manifest
 
     @classmethod
@@ -269,23 +282,46 @@ class Manifest:
         """Compare size and SHA-256 of every file, `threads` of them at a time.
 
         Raises:
-            ModelError: a file is missing or differs.
+            ModelError: a file is missing or differs, or a table has a number that is not finite.
         """
         self.check_sizes(directory)
+        # In the same pass: to read a table takes longer than to look at its numbers.
+        kinds: dict[str, str] = {}
+        for table in self.tables:
+            kinds |= {table.file: self.dtype, table.scale_file: "fp32"}
 
         def check(name: str) -> None:
+            bad: list[bool] = []
+
+            def look(block: bytes) -> None:
+                bad.append(not _all_finite(block, kinds.get(name)))
+
             try:
-                got = file_state(directory / name)
+                got = file_state(directory / name, look)
             except OSError as error:
                 raise _unreadable(directory / name, error) from None
             if got != self.files[name]:
                 raise _damaged(directory / name, "its SHA-256 differs")
+            if any(bad):
+                raise ModelError(
+                    f"{directory / name} has a number that is not finite; export a checkpoint of a training that has not diverged"
+                )
 
         with ThreadPoolExecutor(threads, "hash") as pool:
             # The largest first, so that no thread begins with it when the others end.
             names = sorted(self.files, key=lambda name: -self.files[name].bytes)
             for _ in pool.map(check, names):
                 pass
+
+
+def _all_finite(block: bytes, dtype: str | None) -> bool:
+    """Return whether the numbers of a part of a table's file are finite; of a file that is no table nothing is known."""
+    if dtype == "fp32":
+        return bool(np.isfinite(np.frombuffer(block, "<f4", len(block) // 4)).all())
+    if dtype == "bf16":
+        # Infinities and NaN have all bits of the exponent.
+        return not (np.frombuffer(block, "<u2", len(block) // 2) & 0x7F80 == 0x7F80).any()
+    return True
 
 
 def _unreadable(path: Path, error: OSError) -> ModelError:
@@ -296,12 +332,13 @@ def _damaged(path: Path, state: str) -> ModelError:
     return ModelError(f"{path} is damaged ({state}); export the model again")
 
 
-def file_state(path: Path) -> FileState:
-    """Return size and SHA-256 of a file, read block by block."""
+def file_state(path: Path, check: Callable[[bytes], None] = lambda _: None) -> FileState:
+    """Return size and SHA-256 of a file, read block by block; each is given to `check` too."""
     digest, size = hashlib.sha256(), 0
     with open_regular(path) as stream:
         while block := stream.read(HASH_BLOCK):
             digest.update(block)
+            check(block)
             size += len(block)
     return FileState(size, digest.hexdigest())
 
@@ -311,18 +348,24 @@ def _check(directory: Path, manifest: Manifest) -> None:
     _texts([manifest.name, manifest.model, *manifest.numerical])
     names = [feature.name for feature in manifest.categorical]
     _texts(names)
-    _texts([output.name for output in manifest.outputs])
-    if len(set(names)) < len(names) or not names or not manifest.outputs:
-        raise ValueError("want features of different names, and at least one output")
-    if not isinstance(manifest.raw or {}, dict):
+    outputs = [output.name for output in manifest.outputs]
+    _texts(outputs)
+    for several in (names, manifest.numerical, outputs):
+        if len(set(several)) < len(several):
+            raise ValueError("want features of different names, and outputs")
+    if not names or not outputs:
+        raise ValueError("want at least one feature and one output")
+    if manifest.raw is not None and not isinstance(manifest.raw, dict):
         raise ValueError(f"raw is {shown(manifest.raw)}, want an object or null")
     if not isinstance(manifest.source, dict) or not isinstance(manifest.proof, dict):
         raise ValueError("source and proof must be objects")
+    if not _are_finite(manifest.proof):
+        raise ValueError("the proof has a number that is not finite")
     rows = {}
     for feature in manifest.categorical:
         _count(feature.cardinality)
         if feature.hotness is not None:
-            _count(feature.hotness)
+            _count(feature.hotness, MOST_HOTNESS)
         rows[feature.name] = feature.cardinality
     for output in manifest.outputs:
         if type(output.is_binary) is not bool or not _is_finite(output.shift):
@@ -344,6 +387,9 @@ def _check(directory: Path, manifest: Manifest) -> None:
         raise ValueError("a feature has no table")
     if DENSE not in manifest.files:
         raise ValueError(f"there is no {DENSE}")
+    if manifest.raw is not None:
+        features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
+        check_raw(manifest.raw, manifest.numerical, features, manifest.keys)
 
 
 def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> None:
@@ -381,13 +427,28 @@ def _texts(values: list[Any]) -> None:
             raise ValueError(f"got {shown(value)}, want a name")
 
 
-def _count(value: Any) -> None:
-    if type(value) is not int or not 1 <= value < 2**48:
-        raise ValueError(f"got {shown(value)}, want a positive number")
+def _count(value: Any, most: int = 2**48 - 1) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"got {shown(value)}, want a positive number of at most {most:,}")
 
 
 def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
+
+
+def _are_finite(value: Any) -> bool:
+    """Return whether all numbers of a part of a document are finite."""
+    if isinstance(value, dict):
+        return all(map(_are_finite, value.values()))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def proof_line(name: str, proof: Mapping[str, Any]) -> str:
+    """Return the line that a command prints of a proof."""
+    return (
+        f"{name:<10} {proof['rows']:,} rows of split {proof['split']}: largest difference from the training path "
+        f"{proof['largest_difference']:.1e} (at most {proof['limit']:g})"
+    )
 
 
 def describe_files(directory: Path) -> dict[str, FileState]:

@@ -13,7 +13,7 @@ from dataloading.lineage import FITTED
 from nn.checkpoint.compatibility import vocabulary_mismatch
 from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, open_fitted, vocabulary_name
 from serving.inference.requests import IDS, NUMERICAL
-from serving.inference.vocabulary import write_vocabulary
+from serving.vocabulary import write_vocabulary
 
 BATCH_ROWS = 1 << 17
 COLUMN = re.compile(r'[A-Za-z_]\w*|"([^"]|"")*"')

@@ -67,6 +67,12 @@ def _write(
         for block in _float_blocks(stored):
             begin, end = np.searchsorted(wanted, (first, first + len(block)))
             kept[begin:end] = block[wanted[begin:end] - first]
+            if not block.isfinite().all():
+                row = int((~block.isfinite()).any(1).nonzero()[0])
+                raise ValueError(
+                    f"table {table.name}, row {first + row:,}, has a number that is not finite; the training has diverged: "
+                    "export an earlier checkpoint, or train with a smaller optimizer.embedding_lr"
+                )
             first += len(block)
             if scale is not None:
                 block, scales = quantize(block)

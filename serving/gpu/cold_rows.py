@@ -48,6 +48,7 @@ class ColdRows:
         self._first_ids = numbers([vector.first_id for vector in vectors])
         self._id_stride = vectors[0].id_stride
         self._hot_rows = numbers([vector.hot_rows for vector in vectors], torch.int32)[:, None]
+        self._table_rows = numbers(sizes)[:, None]
         self._first_keys = numbers(firsts, dtype)[:, None]
         names = ("cold_offset", "scale_offset", "columns", "out_column")
         self._arguments = [numbers([getattr(v, name) for v in vectors]) for name in names]
@@ -59,7 +60,8 @@ class ColdRows:
         """Write the rows of a block's ids that are cold to `out`, [P, T]."""
         samples = torch.arange(self._num_rows, device=block.device) * self._id_stride
         ids = block[self._first_ids[:, None] + samples]
-        is_cold = ids >= self._hot_rows
+        # Ids beyond a table would be read as keys of the next one, or from other memory.
+        is_cold = (ids >= self._hot_rows) & (ids < self._table_rows)
         keys = torch.where(is_cold, ids + self._first_keys, self._last_key)
         keys, order = keys.view(-1).sort()
         _cold_rows[(PROGRAMS,)](

@@ -21,7 +21,7 @@ FETCHED_FROM = 4096
 """Samples from which cold rows are fetched in the order of their addresses, behind the others' lookup."""
 ARGUMENTS = (
     *("hot_offset", "cold_offset", "hot_rows", "scale_offset", "columns", "is_mean"),
-    *("first_id", "id_stride", "num_ids", "first_start", "out_column"),
+    *("first_id", "id_stride", "num_ids", "first_start", "out_column", "table_rows"),
 )
 """Of a vector, in the kernel's order."""
 

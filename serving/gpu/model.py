@@ -26,6 +26,8 @@ from serving.manifest import DENSE, Manifest, ModelError
 SMALLEST_BATCH = 32
 RAGGED_IDS_PER_ROW = 8
 """Room for the ids of ragged features at first; it grows with the requests."""
+MOST_ROWS_OF_TABLE = 2**31
+"""Blocks hold ids in 32 bits: larger ones would become negative."""
 SHARE_OF_FREE_MEMORY = 0.8
 """For tables, if no option says how much."""
 
@@ -100,7 +102,10 @@ class GpuModel:
             ModelError: it is damaged, or the GPU has too little memory.
         """
         device = torch.device(device)
+        if max(feature.cardinality for feature in manifest.categorical) > MOST_ROWS_OF_TABLE:
+            raise ModelError(f"{directory} has ids of more than 31 bits; serve it with device=cpu")
         raw = RawValues.load(directory, manifest) if manifest.raw else None
+        keys = load_key_rows(directory, manifest)
         dense = dense_on(load_program(directory / DENSE), device, dense_dtype)
         stored = [MappedTable(directory, table, manifest.dtype) for table in manifest.tables]
         if table_bytes is None:
@@ -111,7 +116,7 @@ class GpuModel:
         try:
             tables = to_device(stored, counts, device)
             model = cls(manifest, tables, dense, raw, max_batch, dense_dtype)
-            model.keys = load_key_rows(directory, manifest)
+            model.keys = keys
             return model
         except torch.OutOfMemoryError as error:
             raise ModelError(

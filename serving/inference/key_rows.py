@@ -33,12 +33,13 @@ class KeyRows:
     Args:
         path: of the file.
         count: number of keys.
+        num_rows: of the table; None if its rows are not looked up.
 
     Raises:
-        ModelError: the file has not the size of so many keys.
+        ModelError: the file has not the size of so many keys, its keys do not ascend, or a row is beyond the table.
     """
 
-    def __init__(self, path: Path, count: int) -> None:
+    def __init__(self, path: Path, count: int, num_rows: int | None = None) -> None:
         size = path.stat().st_size
         if size != count * KEY_BYTES:
             raise ModelError(f"{path} has {size} bytes, want {count * KEY_BYTES}")
@@ -47,6 +48,16 @@ class KeyRows:
         if count:
             self._keys = np.memmap(path, "<i8", "r", shape=count)
             self._rows = np.memmap(path, "<i4", "r", 8 * count, count)
+        if num_rows is None or not count:
+            return
+        # Checksums prove no intent: such a row would be an error at a request, and a read outside a GPU's table.
+        least, most = int(self._rows.min()), int(self._rows.max())
+        if least < 0 or most >= num_rows:
+            raise ModelError(
+                f"{path} has the rows {least} to {most}, and the table 0 to {num_rows - 1}"
+            )
+        if (self._keys[1:] <= self._keys[:-1]).any():
+            raise ModelError(f"{path} has keys that do not ascend")
 
     def rows(self, keys: np.ndarray) -> np.ndarray:
         """Return the row of every key, int64 in the shape of `keys`; 0 of missing and unknown ones."""
@@ -66,9 +77,12 @@ def load_key_rows(directory: Path, manifest: Manifest) -> Mapping[str, KeyRows]:
     """Map the keys of a model directory, by feature.
 
     Raises:
-        ModelError: a file is damaged.
+        ModelError: a file is damaged, or has a row beyond the table of a feature.
     """
-    files = {
-        file.name: KeyRows(directory / file.name, file.count) for file in manifest.keys.values()
-    }
+    rows: dict[KeyFile, int] = {}
+    for feature in manifest.categorical:
+        if feature.name in manifest.keys:
+            file = manifest.keys[feature.name]
+            rows[file] = min(feature.cardinality, rows.get(file, feature.cardinality))
+    files = {file.name: KeyRows(directory / file.name, file.count, rows[file]) for file in rows}
     return {feature: files[file.name] for feature, file in manifest.keys.items()}

@@ -56,9 +56,10 @@ class ServedModel:
         """
         manifest = manifest or Manifest.read(directory)
         raw = RawValues.load(directory, manifest) if manifest.raw else None
+        keys = load_key_rows(directory, manifest)
         dense = load_dense(directory / DENSE)
         model = cls(manifest, MappedTables(directory, manifest), dense, raw)
-        model.keys = load_key_rows(directory, manifest)
+        model.keys = keys
         return model
 
     def logits(self, rows: Rows) -> Tensor:

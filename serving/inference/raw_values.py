@@ -21,8 +21,8 @@ from configs.table_schema import NUMBER, numbers_of, texts_of_no_other_type, tra
 from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.requests import InputError, keep_rates
-from serving.inference.vocabulary import Vocabulary
 from serving.manifest import Manifest, ModelError
+from serving.vocabulary import Vocabulary
 
 NOT_A_NUMBER = ("nan", "+nan", "-nan")
 SEPARATOR = "\x1f"
@@ -68,7 +68,7 @@ class RawValues:
 
     @classmethod
     def load(cls, directory: Path, manifest: Manifest) -> Self:
-        """Map the vocabularies of a model directory.
+        """Map the vocabularies of a model directory, whose description `Manifest.read` has checked.
 
         Raises:
             ModelError: the description is malformed, or a vocabulary is damaged.
@@ -187,13 +187,13 @@ class RawValues:
         if isinstance(values, list):
             missing = self._missing.of_texts(name)
             return [None if not text or text in missing else text for text in values]
-        if values.dtype.kind not in "iu":
+        if values.dtype.kind not in "iub":
             _refuse(
                 f"column {shown(name)} has floating-point numbers; send it as integers or BYTES"
             )
         is_missing = self._missing.of_numbers(name, values)
         return [
-            None if missing else str(number)
+            None if missing else _text_of(number)
             for number, missing in zip(values.flat, is_missing.flat, strict=True)
         ]
 
@@ -297,8 +297,13 @@ class _MissingValues:
         if values.dtype.kind == "f":
             with np.errstate(over="ignore"):
                 return np.isin(values, np.array(self._numbers).astype(values.dtype))
-        texts = [str(number) in self._texts[name] for number in values.flat]
+        texts = [_text_of(number) in self._texts[name] for number in values.flat]
         return np.array(texts, bool).reshape(values.shape)
+
+
+def _text_of(number: np.integer | np.bool_) -> str:
+    """Return the text of an integer, or of a boolean as SQL has it: true, false."""
+    return str(number).lower()
 
 
 def _number(name: str, row: int, text: str | None) -> float | None:

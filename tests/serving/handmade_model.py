@@ -1,5 +1,7 @@
 """A small model directory made by hand: every kind of lookup, two outputs, keep rates; and rows for it."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +10,10 @@ from torch import Tensor, nn
 
 from serving.exporting.dense import export_dense, export_onnx
 from serving.exporting.tables import quantize
+from serving.inference.key_rows import write_key_rows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.manifest import MANIFEST, Feature, Manifest, Output, Table, describe_files
+from serving.vocabulary import write_vocabulary
 
 FEATURES = [
     *(Feature("one", 40, 1), Feature("three", 300, 3), Feature("list", 300, None)),
@@ -74,3 +78,46 @@ def some_rows(count: int, longest: int, seed: int = 0) -> Rows:
     rates = torch.from_numpy(generator.uniform(0.1, 1, count).astype(np.float32))
     matrix = torch.from_numpy(np.concatenate(ids, axis=1))
     return Rows(numerical, matrix, ragged, rates if seed % 2 else None)
+
+
+def write_raw_model(path: Path) -> Path:
+    """Write the model directory with raw values of every kind, a key of each second row of table `own`; return its path."""
+    write_model(path, "fp32")
+    document = json.loads((path / MANIFEST).read_text())
+    (path / "vocabulary").mkdir()
+    of = {"shared": 299, "positions": 16, "narrow": 8}
+    files = {table: (f"vocabulary/{table}.bin", size) for table, size in of.items()}
+    for table, (file, size) in files.items():
+        write_vocabulary(path / file, [[f"{table} {number}" for number in range(size)]])
+    keys = np.where(np.arange(40) % 2, np.arange(40) + 1000, 0)
+    document["keys"] = {"one": asdict(write_key_rows(path, "own", keys))}
+    numerical = {"transforms": ["minmax", {"fill": 0}], "fitted": [[0.0, 1.0], []]}
+    table_of = {feature: table.name for table in TABLES for feature in table.features}
+    document["raw"] = {
+        "columns": {"a": 1, "b": 1} | {feature.name: 1 for feature in FEATURES},
+        "missing": [],
+        "float16": False,
+        "numerical": [{"name": name, "column": name, **numerical} for name in "ab"],
+        "categorical": [
+            {
+                "name": feature.name,
+                "column": feature.name,
+                "cross": [],
+                "separator": "" if feature.hotness == 1 else "|",
+                "list": False,
+                "buckets": None,
+                "is_key": feature.name == "one",
+                "vocabulary": files.get(table_of[feature.name]),
+            }
+            for feature in FEATURES
+        ],
+        "history": [],
+    }
+    return write_manifest(path, document)
+
+
+def write_manifest(path: Path, document: dict) -> Path:
+    """Write a manifest with the right checksums of all files; return the path of the directory."""
+    files = {name: asdict(state) for name, state in describe_files(path).items()}
+    (path / MANIFEST).write_text(json.dumps(document | {"files": files}))
+    return path

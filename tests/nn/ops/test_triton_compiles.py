@@ -125,7 +125,7 @@ def run() -> None:
                 BLOCK=32,
                 BLOCK_D=128,
             )
-    positions = _served_lookup.arg_names[4:16]
+    positions = _served_lookup.arg_names[4:17]
     of_rows = dict.fromkeys(_cold_rows.arg_names[6:11], "*i64")
     for weights, is_complete in (("*i8", False), ("*bf16", True)):
         kind = dict.fromkeys(["HAS_COLD", "HAS_RAGGED"], not is_complete)

@@ -15,7 +15,7 @@ from dataloading.lineage import Lineage
 from preproc.transformed_rows import open_transformed_rows
 from preproc.vocabulary_file import check_vocabulary
 from serving.exporting.raw_values import write_raw_values
-from serving.inference.vocabulary import Vocabulary
+from serving.vocabulary import Vocabulary
 from tests.helpers.preproc_command import Refused, preproc
 from tests.preproc.table.test_pipeline import build
 

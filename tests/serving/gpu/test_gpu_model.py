@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from serving.inference.dense import load_program
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.versions import Versions
-from serving.manifest import DENSE, Manifest
+from serving.manifest import DENSE, Feature, Manifest, ModelError
 from tests.helpers.gpus import needs_gpus, needs_one_gpu
 from tests.serving.handmade_model import TABLES, some_rows, write_model
 
@@ -61,6 +62,49 @@ def test_scores_of_a_gpu_are_those_of_the_cpu(model, monkeypatch, fetched_from):
     # A training run in this process allows TF32.
     torch.set_float32_matmul_precision("highest")
     check(model, "cuda")
+
+
+OUTSIDE = (300, 2**31 - 1, -1, -(2**31))
+
+
+def check_outside(model: Path, device: str, monkeypatch) -> None:
+    """Feed rows that no table has, also to the fetch of cold rows: they count as zeros, whatever they are."""
+    manifest, rows = Manifest.read(model), some_rows(40, 5, 2)
+    for fetched_from in (1, lookup.FETCHED_FROM):
+        monkeypatch.setattr(lookup, "FETCHED_FROM", fetched_from)
+        gpu = GpuModel.load(model, manifest, max_batch=48, table_bytes=10_000, device=device)
+        good, found = gpu.scores(rows), []
+        for outside in OUTSIDE:
+            ids = rows.ids.clone()
+            ids[::3] = outside
+            ragged = {
+                name: RaggedIds(torch.full_like(own.values, outside), own.lengths)
+                for name, own in rows.ragged.items()
+            }
+            found.append(gpu.scores(Rows(rows.numerical, ids, ragged)))
+        assert all(scores.equal(found[0]) for scores in found)
+        assert found[0].isfinite().all()
+        assert not found[0].equal(good)
+        assert gpu.scores(rows).equal(good), "the device works on"
+
+
+@pytest.mark.parametrize("model", ["fp32", "int8"], indirect=True)
+def test_rows_outside_their_tables_are_read_nowhere(model, monkeypatch):
+    check_outside(model, "cpu", monkeypatch)
+
+
+@needs_one_gpu
+def test_rows_outside_their_tables_are_read_nowhere_on_a_gpu(model, monkeypatch):
+    torch.set_float32_matmul_precision("highest")
+    check_outside(model, "cuda", monkeypatch)
+
+
+@pytest.mark.parametrize("model", ["fp32"], indirect=True)
+def test_ids_of_more_than_31_bits_are_refused(model):
+    manifest = Manifest.read(model)
+    wide = replace(manifest, categorical=[Feature("one", 2**31 + 1, 1)])
+    with pytest.raises(ModelError, match="has ids of more than 31 bits; serve it with device=cpu"):
+        GpuModel.load(model, wide, max_batch=32, device="cpu")
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from dataloading.dataset.open_dataset import open_dataset
 from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues, _split
 from serving.inference.requests import InputError
-from serving.inference.vocabulary import Vocabulary, write_vocabulary
 from serving.manifest import Manifest
+from serving.vocabulary import Vocabulary, write_vocabulary
 from tests.helpers.preproc_command import preproc
 from tests.serving.raw_manifest import raw_manifest
 

@@ -84,6 +84,16 @@ class Vocabulary:
         self._texts = head
         if int(self._offsets[-1]) != num_bytes - head:
             raise ModelError(f"{path} has texts of another length than it says")
+        # Checksums prove no intent: an id beyond the table would be an error at a request, and a read outside a GPU's table.
+        if size and not 1 <= int(self._ids.min()) <= int(self._ids.max()) <= size:
+            raise ModelError(f"{path} has ids that are not 1 to {size}; export the model again")
+        if int(self._offsets[0]) or (self._offsets[1:] < self._offsets[:-1]).any():
+            raise ModelError(
+                f"{path} has texts that do not follow one another; export the model again"
+            )
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
     def ids(self, values: Sequence[str | None]) -> np.ndarray:
         """Return the id of every value, int64; 0 if it is missing or unknown."""
@@ -107,6 +117,33 @@ class Vocabulary:
             else:
                 found[row] = self._next(int(places[row]) + 1, encoded[row])
         return found
+
+    def is_kept_by(self, later: "Vocabulary") -> bool:
+        """Return whether a later vocabulary gives all values their ids: it may have more values, and have retired some."""
+        count = len(self)
+        if len(later) < count:
+            return False
+        lengths, is_value = zip(*(v._texts_of(count) for v in (self, later)), strict=True)
+        in_both = is_value[0] & is_value[1]
+        if (lengths[0] != lengths[1])[in_both].any():
+            return False
+        # Texts of neighbouring ids are neighbours, so that few long parts are compared.
+        edges = np.flatnonzero(np.diff(in_both, prepend=False, append=False))
+        for first, last in edges.reshape(-1, 2).tolist():
+            begin, end = (int(self._offsets[at]) + self._texts for at in (first, last))
+            shift = int(later._offsets[first]) + later._texts - begin
+            for at in range(begin, end, WRITTEN):
+                to = min(at + WRITTEN, end)
+                if self._data[at:to] != later._data[at + shift : to + shift]:
+                    return False
+        return True
+
+    def _texts_of(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of the texts of ids 1 to `count`, and whether each is a value."""
+        begins = self._offsets[:count]
+        data = np.frombuffer(self._data, np.uint8)
+        first = data[np.minimum(begins + self._texts, len(data) - 1)]
+        return self._offsets[1 : count + 1] - begins, first != 0xFF
 
     def _next(self, place: int, text: bytes) -> int:
         """Return the id of a text whose CRC-32 several texts have, from a place on."""

@@ -1,0 +1,119 @@
+"""Check of the description of raw values in a manifest, which may come from anybody.
+
+`serving.exporting.raw_values` writes it, and `serving.inference.raw_values` follows it without further checks.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from configs.messages import shown
+from configs.table_schema import FITTED_TRANSFORMS, check_transform, transform_of
+
+
+def check_raw(
+    raw: Mapping[str, Any],
+    numerical: list[str],
+    features: Mapping[str, tuple[int, int | None]],
+    keys: Mapping[str, Any],
+) -> None:
+    """Raise ValueError unless a description makes the features of a model, with ids of their tables.
+
+    Args:
+        raw: the description.
+        numerical: names of the numerical features.
+        features: cardinality and hotness of the categorical features, in the order of the model.
+        keys: those that have raw keys.
+
+    Raises:
+        ValueError: it does not.
+        LookupError, TypeError, AttributeError: it lacks a part, or has one of another type.
+    """
+    columns: Mapping[str, Any] = raw["columns"]
+    if not all(name and type(size) is int and size in (1, 2) for name, size in columns.items()):
+        raise ValueError(f"raw columns {shown(columns)}; want 1, or 2 of a list, by column")
+    _require(type(raw["float16"]) is bool, "float16", raw["float16"], "true or false")
+    missing = raw["missing"]
+    is_texts = isinstance(missing, list) and all(isinstance(text, str) for text in missing)
+    _require(is_texts, "missing", missing, "a list of texts")
+    used = {_check_numerical(feature, columns) for feature in raw["numerical"]}
+    by_name = {}
+    for feature in raw["categorical"]:
+        by_name[feature["name"]] = feature
+        used |= _check_categorical(feature, columns, features, keys)
+    for history in raw["history"]:
+        name, of = history["name"], by_name[history["of"]]
+        where = f"history {shown(name)}"
+        _require(columns[name] == 2, where, columns[name], "a list among the columns")
+        length = history["length"]
+        _require(features[name][1] in (None, length), where, length, "the hotness of the feature")
+        _require(type(length) is int and length > 0, where, length, "a positive length")
+        _check_ids(of | {"name": name}, features[name][0], keys)
+        used.add(name)
+    names = [feature["name"] for feature in [*raw["categorical"], *raw["history"]]]
+    _require(names == list(features), "categorical", names, "the features of the model")
+    names = [f["name"] for f in raw["numerical"]] + [f"{h['name']}_length" for h in raw["history"]]
+    _require(names == numerical, "numerical", names, "the numerical features of the model")
+    other = sorted(used ^ set(columns))
+    _require(not other, "columns", other, "the columns that features read, and no others")
+
+
+def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> str:
+    """Return the column of a numerical feature."""
+    where = f"numerical {shown(feature['name'])}"
+    transforms, fitted = feature["transforms"], feature["fitted"]
+    for transform in transforms:
+        check_transform(where, transform)
+    wanted = [2 * (transform_of(transform)[0] in FITTED_TRANSFORMS) for transform in transforms]
+    numbers = [number for entry in fitted for number in entry]
+    good = [len(entry) for entry in fitted] == wanted and all(map(_is_finite, numbers))
+    _require(good, f"{where}: fitted", fitted, f"{wanted} finite numbers")
+    _require(columns[feature["column"]] == 1, where, feature["column"], "a column with one value")
+    return feature["column"]
+
+
+def _check_categorical(
+    feature: Mapping[str, Any],
+    columns: Mapping[str, int],
+    features: Mapping[str, tuple[int, int | None]],
+    keys: Mapping[str, Any],
+) -> set[str]:
+    """Return the columns of a categorical feature."""
+    name, cross, separator = feature["name"], feature["cross"], feature["separator"] or ""
+    where, is_list = f"categorical {shown(name)}", feature["list"]
+    cardinality, hotness = features[name]
+    good = type(is_list) is bool and isinstance(separator, str) and isinstance(cross, list)
+    _require(good, where, [cross, separator, is_list], "cross, separator and list of one kind")
+    kinds = bool(cross) + bool(separator) + is_list
+    _require(kinds < 2, where, [cross, separator, is_list], "a cross, a separator or a list")
+    _require(separator or is_list or hotness == 1, where, hotness, "hotness 1 without a list")
+    _check_ids(feature, cardinality, keys)
+    used = set(cross or [feature["column"]])
+    for column in used:
+        _require(columns[column] == 1 + is_list, where, column, "a column, or a list if it is one")
+    return used
+
+
+def _check_ids(feature: Mapping[str, Any], cardinality: int, keys: Mapping[str, Any]) -> None:
+    """Raise ValueError if values of a feature may have ids beyond its table."""
+    name, buckets, vocabulary = feature["name"], feature["buckets"], feature["vocabulary"]
+    where, wanted = f"categorical {shown(name)}", f"ids below its cardinality, {cardinality:,}"
+    if feature.get("is_key"):
+        _require(name in keys, where, "raw keys", "a file of their rows")
+        return
+    if buckets is None:
+        file, size = vocabulary
+        _require(isinstance(file, str), where, file, "the file of a vocabulary")
+    else:
+        size = buckets
+    good = type(size) is int and (buckets is not None) <= size < cardinality
+    _require(good, where, size, wanted)
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _require(is_good: bool, where: str, got: object, wanted: str) -> None:
+    if not is_good:
+        raise ValueError(f"raw values: {where}: got {shown(got)}, want {wanted}")

@@ -1,0 +1,137 @@
+"""Model directories with right checksums and hostile content are refused at load in one line, before any request."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serving.inference.versions import load_version
+from serving.manifest import MANIFEST, ModelError
+from tests.serving.handmade_model import write_manifest, write_raw_model
+
+NAN = float("nan")
+KEYS = 20
+VALUES = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_raw_model(tmp_path_factory.mktemp("model") / "1")
+
+
+def edited(model: Path, target: Path, edit: Callable[[Path, dict], None]) -> Path:
+    """Return a copy of a model with an edit, and with the checksums of what it has then."""
+    shutil.copytree(model, target)
+    document = json.loads((target / MANIFEST).read_text())
+    edit(target, document)
+    return write_manifest(target, document)
+
+
+def in_file(name: str, dtype: str, place: int, value: float) -> Callable[[Path, dict], None]:
+    def edit(directory: Path, _: dict) -> None:
+        size = np.dtype(dtype).itemsize
+        np.memmap(directory / name, dtype, "r+", size * place, 1)[0] = value
+
+    return edit
+
+
+def in_manifest(code: str) -> Callable[[Path, dict], None]:
+    def edit(_: Path, document: dict) -> None:
+        raw = document["raw"]
+        exec(code, {"d": document, "raw": raw, "c": raw["categorical"], "nan": NAN})
+
+    return edit
+
+
+def key_row(row: int) -> Callable[[Path, dict], None]:
+    return in_file("keys/own.bin", "<i4", 2 * KEYS + 3, row)
+
+
+def value_id(number: int) -> Callable[[Path, dict], None]:
+    return in_file("vocabulary/positions.bin", "<u4", 2 * (VALUES + 1) + VALUES + 3, number)
+
+
+HOSTILE = {
+    "a row beyond the table": (key_row(2**31 - 1), "has the rows 1 to 2147483647, and the table 0"),
+    "a row one beyond": (key_row(40), "rows 1 to 40, and the table 0 to 39"),
+    "a negative row": (key_row(-1), "has the rows -1 to 39"),
+    "the smallest row": (key_row(-(2**31)), "has the rows -2147483648 to"),
+    "keys out of order": (in_file("keys/own.bin", "<i8", 3, 9), "has keys that do not ascend"),
+    "an id of 4e9": (value_id(4 * 10**9), "has ids that are not 1 to 16"),
+    "an id one beyond": (value_id(17), "has ids that are not 1 to 16"),
+    "id 0": (value_id(0), "has ids that are not 1 to 16"),
+    "texts before the file": (
+        in_file("vocabulary/positions.bin", "<i8", 3, -(2**40)),
+        "has texts that do not follow one another",
+    ),
+    "a row of NaN": (
+        in_file("tables/shared.bin", "<f4", 16 * 200 + 5, NAN),
+        "shared.bin has a number that is not finite",
+    ),
+    "NaN in the proof": (
+        in_manifest("d['proof'] = {'machine_code': {'limit': nan}}"),
+        "the proof has a number that is not finite",
+    ),
+    "a numerical twice": (in_manifest("d['numerical'] = ['a', 'a']"), "different names"),
+    "an output twice": (in_manifest("d['outputs'][1]['name'] = 'click'"), "different names"),
+    "many ids a row": (in_manifest("d['categorical'][0]['hotness'] = 2**40"), "of at most 1,048,5"),
+    "many buckets": (
+        in_manifest("c[4] |= {'buckets': 10**9, 'vocabulary': None}"),
+        "'narrow': got 1000000000, want ids below its cardinality, 9",
+    ),
+    "no bucket": (
+        in_manifest("c[4] |= {'buckets': 0, 'vocabulary': None}"),
+        "'narrow': got 0, want",
+    ),
+    "a vocabulary of another table": (
+        in_manifest("c[4]['vocabulary'] = c[1]['vocabulary']"),
+        "'narrow': got 299, want ids below its cardinality, 9",
+    ),
+    "keys without a file": (in_manifest("c[4]['is_key'] = True"), "'raw keys', want a file of"),
+    "a column of 7 dimensions": (in_manifest("raw['columns']['a'] = 7"), "want 1, or 2 of a list"),
+    "a column of no feature": (
+        in_manifest("raw['columns']['x'] = 1"),
+        "columns: got .'x'., want the columns that",
+    ),
+    "a cross of no columns": (
+        in_manifest("c[0] |= {'cross': ['y', 'z']}"),
+        "malformed|KeyError|'y'",
+    ),
+    "several ids of one value": (in_manifest("c[1]['separator'] = ''"), "want hotness 1 without"),
+    "a separator that is none": (in_manifest("c[1]['separator'] = 5"), "of one kind"),
+    "features in another order": (
+        in_manifest("c[0], c[4] = c[4], c[0]"),
+        "the features of the model",
+    ),
+    "numericals in another order": (
+        in_manifest("raw['numerical'].reverse()"),
+        "want the numerical features of the model",
+    ),
+    "no raw feature": (in_manifest("raw['categorical'] = []"), "want the features of the model"),
+    "raw is a list": (in_manifest("d['raw'] = [1]"), "want an object or null"),
+    "statistics of NaN": (
+        in_manifest("raw['numerical'][0]['fitted'][0][1] = nan"),
+        "finite numbers",
+    ),
+    "an unknown transform": (
+        in_manifest("raw['numerical'][0]['transforms'][0] = 'exec'"),
+        "one of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_model_is_refused_in_one_line(model, tmp_path, name):
+    edit, message = HOSTILE[name]
+    with pytest.raises(ModelError) as found:
+        load_version(edited(model, tmp_path / "1", edit), "1", None)
+    assert re.search(message, str(found.value)), found.value
+    assert "\n" not in str(found.value)
+
+
+def test_the_model_itself_loads(model):
+    assert load_version(model, "1", None).model.raw is not None
