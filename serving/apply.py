@@ -8,8 +8,8 @@ from configs.command_line import NO_OUTPUT, composed_command, end_command, error
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import ApplyConfig
-from serving.manifest import MANIFEST
-from serving.versions import complete_versions, list_versions, servable
+from serving.manifest import MANIFEST, proof_line
+from serving.versions import next_version, servable
 
 
 def run(composed: DictConfig) -> None:
@@ -31,6 +31,7 @@ def run(composed: DictConfig) -> None:
             f"{base} and {len(chain)} delta{plural} of {rows:,} rows, step {manifest.source['step']:,}, written to {output}"
         )
     )
+    print(on_one_line(proof_line("proof", manifest.proof)))
 
 
 def places(config: ApplyConfig) -> tuple[Path, Path]:
@@ -48,13 +49,12 @@ def places(config: ApplyConfig) -> tuple[Path, Path]:
                 f"model={model} is a model directory; set output=DIR, or name a directory of versions"
             )
         return model, output
-    versions = servable(complete_versions(model))
+    versions = servable(model)
     if not versions:
         raise ValueError(
             f"model={model} has no version to begin at; write one with python -m serving.export output={model}/1"
         )
-    newest = int(list_versions(model)[0])
-    return model / versions[0], output or model / str(newest + 1)
+    return model / versions[0], output or model / next_version(model)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import ModelExportConfig
 from configs.stop_signals import restore_signals
-from serving.manifest import MACHINE_CODE, OF_ONNX, Manifest
+from serving.manifest import MACHINE_CODE, OF_ONNX, Manifest, proof_line
 from serving.versions import note_of_others
 
 
@@ -69,11 +69,7 @@ def report(manifest: Manifest) -> list[str]:
     return [
         f"model      {manifest.name} ({manifest.model}), step {manifest.source['step']:,}, takes {takes}",
         f"tables     {len(manifest.tables)} of {manifest.dtype}, {num_bytes / 2**20:,.1f} MiB",
-        *(
-            f"{name:<10} {found['rows']:,} rows of split {found['split']}: largest difference from the training path "
-            f"{found['largest_difference']:.1e} (at most {found['limit']:g})"
-            for name, found in proofs.items()
-        ),
+        *(proof_line(name, found) for name, found in proofs.items()),
     ]
 
 

@@ -1,19 +1,75 @@
 """A directory of versions: `MODELS/1`, `MODELS/2`, ...; the newest one that can serve does.
 
 An export is complete or absent, so a version appears by one rename. A rollback renames the newest to `N.withdrawn`. Clients
-depend on the inputs and outputs of a version: the lowest-numbered complete version decides them, and one that has others does
-not serve. Whatever was decided is in the directory, so a server that starts again decides as the one that ran.
+depend on the inputs and outputs of a version, and on the ids of values: the lowest-numbered complete version decides them, and
+one that has others does not serve. Vocabularies may grow, as those of days do. Whatever was decided is in the directory, so a server that starts again decides as the one that ran.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from configs.messages import shown
 from dataloading.dataset.durable_files import replace_directory, sync_directory
-from serving.manifest import Manifest, ModelError
+from serving.manifest import VOCABULARIES, Manifest, ModelError
+from serving.vocabulary import Vocabulary
 
 NAME = re.compile(r"[1-9][0-9]{0,17}")
+WITHDRAWN = re.compile(rf"({NAME.pattern})\.withdrawn(-[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """The version that decides what clients send: inputs and outputs, and the ids of values.
+
+    Attributes:
+        name: of the version.
+        path: of its directory.
+        manifest: of it.
+    """
+
+    name: str
+    path: Path
+    manifest: Manifest
+
+    def differing(self, path: Path, manifest: Manifest) -> list[str]:
+        """Return what clients of this version would send wrongly to another one, in `path`.
+
+        Raises:
+            ModelError: a vocabulary is damaged.
+        """
+        parts = manifest.differing(self.manifest.interface())
+        if parts or manifest == self.manifest:
+            return parts
+        names = _other_ids(self.path, self.manifest, path, manifest)
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        return [f"ids of values of {', '.join(map(shown, names[:4]))}{more}"] if names else []
+
+
+def _other_ids(before: Path, manifest: Manifest, after: Path, changed: Manifest) -> list[str]:
+    """Return the features in which values have other ids in a second model, as far as the two tell; growth changes none."""
+    sizes = {feature.name: feature.cardinality for feature in changed.categorical}
+    found = [f.name for f in manifest.categorical if sizes[f.name] < f.cardinality]
+    known, now = (m.source.get(VOCABULARIES) or {} for m in (manifest, changed))
+    if manifest.raw is None:
+        return found or [name for name in known if now.get(name, known[name]) != known[name]]
+    described = [{f["name"]: f for f in m.raw["categorical"]} for m in (manifest, changed) if m.raw]
+    same: dict[tuple[str, str], bool] = {}
+    for name, feature in described[0].items():
+        files = feature["vocabulary"], described[1][name]["vocabulary"]
+        if feature["buckets"] != described[1][name]["buckets"] or (
+            None in files and files[0] != files[1]
+        ):
+            found.append(name)
+        elif None not in files:
+            (file, size), (other, other_size) = files
+            if (file, other) not in same:
+                same[file, other] = manifest.files[file] == changed.files[other] or Vocabulary(
+                    before / file, size
+                ).is_kept_by(Vocabulary(after / other, other_size))
+            found += [name] * (not same[file, other])
+    return list(dict.fromkeys(found))
 
 
 def list_versions(directory: Path) -> list[str]:
@@ -60,18 +116,36 @@ def complete_versions(directory: Path) -> dict[str, Manifest]:
     return found
 
 
-def deciding(versions: Mapping[str, Manifest]) -> tuple[str, dict[str, Any]] | None:
-    """Return the complete version that decides inputs and outputs, and those; None if there is none."""
+def differing_versions(directory: Path) -> tuple[Deciding | None, dict[str, list[str]]]:
+    """Return the version that decides, and in what each complete version differs from it, newest first: one in nothing serves.
+
+    Raises:
+        ValueError: the directory cannot be read.
+    """
+    versions = complete_versions(directory)
     name = min(versions, key=int, default=None)
-    return None if name is None else (name, versions[name].interface())
+    if name is None:
+        return None, {}
+    decided = Deciding(name, directory / name, versions[name])
+    found = {}
+    for name, manifest in versions.items():
+        try:
+            found[name] = decided.differing(directory / name, manifest)
+        except ModelError:
+            found[name] = ["vocabularies, of which one is damaged"]
+    return decided, found
 
 
-def servable(versions: Mapping[str, Manifest]) -> list[str]:
-    """Return those of the complete versions that can serve, newest first: their inputs and outputs are the decided ones."""
-    decided = deciding(versions)
-    if decided is None:
-        return []
-    return [name for name, manifest in versions.items() if not manifest.differing(decided[1])]
+def servable(directory: Path) -> list[str]:
+    """Return the complete versions that can serve, newest first: clients of the one that decides may send them the same."""
+    return [name for name, parts in differing_versions(directory)[1].items() if not parts]
+
+
+def next_version(directory: Path) -> str:
+    """Return a number that no version has had: a withdrawn one is not given again."""
+    names = (path.name for path in directory.iterdir())
+    found = (NAME.fullmatch(name) or WITHDRAWN.fullmatch(name) for name in names)
+    return str(1 + max((int(match[0].partition(".")[0]) for match in found if match), default=0))
 
 
 def note_of_others(path: Path) -> str | None:
@@ -79,16 +153,13 @@ def note_of_others(path: Path) -> str | None:
     directory = path.parent
     if not NAME.fullmatch(path.name):
         return None
-    versions = complete_versions(directory)
-    names = set(servable(versions))
-    others = [name for name in versions if name not in names]
-    if not others:
+    decided, versions = differing_versions(directory)
+    others = [name for name, parts in versions.items() if parts]
+    if decided is None or not others:
         return None
-    decided = deciding(versions)
-    assert decided is not None
-    differing = {part for name in others for part in versions[name].differing(decided[1])}
+    differing = {part for name in others for part in versions[name]}
     return (
-        f"{directory}: version {decided[0]} decides what clients send, so {', '.join(others)} will not serve (other "
+        f"{directory}: version {decided.name} decides what clients send, so {', '.join(others)} will not serve (other "
         f"{', '.join(sorted(differing))}); withdraw what is before them with python -m serving.rollback model={directory} "
         f"before={min(others, key=int)}, or use a directory of their own"
     )
@@ -106,7 +177,7 @@ def withdraw(directory: Path, version: int | None) -> tuple[list[str], str]:
     names = list_versions(directory)
     if version is not None and str(version) not in names:
         raise _no_version("version", version, directory, names)
-    can_serve = servable(complete_versions(directory))
+    can_serve = servable(directory)
     if version is None and len(can_serve) > 1:
         version = int(can_serve[1])
     newer = [] if version is None else [name for name in names if int(name) > version]
@@ -136,7 +207,7 @@ def withdraw_before(directory: Path, version: int) -> tuple[list[str], str]:
     if not older:
         raise ValueError(f"before={version}: {directory} has no version before it")
     _rename(directory, older)
-    return older, servable(complete_versions(directory))[0]
+    return older, servable(directory)[0]
 
 
 def _no_version(option: str, version: int, directory: Path, names: Sequence[str]) -> ValueError:

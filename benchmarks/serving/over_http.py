@@ -34,7 +34,7 @@ class OneVersion(Versions):
     """A model that is never replaced, in place of a directory of versions."""
 
     def __init__(self, model: Model) -> None:
-        self.current = Version("1", model)
+        self.current = Version("1", model, model.manifest.identity)
         self.refused = self.swaps = 0
 
     def update(self) -> bool:

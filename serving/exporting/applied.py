@@ -8,8 +8,8 @@ that have grown on a later day get its rows, and the model the vocabularies of t
 import io
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -30,25 +30,31 @@ from nn.checkpoint.compatibility import AVERAGE
 from nn.deltas.chain import open_chain
 from nn.deltas.delta import CHAIN, Delta, chain_of
 from nn.deltas.table_rows import ChangedRows, check_key_rows, converted
+from serving.exporting.proof import BATCH_ROWS, DIVERGED, LIMITS, Proof, compared
+from serving.exporting.proof_rows import read_proof_rows
 from serving.exporting.raw_values import VOCABULARY, write_raw_values
 from serving.exporting.tables import quantize
-from serving.inference.dense import check_archive
+from serving.exporting.unrounded import UnroundedTable, unrounded_tables
+from serving.inference.dense import check_archive, load_dense
 from serving.inference.key_rows import KeyRows, write_key_rows
+from serving.inference.model import ServedModel
+from serving.inference.model_rows import Rows
+from serving.inference.tables import MappedTables
 from serving.inference.versions import load_version
 from serving.manifest import (
     AOTI,
     DENSE,
-    MACHINE_CODE,
     MANIFEST,
-    OF_ONNX,
     ONNX,
     TABLE_BYTES,
+    VOCABULARIES,
     Feature,
     KeyFile,
     Manifest,
     Table,
     describe_files,
 )
+from serving.versions import Deciding
 
 NUMPY_DTYPES = {"fp32": "<f4", "bf16": "<u2", "int8": "i1"}
 
@@ -115,10 +121,12 @@ def _write(
             (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(base / name, directory / name)
     values = {name: getattr(manifest, name) for name in Manifest.__slots__}
+    split, proof_rows = read_proof_rows(base, manifest)
+    unrounded = unrounded_tables(base, manifest, proof_rows)
     for table in manifest.tables:
-        rows = table.rows
+        rows, exact = table.rows, unrounded[table.name]
         for delta in chain:
-            rows = _apply(directory, manifest.dtype, table, rows, delta, may_grow=spec is not None)
+            rows = _apply(directory, manifest.dtype, exact, rows, delta, may_grow=spec is not None)
     values["tables"] = [replace(t, rows=chain[-1].tables[t.name].rows) for t in manifest.tables]
     values["keys"] = _apply_keys(base, manifest, chain, directory)
     if spec is not None:
@@ -134,23 +142,51 @@ def _write(
         "step": last.end.step,
         "feature_spec": last.facts["feature_spec"],
         CHAIN: last.facts[CHAIN],
+        VOCABULARIES: last.facts.get(VOCABULARIES, {}),
     }
     values["source"] = manifest.source | changed
-    proof = {
-        name: value for name, value in manifest.proof.items() if name not in (OF_ONNX, MACHINE_CODE)
-    }
-    values["proof"] = {"of": manifest.identity, "version": base.name, **proof}
+    unproved = Manifest(**values | {"proof": {}, "files": {}})
+    proof = _prove(directory, unproved, unrounded, split, proof_rows)
+    values["proof"] = {"of": manifest.identity, "version": base.name, **asdict(proof)}
     written = Manifest(**values | {"files": describe_files(directory)})
     write_synced(directory / MANIFEST, written.to_json())
     # As a server would, before it is a version.
-    load_version(directory, directory.name, (base.name, manifest.interface()), verify=False)
+    decided = Deciding(base.name, base, manifest)
+    load_version(directory, directory.name, decided, verify=False)
     return written
 
 
+def _prove(
+    directory: Path,
+    manifest: Manifest,
+    unrounded: Mapping[str, UnroundedTable],
+    split: str,
+    rows: Rows,
+) -> Proof:
+    """Compare the scores of what was written with those of rows as the deltas have them.
+
+    The operations of the dense component are the base's, whose own proof compares them with the code of the model; rows that
+    no delta has changed are the base's too.
+    """
+    dense, limit = load_dense(directory / DENSE), LIMITS[manifest.dtype]
+    exact = ServedModel(manifest, MappedTables(directory, manifest, unrounded), dense, None)
+    served = ServedModel(manifest, MappedTables(directory, manifest), dense, None)
+    parts = [
+        rows.part(first, min(first + BATCH_ROWS, len(rows)))
+        for first in range(0, len(rows), BATCH_ROWS)
+    ]
+    pairs = ((exact.scores(part), served.scores(part)) for part in parts)
+    advice = "report this as a bug"
+    if manifest.dtype != "fp32":
+        advice = "apply the deltas to an export of a wider dtype (fp32, or bf16 instead of int8)"
+    return compared(pairs, split, manifest.dtype, limit, lambda: advice)
+
+
 def _apply(
-    directory: Path, dtype: str, table: Table, rows: int, delta: Delta, *, may_grow: bool
+    directory: Path, dtype: str, exact: UnroundedTable, rows: int, delta: Delta, *, may_grow: bool
 ) -> int:
     """Write the changed rows of a table into its file, which has `rows` rows; return how many it has then."""
+    table = exact.declared
     change = delta.tables.get(table.name)
     if change is None or change.rows < rows or change.columns != table.columns:
         got = (
@@ -171,6 +207,11 @@ def _apply(
     for ids, values in changed.before(change.rows):
         num_new += int(np.count_nonzero(ids >= rows))
         values = np.ascontiguousarray(converted(values, changed.dtype, "float32"))
+        if not np.isfinite(values).all():
+            raise ValueError(
+                f"deltas: {delta.path}: a row of table {table.name} is not finite: {DIVERGED}"
+            )
+        exact.update(ids, values)
         if dtype == "bf16":
             weights[ids] = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
         elif scales is not None:
@@ -204,7 +245,7 @@ def _apply_keys(
         )
         check_key_rows(table, num_rows, chain)
         num_rows = chain[-1].keys[table].rows
-        keys = KeyRows(base / file.name, file.count).by_row(num_rows)
+        keys = KeyRows(base / file.name, file.count, num_rows).by_row(num_rows)
         for delta in chain:
             changed = ChangedRows.of_keys(delta, table)
             for rows, values in changed.before(num_rows):

@@ -4,9 +4,10 @@ The training path is `nn.models.ranking_model` with the checkpoint's own weights
 rows of the tables that the test rows look up, so the proof takes no memory for the others.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -186,20 +187,43 @@ def prove(
     limit = LIMITS[served.manifest.dtype]
     if elsewhere:
         limit = max(limit, OTHER_LIMIT)
+    advice = partial(_advice, batches, path, served, limit)
+    return compared(_pairs(batches, path, served), split, served.manifest.dtype, limit, advice)
+
+
+def compared(
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    split: str,
+    dtype: str,
+    limit: float,
+    advice: Callable[[], str],
+) -> Proof:
+    """Compare the scores of the training path and those of what was written, [rows, tasks] each.
+
+    Args:
+        pairs: of both, one batch after another.
+        split: of the rows.
+        dtype: of the tables.
+        limit: largest difference that is accepted.
+        advice: says what to do about a larger one.
+
+    Raises:
+        ValueError: they differ by more than that, or are not finite.
+    """
     largest, num_rows = 0.0, 0
-    for wanted, got in _pairs(batches, path, served):
+    for wanted, got in pairs:
         # First: a comparison with nan is never true, so the largest of several differences would hide it.
-        for scores, by, advice in (
+        for scores, by, remedy in (
             (wanted, "the training path", DIVERGED),
             (got, "the export", "report this as a bug"),
         ):
-            _require_finite(scores, by, advice, split, num_rows)
+            _require_finite(scores, by, remedy, split, num_rows)
         largest = max(largest, float(difference(wanted, got)))
         num_rows += len(wanted)
     if not largest <= limit:
         raise ValueError(
             f"the export differs from the training path by {largest:.2e} on {num_rows:,} rows of split {split}, want at most "
-            f"{limit:g} with dtype={served.manifest.dtype}; nothing was written: {_advice(batches, path, served, limit)}"
+            f"{limit:g} with dtype={dtype}; nothing was written: {advice()}"
         )
     return Proof(split, num_rows, largest, limit)
 

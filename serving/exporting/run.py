@@ -45,16 +45,20 @@ from serving.exporting.proof import (
     looked_up_rows,
     proof_batches,
     prove,
+    rows_of,
 )
+from serving.exporting.proof_rows import write_proof_rows
 from serving.exporting.raw_values import write_raw_values
 from serving.exporting.tables import write_tables
 from serving.inference.key_rows import write_key_rows
 from serving.inference.model import ServedModel
+from serving.inference.model_rows import Rows
 from serving.inference.tables import MappedTables
 from serving.manifest import (
     MACHINE_CODE,
     MANIFEST,
     OF_ONNX,
+    VOCABULARIES,
     Feature,
     KeyFile,
     Manifest,
@@ -209,7 +213,10 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
     manifest = _manifest(trained, options, tables, raw, files)
     path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks)
     _write_manifest(directory, manifest)
-    proof = asdict(prove(batches, path, ServedModel.load(directory), options.split))
+    served = ServedModel.load(directory)
+    # Before the files are described; the proof is of the same rows.
+    write_proof_rows(directory, Rows.joined([rows_of(batch, served) for batch in batches]))
+    proof = asdict(prove(batches, path, served, options.split))
     if options.onnx:
         served = _served_by(load_onnx(directory), directory, manifest)
         proof[OF_ONNX] = asdict(prove(batches, path, served, options.split, elsewhere=True))
@@ -259,7 +266,7 @@ def _manifest(
             "step": trained.facts["num_steps"],
             "seed": config.seed,
             "feature_spec": trained.facts["feature_spec"],
-            **{name: trained.facts[name] for name in (CHAIN,) if name in trained.facts},
+            **{n: trained.facts[n] for n in (CHAIN, VOCABULARIES) if trained.facts.get(n)},
             "recipe": project_version(),
             "torch": torch.__version__,
         },

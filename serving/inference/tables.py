@@ -1,6 +1,7 @@
 """Lookup of embeddings in mapped tables: only the rows that are looked up are read, so tables may exceed memory."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -27,20 +28,37 @@ class Lookup(Protocol):
         """Return the embeddings of B rows, float32 [B, T]."""
 
 
+class LookedUp(Protocol):
+    """One table, wherever its rows lie; `MappedTable` describes the functions."""
+
+    declared: Table
+
+    def rows(self, ids: Tensor, out: Tensor | None = None) -> Tensor: ...  # noqa: D102
+
+    def pooled(self, ids: RaggedIds) -> Tensor: ...  # noqa: D102
+
+
 class MappedTables:
     """Tables in mapped files, looked up on the CPU.
 
     Args:
         directory: of the model.
         manifest: of the model.
+        instead: tables to look up in place of the files, by name.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(
+        self, directory: Path, manifest: Manifest, instead: "Mapping[str, LookedUp] | None" = None
+    ) -> None:
         places = manifest.id_places()
-        self._lookups: list[tuple[MappedTable, str, slice]] = []
+        self._lookups: list[tuple[LookedUp, str, slice]] = []
         self._widths: list[int] = []
         for declared in manifest.tables:
-            table = MappedTable(directory, declared, manifest.dtype)
+            table: LookedUp
+            if instead is None:
+                table = MappedTable(directory, declared, manifest.dtype)
+            else:
+                table = instead[declared.name]
             for name in declared.features:
                 # A ragged feature has no columns among the ids.
                 place = places.get(name, slice(0, 0))

@@ -1,22 +1,24 @@
 """The version of a model that serves, and the search for a better one."""
 
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from configs.messages import shown
+from dataloading.dataset.documents import read_regular
 from serving.inference.key_rows import KeyRows
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.raw_values import RawValues
 from serving.manifest import MANIFEST, Manifest, ModelError
-from serving.versions import deciding, list_versions, read_complete
+from serving.versions import Deciding, list_versions, read_complete
 
 SINGLE = "1"
 """Version of a model directory that is not in a directory of versions."""
@@ -41,16 +43,23 @@ LoadModel = Callable[[Path, Manifest], Model]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Version:
-    """A version that is loaded."""
+    """A version that is loaded.
+
+    Attributes:
+        name: its number, which may be used again once it is withdrawn.
+        model: loaded.
+        identity: of its weights, vocabularies and transformation.
+    """
 
     name: str
     model: Model
+    identity: str
 
 
 def load_version(
     directory: Path,
     name: str,
-    decided: tuple[str, dict[str, Any]] | None,
+    decided: Deciding | None,
     *,
     load: LoadModel = ServedModel.load,
     verify: bool = True,
@@ -61,7 +70,7 @@ def load_version(
     Args:
         directory: of the model.
         name: of the version.
-        decided: the version whose inputs and outputs it must have, and those; None accepts any.
+        decided: the version whose inputs, outputs and ids of values it must have; None accepts any.
         load: loads a model directory.
         verify: compare the SHA-256 of every file, not only its size.
         threads: that compare them.
@@ -70,10 +79,10 @@ def load_version(
         ValueError: it is damaged, does not score, scores no finite number, or has another interface.
     """
     manifest = read_complete(directory)
-    differing = [] if decided is None else manifest.differing(decided[1])
+    differing = [] if decided is None else decided.differing(directory, manifest)
     if decided is not None and differing:
         raise ModelError(
-            f"{directory} has other {' and '.join(differing)} than version {decided[0]}, which decides; serve it from another "
+            f"{directory} has other {' and '.join(differing)} than version {decided.name}, which decides; serve it from another "
             f"directory, or withdraw the versions before it (python -m serving.rollback before={name})"
         )
     if verify:
@@ -92,7 +101,7 @@ def load_version(
             f"{directory} scores a row of zeros as {score.flatten().tolist()}, want finite numbers; export a checkpoint of a "
             "training that has not diverged"
         )
-    return Version(name, model)
+    return Version(name, model, manifest.identity)
 
 
 def _one_row(manifest: Manifest) -> Rows:
@@ -116,7 +125,7 @@ class _Refused:
 
     tried: _Files
     seen: _Files
-    decided: tuple[str, dict[str, Any]] | None
+    decided: Deciding | None
 
 
 class Versions:
@@ -150,6 +159,9 @@ class Versions:
         self._is_single = (directory / MANIFEST).exists()
         self._refused: dict[str, _Refused] = {}
         self._complete: dict[str, tuple[_Files, Manifest]] = {}
+        # Of the version that serves, when it was found to be the newest.
+        self._files: _Files = ()
+        self._decided: Deciding | None = None
         self.refused = self.swaps = 0
         # All cores: nothing is served yet that would wait for them.
         threads = min(os.cpu_count() or 1, MOST_THREADS)
@@ -178,43 +190,76 @@ class Versions:
             return False
         if found is None or found is self.current:
             return False
-        differing = found.model.manifest.differing(self.current.model.manifest.interface())
+        before, self.current = self.current, found
+        differing = found.model.manifest.differing(before.model.manifest.interface())
         more = f", which has other {' and '.join(differing)}" if differing else ""
-        self._log(f"version {found.name} replaces {self.current.name}{more}")
-        self.current = found
+        if found.name == before.name:
+            more += (
+                f": its number is used again, by the model {found.identity} after {before.identity}"
+            )
+        self._log(f"version {found.name} replaces {before.name}{more}")
         self.swaps += 1
         return True
 
     def _newest(self, current: Version | None, threads: int = 1) -> Version | None:
         """Return the newest version that can serve, `current` if it is that; a refusal is reported once.
 
-        What serves depends on the directory alone, not on `current`: a server that starts again must decide the same.
+        What serves depends on the directory alone, not on `current`: a server that starts again must decide the same. So the
+        number of a version says nothing of what is in it.
         """
         names = list_versions(self._directory)
         self._refused = {name: self._refused[name] for name in names if name in self._refused}
-        decided = self._decided(names)
+        decided = self._deciding(names)
         for name in names:
             path = self._directory / name
-            if current is not None and name == current.name:
-                if decided is None or not current.model.manifest.differing(decided[1]):
-                    return current
-                continue
             files = _files_of(path)
-            if not self._is_tried(name, files, decided):
-                try:
-                    return load_version(
-                        path, name, decided, load=self._load, verify=self._verify, threads=threads
-                    )
-                except (ValueError, OSError) as error:
-                    self._refused[name] = _Refused(files, files, decided)
-                    self.refused += 1
-                    more = "" if current is None else f"; {current.name} serves on"
-                    self._log(f"version {name} is refused: {error}{more}")
+            if (
+                current is not None
+                and name == current.name
+                and self._is_unchanged(current, path, files, decided)
+            ):
+                return current
+            if self._is_tried(name, files, decided):
+                continue
+            try:
+                found = load_version(
+                    path, name, decided, load=self._load, verify=self._verify, threads=threads
+                )
+                if _files_of(path) != files:
+                    raise ModelError(f"{path} has changed while it was loaded")
+            except (ValueError, OSError) as error:
+                self._refused[name] = _Refused(files, files, decided)
+                self.refused += 1
+                more = "" if current is None else f"; {current.name} serves on"
+                self._log(f"version {name} is refused: {error}{more}")
+            else:
+                self._files, self._decided = files, decided
+                return found
         return current
 
-    def _is_tried(
-        self, name: str, files: _Files, decided: tuple[str, dict[str, Any]] | None
+    def _is_unchanged(
+        self, current: Version, path: Path, files: _Files, decided: Deciding | None
     ) -> bool:
+        """Return whether the directory of the version that serves still holds it, and whether it may still serve."""
+        try:
+            if files != self._files:
+                manifest = read_complete(path)
+                if manifest.identity != current.identity:
+                    return False
+                if self._verify:
+                    manifest.verify(path)
+            if (
+                decided is not None
+                and decided != self._decided
+                and decided.differing(path, current.model.manifest)
+            ):
+                return False
+        except (ValueError, OSError):
+            return False
+        self._files, self._decided = files, decided
+        return True
+
+    def _is_tried(self, name: str, files: _Files, decided: Deciding | None) -> bool:
         """Return whether a version was refused as it is, or is still being written: its files changed since the last look."""
         refused = self._refused.get(name)
         if refused is None or refused.decided != decided:
@@ -222,8 +267,8 @@ class Versions:
         is_changing, refused.seen = files != refused.seen, files
         return is_changing or files == refused.tried
 
-    def _decided(self, names: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
-        """Return the lowest-numbered complete version, and its inputs and outputs."""
+    def _deciding(self, names: Sequence[str]) -> Deciding | None:
+        """Return the lowest-numbered complete version."""
         for name in reversed(names):
             path = self._directory / name
             files = _files_of(path)
@@ -234,12 +279,15 @@ class Versions:
                 except ModelError:
                     continue
             self._complete = {name: known}
-            return deciding({name: known[1]})
+            return Deciding(name, path, known[1])
         return None
 
 
 def _files_of(path: Path) -> _Files:
-    """Return name, size and time of change of every file of a version."""
+    """Return name, size and time of change of every file of a version, and a checksum of its manifest.
+
+    Copies of artifacts may all have one time of change.
+    """
     found = []
     for folder, _, names in os.walk(path):
         for name in names:
@@ -247,4 +295,6 @@ def _files_of(path: Path) -> _Files:
             with suppress(OSError):  # it has gone
                 state = os.stat(file)
                 found.append((file, state.st_size, state.st_mtime_ns))
+    with suppress(OSError, ValueError):
+        found.append((MANIFEST, 0, zlib.crc32(read_regular(path / MANIFEST))))
     return tuple(sorted(found))

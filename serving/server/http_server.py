@@ -281,6 +281,14 @@ class HttpServer:
                 HTTPStatus.BAD_REQUEST, "Content-Length is no number of bytes", is_last=True
             )
         length = int(text)
+        if length and request.path in OPEN_PATHS:
+            # It would be held for anybody, without a token.
+            raise RequestError(
+                HTTPStatus.METHOD_NOT_ALLOWED,
+                "want GET without a body",
+                is_last=True,
+                headers={"Allow": "GET"},
+            )
         if length > self._limits.max_body:
             raise RequestError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,

@@ -60,12 +60,15 @@ class Metrics:
         self.batch_rows.add(num_rows)
         self.batch_seconds.add(seconds)
 
-    def text(self, model: str, version: str, gauges: dict[str, tuple[str, float]]) -> str:
+    def text(
+        self, model: str, version: str, identity: str, gauges: dict[str, tuple[str, float]]
+    ) -> str:
         """Return all metrics.
 
         Args:
             model: name of the model.
             version: that serves.
+            identity: of its content.
             gauges: meaning and value by name.
         """
         lines = _head("serving_responses_total", "Responses by status.", "counter")
@@ -79,7 +82,8 @@ class Metrics:
             kind = "counter" if name.endswith("_total") else "gauge"
             lines += [*_head(name, meaning, kind), f"{name} {value:.9g}"]
         lines += _head("serving_version", "The version that serves.", "gauge")
-        lines.append(f'serving_version{{model="{_label(model)}",version="{version}"}} 1')
+        labels = f'model="{_label(model)}",version="{version}",identity="{identity}"'
+        lines.append(f"serving_version{{{labels}}} 1")
         return "\n".join(lines) + "\n"
 
 

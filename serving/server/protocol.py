@@ -13,11 +13,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from configs.messages import shown
+from dataloading.dataset.documents import DoubleKeyError, decode_json
 from serving.server.http_server import HEADER_LENGTH, RequestError, Response
 
 JSON_BYTES = 8 << 20
 """Most bytes of JSON and texts: their objects take about twenty times as much memory."""
 DTYPES = {
+    "BOOL": np.bool_,
     "FP16": np.float16,
     "FP32": np.float32,
     "FP64": np.float64,
@@ -269,6 +271,8 @@ def _from_bytes(entry: _Entry, size: int, rest: memoryview, room: int) -> tuple[
         refuse(
             f"{entry.where} has {size:,} bytes, and {entry.datatype} {list(entry.shape)} needs {count * dtype.itemsize:,}"
         )
+    if entry.datatype == "BOOL" and (np.frombuffer(data, np.uint8) > 1).any():
+        refuse(f"{entry.where} has a byte that is neither 0 nor 1, which is no BOOL")
     return np.frombuffer(data, dtype).reshape(entry.shape), rest
 
 
@@ -298,7 +302,7 @@ def _from_json(entry: _Entry) -> Any:
         return data
     is_float = datatype.startswith("FP")
     # A float of None is NaN, which is missing.
-    kinds = (int, float, NoneType) if is_float else (int,)
+    kinds = (int, float, NoneType) if is_float else (bool,) if datatype == "BOOL" else (int,)
     for value in data:
         if type(value) not in kinds:
             got = "null" if value is None else shown(value)
@@ -306,7 +310,7 @@ def _from_json(entry: _Entry) -> Any:
     try:
         array = np.array(data, dtype=np.float64 if is_float else np.int64)
         with np.errstate(over="ignore"):  # infinity, which nothing takes
-            narrow = array.astype(DTYPES[datatype])
+            narrow: np.ndarray = array.astype(DTYPES[datatype])
     except OverflowError:
         refuse(f"{where} has a value beyond {datatype}")
     if not is_float and (narrow != array).any():
@@ -336,7 +340,9 @@ def _texts(where: str, data: memoryview, count: int) -> list[str | None]:
 
 def _json(data: bytes) -> Any:
     try:
-        return json.loads(data)
+        return decode_json(data)
+    except DoubleKeyError as error:
+        refuse(f"the body: {error}")
     except (ValueError, RecursionError):
         refuse("the body is not JSON")
 
@@ -355,9 +361,20 @@ def _name(entry: Mapping[str, Any]) -> str:
 
 
 def infer_response(
-    request: InferRequest, model: str, version: str, outputs: Sequence[tuple[str, np.ndarray]]
+    request: InferRequest,
+    model: str,
+    version: str,
+    model_identity: str,
+    outputs: Sequence[tuple[str, np.ndarray]],
 ) -> Response:
     """Return the response with these outputs, float32 [B] each.
+
+    Args:
+        request: to answer.
+        model: name of the model.
+        version: that made the outputs.
+        model_identity: of that version's content, since its number may be used again.
+        outputs: name and values of each.
 
     Raises:
         RequestError: the request wants an output that there is not.
@@ -378,7 +395,7 @@ def infer_response(
             entries.append((name, len(values), values.tolist()))
     is_remembered = len(blobs) == len(entries) and request.id is None
     write = _remembered_head if is_remembered else _response_head
-    head = write(model, version, request.id, tuple(entries))
+    head = write(model, version, model_identity, request.id, tuple(entries))
     if not blobs:
         return Response(body=head)
     return Response(
@@ -391,6 +408,7 @@ def infer_response(
 def _response_head(
     model: str,
     version: str,
+    model_identity: str,
     identity: str | None,
     entries: tuple[tuple[str, int, list[float] | None], ...],
 ) -> bytes:
@@ -399,6 +417,7 @@ def _response_head(
     Args:
         model: name of the model.
         version: that made it.
+        model_identity: of that version's content.
         identity: of the request.
         entries: name, rows and values of each output; None where they are binary.
     """
@@ -410,7 +429,12 @@ def _response_head(
         else:
             entry["data"] = values
         outputs.append(entry)
-    document: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": outputs}
+    document: dict[str, Any] = {
+        "model_name": model,
+        "model_version": version,
+        "parameters": {"identity": model_identity},
+        "outputs": outputs,
+    }
     if identity is not None:
         document["id"] = identity
     return json.dumps(document).encode()

@@ -178,7 +178,7 @@ class Service:
             refuse(problem)
         manifest = version.model.manifest
         outputs = [(output.name, scores[:, index]) for index, output in enumerate(manifest.outputs)]
-        response = infer_response(parsed, manifest.name, version.name, outputs)
+        response = infer_response(parsed, manifest.name, version.name, version.identity, outputs)
         self._metrics.request_seconds.add(time.monotonic() - started)
         return response
 
@@ -258,7 +258,8 @@ class Service:
                 self._versions.refused,
             ),
         }
-        return self._metrics.text(version.model.manifest.name, version.name, gauges)
+        name = version.model.manifest.name
+        return self._metrics.text(name, version.name, version.identity, gauges)
 
     def _check_model(self, model: str, name: str) -> None:
         if model != name:
@@ -310,7 +311,7 @@ def _metadata(version: Version) -> dict[str, Any]:
             {"name": output.name, "datatype": "FP32", "shape": [-1]} for output in manifest.outputs
         ],
         "parameters": {
-            "identity": manifest.identity,
+            "identity": version.identity,
             "model": manifest.model,
             "step": manifest.source.get("step"),
             "dtype": manifest.dtype,

@@ -25,6 +25,8 @@ from serving.triton.text_proto import Word, entries, text_proto
 EMBEDDINGS = "embeddings"
 CONFIG = "config.pbtxt"
 VERSION = "1"
+IDENTITY = "identity"
+"""Parameter of a model: the content of what it scores with, which a name or a number does not tell."""
 LOOPBACK = " ".join(f"--{kind}-address 127.0.0.1" for kind in ("http", "grpc", "metrics"))
 """Options of tritonserver, which else listens on every interface."""
 
@@ -56,7 +58,7 @@ def _write_monolithic(
     inputs = [*_numerical(manifest), *_ids(manifest)]
     if manifest.keep_rate is not None:
         inputs.append(_tensor(manifest.keep_rate, "TYPE_FP32", [1]) | {"optional": True})
-    parameters = _parameters(config, "scores") | {
+    parameters = _parameters(config, "scores", manifest) | {
         "device": config.device.name,
         "max_batch": str(config.max_batch),
         "dense_dtype": config.dense_dtype.name,
@@ -79,7 +81,7 @@ def _write_ensemble(
     sparse, dense = f"{name}_sparse", f"{name}_dense"
     embeddings = _tensor(EMBEDDINGS, "TYPE_FP32", [manifest.num_columns])
     message = _model(config, sparse, _ids(manifest), [embeddings])
-    message |= _python(_parameters(config, "embeddings"))
+    message |= _python(_parameters(config, "embeddings", manifest))
     _write_model(root / sparse, message, directory, lambda file: file.startswith("tables/"))
     inputs = [*_numerical(manifest), embeddings]
     message = _model(config, dense, inputs, _scores(manifest), on_gpu=config.device is Device.cuda)
@@ -89,7 +91,7 @@ def _write_ensemble(
         write_onnx_scores(directory, manifest, root / dense / VERSION / "model.onnx")
         write_synced(root / dense / CONFIG, text_proto(message))
     else:
-        message |= _python(_parameters(config, "dense"))
+        message |= _python(_parameters(config, "dense", manifest))
         _write_model(root / dense, message, directory, lambda file: file == DENSE)
     steps = [
         _step(sparse, _ids(manifest), [embeddings]),
@@ -101,6 +103,7 @@ def _write_ensemble(
         "max_batch_size": config.max_batch,
         "input": [*_numerical(manifest), *_ids(manifest)],
         "output": _scores(manifest),
+        "parameters": entries({IDENTITY: {"string_value": manifest.identity}}),
         "ensemble_scheduling": {"step": steps},
     }
     # Triton wants the folder of a version, which is empty here.
@@ -168,13 +171,14 @@ def _python(parameters: Mapping[str, str]) -> dict[str, Any]:
     return {"backend": "python", "parameters": entries(values)}
 
 
-def _parameters(config: TritonConfig, part: str) -> dict[str, str]:
+def _parameters(config: TritonConfig, part: str, manifest: Manifest) -> dict[str, str]:
     path = config.python_path
     if path is None:
         # The project and the packages of this environment.
         project = str(Path(__file__).resolve().parents[2])
         path = ":".join(dict.fromkeys([project, *(p for p in sys.path if "site-packages" in p)]))
-    return {"part": part, "python_path": path, "threads": str(config.threads)}
+    facts = {"part": part, "python_path": path, "threads": str(config.threads)}
+    return facts | {IDENTITY: manifest.identity}
 
 
 def _numerical(manifest: Manifest) -> list[dict[str, Any]]:

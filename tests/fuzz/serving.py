@@ -17,6 +17,7 @@ from serving.inference.versions import load_version
 from serving.manifest import MANIFEST, Manifest
 from serving.server.http_server import RequestError, _parse_head
 from serving.server.protocol import infer_response, parse_infer
+from serving.versions import Deciding
 from tests.fuzz.harness import Fuzzer
 from tests.fuzz.mutations import (
     JSON_LITERALS,
@@ -56,7 +57,9 @@ class _Served:
             assert scores.shape == (parsed.num_rows, 2)
             # A keep rate of almost 0 may end at the edge of what a probability can be.
             assert np.isfinite(scores).all()
-            infer_response(parsed, "m", "1", [("click", scores[:, 0]), ("price", scores[:, 1])])
+            infer_response(
+                parsed, "m", "1", "0", [("click", scores[:, 0]), ("price", scores[:, 1])]
+            )
         except (RequestError, InputError) as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
@@ -113,7 +116,7 @@ def _changed_manifest(served: _Served, edits: Any, room: Path) -> None:
     text = as_json(apply_edits(copy.deepcopy(document), edits))
     (target / MANIFEST).write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
-        load_version(target, "1", ("0", served.model.manifest.interface()))
+        load_version(target, "1", Deciding("0", served.path, served.model.manifest))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,5 +1,6 @@
 """A model directory with deltas equals an export of the checkpoint that they lead to, and a running server swaps it in."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,14 @@ import pytest
 
 from configs.serving_schema import TableType
 from serving.exporting.applied import apply_deltas
+from serving.exporting.proof import LIMITS
+from serving.exporting.proof_rows import read_proof_rows, write_proof_rows
+from serving.inference.model import ServedModel
 from serving.inference.versions import Versions
-from serving.manifest import Manifest
+from serving.manifest import MANIFEST, PROOF_ROWS, Manifest, ModelError
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
+from tests.serving.handmade_model import some_rows, write_manifest, write_model
 from tests.serving.served_models import export, served_scores
 
 
@@ -49,6 +54,50 @@ def test_an_applied_version_equals_an_export_and_is_swapped_in(run_dir, tmp_path
     got = served_scores(tmp_path / "models/2", last)
     assert np.array_equal(got, served_scores(tmp_path / "wanted", last))
     assert not np.array_equal(got, served_scores(tmp_path / "models/1", last))
+    # Its own proof: of the rows of the base's, all of which the deltas have changed or left as the base has them.
+    found, exported = manifest.proof, wanted.proof
+    assert (found["split"], found["rows"], found["version"]) == ("test", exported["rows"], "1")
+    assert found["largest_difference"] == pytest.approx(exported["largest_difference"], rel=0.3)
+    assert (
+        found["largest_difference"]
+        != Manifest.read(tmp_path / "models/1").proof["largest_difference"]
+    )
+
+
+def test_an_applied_version_beyond_the_limit_is_refused_as_an_export_is(
+    run_dir, tmp_path, monkeypatch
+):
+    export(run_dir / "checkpoints/step_0", tmp_path / "1", dtype=TableType.int8)
+    # A directory of an earlier version has no rows of its proof.
+    document = json.loads((tmp_path / "1" / MANIFEST).read_text())
+    del document["files"][PROOF_ROWS]
+    (tmp_path / "1" / MANIFEST).write_text(json.dumps(document))
+    deltas = [str(run_dir / "deltas")]
+    manifest, _ = apply_deltas(tmp_path / "1", deltas, tmp_path / "2")
+    assert (manifest.proof["split"], manifest.proof["rows"]) == ("drawn", 1024)
+    difference = manifest.proof["largest_difference"]
+    assert 0 < difference < manifest.proof["limit"] == LIMITS["int8"]
+    monkeypatch.setitem(LIMITS, "int8", difference / 2)
+    with pytest.raises(ValueError, match=r"differs from the training path by .* on 1,024 rows of"):
+        apply_deltas(tmp_path / "1", deltas, tmp_path / "3")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_rows_of_a_proof_that_are_not_of_the_model_are_refused(tmp_path):
+    path, rows = write_model(tmp_path / "1", "fp32"), some_rows(9, 3, 1)
+    write_proof_rows(path, rows)
+    write_manifest(path, json.loads((path / MANIFEST).read_text()))
+    manifest = Manifest.read(path)
+    found = read_proof_rows(path, manifest)[1]
+    model = ServedModel.load(path)
+    assert model.scores(found).equal(model.scores(rows))
+    numbers = np.fromfile(path / PROOF_ROWS, "<i8")
+    for place, value in ((0, 10), (0, 2**40), (1, 0), (2, -1), (4, 40), (5, -1), (5 + 9 * 7, 2)):
+        changed = numbers.copy()
+        changed[place] = value
+        changed.tofile(path / PROOF_ROWS)
+        with pytest.raises(ModelError, match=r"proof_rows.bin has"):
+            read_proof_rows(path, manifest)
 
 
 def test_the_next_version_begins_where_the_newest_ends(run_dir, tmp_path):

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,15 @@ from configs.serving_schema import ApplyConfig, RollbackConfig
 from serving.apply import places
 from serving.inference.versions import Versions
 from serving.manifest import MANIFEST, Manifest
-from serving.versions import list_versions, note_of_others, withdraw, withdraw_before
-from tests.serving.handmade_model import write_model
+from serving.versions import (
+    list_versions,
+    note_of_others,
+    servable,
+    withdraw,
+    withdraw_before,
+)
+from serving.vocabulary import write_vocabulary
+from tests.serving.handmade_model import write_manifest, write_model, write_raw_model
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +185,114 @@ def test_an_export_says_what_will_not_serve(put, tmp_path):
     note = note_of_others(put("3", "cost"))
     assert note is not None
     assert re.search(wanted, note), note
+
+
+def change_weights(path: Path, seed: int) -> Path:
+    """Give a version other weights, and its files the time that copies of artifacts have."""
+    table = path / "tables" / "own.bin"
+    table.write_bytes(np.random.default_rng(seed).normal(size=640).astype("<f4").tobytes())
+    write_manifest(path, json.loads((path / MANIFEST).read_text()))
+    for file in path.rglob("*.*"):
+        os.utime(file, (1, 1))
+    return path
+
+
+def test_a_number_that_is_used_again_serves_what_is_in_it_now(put, tmp_path):
+    """Between two looks a version is withdrawn, and another one gets its number; sizes and times of all files are equal."""
+    models = tmp_path / "models"
+    change_weights(put("1"), 1)
+    before = Manifest.read(change_weights(put("2"), 2)).identity
+    server = Server(models)
+    change_weights(put(".2.copy"), 3)
+    assert withdraw(models, None) == (["2"], "1")
+    (models / ".2.copy").rename(models / "2")
+    now = Manifest.read(models / "2").identity
+    assert server.look() == "2"
+    assert server.versions.current.identity == now != before
+    line = f"version 2 replaces 2: its number is used again, by the model {now} after {before}"
+    assert server.log == [line]
+    assert (server.look(), server.restart(), server.versions.current.identity) == ("2", "2", now)
+    # One that cannot serve under the number: the version before it does, as after a restart.
+    shutil.rmtree(models / "2")
+    put("2", "cost")
+    assert server.look() == server.restart() == "1"
+    assert server.log[-3].startswith("version 2 is refused: ")
+
+
+def test_a_version_that_is_only_touched_serves_on(put, tmp_path):
+    put("1")
+    server = Server(tmp_path / "models")
+    for file in (tmp_path / "models/1").rglob("*.*"):
+        os.utime(file, (1, 1))
+    before = server.versions.current
+    assert (server.look(), server.versions.current, server.log) == ("1", before, [])
+
+
+def test_a_withdrawn_number_is_not_given_again(put, tmp_path):
+    put("1"), put("2"), put("3")
+    models = tmp_path / "models"
+    withdraw(models, 1)
+    config = ApplyConfig(model=str(models), deltas=["deltas"])
+    assert places(config) == (models / "1", models / "4")
+
+
+@pytest.fixture(scope="module")
+def raw_model(tmp_path_factory) -> Path:
+    return write_raw_model(tmp_path_factory.mktemp("raw") / "model")
+
+
+def values_of(table: str, count: int) -> list[str | None]:
+    return [f"{table} {number}" for number in range(count)]
+
+
+def test_a_version_whose_values_have_other_ids_is_refused(raw_model, tmp_path):
+    models = tmp_path / "models"
+    shutil.copytree(raw_model, models / "1")
+    server = Server(models)
+    with_values(raw_model, models / "2", values_of("positions", 16)[::-1])
+    assert server.look() == server.restart() == "1"
+    assert "2 has other ids of values of 'several' than version 1, which decides" in server.log[-1]
+    assert "(other ids of values of 'several')" in str(note_of_others(models / "2"))
+    assert servable(models) == ["1"]
+    # A later day has more values, and has retired some.
+    later = values_of("positions", 20)
+    later[3] = later[4] = later[15] = None
+    with_values(raw_model, models / "3", later)
+    assert server.look() == server.restart() == "3"
+    # On purpose, as inputs and outputs are changed; a running server decides as one that starts.
+    withdraw_before(models, 2)
+    assert server.look() == server.restart() == "2"
+
+
+@pytest.mark.parametrize(
+    "values", [values_of("positions", 15), ["positions 00", *values_of("positions", 16)[1:]]]
+)
+def test_a_vocabulary_that_lacks_a_value_has_not_grown(raw_model, tmp_path, values):
+    shutil.copytree(raw_model, tmp_path / "1")
+    with_values(raw_model, tmp_path / "2", values)
+    assert servable(tmp_path) == ["1"]
+
+
+def with_values(model: Path, target: Path, values: list[str | None]) -> None:
+    """Write a version with another vocabulary of the feature `several`, and as many rows more as it has values."""
+    shutil.copytree(model, target)
+    document = json.loads((target / MANIFEST).read_text())
+    file = target / "vocabulary/positions.bin"
+    file.unlink()
+    write_vocabulary(file, [values])
+    document["raw"]["categorical"][3]["vocabulary"] = ["vocabulary/positions.bin", len(values)]
+    rows = max(17, len(values) + 1)
+    document["categorical"][3]["cardinality"] = document["tables"][2]["rows"] = rows
+    (target / "tables/positions.bin").write_bytes(bytes(4 * 16 * rows))
+    write_manifest(target, document)
+
+
+def test_without_raw_values_checksums_of_vocabularies_are_compared(put, tmp_path):
+    def of(name: str, checksum: str | None) -> None:
+        path = put(name) / MANIFEST
+        document = json.loads(path.read_text())
+        document["source"] = {} if checksum is None else {"vocabularies": {"one": checksum}}
+        path.write_text(json.dumps(document))
+
+    of("1", "a"), of("2", "b"), of("3", "a"), of("4", None)
+    assert servable(tmp_path / "models") == ["4", "3", "1"]

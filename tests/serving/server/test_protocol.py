@@ -63,15 +63,42 @@ def test_broken_texts_are_refused(shape, blob, message):
         parse_infer(*request([entry("city", "BYTES", shape, blob)], blob))
 
 
+def test_booleans_are_read_in_both_forms():
+    in_json = {"name": "a", "datatype": "BOOL", "shape": [2], "data": [True, False]}
+    parsed = parse_infer(*request([in_json, entry("b", "BOOL", [2], b"\1\0")], b"\1\0"))
+    for tensor in parsed.inputs.values():
+        assert (tensor.values.dtype, tensor.values.tolist()) == (np.bool_, [True, False])
+
+
+def test_what_is_no_boolean_is_refused():
+    with pytest.raises(RequestError, match="a byte that is neither 0 nor 1, which is no BOOL"):
+        parse_infer(*request([entry("new", "BOOL", [2], b"\1\2")], b"\1\2"))
+    with pytest.raises(RequestError, match="the value 1, which is no BOOL"):
+        parse_infer(*request([{"name": "a", "datatype": "BOOL", "shape": [1], "data": [1]}]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [31], "data": [77]}]}',
+        b'{"inputs": [], "inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [31]}]}',
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(text):
+    with pytest.raises(RequestError, match=r"has the key '(data|inputs)' twice"):
+        parse_infer(text, {})
+
+
 def test_a_client_chooses_outputs_and_their_form():
     blob = b"\0" * 4
     wanted = [{"name": "buy", "parameters": {"binary_data": True}}]
     parsed = parse_infer(*request([entry("x", "FP32", [1], blob)], blob, outputs=wanted))
     outputs = [("click", np.float32([0.5])), ("buy", np.float32([0.25]))]
-    response = infer_response(parsed, "m", "3", outputs)
+    response = infer_response(parsed, "m", "3", "ab12", outputs)
     length = int(response.headers["Inference-Header-Content-Length"])
     document = json.loads(response.body[:length])
     assert (document["model_version"], [o["name"] for o in document["outputs"]]) == ("3", ["buy"])
+    assert document["parameters"] == {"identity": "ab12"}
     assert np.frombuffer(response.body[length:], "<f4").tolist() == [0.25]
     with pytest.raises(RequestError, match="no output 'buy'; the model has click"):
-        infer_response(parsed, "m", "3", outputs[:1])
+        infer_response(parsed, "m", "3", "ab12", outputs[:1])

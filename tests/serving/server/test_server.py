@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+from serving.inference.versions import Versions
 from serving.manifest import MANIFEST, Manifest
 from serving.versions import withdraw
 from tests.helpers.command import ROOT
@@ -130,7 +132,7 @@ def test_endpoints(client):
     client.infer(inputs(*rows(3)))
     text = client.call("/metrics")[1].decode()
     assert 'serving_responses_total{status="200"}' in text
-    assert 'serving_version{model="dlrm",version="1"} 1' in text
+    assert 'serving_version{model="dlrm",version="1",identity="' in text
     for line in text.splitlines():
         assert line.startswith("#") or len(line.split()) == 2
 
@@ -363,6 +365,11 @@ def test_a_token_is_wanted(models, tmp_path):
             headers = {"Authorization": f"{scheme} s3cret"}
             assert client.call("/v2/models", headers=headers)[0] == 200
         assert client.call("/v2/health/ready")[0] == 200
+        # A body would be held for somebody without the token, at the cost of those who have it.
+        with socket.create_connection(("127.0.0.1", client.port), timeout=20) as stream:
+            head = b"POST /v2/health/live HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\nx"
+            stream.sendall(head)
+            assert stream.recv(100).startswith(b"HTTP/1.1 405 ")
 
 
 def test_versions_are_swapped_under_load_and_rolled_back(models, tmp_path, capsys):
@@ -421,6 +428,31 @@ def test_versions_are_swapped_under_load_and_rolled_back(models, tmp_path, capsy
     assert "version 6 is refused" in printed
     assert "version 7 is refused" in printed
     assert "5 serves on" in printed
+
+
+def test_a_number_that_is_used_again_serves_what_it_names(models, tmp_path, capsys):
+    """A withdrawn version is never served on because another one has its number before the server looks."""
+    root = tmp_path / "versions"
+    root.mkdir()
+    put(models["one"], root / "1"), put(models["two"], root / "2")
+    copy = put(models["one"], root / ".2.copy")
+    identities = [Manifest.read(models[name]).identity for name in ("one", "two")]
+    with serving(root, poll_s=0.05) as client:
+        asked = inputs(NUMERICAL, IDS)
+        first = client.infer(asked)[1]
+        assert (first["model_version"], first["parameters"]["identity"]) == ("2", identities[1])
+        with patch.object(Versions, "update", lambda self: False):
+            withdraw(root, 1)
+            copy.rename(root / "2")
+        deadline = time.monotonic() + 20
+        while (answer := client.infer(asked)[1])["parameters"]["identity"] == identities[1]:
+            assert scores(answer) == scores(first)
+            assert time.monotonic() < deadline
+        assert (answer["model_version"], answer["parameters"]["identity"]) == ("2", identities[0])
+        assert np.abs(np.array(scores(answer)) - scores(first)).max() > 1e-3
+        metadata = json.loads(client.call("/v2/models/dlrm")[1])
+        assert metadata["parameters"]["identity"] == identities[0]
+    assert "version 2 replaces 2: its number is used again" in capsys.readouterr().err
 
 
 def put(model: Path, target: Path) -> Path:

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import time
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnxruntime
@@ -19,12 +21,15 @@ from torch import Tensor
 from configs.serving_schema import DenseFormat, DenseType, Device, Layout, TritonConfig
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
-from serving.manifest import Manifest
+from serving.inference.versions import Version
+from serving.manifest import MANIFEST, Manifest
+from serving.server.protocol import InferRequest, infer_response
+from serving.server.service import _metadata
 from serving.triton.parts import EMBEDDINGS, load_part
 from serving.triton.repository import LOOPBACK, write_repository
 from serving.triton.text_proto import Word, entries, text_proto
 from tests.helpers.command import ROOT
-from tests.serving.handmade_model import FEATURES, some_rows, write_model
+from tests.serving.handmade_model import FEATURES, some_rows, write_manifest, write_model
 
 SERVER = os.environ.get("TRITONSERVER", "")
 """A server that `serving/triton/install_server.sh` has made."""
@@ -248,3 +253,23 @@ def _infer(port: int, name: str, inputs: dict[str, Tensor]) -> tuple[int, Tensor
         return status, answer["error"]
     found = {output["name"]: torch.tensor(output["data"]) for output in answer["outputs"]}
     return status, torch.stack([found["click"], found["price"]], dim=1)
+
+
+@pytest.mark.parametrize("names", [["click"], ["click", "price"]])
+def test_outputs_have_the_names_of_the_tasks(model, tmp_path, names):
+    """Over HTTP and in Triton, of one task and of several; and the identity of the model is told."""
+    shutil.copytree(model, tmp_path / "1")
+    document = json.loads((tmp_path / "1" / MANIFEST).read_text())
+    document["outputs"] = document["outputs"][: len(names)]
+    manifest = Manifest.read(write_manifest(tmp_path / "1", document))
+    write_repository(TritonConfig(model=str(tmp_path / "1"), output=str(tmp_path / "repository")))
+    config = (tmp_path / "repository/m/config.pbtxt").read_text()
+    outputs = config.partition("output {")[2].partition("dynamic_batching")[0]
+    assert re.findall('name: "(.*)"', outputs) == names
+    assert parameters_of(tmp_path / "repository/m/config.pbtxt")["identity"] == manifest.identity
+    request = InferRequest({}, 1)
+    scores = [(output.name, np.float32([0.5])) for output in manifest.outputs]
+    answer = json.loads(infer_response(request, "m", "1", manifest.identity, scores).body)
+    assert [output["name"] for output in answer["outputs"]] == names
+    metadata = _metadata(Version("1", SimpleNamespace(manifest=manifest, raw=None), "0"))
+    assert [output["name"] for output in metadata["outputs"]] == names

@@ -1,0 +1,61 @@
+"""Tables without the rounding of their files, of the rows that a proof looks up: the measure of an applied version."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from serving.inference.model_rows import RaggedIds, Rows
+from serving.inference.tables import MappedTable
+from serving.manifest import Manifest, Table
+
+
+class UnroundedTable:
+    """The rows of a table that some samples look up: as a base has them, until deltas bring others in float32.
+
+    Args:
+        directory: of the base.
+        declared: the table in the base.
+        dtype: of its file.
+        numbers: of the rows, ascending, int64; at least one.
+    """
+
+    def __init__(self, directory: Path, declared: Table, dtype: str, numbers: Tensor) -> None:
+        self.declared = declared
+        self._numbers = numbers
+        self._rows = MappedTable(directory, declared, dtype).rows(numbers)
+
+    def update(self, ids: np.ndarray, values: np.ndarray) -> None:
+        """Replace rows: numbers int64 [n], values float32 [n, D]."""
+        numbers = self._numbers.numpy()
+        places = np.minimum(np.searchsorted(numbers, ids), len(numbers) - 1)
+        is_kept = numbers[places] == ids
+        self._rows[torch.from_numpy(places[is_kept])] = torch.from_numpy(values[is_kept])
+
+    def rows(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the rows of ids, as `MappedTable.rows`."""
+        return torch.index_select(self._rows, 0, torch.searchsorted(self._numbers, ids), out=out)
+
+    def pooled(self, ids: RaggedIds) -> Tensor:
+        """Return sums or means of rows, as `MappedTable.pooled`."""
+        places = torch.searchsorted(self._numbers, ids.values)
+        offsets = ids.lengths.cumsum(0) - ids.lengths
+        return embedding_bag(places, self._rows, offsets, mode=self.declared.pooling)
+
+
+def unrounded_tables(directory: Path, manifest: Manifest, rows: Rows) -> dict[str, UnroundedTable]:
+    """Return the tables of a model by name, with the rows that `rows` look up."""
+    places, first = manifest.id_places(), torch.zeros(1, dtype=torch.int64)
+
+    def ids(feature: str) -> Tensor:
+        found = rows.ragged.get(feature)
+        return rows.ids[:, places[feature]].reshape(-1) if found is None else found.values
+
+    return {
+        table.name: UnroundedTable(
+            directory, table, manifest.dtype, torch.cat([first, *map(ids, table.features)]).unique()
+        )
+        for table in manifest.tables
+    }
