@@ -493,7 +493,7 @@ def parquet_columns(spec: FeatureSpec, files: SplitFiles) -> dict[str, Any]:
 
     kinds = dict.fromkeys(spec.numerical, ColumnKind.number)
     kinds |= {
-        column.name: ColumnKind.label if column.is_binary else ColumnKind.number
+        column.name: ColumnKind.number
         for column in spec.row_columns
         if column.name not in files.absent
     }

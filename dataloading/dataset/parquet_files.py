@@ -17,8 +17,7 @@ from dataloading.dataset.split_files import expect
 class ColumnKind(Enum):
     """Kinds of columns of a Parquet file; the value describes the types accepted."""
 
-    number = "floats or integers"
-    label = "bool, integers or floats"
+    number = "bool, integers or floats"
     id = "integers"
     ids = "a list of integers"
 
@@ -28,8 +27,9 @@ class ColumnKind(Enum):
             return _is_list(kind) and pa.types.is_integer(kind.value_type)
         if self is ColumnKind.id:
             return pa.types.is_integer(kind)
-        number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        return number or (self is ColumnKind.label and pa.types.is_boolean(kind))
+        # Booleans are 0 and 1, as labels and as numericals.
+        is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        return is_number or pa.types.is_boolean(kind)
 
 
 def _is_list(kind: pa.DataType) -> bool:

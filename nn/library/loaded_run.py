@@ -348,6 +348,11 @@ def _expanded(batch: Batch, tables: Mapping[str, Tensor]) -> Batch:
     )
 
 
+def _kinds(column: Any) -> list[str]:
+    """Return the names of the types of the values of a pandas column, missing ones left out."""
+    return sorted({type(value).__name__ for value in column[column.notna()]})
+
+
 def _arrow_table(table: Any) -> tuple[pa.Table, Any]:
     """Return rows as an Arrow table, and the function that converts a result to the kind of table that was given."""
     if isinstance(table, pa.Table):
@@ -359,5 +364,12 @@ def _arrow_table(table: Any) -> tuple[pa.Table, Any]:
     try:
         rows = pa.Table.from_pandas(table, preserve_index=False)
     except (pa.ArrowException, ArithmeticError, ValueError, TypeError) as error:
+        for name in table.columns:
+            kinds = _kinds(table[name])
+            if len(kinds) > 1:
+                raise ValueError(
+                    f"the table: column {shown(str(name))} has values of several types, {', '.join(kinds)}; want one: convert "
+                    "it, for example by astype(str)"
+                ) from None
         raise ValueError(f"the table: {shortened(' '.join(str(error).split()))}") from None
     return rows, lambda result: result.to_pandas().set_index(table.index)

@@ -154,8 +154,8 @@ def keep_rates(
 
 
 def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list[str]) -> Tensor:
-    """Return finite numbers as float32; `columns` are named in messages."""
-    if values.dtype.kind not in "fiu":
+    """Return finite numbers as float32, booleans as 0 and 1; `columns` are named in messages."""
+    if values.dtype.kind not in "fiub":
         _refuse(f"input {shown(name)} has no numbers; want FP32")
     if values.shape != shape:
         _refuse(f"input {shown(name)} has shape {list(values.shape)}; want {list(shape)}")
