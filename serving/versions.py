@@ -1,8 +1,9 @@
 """A directory of versions: `MODELS/1`, `MODELS/2`, ...; the newest one that can serve does.
 
 An export is complete or absent, so a version appears by one rename. A rollback renames the newest to `N.withdrawn`. Clients
-depend on the inputs and outputs of a version, and on the ids of values: the lowest-numbered complete version decides them, and
-one that has others does not serve. Vocabularies may grow, as those of days do. Whatever was decided is in the directory, so a server that starts again decides as the one that ran.
+depend on the inputs and outputs of a version, and on the ids of values: the lowest-numbered complete version decides
+them, and one that has others does not serve. Vocabularies may grow, as those of days do. Whatever was decided is in the
+directory, so a server that starts again decides as the one that ran.
 """
 
 import re

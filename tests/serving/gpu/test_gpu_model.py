@@ -68,7 +68,7 @@ OUTSIDE = (300, 2**31 - 1, -1, -(2**31))
 
 
 def check_outside(model: Path, device: str, monkeypatch) -> None:
-    """Feed rows that no table has, also to the fetch of cold rows: they count as zeros, whatever they are."""
+    """Look up rows that no table has, also by the fetch of cold rows: they count as zeros, whatever they are."""
     manifest, rows = Manifest.read(model), some_rows(40, 5, 2)
     for fetched_from in (1, lookup.FETCHED_FROM):
         monkeypatch.setattr(lookup, "FETCHED_FROM", fetched_from)

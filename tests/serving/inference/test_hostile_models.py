@@ -78,7 +78,10 @@ HOSTILE = {
     ),
     "a numerical twice": (in_manifest("d['numerical'] = ['a', 'a']"), "different names"),
     "an output twice": (in_manifest("d['outputs'][1]['name'] = 'click'"), "different names"),
-    "many ids a row": (in_manifest("d['categorical'][0]['hotness'] = 2**40"), "of at most 1,048,5"),
+    "many ids per row": (
+        in_manifest("d['categorical'][0]['hotness'] = 2**40"),
+        "of at most 1,048,5",
+    ),
     "many buckets": (
         in_manifest("c[4] |= {'buckets': 10**9, 'vocabulary': None}"),
         "'narrow': got 1000000000, want ids below its cardinality, 9",

@@ -74,8 +74,8 @@ def test_library_and_server_read_booleans_as_the_fit_did(trained):
     assert set(features["member"].to_pylist()) == {0.0, 1.0}
     place = features.column_names.index("member")
     plain = Run.load(root / "run")
-    given = features.set_column(place, "member", rows["member"])
-    np.testing.assert_allclose(plain.predict(given)["score"], wanted, atol=1e-9)
+    booleans = features.set_column(place, "member", rows["member"])
+    np.testing.assert_allclose(plain.predict(booleans)["score"], wanted, atol=1e-9)
     place = features.column_names.index("active")
     with pytest.raises(ValueError, match=r"column 'active'.*bool.*integers"):
         plain.predict(features.set_column(place, "active", rows["member"]))
@@ -84,8 +84,8 @@ def test_library_and_server_read_booleans_as_the_fit_did(trained):
         columns = rows.take(numbers).to_pydict()
         known = [tensor("member", "BOOL", columns["member"]), tensor("age", "FP64", columns["age"])]
         known.append(tensor("city", "BYTES", columns["city"]))
-        booleans = [tensor(name, "BOOL", columns[name]) for name in ("active", "flags")]
-        status, answer = client.infer([*known, *booleans])
+        flagged = [tensor(name, "BOOL", columns[name]) for name in ("active", "flags")]
+        status, answer = client.infer([*known, *flagged])
         assert status == 200, answer
         got = answer["outputs"][0]
         assert got["name"] == "bought"

@@ -257,7 +257,7 @@ def _infer(port: int, name: str, inputs: dict[str, Tensor]) -> tuple[int, Tensor
 
 @pytest.mark.parametrize("names", [["click"], ["click", "price"]])
 def test_outputs_have_the_names_of_the_tasks(model, tmp_path, names):
-    """Over HTTP and in Triton, of one task and of several; and the identity of the model is told."""
+    """Over HTTP and in Triton, of one task and of several; and the identity of the model stands beside."""
     shutil.copytree(model, tmp_path / "1")
     document = json.loads((tmp_path / "1" / MANIFEST).read_text())
     document["outputs"] = document["outputs"][: len(names)]
