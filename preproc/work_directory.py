@@ -35,6 +35,7 @@ from dataloading.dataset.durable_files import (
 )
 from dataloading.dataset.feature_spec import SPEC_NAME
 from preproc.column_store import size_and_crc32
+from preproc.database import Settings, connected
 from preproc.report.console import Progress, Stage
 
 STATE = "state.json"
@@ -337,7 +338,7 @@ def connect(config: PreprocConfig, directory: Path, memory: int) -> duckdb.DuckD
     for stale in (directory / "staging.duckdb", directory / "staging.duckdb.wal"):
         stale.unlink(missing_ok=True)
     shutil.rmtree(directory / "spill", ignore_errors=True)
-    settings: dict[str, str | bool | int | float | list[str]] = {
+    settings: Settings = {
         "temp_directory": str(directory / "spill"),
         "preserve_insertion_order": False,
         "autoinstall_known_extensions": False,
@@ -345,7 +346,7 @@ def connect(config: PreprocConfig, directory: Path, memory: int) -> duckdb.DuckD
     }
     if config.threads:
         settings["threads"] = config.threads
-    return duckdb.connect(str(directory / "staging.duckdb"), config=settings)
+    return connected(settings, str(directory / "staging.duckdb"))
 
 
 def check_disk(directory: Path, needed_bytes: float, what: str) -> None:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import duckdb
 from isal.isal_zlib import crc32
 
 from configs.preproc_schema import OnBad, PreprocConfig
 from dataloading.dataset.durable_files import sync_stream
 from preproc.column_store import ColumnAppender, StoredColumn, size_and_crc32
 from preproc.criteo.parse_block import BlockParser, NonHexTexts, Parsed
+from preproc.database import Settings, connected
 from preproc.line_blocks import blocks
 from preproc.ordered_map import ordered_map
 from preproc.raw_files import RawFile
@@ -296,12 +296,12 @@ def _write_non_hex(non_hex: list[NonHexTexts], path: Path) -> None:
     )
     name = str(path).replace("'", "''")
     spill = str(path.parent.with_name("spill"))
-    settings: dict[str, str | bool | int | float | list[str]] = {
+    settings: Settings = {
         "threads": 1,
         "memory_limit": NON_HEX_MEMORY,
         "temp_directory": spill,
     }
-    with duckdb.connect(config=settings) as connection:
+    with connected(settings) as connection:
         connection.execute(
             'COPY (SELECT CAST("column" AS INTEGER) AS "column", "row", value FROM texts '
             f'ORDER BY "column", "row") TO \'{name}\' (FORMAT parquet)'

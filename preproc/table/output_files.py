@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 
 from dataloading.dataset.binary import column_file_name
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.lineage import RARE, VOCABULARY
+from preproc.database import small_database
 from preproc.dataset_writer import GrowingFile
 from preproc.report.console import NumericalRange
 from preproc.table.expressions import RELATION_FILE, quoted, text
@@ -46,7 +46,7 @@ class TableFiles:
         self._splits = splits
         self.records: dict[str, dict[str, Any]] = {}
         self.present: dict[tuple[str, str], int] = {}
-        self._connection = duckdb.connect(config={"threads": 1, "memory_limit": "512MB"})
+        self._connection = small_database()
         self._connection.execute("SET preserve_insertion_order = true")
 
     def __enter__(self) -> "TableFiles":

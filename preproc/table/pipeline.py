@@ -516,7 +516,7 @@ class _Run:
                 f"{file}, line {line}: {printable(reason)}; correct or remove it, or set on_bad=quarantine"
             )
         self.work.state["rejected"] = len(rejected)
-        with (self.work.directory / REJECTED).open("w") as stream:
+        with (self.work.directory / REJECTED).open("w", encoding="utf-8") as stream:
             for file, line, reason, raw in rejected:
                 raw_line = raw.rstrip("\r\n").replace("\r", "\\r").replace("\n", "\\n")
                 stream.write(f"{file}\t{line}\t{printable(first_line(reason))}\t{raw_line}\n")
@@ -557,11 +557,11 @@ class _Run:
             "SELECT file_, row_, bad_ FROM all_ WHERE bad_ IS NOT NULL ORDER BY row_"
         )
         _, files = next(iter(self.sources.values()))
-        with (dataset / "bad_rows.tsv").open("w") as stream:
+        with (dataset / "bad_rows.tsv").open("w", encoding="utf-8") as stream:
             for file, row, reason in rows:
                 where = "query" if self.table.query else files[file].path
                 stream.write(f"{where}\t{row + 1}\t{printable(reason)}\n")
-            stream.write((self.work.directory / REJECTED).read_text())
+            stream.write((self.work.directory / REJECTED).read_text("utf-8"))
 
     def _order(self) -> None:
         """Write relation `rows_`, numbered so that each split is one range, training rows first."""

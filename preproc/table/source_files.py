@@ -10,6 +10,7 @@ import duckdb
 
 from configs.messages import printable, shortened, shown
 from configs.table_schema import Source
+from preproc.database import small_database
 from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, find_files
 
@@ -70,7 +71,7 @@ def read_columns(source: Source, files: list[RawFile]) -> SourceFiles:
         ValueError: a file has no readable header, two columns of one name, or other columns than the first file.
     """
     if source.format == "parquet":
-        with _small_database() as connection:
+        with small_database() as connection:
             columns_of = [_parquet_columns(connection, file) for file in files]
     else:
         columns_of = [list(source.columns or []) or _header(source, file) for file in files]
@@ -152,14 +153,10 @@ def _header_names(source: Source, block: bytes) -> list[str]:
 
 def refuse_damaged(files: list[RawFile]) -> None:
     """Read every value of Parquet files; ValueError names the first file that cannot be read."""
-    with _small_database() as connection:
+    with small_database() as connection:
         for file in files:
             if file.is_parquet:
                 _read_parquet(connection, file, "SELECT max(hash(COLUMNS(*))) FROM read_parquet(?)")
-
-
-def _small_database() -> duckdb.DuckDBPyConnection:
-    return duckdb.connect(config={"threads": 1, "memory_limit": "512MB"})
 
 
 def _read_parquet(
