@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
@@ -57,7 +58,13 @@ class SparkEngine:
                 .config("spark.driver.memory", f"{max(memory_bytes(config) >> 20, 512)}m")
                 .config("spark.local.dir", str(directory / "spill"))
             )
-        self._spark = session.getOrCreate()
+        try:
+            self._spark = session.getOrCreate()
+        except (PySparkException, Py4JError) as error:
+            reason = shortened(printable(" ".join(str(error).split())), 300)
+            raise ValueError(
+                f"Spark does not start ({reason}); it needs Java 17, and a master that answers, or take engine=duckdb"
+            ) from None
         # Identifiers in double quotes, as in DuckDB; text stays text.
         self._spark.conf.set("spark.sql.ansi.enabled", "true")
         self._spark.conf.set("spark.sql.ansi.doubleQuotedIdentifiers", "true")
