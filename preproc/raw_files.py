@@ -95,6 +95,13 @@ def find_files(source: str | Sequence[str], option: str, tables: bool = False) -
     return [_open(path, option, tables) for path in paths]
 
 
+def refuse_shared(files: Sequence[RawFile], tests: Sequence[RawFile]) -> None:
+    """Raise ValueError if a file is one of the options `source` and `test_source`."""
+    shared = {file.path.resolve() for file in files} & {file.path.resolve() for file in tests}
+    if shared:
+        raise ValueError(f"source and test_source both name {min(shared)}; test on other rows")
+
+
 def _listed_files(file_list: Path) -> list[Path]:
     """Return the files that a file list names, relative to it.
 

@@ -76,7 +76,8 @@ from preproc.table.feature_values import CodedValues, FeatureValues, TextValues,
 from preproc.table.history import first_items, items, slices, timeline
 from preproc.table.mistakes import SMALLEST_OVERFLOW, bad_row, overflow
 from preproc.table.output_files import TableFiles, WrittenIds
-from preproc.table.source_files import find_source, read_columns
+from preproc.table.source_files import read_columns
+from preproc.table.splits import find_sources
 from preproc.table.staging import Staging
 from preproc.table.transformation import numerical_columns
 from preproc.text_columns import TextColumns
@@ -102,8 +103,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     """
     assert config.output is not None
     output = Path(config.output).resolve()
-    table = _of_new_rows(config, table)
-    sources = {name: find_source(name, source) for name, source in table.sources.items()}
+    table, sources = find_sources(config, _of_new_rows(config, table))
     for _, paths in sources.values():
         refuse_copies(paths)
     every = [file for _, paths in sources.values() for file in paths]
@@ -562,12 +562,10 @@ class _Run:
     def _order(self) -> None:
         """Write relation `rows_`, numbered so that each split is one range, training rows first."""
         rule, config = self.table.split, self.config
-        ((rows, last),) = self.engine.rows("SELECT count(*), max(file_) FROM staged_")
-        ((last_rows,),) = self.engine.rows(
-            f"SELECT count(*) FROM staged_ WHERE file_ = {last if last is not None else 0}"
-        )
+        ((rows,),) = self.engine.rows("SELECT count(*) FROM staged_")
         one = config.one_split
-        expression = split_of(rule, rows, last_rows, config.train_fraction, config.seed)
+        last = self._last_file() if rule.by == "last_file" else (0, 0)
+        expression = split_of(rule, rows, last, config.train_fraction, config.seed)
         expression = text(one) if one else expression
         self.split = expression
         rows_and_split = f"(SELECT *, {expression} AS name_ FROM staged_)"
@@ -586,7 +584,10 @@ class _Run:
         if not set(split_rows) & set(SPLITS):
             missing = ["any split"]
         if missing:
-            problem = problem or f"no rows are left for {missing[0]} of {rows}; change the split"
+            files = " by last_file, which wants two files or more" * (rule.by == "last_file")
+            problem = (
+                problem or f"no rows are left for {missing[0]} of {rows}{files}; change the split"
+            )
         if problem:
             self.work.forget()
             raise ValueError(f"table.split: {problem}")
@@ -613,6 +614,17 @@ class _Run:
             "rows_", lambda path: self.engine.number(query, ["rank_", "place_", "before_"], path)
         )
         self.work.state["rows_in"] = "rows_"
+
+    def _last_file(self) -> tuple[int, int]:
+        """Return the number of the last file, and the first row of the second half of its rows."""
+        files = max(len(files) for _, files in self.sources.values())
+        last = files - 1
+        if self.table.query and len(self.sources) > 1:  # the query says of which source
+            ((last,),) = self.engine.rows("SELECT coalesce(max(file_), 0) FROM staged_")
+        of_last = f"FROM staged_ WHERE file_ = {last}"
+        ((rows,),) = self.engine.rows(f"SELECT count(*) {of_last}")
+        middle = self.engine.rows(f"SELECT row_ {of_last} ORDER BY row_ LIMIT 1 OFFSET {rows // 2}")
+        return last, middle[0][0] if middle else 0
 
     def _numericals(
         self, statistics: dict[str, Any], counted: range, fit: bool

@@ -37,13 +37,13 @@ class SourceFiles:
     columns_of: list[list[str]]
 
 
-def find_source(name: str, source: Source) -> tuple[Source, list[RawFile]]:
-    """Return the files of a source, and its description with the format that they have.
+def find_source(name: str, source: Source, option: str = "source") -> tuple[Source, list[RawFile]]:
+    """Return the files of a source, which `option` names, and its description with the format that they have.
 
     Raises:
         ValueError: a file is missing or of another format; starts with its path.
     """
-    files = find_files(source.files, "source", tables=True)
+    files = find_files(source.files, option, tables=True)
     kinds = {file.is_parquet: file for file in files}
     where = f"table.sources.{printable(name)}"
     if len(kinds) == 2:

@@ -163,7 +163,7 @@ class SparkEngine:
         nested = re.fullmatch(r"(?:array|map|struct) (\{.+)", kind, re.DOTALL)
         floats = {"float": FloatType(), "double": DoubleType()}
         data_type = _parse_datatype_json_string(nested[1]) if nested else floats.get(kind)
-        return data_type and _without_nan(value, data_type, instead)
+        return None if data_type is None else _without_nan(value, data_type, instead)
 
     def stage(self, rows: StagedRows, path: Path) -> None:
         """Number the rows; texts stay texts."""

@@ -129,6 +129,8 @@ class Staging:
         if may_lack_labels:
             self.table = self._without_absent(base)
             self._expressions = _expressions_of(self.table)
+        if table.query and table.split.needs_file:
+            self._require_file(base)
         self._refuse_other_values(base)
         reason = "not one value per expression"
         try:
@@ -171,6 +173,14 @@ class Staging:
             and not table.categorical[int(item.column[1:])].is_list
             and kinds[item.column] == "varchar"
         }
+
+    def _require_file(self, base: str) -> None:
+        """Raise ValueError if the rows of the query do not say which files they are from."""
+        if "file_" not in {name.lower() for name, _ in self._engine.columns(base)}:
+            raise ValueError(
+                "table.split: the rows are divided by their files (test_source, last_file or file_), and the result of "
+                "table.query has no column file_; select that of the source which test_source is for, as in SELECT t.file_"
+            )
 
     def _without_absent(self, base: str) -> TableConfig:
         """Return the description without the row numbers whose columns do not exist, if no label has its columns."""
@@ -250,7 +260,9 @@ class Staging:
             base = f"SELECT *, {values} FROM ({base})"
         if aware or self.table.query:
             base = _with_missing(self._engine, base)
-        columns = ["0 AS file_"] if self.table.query else ["file_", "order_"]
+        columns = ["file_", "order_"]
+        if self.table.query:
+            columns = ["file_" if self.table.split.by == "last_file" else "0 AS file_"]
         columns += [
             f"{item.column}seen_ AS {item.column}"
             if item.sees_nan
