@@ -164,6 +164,7 @@ class DuckDBEngine:
         self._connection.execute(
             "SET preserve_insertion_order = true; "
             "CREATE MACRO hex_number(digits) AS CAST('0x' || digits AS BIGINT); "
+            "CREATE MACRO text_order(value) AS encode(CAST(value AS VARCHAR)); "
             "CREATE MACRO split_text(value, separator) AS string_split(value, separator)"
         )
 

@@ -491,6 +491,7 @@ class _Run:
             may_lack_labels=self.config.mode is Mode.transform,
             fitted=None if self._fitted is None else self._fitted.text_columns,
         )
+        staging.refuse_text_order(is_fit=self._fitted is None)
         for name in staging.of_floats:
             self.progress.say(
                 f"note: the values of {shown(name)} are floating-point numbers, so 5 is the text 5.0, another value than the 5 "

@@ -77,6 +77,10 @@ class SparkEngine:
             "CREATE OR REPLACE TEMPORARY FUNCTION hex_number(digits STRING) RETURNS BIGINT "
             "RETURN CAST(conv(digits, 16, 10) AS BIGINT)"
         )
+        self._sql(
+            "CREATE OR REPLACE TEMPORARY FUNCTION text_order(value STRING) RETURNS BINARY "
+            "RETURN CAST(value AS BINARY)"
+        )
         # split() takes a regular expression; \\Q and \\E make it literal.
         self._sql(
             "CREATE OR REPLACE TEMPORARY FUNCTION split_text(value STRING, separator STRING) "

@@ -26,6 +26,7 @@ from preproc.table.expressions import (
     text,
 )
 from preproc.table.source_files import SourceFiles, listed, refuse_damaged
+from preproc.table.text_order import is_text, ordered_text, refuse_text_order, remedy
 from preproc.text_columns import TEXT_TYPES, TextColumns
 
 # Columns that give the order of a source's rows; DuckDB numbers those of further sources of a query.
@@ -142,6 +143,7 @@ class Staging:
             width = len(engine.columns(base))
             self._refuse_expression(base, lambda query: len(engine.columns(query)) == width + 1)
             raise ValueError(f"table: {reason}")
+        self._base_query, self._kinds = base, dict(columns)
         self.query = self._checked(values, dict(columns))
         self._plain = self._plain_columns(dict(columns))
         keys = [f"key{i}_" for i in range(len(table.order_by))]
@@ -158,6 +160,17 @@ class Staging:
             self._plain,
             [] if self.table.query else next(iter(self.sources.values())).files,
         )
+
+    def refuse_text_order(self, *, is_fit: bool) -> None:
+        """Raise ValueError if texts order or divide the rows, or are compared; features of a fit that is applied stay."""
+        for item in self._expressions:
+            if item.column.startswith("key") and is_text(self._kinds[item.column]):
+                raise ordered_text(item.where, item.sql, item.sql)
+            if is_fit or item.column.startswith(("key", "split_")):
+                refuse_text_order(self._engine, item.where, item.sql, self._base_query)
+        if self.table.query and is_fit:
+            query = self.table.query.strip().removesuffix(";")
+            refuse_text_order(self._engine, "table.query", query, None)
 
     def _plain_columns(self, kinds: dict[str, str]) -> dict[str, str]:
         """Return the categorical columns that are columns of text of Parquet files, and the names there."""
@@ -345,7 +358,7 @@ class Staging:
             if not TIME_TYPE.fullmatch(time):
                 raise ValueError(
                     f"{where}: order_by {shown(history.order_by)} is {time.partition(' ')[0]}, want a number, a date or a "
-                    "timestamp: text would put '10' before '9'; write CAST(... AS BIGINT) or AS TIMESTAMP"
+                    f"timestamp: {remedy(history.order_by)}"
                 )
             if past != "boolean":
                 raise ValueError(

@@ -87,7 +87,7 @@ def test_a_table_with_everything_in_it(tmp_path, spark):
         },
         "query": "SELECT t.*, CAST(nullif(n, '') AS DOUBLE) AS number, DATE '2026-11-22' AS day, "
         'l."long" FROM t LEFT JOIN (SELECT c, "long" FROM names) AS l ON t.c = l.c',
-        "order_by": ["n", "file_", "order_"],
+        "order_by": ["text_order(n)", "file_", "order_"],
         "label": {"name": "y"},
         "numerical": [
             {"name": "log", "expression": "n", "transforms": [{"log": 3}, {"fill": 0}]},
