@@ -151,10 +151,10 @@ def find_gap(files: Sequence[RawFile]) -> str | None:
     return None
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key that reads runs of digits as numbers."""
+def _natural(path: Path) -> tuple[list[tuple[int, str]], str]:
+    """Sort key that reads runs of digits as numbers; day_1 and day_01 do not lie in the order of the directory."""
     parts = re.split(r"(\d+)", str(path))
-    return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]
+    return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)], str(path)
 
 
 def _name(path: str | Path) -> str:

@@ -1,7 +1,8 @@
-"""The same bytes on a machine in any time zone and locale."""
+"""The same bytes on any machine: time zone, locale, threads, memory, and the order of a directory."""
 
 import datetime
 import os
+import random
 import re
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import preproc
+from preproc.convert.rows import natural_order
+from preproc.raw_files import find_files
 from preproc.transformed_rows import open_transformed_rows
 from tests.helpers.preproc_command import data_files
 from tests.preproc.table.test_pipeline import build
@@ -94,6 +97,62 @@ def test_times_mean_the_same_in_every_place(tmp_path, at, kind, places):
     assert first["hr"][:3] == [9, 9, 10]
     assert len(set(first["hour"])) > 20
     assert len(set(first["day"])) > 2
+
+
+def test_threads_and_memory_do_not_change_a_byte(tmp_path):
+    draw = random.Random(0)
+    for part in range(2):
+        rows = (
+            f"{draw.randint(0, 1)},u{draw.randrange(500)},{draw.randrange(9000)},{draw.random():.6f},"
+            + "|".join(draw.choices("abcdefgh", k=draw.randint(0, 4)))
+            for _ in range(20_000)
+        )
+        (tmp_path / f"{part}.csv").write_text("\n".join(["y,user,t,x,tags", *rows, ""]))
+    table = {
+        "sources": {"t": {"files": f"{tmp_path}/*.csv"}},
+        "order_by": "CAST(t AS INT)",
+        "label": {"name": "y"},
+        "numerical": [
+            {"name": "x", "transforms": ["standardise"]},
+            {"name": "low", "expression": "x", "transforms": [{"log": 1}, "minmax"]},
+        ],
+        "categorical": [
+            "user",
+            {"name": "tags", "separator": "|"},
+            {"name": "both", "cross": ["user", "tags"], "max_size": 900},
+        ],
+        "history": [
+            {"name": "past", "of": "both", "by": "user", "order_by": "CAST(t AS INT)", "length": 5}
+        ],
+        "keep": ["user", "x"],
+    }
+    found = {}
+    for options in (("threads=1",), ("threads=2",), ("threads=3", "memory_limit=1GB")):
+        output = tmp_path / "-".join(options).replace("=", "_")
+        build(output, table, *options, "shuffle=true", "split=last_file")
+        found[options] = {
+            str(path.relative_to(output)): path.read_bytes()
+            for path in output.rglob("*")
+            if path.is_file() and path.name != "report.json"
+        }
+    first, *others = found.values()
+    assert {"kept/test.parquet", "vocabulary/both.parquet", "preproc.json"} < set(first)
+    for other in others:
+        assert {name for name in first if other[name] != first[name]} == set()
+        assert other.keys() == first.keys()
+
+
+def test_the_order_of_a_directory_does_not_order_files(tmp_path, monkeypatch):
+    for name in ("day_1", "day_01", "a", "b", "day_10"):
+        (tmp_path / name).write_text(name)
+    in_order = [[*map(str, sorted(tmp_path.iterdir(), reverse=back))] for back in (False, True)]
+    found = []
+    for names in in_order:
+        monkeypatch.setattr("glob.glob", lambda *_, names=names, **__: names)
+        found.append([file.path.name for file in find_files(f"{tmp_path}/*", "source")])
+    assert found == [["a", "b", "day_01", "day_1", "day_10"]] * 2
+    parts = [Path(name) for name in ("b.parquet", "a.parquet", "part_10", "part_2")]
+    assert sorted(parts, key=natural_order) == sorted(parts[::-1], key=natural_order)
 
 
 def test_one_function_opens_every_connection():
