@@ -15,7 +15,7 @@ import preproc
 from preproc.convert.rows import natural_order
 from preproc.raw_files import find_files
 from preproc.transformed_rows import open_transformed_rows
-from tests.helpers.preproc_command import data_files
+from tests.helpers.preproc_command import Refused, data_files
 from tests.preproc.table.test_pipeline import build
 
 UTC = datetime.UTC
@@ -105,7 +105,7 @@ def test_threads_and_memory_do_not_change_a_byte(tmp_path):
         rows = (
             f"{draw.randint(0, 1)},u{draw.randrange(500)},{draw.randrange(9000)},{draw.random():.6f},"
             + "|".join(draw.choices("abcdefgh", k=draw.randint(0, 4)))
-            for _ in range(20_000)
+            for _ in range(17_000)
         )
         (tmp_path / f"{part}.csv").write_text("\n".join(["y,user,t,x,tags", *rows, ""]))
     table = {
@@ -164,3 +164,24 @@ def test_one_function_opens_every_connection():
         if re.search(r"duckdb\.(connect|sql|execute|query|read_\w+|from_\w+)\(", path.read_text())
     ]
     assert opened == [os.path.join("preproc", "database.py")]
+
+
+def test_without_pyspark_or_java_nothing_is_read(tmp_path, monkeypatch):
+    table = {
+        "sources": {"t": {"files": str(tmp_path / "none.csv")}},
+        "label": {"name": "y"},
+        "categorical": ["c"],
+    }
+    monkeypatch.setattr("preproc.__main__.find_spec", lambda name: None)
+    with pytest.raises(
+        Refused, match=r"engine=spark needs PySpark: install .*\[spark\]\), or take"
+    ):
+        build(tmp_path / "out", table, "engine=spark")
+    monkeypatch.setattr("preproc.__main__.find_spec", lambda name: object())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("JAVA_HOME", "PYSPARK_GATEWAY_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        Refused, match="engine=spark needs Java, and neither PATH nor JAVA_HOME has"
+    ):
+        build(tmp_path / "out", table, "engine=spark")
