@@ -35,9 +35,9 @@ from dataloading.dataset.durable_files import (
 )
 from dataloading.dataset.feature_spec import SPEC_NAME
 from preproc.column_store import size_and_crc32
-from preproc.database import Settings, connected
 from preproc.report.console import Progress, Stage
 
+Settings = dict[str, str | bool | int | float | list[str]]
 STATE = "state.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BROKEN = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
@@ -331,6 +331,22 @@ def memory_bytes(config: PreprocConfig) -> int:
 def is_small(config: PreprocConfig) -> bool:
     """Tell whether the memory allows nothing beside the work itself."""
     return memory_bytes(config) < SMALL_BYTES
+
+
+def connected(settings: Settings, path: str = ":memory:") -> duckdb.DuckDBPyConnection:
+    """Return a connection whose queries, and those of its cursors, compute in UTC.
+
+    DuckDB takes the zone of the machine: the hour of a TIMESTAMP WITH TIME ZONE would depend on the variable TZ.
+    """
+    connection = duckdb.connect(path, config=settings)
+    # Not one of the settings: `connect` reads these before the extension is there that knows time zones.
+    connection.execute("SET GLOBAL TimeZone = 'UTC'")
+    return connection
+
+
+def small_database() -> duckdb.DuckDBPyConnection:
+    """Return a connection with one thread and 512 MB."""
+    return connected({"threads": 1, "memory_limit": "512MB"})
 
 
 def connect(config: PreprocConfig, directory: Path, memory: int) -> duckdb.DuckDBPyConnection:

@@ -13,8 +13,8 @@ from dataloading.dataset.durable_files import sync_directory, sync_stream
 from preproc.column_store import StoredColumn, bytes_of
 from preproc.criteo.hash_table import FirstSeen
 from preproc.criteo.tokenizer import MISSING
-from preproc.database import connected
 from preproc.vocabulary_sql import CATEGORICAL
+from preproc.work_directory import connected
 
 FIRST_ID = 2
 """Id of the first value of a column; 0 and 1 are no value's."""

@@ -22,13 +22,12 @@ from configs.preproc_schema import OnBad, PreprocConfig
 from dataloading.dataset.durable_files import sync_stream
 from preproc.column_store import ColumnAppender, StoredColumn, size_and_crc32
 from preproc.criteo.parse_block import BlockParser, NonHexTexts, Parsed
-from preproc.database import Settings, connected
 from preproc.line_blocks import blocks
 from preproc.ordered_map import ordered_map
 from preproc.raw_files import RawFile
 from preproc.report.console import Progress, Stage
 from preproc.vocabulary_sql import CATEGORICAL, NUMERICAL
-from preproc.work_directory import Work
+from preproc.work_directory import Settings, Work, connected
 
 # Key of the record and directory of the files. Earlier versions wrote them, and their runs resume here.
 NON_HEX_FILES = "odd"

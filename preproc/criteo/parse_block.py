@@ -12,9 +12,9 @@ import duckdb
 import numpy as np
 
 from preproc.criteo.tokenizer import LEAST, MISSING_BYTES, MOST, OTHER_LINE, parse_lines
-from preproc.database import Settings, connected
 from preproc.line_blocks import mistake_in
 from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL, numerical
+from preproc.work_directory import Settings, connected
 
 if TYPE_CHECKING:  # 25 MB of memory that only non-hex texts need
     import pyarrow as pa

@@ -13,13 +13,12 @@ from dataloading.dataset.binary import column_file_name
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.lineage import RARE, VOCABULARY
-from preproc.database import small_database
 from preproc.dataset_writer import GrowingFile
 from preproc.report.console import NumericalRange
 from preproc.table.expressions import RELATION_FILE, quoted, text
 from preproc.table.extension import DAYS_COLUMNS
 from preproc.table.transformation import stored_ids, stored_lists, stored_numericals
-from preproc.work_directory import Work
+from preproc.work_directory import Work, small_database
 
 ZERO_BYTES = 1 << 20
 CHUNK_ROWS = 1 << 20

@@ -76,8 +76,7 @@ from preproc.table.feature_values import CodedValues, FeatureValues, TextValues,
 from preproc.table.history import first_items, items, slices, timeline
 from preproc.table.mistakes import SMALLEST_OVERFLOW, bad_row, overflow
 from preproc.table.output_files import TableFiles, WrittenIds
-from preproc.table.source_files import read_columns
-from preproc.table.splits import find_sources
+from preproc.table.source_files import find_sources, read_columns
 from preproc.table.staging import Staging
 from preproc.table.transformation import numerical_columns
 from preproc.text_columns import TextColumns

@@ -13,9 +13,9 @@ from typing import Any
 import duckdb
 
 from configs.messages import printable, shortened
-from preproc.database import small_database
 from preproc.table.duckdb_engine import Engine, QueryError
 from preproc.text_columns import TEXT_TYPES
+from preproc.work_directory import small_database
 
 # What may order something; SQL without it is not parsed.
 MAY_ORDER = re.compile(
