@@ -133,10 +133,10 @@ class PreprocConfig:
         "raw logs: a file, a glob, a _file_list.txt or a list of them; .tsv, .gz or .zst; day_2 before day_10",
         path=True,
     )
-    split: Split = option(
-        Split.fraction,
+    split: Split | None = option(
+        None,
         "fraction: the first train_fraction of the lines train, the rest test; last_file: of the "
-        "last file the first half tests and the second half validates, all other files train",
+        "last file the first half tests and the second half validates, all other files train; null: fraction, or table.split",
     )
     split_name: SplitName | None = option(
         SplitName.test,
@@ -254,6 +254,7 @@ class PreprocConfig:
             self._check_mlperf()
         else:
             TableConfig.of(self.table)
+            self._check_files("test_source")
 
     def _check_extend(self) -> None:
         is_extend = self.mode is Mode.extend
@@ -280,10 +281,11 @@ class PreprocConfig:
         )
 
     def _check_synthetic(self) -> None:
-        for name in ("source", "test_source"):
+        for name in ("source", "test_source", "split"):
+            value = getattr(self, name)
             require(
-                getattr(self, name) is None,
-                f"dataset=synthetic reads no files, got {name}={getattr(self, name)}; "
+                value is None,
+                f"dataset=synthetic reads no files, got {name}={getattr(value, 'name', value)}; "
                 "drop it or choose dataset=criteo_kaggle or dataset=criteo_1tb",
             )
         require(
@@ -310,6 +312,7 @@ class PreprocConfig:
             "vocabulary": (self.vocabulary, VocabularyRows.train),
             "frequency_limit": (self.frequency_limit, 0),
             "test_source": (self.test_source, None),
+            "split": (self.split or Split.last_file, Split.last_file),
         }
         for name, (got, wanted) in fixed.items():
             require(
@@ -329,10 +332,13 @@ class PreprocConfig:
             "no source: set source=FILE, a glob or '[FILE,FILE]', the raw logs to read",
         )
         for name in ("source", "test_source"):
-            value = getattr(self, name)
-            patterns = value if isinstance(value, list) else [value]
-            require(
-                value is None
-                or (bool(patterns) and all(isinstance(part, str) and part for part in patterns)),
-                f"{name} must be a file, a glob or a list of them, got {value}",
-            )
+            self._check_files(name)
+
+    def _check_files(self, name: str) -> None:
+        value = getattr(self, name)
+        patterns = value if isinstance(value, list) else [value]
+        require(
+            value is None
+            or (bool(patterns) and all(isinstance(part, str) and part for part in patterns)),
+            f"{name} must be a file, a glob or a list of them, got {value}",
+        )

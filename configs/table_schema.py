@@ -202,6 +202,18 @@ class SplitRule:
     train: float | None = None
     validation: float = 0.0
 
+    @classmethod
+    def of_test_files(cls, first: int) -> "SplitRule":
+        """Return the rule that tests on the rows of the files from number `first` on."""
+        return cls(
+            by="column", expression=f"CASE WHEN file_ >= {first} THEN 'test' ELSE 'train' END"
+        )
+
+    @property
+    def needs_file(self) -> bool:
+        """Return whether it divides the rows by the files that they are from."""
+        return self.by == "last_file" or re.search(r"\bfile_\b", self.expression) is not None
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TableConfig:
@@ -310,11 +322,6 @@ class TableConfig:
         if self.query or not self.order_by:
             return self
         (name,) = self.sources
-        require(
-            self.split.by != "last_file",
-            "table.split: by last_file needs the rows in the order of the files, and table.order_by sets another; use by: "
-            "fraction or column, or drop order_by",
-        )
         quoted = name.replace('"', '""')
         order_by = [*self.order_by, "file_", "order_"]
         return replace(self, query=f'SELECT * FROM "{quoted}"', order_by=order_by)
@@ -364,7 +371,7 @@ class TableConfig:
         self._check_vocabularies()
         for history in self.history:
             self._check_history(f"table.history: {shown(history.name)}", history)
-        _check_split(self.split, bool(self.query))
+        _check_split(self.split)
 
     def _check_keep(self) -> None:
         _check_texts("table.keep", self.keep)
@@ -531,7 +538,7 @@ def _check_source(where: str, source: Source) -> None:
     require(not unnamed, f"{where}: no header and no columns; set columns to their names")
 
 
-def _check_split(split: SplitRule, has_query: bool) -> None:
+def _check_split(split: SplitRule) -> None:
     require(
         split.by in SPLITS,
         f"table.split.by: got {shown(split.by)}, want one of {', '.join(SPLITS)}",
@@ -540,10 +547,6 @@ def _check_split(split: SplitRule, has_query: bool) -> None:
     require(
         split.by != "column" or bool(split.expression),
         "table.split: by column needs an expression that is 'train', 'test' or 'validation'",
-    )
-    require(
-        split.by != "last_file" or not has_query,
-        "table.split: last_file needs rows that come from files, not from a query",
     )
     require(
         split.train is None or (_is_number(split.train) and 0 < split.train <= 1),

@@ -6,8 +6,11 @@ if __name__ == "__main__":
 
     end_at_once_on_signals()
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -55,6 +58,8 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
         from preproc.synthetic import build_synthetic
 
         return lambda progress: build_synthetic(config, progress)
+    if config.engine is EngineName.spark:
+        _require_spark()
     if config.layout is Layout.table:
         from preproc.table.pipeline import build_table
 
@@ -71,6 +76,17 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
     from preproc.table.pipeline import build_table
 
     return lambda progress: build_table(config, criteo_table(config), progress)
+
+
+def _require_spark() -> None:
+    """Raise ValueError without PySpark or Java, before anything else is imported or read."""
+    install = "install Java 17 and PySpark (pip install -e .[spark]), or take engine=duckdb"
+    require(find_spec("pyspark") is not None, f"engine=spark needs PySpark: {install}")
+    # Under spark-submit Java runs already.
+    java = shutil.which("java") or os.environ.keys() & {"JAVA_HOME", "PYSPARK_GATEWAY_PORT"}
+    require(
+        bool(java), f"engine=spark needs Java, and neither PATH nor JAVA_HOME has one: {install}"
+    )
 
 
 def _was_complete(config: PreprocConfig, output: Path) -> bool:

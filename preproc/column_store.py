@@ -60,7 +60,8 @@ class StoredColumn:
         values = np.fromfile(
             self.path, self.dtype, (stop - start) * self.width, offset=start * self.row_bytes
         )
-        assert len(values) == (stop - start) * self.width, f"{self.path} is too short"
+        if len(values) != (stop - start) * self.width:  # `python -O` would leave an assertion out
+            raise RuntimeError(f"{self.path} is too short")
         return values if self.width == 1 else values.reshape(-1, self.width)
 
     def chunks(self, rows: range, size: int) -> Iterator[tuple[int, np.ndarray]]:

@@ -153,7 +153,7 @@ def save_fitted(
     sources = whole["sources"]
     for described in sources.values():
         files = described["files"]
-        placed = _with_place(files, source)
+        placed = with_place(files, source)
         is_the_source = len(sources) == 1 and (placed == files or isinstance(files, list))
         described["files"] = SOURCE if is_the_source else placed
     saved = {
@@ -166,12 +166,12 @@ def save_fitted(
     (directory / FITTED).write_text(json.dumps(saved, indent=1) + "\n")
 
 
-def _with_place(files: Any, source: Any) -> Any:
+def with_place(files: Any, source: Any) -> Any:
     """Return the files of a source with `${source}` in the place of `source`, with which paths may begin."""
     if files == source:
         return SOURCE
     if isinstance(files, list):
-        return [_with_place(file, source) for file in files]
+        return [with_place(file, source) for file in files]
     begins = isinstance(source, str) and bool(source) and files.startswith(source)
     return SOURCE + files[len(source) :] if begins else files
 

@@ -95,6 +95,13 @@ def find_files(source: str | Sequence[str], option: str, tables: bool = False) -
     return [_open(path, option, tables) for path in paths]
 
 
+def refuse_shared(files: Sequence[RawFile], tests: Sequence[RawFile]) -> None:
+    """Raise ValueError if a file is one of the options `source` and `test_source`."""
+    shared = {file.path.resolve() for file in files} & {file.path.resolve() for file in tests}
+    if shared:
+        raise ValueError(f"source and test_source both name {min(shared)}; test on other rows")
+
+
 def _listed_files(file_list: Path) -> list[Path]:
     """Return the files that a file list names, relative to it.
 
@@ -144,10 +151,10 @@ def find_gap(files: Sequence[RawFile]) -> str | None:
     return None
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key that reads runs of digits as numbers."""
+def _natural(path: Path) -> tuple[list[tuple[int, str]], str]:
+    """Sort key that reads runs of digits as numbers; day_1 and day_01 do not lie in the order of the directory."""
     parts = re.split(r"(\d+)", str(path))
-    return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]
+    return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)], str(path)
 
 
 def _name(path: str | Path) -> str:

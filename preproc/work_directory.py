@@ -37,6 +37,7 @@ from dataloading.dataset.feature_spec import SPEC_NAME
 from preproc.column_store import size_and_crc32
 from preproc.report.console import Progress, Stage
 
+Settings = dict[str, str | bool | int | float | list[str]]
 STATE = "state.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BROKEN = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
@@ -332,12 +333,28 @@ def is_small(config: PreprocConfig) -> bool:
     return memory_bytes(config) < SMALL_BYTES
 
 
+def connected(settings: Settings, path: str = ":memory:") -> duckdb.DuckDBPyConnection:
+    """Return a connection whose queries, and those of its cursors, compute in UTC.
+
+    DuckDB takes the zone of the machine: the hour of a TIMESTAMP WITH TIME ZONE would depend on the variable TZ.
+    """
+    connection = duckdb.connect(path, config=settings)
+    # Not one of the settings: `connect` reads these before the extension is there that knows time zones.
+    connection.execute("SET GLOBAL TimeZone = 'UTC'")
+    return connection
+
+
+def small_database() -> duckdb.DuckDBPyConnection:
+    """Return a connection with one thread and 512 MB."""
+    return connected({"threads": 1, "memory_limit": "512MB"})
+
+
 def connect(config: PreprocConfig, directory: Path, memory: int) -> duckdb.DuckDBPyConnection:
     """Return an empty database in `directory` that may use `memory` bytes and spills there."""
     for stale in (directory / "staging.duckdb", directory / "staging.duckdb.wal"):
         stale.unlink(missing_ok=True)
     shutil.rmtree(directory / "spill", ignore_errors=True)
-    settings: dict[str, str | bool | int | float | list[str]] = {
+    settings: Settings = {
         "temp_directory": str(directory / "spill"),
         "preserve_insertion_order": False,
         "autoinstall_known_extensions": False,
@@ -345,7 +362,7 @@ def connect(config: PreprocConfig, directory: Path, memory: int) -> duckdb.DuckD
     }
     if config.threads:
         settings["threads"] = config.threads
-    return duckdb.connect(str(directory / "staging.duckdb"), config=settings)
+    return connected(settings, str(directory / "staging.duckdb"))
 
 
 def check_disk(directory: Path, needed_bytes: float, what: str) -> None:

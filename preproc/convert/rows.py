@@ -79,6 +79,6 @@ class SourceRows:
             )
 
 
-def natural_order(path: Path) -> list[int]:
-    """Sort key of files of one name that differ in a number: day_2 before day_10."""
-    return [int(digits) for digits in re.findall(r"[0-9]+", path.name)]
+def natural_order(path: Path) -> tuple[list[int], str]:
+    """Sort key of files that differ in a number, day_2 before day_10, or else in their names."""
+    return [int(digits) for digits in re.findall(r"[0-9]+", path.name)], path.name

@@ -1,7 +1,7 @@
 """Criteo logs as a table dataset: any engine writes the same dataset as `preproc/criteo/pipeline.py`."""
 
-from configs.preproc_schema import Mode, PreprocConfig, Split
-from configs.table_schema import Categorical, Label, Numerical, Source, SplitRule, TableConfig
+from configs.preproc_schema import Mode, PreprocConfig
+from configs.table_schema import Categorical, Label, Numerical, Source, TableConfig
 from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, find_files
 from preproc.vocabulary_sql import CATEGORICAL, COLUMNS, LABEL, NUMERICAL
@@ -12,14 +12,6 @@ def criteo_table(config: PreprocConfig) -> TableConfig:
     found = find_files(config.source, "source")
     columns = columns_of(found[0]) if config.mode is Mode.transform else list(COLUMNS)
     files = [str(file.path) for file in found]
-    split = SplitRule(by=config.split.name)
-    if config.test_source:
-        tests = [str(file.path) for file in find_files(config.test_source, "test_source")]
-        split = SplitRule(
-            by="column", expression=f"CASE WHEN file_ < {len(files)} THEN 'train' ELSE 'test' END"
-        )
-        files += tests
-    assert config.split in (Split.fraction, Split.last_file)
     return TableConfig(
         sources={"logs": Source(files=files, format="tsv", header=False, columns=columns)},
         label=[Label(name=LABEL)],
@@ -27,7 +19,6 @@ def criteo_table(config: PreprocConfig) -> TableConfig:
             Numerical(name=name, transforms=[{"log": 3}, {"fill": 0}]) for name in NUMERICAL
         ],
         categorical=[Categorical(name=name) for name in CATEGORICAL],
-        split=split,
     )
 
 

@@ -7,7 +7,6 @@ Its programs (`npy_preproc_criteo`, `contiguous_preproc_criteo`, `shuffle_prepro
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import duckdb
 import numpy as np
 
 from dataloading.dataset.durable_files import sync_directory, sync_stream
@@ -15,6 +14,7 @@ from preproc.column_store import StoredColumn, bytes_of
 from preproc.criteo.hash_table import FirstSeen
 from preproc.criteo.tokenizer import MISSING
 from preproc.vocabulary_sql import CATEGORICAL
+from preproc.work_directory import connected
 
 FIRST_ID = 2
 """Id of the first value of a column; 0 and 1 are no value's."""
@@ -95,7 +95,7 @@ def codes_of_texts(files: Path, number: int) -> dict[int, int]:
 
 
 def _texts(files: Path, number: int) -> Iterator[tuple[int, int]]:
-    with duckdb.connect() as connection:
+    with connected({}) as connection:
         found = connection.execute(
             'SELECT "row", value FROM read_parquet($files) WHERE "column" = $number ORDER BY "row"',
             {"files": [str(path) for path in files.glob("*.parquet")], "number": number},

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import duckdb
 from isal.isal_zlib import crc32
 
 from configs.preproc_schema import OnBad, PreprocConfig
@@ -28,7 +27,7 @@ from preproc.ordered_map import ordered_map
 from preproc.raw_files import RawFile
 from preproc.report.console import Progress, Stage
 from preproc.vocabulary_sql import CATEGORICAL, NUMERICAL
-from preproc.work_directory import Work
+from preproc.work_directory import Settings, Work, connected
 
 # Key of the record and directory of the files. Earlier versions wrote them, and their runs resume here.
 NON_HEX_FILES = "odd"
@@ -296,12 +295,12 @@ def _write_non_hex(non_hex: list[NonHexTexts], path: Path) -> None:
     )
     name = str(path).replace("'", "''")
     spill = str(path.parent.with_name("spill"))
-    settings: dict[str, str | bool | int | float | list[str]] = {
+    settings: Settings = {
         "threads": 1,
         "memory_limit": NON_HEX_MEMORY,
         "temp_directory": spill,
     }
-    with duckdb.connect(config=settings) as connection:
+    with connected(settings) as connection:
         connection.execute(
             'COPY (SELECT CAST("column" AS INTEGER) AS "column", "row", value FROM texts '
             f'ORDER BY "column", "row") TO \'{name}\' (FORMAT parquet)'

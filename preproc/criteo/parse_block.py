@@ -14,13 +14,14 @@ import numpy as np
 from preproc.criteo.tokenizer import LEAST, MISSING_BYTES, MOST, OTHER_LINE, parse_lines
 from preproc.line_blocks import mistake_in
 from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL, numerical
+from preproc.work_directory import Settings, connected
 
 if TYPE_CHECKING:  # 25 MB of memory that only non-hex texts need
     import pyarrow as pa
 
 KNOWN_PART = 1 << 17
 # A small DuckDB: it transforms a few integers.
-SMALL: dict[str, str | bool | int | float | list[str]] = {"threads": 1, "memory_limit": "64MB"}
+SMALL: Settings = {"threads": 1, "memory_limit": "64MB"}
 # Length of a line of empty fields. Memory for rows that a block does not have is never touched.
 SHORTEST_LINE_BYTES = 1 + NUM_NUMERICAL + NUM_CATEGORICAL + 1
 # Non-hex texts, and integers outside the lookup table, that the kernel collects before it stops.
@@ -88,7 +89,7 @@ def _known(dtype: np.dtype) -> np.ndarray:
         for start in range(LEAST, MOST + 1, KNOWN_PART)
     ]
     parts.append(np.ma.masked_all(1, np.int64))
-    with duckdb.connect(config=SMALL) as connection:
+    with connected(SMALL) as connection:
         return np.concatenate([_transformed(connection, dtype, part) for part in parts])
 
 
@@ -116,7 +117,7 @@ class BlockParser:
     """Parses blocks of complete lines; it keeps no state between blocks."""
 
     def __init__(self, numerical_dtype: str) -> None:
-        self._connection = duckdb.connect(config=SMALL)
+        self._connection = connected(SMALL)
         self._dtype = np.dtype(numerical_dtype)
         # The kernel copies values as integers of the same width, since Numba has no float16.
         self._bits = np.dtype(f"u{self._dtype.itemsize}")

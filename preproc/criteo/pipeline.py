@@ -28,7 +28,7 @@ from preproc.criteo.parse import NON_HEX_FILES, ColumnStore, parse_files
 from preproc.criteo.shuffle import shuffle_rows, worker_bytes
 from preproc.dataset_writer import GrowingFile
 from preproc.line_blocks import blocks
-from preproc.raw_files import RawFile, find_files, find_gap, refuse_copies
+from preproc.raw_files import RawFile, find_files, find_gap, refuse_copies, refuse_shared
 from preproc.report.console import (
     ColumnSummary,
     Progress,
@@ -70,9 +70,7 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     memory = memory_bytes(config)
     files = find_files(config.source, "source")
     test_files = find_files(config.test_source, "test_source") if config.test_source else []
-    shared = {file.path.resolve() for file in files} & {file.path.resolve() for file in test_files}
-    if shared:
-        raise ValueError(f"source and test_source both name {min(shared)}; test on other rows")
+    refuse_shared(files, test_files)
     refuse_copies(files + test_files)
     if config.plot and not is_small(config):
         load_library()
@@ -153,7 +151,7 @@ def split_rows(
     num_rows = sum(source_rows)
     if test_rows:
         return {"train": range(num_rows), "test": range(num_rows, num_rows + sum(test_rows))}
-    if config.split is Split.fraction:
+    if config.split is not Split.last_file:
         # As a decimal fraction: 0.29 of 100 rows is 29, whereas floating point gives 28.
         num_train = int(num_rows * Fraction(str(config.train_fraction)))
         splits = {"train": range(num_train), "test": range(num_train, num_rows)}

@@ -1,7 +1,7 @@
 """Transformations of table datasets, as the same SQL text for DuckDB and Spark.
 
-Where the two differ, each engine defines a function of the same name: `hex_number(text)` and
-`split_text(text, separator)`. Sums are over integers, so they do not depend on the order in which an engine
+Where the two differ, each engine defines a function of the same name: `hex_number(text)`,
+`split_text(text, separator)`, and `text_order(text)`, whose order is that of the bytes of the text. Sums are over integers, so they do not depend on the order in which an engine
 adds.
 
 Categorical values are compared as text. An empty text is missing, like null.
@@ -171,9 +171,17 @@ def random_number(seed: int, row: str) -> str:
 
 
 def split_of(
-    rule: SplitRule, rows: int, last_file_rows: int, train_fraction: float, seed: int
+    rule: SplitRule, rows: int, last: tuple[int, int], train_fraction: float, seed: int
 ) -> str:
-    """Return the expression of a row's split, over the column `row_`, or `split_` with by=column."""
+    """Return the expression of a row's split, over the columns `row_` and `file_`, or `split_` with by=column.
+
+    Args:
+        rule: divides the rows.
+        rows: number of all rows.
+        last: with by=last_file, the number of that file and the first row of its second half.
+        train_fraction: rows that train, if the rule does not say so.
+        seed: of by=random.
+    """
     train = rule.train if rule.train is not None else train_fraction
     if rule.by == "column":
         return "split_"
@@ -184,10 +192,11 @@ def split_of(
             f"WHEN {number} < {double(train + rule.validation)} THEN 'validation' ELSE 'test' END"
         )
     if rule.by == "last_file":
-        first = rows - last_file_rows
+        file, middle = last
+        # A row of a query may be of no file.
         return (
-            f"CASE WHEN row_ < {first} THEN 'train' "
-            f"WHEN row_ < {first + last_file_rows // 2} THEN 'test' ELSE 'validation' END"
+            f"CASE WHEN NOT coalesce(file_ = {file}, false) THEN 'train' "
+            f"WHEN row_ < {middle} THEN 'test' ELSE 'validation' END"
         )
     return f"CASE WHEN row_ < {int(rows * Fraction(str(train)))} THEN 'train' ELSE 'test' END"
 

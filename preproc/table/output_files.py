@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 
 from dataloading.dataset.binary import column_file_name
@@ -19,7 +18,7 @@ from preproc.report.console import NumericalRange
 from preproc.table.expressions import RELATION_FILE, quoted, text
 from preproc.table.extension import DAYS_COLUMNS
 from preproc.table.transformation import stored_ids, stored_lists, stored_numericals
-from preproc.work_directory import Work
+from preproc.work_directory import Work, small_database
 
 ZERO_BYTES = 1 << 20
 CHUNK_ROWS = 1 << 20
@@ -46,8 +45,11 @@ class TableFiles:
         self._splits = splits
         self.records: dict[str, dict[str, Any]] = {}
         self.present: dict[tuple[str, str], int] = {}
-        self._connection = duckdb.connect(config={"threads": 1, "memory_limit": "512MB"})
-        self._connection.execute("SET preserve_insertion_order = true")
+        self._connection = small_database()
+        spill = text(str(work.directory / "spill_files"))
+        self._connection.execute(
+            f"SET preserve_insertion_order = true; SET temp_directory = {spill}"
+        )
 
     def __enter__(self) -> "TableFiles":
         return self
@@ -59,21 +61,31 @@ class TableFiles:
         """Return the SQL literal of all files of a relation."""
         return text(glob.escape(str(self._directory / relation)) + "/*.parquet")
 
+    def _in_order(self, relation: str, order_by: str) -> str:
+        """Return ORDER BY, unless DuckDB has written the relation: one file in order, which one thread reads.
+
+        A sort would hold all values in memory. The files of other engines need not be in the order of their names: Spark
+        reads the largest first, and so writes its rows as the first file.
+        """
+        is_one = (self._directory / relation / RELATION_FILE).exists()
+        return "" if is_one else f" ORDER BY {order_by}"
+
     def _chunks(
-        self, relation: str, columns: str, rows: range
+        self, relation: str, columns: str, rows: range, order_by: str = "row_"
     ) -> Iterator[tuple[range, dict[str, np.ndarray]]]:
-        """Yield chunks of `rows` and their columns, and `row_`; relations are stored in order, and one thread reads them."""
+        """Yield chunks of `rows` and their columns, and `row_`, in the order of `order_by`."""
         files = self._files(relation)
+        in_order = self._in_order(relation, order_by)
         # Several threads may read several relations.
         with self._connection.cursor() as cursor:
             for start in range(rows.start, rows.stop, CHUNK_ROWS):
                 stop = min(start + CHUNK_ROWS, rows.stop)
                 chunk = cursor.execute(
                     f"SELECT row_, {columns} FROM read_parquet({files}) "
-                    f"WHERE row_ >= {start} AND row_ < {stop}"
+                    f"WHERE row_ >= {start} AND row_ < {stop}{in_order}"
                 ).fetchnumpy()
                 # Of lists, a row of the dataset has several rows here.
-                assert (np.diff(np.asarray(chunk["row_"])) >= 0).all(), relation
+                _expect((np.diff(np.asarray(chunk["row_"])) >= 0).all(), relation)
                 yield range(start, stop), chunk
 
     def write_row_columns(self, columns: Mapping[str, RowColumn]) -> dict[str, int]:
@@ -98,7 +110,7 @@ class TableFiles:
             with GrowingFile(self._dataset, f"{split}/{file_name}") as file:
                 for part, chunk in self._chunks(self._rows_in, name, rows):
                     values = np.asarray(chunk[name], column.stored)
-                    assert len(values) == len(part), name
+                    _expect(len(values) == len(part), name)
                     clicks[split] += int(np.count_nonzero(values == 1))
                     file.append(values)
             self.records |= file.record
@@ -122,7 +134,7 @@ class TableFiles:
                     f"SELECT {columns} FROM read_parquet({files}) "
                     f"WHERE row_ >= {start} AND row_ < {stop} ORDER BY row_"
                 ).to_arrow_table()
-                assert len(chunk) == stop - start, names
+                _expect(len(chunk) == stop - start, "kept columns")
                 writer = writer or KeptWriter(self._dataset, split, chunk.schema)
                 writer.append(chunk)
             assert writer is not None, "a split without rows"
@@ -152,7 +164,7 @@ class TableFiles:
                     del chunk["row_"]
                     of_columns = [np.asarray(column) for column in chunk.values()]
                     values = stored_numericals(of_columns, dtype)
-                    assert len(values) == len(part)
+                    _expect(len(values) == len(part), relation)
                     if not np.isfinite(values).all():
                         refuse()
                     file.append(values)
@@ -167,6 +179,7 @@ class TableFiles:
     ) -> dict[str, tuple[int, int]]:
         """Write the ids of a feature; return per split the ids that are not 0, and those that are."""
         counts = {}
+        order_by = "row_, position_" if is_list else "row_"
         for split, rows in self._splits.items():
             nonzero = zeros = total = 0
             with GrowingFile(self._dataset, f"{split}/{feature.name}.bin") as file:
@@ -174,7 +187,7 @@ class TableFiles:
                 if feature.hotness is None:
                     offsets.__enter__()
                     offsets.append(np.zeros(1, "<i8"))
-                for part, chunk in self._chunks(relation, "id", rows):
+                for part, chunk in self._chunks(relation, "id", rows, order_by):
                     nonzero += int(np.count_nonzero(chunk["id"]))
                     ids, lengths = stored_ids(chunk, part, feature, is_list)
                     if lengths is not None:
@@ -259,7 +272,7 @@ class TableFiles:
             nonzero = 0
             with GrowingFile(self._dataset, f"{split}/{feature.name}.bin") as file:
                 for part, chunk in self._chunks(slices, "stop_, length_", rows):
-                    assert len(chunk["stop_"]) == len(part), feature.name
+                    _expect(len(chunk["stop_"]) == len(part), feature.name)
                     for first in range(0, len(part), rows_at_once):
                         some = slice(first, first + rows_at_once)
                         stop = np.asarray(chunk["stop_"][some], np.int64)[:, None]
@@ -294,7 +307,7 @@ class TableFiles:
         dtype = np.dtype(np.int64 if feature.is_dynamic else np.int32)
         with path.open("wb") as stream:
             for part, chunk in self._chunks(relation, "id", range(num_items)):
-                assert len(chunk["id"]) == len(part), relation
+                _expect(len(chunk["id"]) == len(part), relation)
                 np.asarray(chunk["id"], dtype).tofile(stream)
         return np.memmap(path, dtype, "r") if num_items else np.zeros(1, dtype)
 
@@ -308,9 +321,7 @@ class TableFiles:
             return
         files = self._files(relation)
         path = text(str(self._dataset / VOCABULARY / f"{name}.parquet"))
-        # DuckDB has written the one file in this order; a sort would hold all values in memory.
-        in_order = (self._directory / relation / RELATION_FILE).exists()
-        order = "" if in_order else " ORDER BY id"
+        order = self._in_order(relation, "id")
         with self._connection.cursor() as cursor:
             cursor.execute(
                 "COPY (SELECT CAST(value AS VARCHAR) AS value, CAST(id AS BIGINT) AS id, "
@@ -338,6 +349,12 @@ class TableFiles:
             with pq.ParquetWriter(path, batches.schema, compression="zstd") as writer:
                 for batch in batches:
                     writer.write_batch(batch)
+
+
+def _expect(is_right: bool | np.bool_, what: str) -> None:
+    """Raise RuntimeError if rows are missing or out of order; `python -O` would leave an assertion out."""
+    if not is_right:
+        raise RuntimeError(f"{what}: rows are missing, or not in their order")
 
 
 def _allocate(path: Path, num_bytes: int) -> None:

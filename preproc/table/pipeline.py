@@ -76,7 +76,7 @@ from preproc.table.feature_values import CodedValues, FeatureValues, TextValues,
 from preproc.table.history import first_items, items, slices, timeline
 from preproc.table.mistakes import SMALLEST_OVERFLOW, bad_row, overflow
 from preproc.table.output_files import TableFiles, WrittenIds
-from preproc.table.source_files import find_source, read_columns
+from preproc.table.source_files import find_sources, read_columns
 from preproc.table.staging import Staging
 from preproc.table.transformation import numerical_columns
 from preproc.text_columns import TextColumns
@@ -102,8 +102,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     """
     assert config.output is not None
     output = Path(config.output).resolve()
-    table = _of_new_rows(config, table)
-    sources = {name: find_source(name, source) for name, source in table.sources.items()}
+    table, sources = find_sources(config, _of_new_rows(config, table))
     for _, paths in sources.values():
         refuse_copies(paths)
     every = [file for _, paths in sources.values() for file in paths]
@@ -150,12 +149,8 @@ def _of_new_rows(config: PreprocConfig, table: TableConfig) -> TableConfig:
 def _engine(config: PreprocConfig, directory: Path) -> Engine:
     if config.engine is EngineName.duckdb:
         return DuckDBEngine(config, directory)
-    try:
-        from preproc.table.spark_engine import SparkEngine
-    except ImportError:
-        raise ValueError(
-            "engine=spark needs PySpark and Java 17: pip install -e .[spark]; or take engine=duckdb"
-        ) from None
+    from preproc.table.spark_engine import SparkEngine
+
     return SparkEngine(config, directory)
 
 
@@ -495,6 +490,7 @@ class _Run:
             may_lack_labels=self.config.mode is Mode.transform,
             fitted=None if self._fitted is None else self._fitted.text_columns,
         )
+        staging.refuse_text_order(is_fit=self._fitted is None)
         for name in staging.of_floats:
             self.progress.say(
                 f"note: the values of {shown(name)} are floating-point numbers, so 5 is the text 5.0, another value than the 5 "
@@ -516,7 +512,7 @@ class _Run:
                 f"{file}, line {line}: {printable(reason)}; correct or remove it, or set on_bad=quarantine"
             )
         self.work.state["rejected"] = len(rejected)
-        with (self.work.directory / REJECTED).open("w") as stream:
+        with (self.work.directory / REJECTED).open("w", encoding="utf-8") as stream:
             for file, line, reason, raw in rejected:
                 raw_line = raw.rstrip("\r\n").replace("\r", "\\r").replace("\n", "\\n")
                 stream.write(f"{file}\t{line}\t{printable(first_line(reason))}\t{raw_line}\n")
@@ -557,21 +553,19 @@ class _Run:
             "SELECT file_, row_, bad_ FROM all_ WHERE bad_ IS NOT NULL ORDER BY row_"
         )
         _, files = next(iter(self.sources.values()))
-        with (dataset / "bad_rows.tsv").open("w") as stream:
+        with (dataset / "bad_rows.tsv").open("w", encoding="utf-8") as stream:
             for file, row, reason in rows:
                 where = "query" if self.table.query else files[file].path
                 stream.write(f"{where}\t{row + 1}\t{printable(reason)}\n")
-            stream.write((self.work.directory / REJECTED).read_text())
+            stream.write((self.work.directory / REJECTED).read_text("utf-8"))
 
     def _order(self) -> None:
         """Write relation `rows_`, numbered so that each split is one range, training rows first."""
         rule, config = self.table.split, self.config
-        ((rows, last),) = self.engine.rows("SELECT count(*), max(file_) FROM staged_")
-        ((last_rows,),) = self.engine.rows(
-            f"SELECT count(*) FROM staged_ WHERE file_ = {last if last is not None else 0}"
-        )
+        ((rows,),) = self.engine.rows("SELECT count(*) FROM staged_")
         one = config.one_split
-        expression = split_of(rule, rows, last_rows, config.train_fraction, config.seed)
+        last = self._last_file() if rule.by == "last_file" else (0, 0)
+        expression = split_of(rule, rows, last, config.train_fraction, config.seed)
         expression = text(one) if one else expression
         self.split = expression
         rows_and_split = f"(SELECT *, {expression} AS name_ FROM staged_)"
@@ -590,7 +584,10 @@ class _Run:
         if not set(split_rows) & set(SPLITS):
             missing = ["any split"]
         if missing:
-            problem = problem or f"no rows are left for {missing[0]} of {rows}; change the split"
+            files = " by last_file, which wants two files or more" * (rule.by == "last_file")
+            problem = (
+                problem or f"no rows are left for {missing[0]} of {rows}{files}; change the split"
+            )
         if problem:
             self.work.forget()
             raise ValueError(f"table.split: {problem}")
@@ -617,6 +614,17 @@ class _Run:
             "rows_", lambda path: self.engine.number(query, ["rank_", "place_", "before_"], path)
         )
         self.work.state["rows_in"] = "rows_"
+
+    def _last_file(self) -> tuple[int, int]:
+        """Return the number of the last file, and the first row of the second half of its rows."""
+        files = max(len(files) for _, files in self.sources.values())
+        last = files - 1
+        if self.table.query and len(self.sources) > 1:  # the query says of which source
+            ((last,),) = self.engine.rows("SELECT coalesce(max(file_), 0) FROM staged_")
+        of_last = f"FROM staged_ WHERE file_ = {last}"
+        ((rows,),) = self.engine.rows(f"SELECT count(*) {of_last}")
+        middle = self.engine.rows(f"SELECT row_ {of_last} ORDER BY row_ LIMIT 1 OFFSET {rows // 2}")
+        return last, middle[0][0] if middle else 0
 
     def _numericals(
         self, statistics: dict[str, Any], counted: range, fit: bool

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
@@ -57,7 +58,13 @@ class SparkEngine:
                 .config("spark.driver.memory", f"{max(memory_bytes(config) >> 20, 512)}m")
                 .config("spark.local.dir", str(directory / "spill"))
             )
-        self._spark = session.getOrCreate()
+        try:
+            self._spark = session.getOrCreate()
+        except (PySparkException, Py4JError) as error:
+            reason = shortened(printable(" ".join(str(error).split())), 300)
+            raise ValueError(
+                f"Spark does not start ({reason}); it needs Java 17, and a master that answers, or take engine=duckdb"
+            ) from None
         # Identifiers in double quotes, as in DuckDB; text stays text.
         self._spark.conf.set("spark.sql.ansi.enabled", "true")
         self._spark.conf.set("spark.sql.ansi.doubleQuotedIdentifiers", "true")
@@ -69,6 +76,10 @@ class SparkEngine:
         self._sql(
             "CREATE OR REPLACE TEMPORARY FUNCTION hex_number(digits STRING) RETURNS BIGINT "
             "RETURN CAST(conv(digits, 16, 10) AS BIGINT)"
+        )
+        self._sql(
+            "CREATE OR REPLACE TEMPORARY FUNCTION text_order(value STRING) RETURNS BINARY "
+            "RETURN CAST(value AS BINARY)"
         )
         # split() takes a regular expression; \\Q and \\E make it literal.
         self._sql(
@@ -156,7 +167,7 @@ class SparkEngine:
         nested = re.fullmatch(r"(?:array|map|struct) (\{.+)", kind, re.DOTALL)
         floats = {"float": FloatType(), "double": DoubleType()}
         data_type = _parse_datatype_json_string(nested[1]) if nested else floats.get(kind)
-        return data_type and _without_nan(value, data_type, instead)
+        return None if data_type is None else _without_nan(value, data_type, instead)
 
     def stage(self, rows: StagedRows, path: Path) -> None:
         """Number the rows; texts stay texts."""

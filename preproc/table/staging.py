@@ -26,6 +26,7 @@ from preproc.table.expressions import (
     text,
 )
 from preproc.table.source_files import SourceFiles, listed, refuse_damaged
+from preproc.table.text_order import is_text, ordered_text, refuse_text_order, remedy
 from preproc.text_columns import TEXT_TYPES, TextColumns
 
 # Columns that give the order of a source's rows; DuckDB numbers those of further sources of a query.
@@ -129,6 +130,8 @@ class Staging:
         if may_lack_labels:
             self.table = self._without_absent(base)
             self._expressions = _expressions_of(self.table)
+        if table.query and table.split.needs_file:
+            self._require_file(base)
         self._refuse_other_values(base)
         reason = "not one value per expression"
         try:
@@ -140,6 +143,7 @@ class Staging:
             width = len(engine.columns(base))
             self._refuse_expression(base, lambda query: len(engine.columns(query)) == width + 1)
             raise ValueError(f"table: {reason}")
+        self._base_query, self._kinds = base, dict(columns)
         self.query = self._checked(values, dict(columns))
         self._plain = self._plain_columns(dict(columns))
         keys = [f"key{i}_" for i in range(len(table.order_by))]
@@ -157,6 +161,17 @@ class Staging:
             [] if self.table.query else next(iter(self.sources.values())).files,
         )
 
+    def refuse_text_order(self, *, is_fit: bool) -> None:
+        """Raise ValueError if texts order or divide the rows, or are compared; features of a fit that is applied stay."""
+        for item in self._expressions:
+            if item.column.startswith("key") and is_text(self._kinds[item.column]):
+                raise ordered_text(item.where, item.sql, item.sql)
+            if is_fit or item.column.startswith(("key", "split_")):
+                refuse_text_order(self._engine, item.where, item.sql, self._base_query)
+        if self.table.query and is_fit:
+            query = self.table.query.strip().removesuffix(";")
+            refuse_text_order(self._engine, "table.query", query, None)
+
     def _plain_columns(self, kinds: dict[str, str]) -> dict[str, str]:
         """Return the categorical columns that are columns of text of Parquet files, and the names there."""
         table = self.table
@@ -171,6 +186,14 @@ class Staging:
             and not table.categorical[int(item.column[1:])].is_list
             and kinds[item.column] == "varchar"
         }
+
+    def _require_file(self, base: str) -> None:
+        """Raise ValueError if the rows of the query do not say which files they are from."""
+        if "file_" not in {name.lower() for name, _ in self._engine.columns(base)}:
+            raise ValueError(
+                "table.split: the rows are divided by their files (test_source, last_file or file_), and the result of "
+                "table.query has no column file_; select that of the source which test_source is for, as in SELECT t.file_"
+            )
 
     def _without_absent(self, base: str) -> TableConfig:
         """Return the description without the row numbers whose columns do not exist, if no label has its columns."""
@@ -250,7 +273,9 @@ class Staging:
             base = f"SELECT *, {values} FROM ({base})"
         if aware or self.table.query:
             base = _with_missing(self._engine, base)
-        columns = ["0 AS file_"] if self.table.query else ["file_", "order_"]
+        columns = ["file_", "order_"]
+        if self.table.query:
+            columns = ["file_" if self.table.split.by == "last_file" else "0 AS file_"]
         columns += [
             f"{item.column}seen_ AS {item.column}"
             if item.sees_nan
@@ -333,7 +358,7 @@ class Staging:
             if not TIME_TYPE.fullmatch(time):
                 raise ValueError(
                     f"{where}: order_by {shown(history.order_by)} is {time.partition(' ')[0]}, want a number, a date or a "
-                    "timestamp: text would put '10' before '9'; write CAST(... AS BIGINT) or AS TIMESTAMP"
+                    f"timestamp: {remedy(history.order_by)}"
                 )
             if past != "boolean":
                 raise ValueError(

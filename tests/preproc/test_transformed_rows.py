@@ -108,7 +108,7 @@ def test_a_join_takes_the_source_in_its_files(tmp_path):
             "cities": {"files": "${source}/cities.csv*"},
         },
         "query": "SELECT o.*, c.land FROM orders AS o LEFT JOIN cities AS c ON o.city = c.city",
-        "order_by": ["order_id"],
+        "order_by": ["text_order(order_id)"],
         "categorical": ["city", "land"],
     }
     options = ("dataset=any", f"table={_hydra(table)}")

@@ -327,6 +327,7 @@ READS_ENVIRONMENT = {
     "configs.stop_signals",
     "dataloading.storage.local_copy",
     "nn.hypertune",
+    "preproc.__main__",  # where Java is
     "sweep.gpus",
     "sweep.trial_process",
 }
