@@ -36,6 +36,9 @@ PROBLEM = "test_problem"
 FINAL = "final"
 """Key of the record of a run's final evaluation, which follows the last checkpoint."""
 
+DATA_IDENTITY = "data_identity"
+"""Key of the environment: a hash of the run's dataset (`dataloading.dataset.file_states`); null for synthetic clicks."""
+
 DAY = "day"
 """Key of the records of a later day: the number of its stage (`nn.training.limits`). Those of the first day have none."""
 
