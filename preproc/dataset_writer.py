@@ -19,7 +19,6 @@ from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.split_files import SplitFiles
 from preproc.column_store import bytes_of, size_and_crc32
 
-
 NO_DATA = ("report.png", "bad_rows.tsv")
 """Files with times of the run, or paths of its input. The spec does not list them: the same data have the same spec."""
 

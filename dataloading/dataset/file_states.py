@@ -1,6 +1,4 @@
-"""States of the files of a dataset, to tell whether they have changed: sizes, times, samples of their bytes, and the checksums
-that its spec lists.
-"""
+"""States of the files of a dataset, to tell whether they have changed: sizes, times, samples, and checksums of its spec."""
 
 import hashlib
 import json
