@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import time
 import zlib
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
@@ -175,6 +176,23 @@ def test_a_run_killed_before_its_first_checkpoint_restarts(uninterrupted, tmp_pa
     assert records(tmp_path / "run")
     assert train(tmp_path / "run").err == ""
     assert differences(uninterrupted, tmp_path / "run") == []
+
+
+def test_a_clock_that_was_set_back_changes_nothing(uninterrupted, tmp_path, monkeypatch):
+    run_dir, events = tmp_path / "run", ["log.loggers=[tensorboard]"]
+    with monkeypatch.context() as late:
+        late.setattr(time, "time", lambda: 4e9)
+        with killed_at(22):
+            train(run_dir, *events)
+    for path in run_dir.rglob("*"):
+        os.utime(path, (4e9, 4e9), follow_symlinks=False)
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    assert train(run_dir, *events).err == ""
+    assert differences(uninterrupted, run_dir) == []
+    # TensorBoard reads them in this order.
+    for folder in {path.parent for path in run_dir.rglob("*tfevents*")}:
+        times = [name.split(".")[3] for name in sorted(os.listdir(folder)) if "tfevents" in name]
+        assert times == ["4000000000", "4000000001"]
 
 
 def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(
