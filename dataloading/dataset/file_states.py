@@ -69,7 +69,7 @@ def changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def verify_small_files(spec: FeatureSpec) -> None:
-    """Compare every byte of the smallest files with the checksums that the spec lists, up to `WHOLE_BYTES` in all.
+    """Compare every byte of the smallest files with the checksums that the spec lists, up to `WHOLE_BYTES` in total.
 
     Labels are among the smallest, and samples miss what changes between them.
 

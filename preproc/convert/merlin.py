@@ -134,11 +134,8 @@ def _is_binary(roles: Roles, name: str, paths: list[Path]) -> bool:
     """Return whether a label is a binary one: as the schema says, or if it has no other values than 0 and 1."""
     if name in roles.kinds:
         return roles.kinds[name]
-    return all(
-        pc.all(pc.is_in(column, pa.array([0, 1], column.type))).as_py() is not False
-        for column in _columns(paths, name, ColumnKind.label)
-        if not pa.types.is_boolean(column.type)
-    )
+    columns = _columns(paths, name, ColumnKind.label)
+    return all(np.isin(column.drop_null().to_numpy(), (0, 1)).all() for column in columns)
 
 
 def _splits(root: Path) -> dict[str, list[Path]]:
