@@ -121,7 +121,7 @@ class RunRecord:
         since = max(changes, default=-1)
         found = self.evaluations
         later = [record for record in found if record.get("step", 0) > since]
-        return like_the_last(later or found[-1:])
+        return [dict(record) for record in like_the_last(later or found[-1:])]
 
     @property
     def is_training(self) -> bool:

@@ -224,8 +224,8 @@ def _roles_in(document: Message) -> Roles:
         if tags & {"target", "label", *BINARY_TAGS, *REGRESSION_TAGS, *MULTI_CLASS_TAGS}:
             if tags & MULTI_CLASS_TAGS:
                 raise ValueError(
-                    f"target {shown(name)} has several classes, and a label is binary or a number; remove its tag target to leave "
-                    "it out"
+                    f"target {shown(name)} has several classes, and a label is binary or a number; remove its tag target to "
+                    "leave it out"
                 )
             roles.labels.append(name)
             if tags & {"categorical", *BINARY_TAGS, *REGRESSION_TAGS}:

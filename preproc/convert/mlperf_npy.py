@@ -14,7 +14,7 @@ import io
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tokenize import TokenError
@@ -73,7 +73,7 @@ class NpyRows:
             largest = zip(*(day.largest_ids() for day in self._days), strict=True)
             rows = [max(of_days) + 1 for of_days in largest]
         read = {path.name for day in self._days for path in day.paths}
-        self.left_out = [
+        self.left_out: Sequence[str] = [
             f"{path.name} (not read)"
             for path in sorted(root.glob("*.np[yz]"), key=natural_order)
             if path.name not in read

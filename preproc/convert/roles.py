@@ -1,4 +1,4 @@
-"""What a conversion makes of the columns of its input, printed before anything is written."""
+"""Print labels, numericals, tables and the rest of an input before it is converted."""
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table

@@ -54,7 +54,7 @@ def keep(checkpoints: Path, best: int) -> None:
 
 
 def train(run_dir: Path, address: str) -> None:
-    """Go on from the newest checkpoint, and mirror every save."""
+    """Resume from the newest checkpoint, and mirror every save."""
     checkpoints = run_dir / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     saved = [step_of(path) for path in list_checkpoints(checkpoints)]

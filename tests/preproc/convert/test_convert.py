@@ -524,12 +524,12 @@ def test_hashed_ids_become_remainders_by_the_rows_that_are_asked_for(tmp_path, c
     np.save(root / "day_0_weights.npy", np.ones(7))
     with pytest.raises(Refused, match=r"feature 'cat_\d': id -\d+ at row"):
         convert(root, tmp_path / "out")
-    told = capsys.readouterr().out
-    assert "not converted  day_0_weights.npy (not read)" in told
-    assert f"note: the ids of 'cat_0' ({hashes[..., 0].max() + 1:,} rows for 21 ids), " in told
+    printed = capsys.readouterr().out
+    assert "not converted  day_0_weights.npy (not read)" in printed
+    assert f"note: the ids of 'cat_0' ({hashes[..., 0].max() + 1:,} rows for 21 ids), " in printed
     rows = [1024, 1024, 1024]
     option = f"table_rows={rows}".replace(" ", "")
-    assert f"{option}, for example, writes each id as its remainder" in told
+    assert f"{option}, for example, writes each id as its remainder" in printed
     out = convert(root, tmp_path / "out", option)
     spec = FeatureSpec.load(out)
     assert [feature.cardinality for feature in spec.categorical] == rows
