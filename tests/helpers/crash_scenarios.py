@@ -166,7 +166,8 @@ def mirror_differences(wanted: Path, got: Path, output: str) -> list[str]:
         for found in own
     ]
     return [
-        *run_differences(wanted, got, output),
+        # The list of saves stays on the machine that made them.
+        *(d for d in run_differences(wanted, got, output) if "checkpoints/saved" not in d),
         *(f"mirror: {d}" for d in kept[1] if d not in kept[0]),
     ]
 
