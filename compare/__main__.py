@@ -17,9 +17,11 @@ from compare.table import (
     as_csv,
     as_json,
     choose_metric,
+    groups_of,
     labels,
     print_table,
     sorted_runs,
+    title_of,
 )
 from configs.command_line import composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
@@ -38,21 +40,50 @@ def compare(config: CompareConfig) -> None:
         OSError: a file cannot be read or written.
     """
     found = [RunRecord.read(path) for path in find_runs(config.runs)]
-    metric = choose_metric(found, config.metric)
-    runs = sorted_runs(found, metric)
+    trained = [run for run in found if run.is_training]
+    if not trained:
+        raise ValueError(
+            f"{', '.join(config.runs)}: only evaluations and other runs that do not train, which are left out; name the runs "
+            "that trained"
+        )
+    # One that no run has is refused here.
+    named = config.metric and choose_metric(trained, config.metric)
     console = LiteralConsole()
     # A file or a pipe has no width of its own.
     console = console if console.is_terminal else LiteralConsole(width=PIPE_WIDTH)
-    print_table(console, runs, metric)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    groups = []
+    for group in groups_of(trained):
+        metric = named or choose_metric(group, None)
+        groups.append((sorted_runs(group, metric), metric))
+    for runs, metric in groups:
+        if len(groups) > 1:
+            say(title_of(runs))
+        print_table(console, runs, metric)
+        if len(groups) > 1:
+            say("")
+    if len(groups) > 1:
+        say(
+            f"{len(groups)} tables: metrics on different data, splits, days or rows cannot be compared"
+        )
+    if left_out := len(found) - len(trained):
+        say(f"{left_out} left out: evaluations (mode=eval) and others that do not train")
+    every = [run for runs, _ in groups for run in runs]
     if config.csv is not None:
-        Path(config.csv).write_text(as_csv(runs), encoding="utf-8")
+        Path(config.csv).write_text(as_csv(every), encoding="utf-8")
     if config.json is not None:
-        Path(config.json).write_text(as_json(runs), encoding="utf-8")
+        Path(config.json).write_text(as_json(every), encoding="utf-8")
     if config.picture is not None:
         # Imported here, since the table alone needs no matplotlib.
         from compare.picture import draw_runs
 
+        runs, metric = groups[0]
         draw_runs(runs, labels(runs), metric, Path(config.picture))
+        if len(groups) > 1:
+            say(f"{config.picture} shows the first table; name its runs or others to draw those")
 
 
 def run(composed: DictConfig) -> None:

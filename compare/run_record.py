@@ -1,17 +1,23 @@
 """One run as it lies on disk: options, records, result and state. Finished, running and crashed runs are read alike."""
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from configs.schema import Mode
 from dataloading.dataset.documents import read_json, read_yaml
 from nn.models.metric import Metric, best_of, metric_of_key
 from nn.observability.records import (
     CONFIG,
+    DATA_IDENTITY,
+    DAY,
     ENDED,
     FAILED,
     FINAL,
@@ -21,8 +27,13 @@ from nn.observability.records import (
     SUMMARY,
     UNSAVED,
     read_records,
+    read_restarts,
 )
 from nn.observability.run_lock import is_running
+from nn.plots.series import is_finite, like_the_last
+
+SPLIT = "split"
+"""Key of the environment: the split that is evaluated."""
 
 
 class State(StrEnum):
@@ -48,6 +59,7 @@ class RunRecord:
         header: the environment, first line of metrics.jsonl.
         records: of training and evaluation.
         summary: the result; empty without.
+        restarts: step and environment of each resume.
     """
 
     path: Path
@@ -57,6 +69,7 @@ class RunRecord:
     header: dict[str, Any]
     records: list[dict[str, Any]]
     summary: dict[str, Any]
+    restarts: list[dict[str, Any]]
 
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
@@ -79,6 +92,7 @@ class RunRecord:
             header,
             records,
             summary,
+            read_restarts(path),
         )
 
     @property
@@ -89,8 +103,50 @@ class RunRecord:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Records of evaluations while training, in order: those of one split and of the same rows."""
+        """Records of evaluations while training, in order."""
         return [r for r in self.records if FINAL not in r and any(map(metric_of_key, r))]
+
+    @property
+    def comparable(self) -> list[dict[str, Any]]:
+        """Those evaluations whose metrics can be compared with the last one's: of the same data, split, day and rows.
+
+        As in training (`Trainer.resume_from`), the best one is chosen among them.
+        """
+        starts = [self.header, *self.restarts]
+        changes = [
+            int(now["step"])
+            for before, now in pairwise(starts)
+            if any(before.get(k) and now.get(k) != before[k] for k in (DATA_IDENTITY, SPLIT))
+        ]
+        since = max(changes, default=-1)
+        found = self.evaluations
+        later = [record for record in found if record.get("step", 0) > since]
+        return [dict(record) for record in like_the_last(later or found[-1:])]
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether it trains: other modes evaluate what another run has trained."""
+        return self.options.get("mode", Mode.train.value) == Mode.train.value
+
+    @property
+    def measured_on(self) -> dict[str, Any]:
+        """Data, split and rows of the evaluations, and the day where the data do not tell it; None what is not known."""
+        identity = (self.restarts or [self.header])[-1].get(DATA_IDENTITY)
+        last = self.comparable[-1] if self.evaluations else {}
+        data = self.options.get("data.path")
+        if data is None:
+            # The seed makes other clicks, and labels by another rule.
+            seed = self.options.get("seed")
+            data = f"synthetic clicks of seed {seed}"
+            clicks = {k: v for k, v in self.options.items() if k.startswith("data.synthetic.")}
+            identity = hashlib.sha256(json.dumps(clicks, default=str).encode()).hexdigest()[:16]
+        return {
+            "data": str(data),
+            DATA_IDENTITY: identity if isinstance(identity, str) else None,
+            SPLIT: self.split,
+            DAY: _number(last.get(DAY)) if identity is None else None,
+            "rows": _number(last.get("test_rows")),
+        }
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of the evaluations, in the order of the records."""
@@ -110,13 +166,13 @@ class RunRecord:
 
     def last(self, metric: Metric) -> float | None:
         """Return a metric of the last evaluation; None if it has no value."""
-        evaluations = self.evaluations
+        evaluations = self.comparable
         return _number(evaluations[-1].get(metric.test_key)) if evaluations else None
 
     def best(self, metric: Metric) -> tuple[float | None, int | None]:
-        """Return the best value of a metric over all evaluations, and its step."""
+        """Return the best value of a metric over the comparable evaluations, and its step."""
         best, step = math.nan, None
-        for record in self.evaluations:
+        for record in self.comparable:
             value = _number(record.get(metric.test_key))
             if value is not None and metric.improves(value, best):
                 best, step = value, int(_number(record.get("step")) or 0)
@@ -219,9 +275,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 def _number(value: object) -> float | None:
     """Return a finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if math.isfinite(value) else None
+    return value if is_finite(value) else None
 
 
 def _median(values: Sequence[float]) -> float | None:

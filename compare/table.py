@@ -25,6 +25,28 @@ OWN_COLUMNS = (RUN, STATE, DIFFERS, "at step", "steps", "samples/s", "GPU GiB", 
 GIB = 2**30
 
 
+def groups_of(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Return the runs whose metrics can be compared with each other: on the same data, split, day and rows.
+
+    One without an evaluation yet is in the first group of its data and split.
+    """
+    groups: dict[tuple[Any, ...], list[RunRecord]] = {}
+    for run in sorted(runs, key=lambda run: run.measured_on["rows"] is None):
+        *where, rows = run.measured_on.values()
+        same = [key for key in groups if key[:-1] == (*where,)] if rows is None else []
+        groups.setdefault(same[0] if same else (*where, rows), []).append(run)
+    return list(groups.values())
+
+
+def title_of(group: Sequence[RunRecord]) -> str:
+    """Return the line above the table of a group."""
+    data, identity, split, day, rows = group[0].measured_on.values()
+    parts = [data if identity is None else f"{data} ({identity[:8]})", f"split {split}"]
+    parts += [] if day is None else [f"day {day}"]
+    parts += [] if rows is None else [f"{rows:,} rows"]
+    return "on " + ", ".join(parts)
+
+
 def choose_metric(runs: Sequence[RunRecord], name: str | None) -> Metric | None:
     """Return the metric that runs are sorted by: the named one, or the first run's own.
 
@@ -81,6 +103,7 @@ def rows_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     rows = []
     for run, label in zip(runs, labels(runs), strict=True):
         row: dict[str, Any] = {"run": label, "path": str(run.path), "state": run.state.value}
+        row |= run.measured_on
         row |= {key: run.options.get(key) for key in keys}
         for metric in metrics:
             if metric.larger_is_better is not None:

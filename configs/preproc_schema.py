@@ -177,7 +177,8 @@ class PreprocConfig:
     )
     table_rows: list[int] | None = option(
         None,
-        "rows per table with dataset=criteo_mlperf, one entry per category; ids are taken modulo",
+        "rows per table with dataset=criteo_mlperf, one entry per category, and with mode=convert of ids that are hashes, one "
+        "entry per table; ids are taken modulo",
         most=2**31 - 1,
     )
     shuffle: bool = option(

@@ -15,7 +15,7 @@ from configs.option_values import plain_values
 from configs.schema import Component, Config, Mode, default_values
 from dataloading.dataset.documents import read_json, read_yaml
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.dataset.file_states import changed_files, changed_samples
+from dataloading.dataset.file_states import changed_data, changed_files, verify_small_files
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader
 from dataloading.storage.local_copy import local_path
@@ -455,11 +455,12 @@ def _check_same_run(
 ) -> Stage:
     """Refuse to resume with other data or settings; return the stage to train.
 
-    Files of the dataset may have other times, as restored files and copies have: their sizes and samples are compared.
+    Files of the dataset may have other times, as restored files and copies have: their sizes, samples and the checksums of
+    the spec are compared, and every byte of the smallest ones.
     """
     path, facts = latest
     now = facts_of(config, spec, ranks)
-    stage = stage_to_train(config, spec, facts, now["data_samples"])
+    stage = stage_to_train(config, spec, facts, now)
     if config.checkpoint.allow_changes:
         return stage
     if hint := next_day_hint(config, spec, facts):
@@ -484,14 +485,14 @@ def _check_same_run(
         raise ValueError(f"run_dir={config.run_dir} {problem}")
     if stage.is_new:
         return stage
-    changed = changed_samples(facts["data_samples"], now["data_samples"])
-    if changed:
+    if changed := changed_data(facts, now):
         raise ValueError(
             f"files of {spec.root} have changed since the checkpoint of step {facts['num_steps']} of "
             f"run_dir={config.run_dir}: {', '.join(changed[:3])}; restore the same bytes (their times may differ) or "
             "set data.path to a copy of the dataset it was trained on, or checkpoint.allow_changes=true if its rows "
             "are the same"
         )
+    verify_small_files(spec)
     is_same_directory = facts["config"]["data"]["path"] == config.data.path
     if is_same_directory and changed_files(facts["data_files"], now["data_files"]):
         logger.info(

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from configs.messages import on_one_line
 from configs.schema import Component, Config, Mode
+from dataloading.dataset.file_states import data_identity
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
 from dataloading.permuted_source import BLOCK_ROWS
@@ -87,7 +88,7 @@ from nn.observability.model_summary import print_model, size_line
 from nn.observability.numerical_ranges import range_note
 from nn.observability.plan_table import BesidePlan, print_hardware, print_memory, print_plan
 from nn.observability.profiler import Profiler, check_profile
-from nn.observability.records import ENDED, PLAN, PROBLEM, UNSAVED, KeptRecords
+from nn.observability.records import DATA_IDENTITY, ENDED, PLAN, PROBLEM, UNSAVED, KeptRecords
 from nn.observability.run_directory import (
     RunDirectory,
     draw_missing_pictures,
@@ -404,6 +405,7 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
     facts["teacher_auc"] = _teacher_auc(config, source) if ranks.is_rank0 else None
     # The title of the curves.
     facts["data"] = config.data.path or SYNTHETIC
+    facts[DATA_IDENTITY] = data_identity(source.spec) if ranks.is_rank0 else None
     facts["batch_size"] = config.train.batch_size
     facts["seed"] = config.seed
     facts["split"] = config.eval.split

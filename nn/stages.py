@@ -10,7 +10,7 @@ import numpy as np
 
 from configs.schema import Config, StageName
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.dataset.file_states import changed_samples
+from dataloading.dataset.file_states import changed_data
 from dataloading.dataset.source import Source
 from dataloading.known_ids_source import KnownIdsSource
 from dataloading.lineage import VOCABULARY, Lineage
@@ -34,7 +34,7 @@ CHANGES = ("scheduler.",)
 
 
 def stage_to_train(
-    config: Config, spec: FeatureSpec, facts: Mapping[str, Any], samples: dict[str, Any]
+    config: Config, spec: FeatureSpec, facts: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Stage:
     """Return the stage that a run trains from a checkpoint of its own.
 
@@ -42,19 +42,19 @@ def stage_to_train(
         config: the complete run.
         spec: of the dataset to train on.
         facts: run.json of the latest checkpoint.
-        samples: of the dataset's files, as in run.json.
+        now: facts of this start, as run.json would have them.
 
     Raises:
         ValueError: with `stage=next`, the dataset does not follow that of the checkpoint, or the checkpoint's stage is not
             complete.
     """
     before = Stage.of_facts(facts)
-    if config.stage is not StageName.next or not changed_samples(facts["data_samples"], samples):
+    if config.stage is not StageName.next or not changed_data(facts, now):
         return before
     path = facts["config"]["data"]["path"]
-    now = Lineage.of(spec.metadata)
+    lineage = Lineage.of(spec.metadata)
     if not config.checkpoint.allow_changes:
-        _check_follows(config, before, now, path)
+        _check_follows(config, before, lineage, path)
     if not _has_ended(config, facts):
         raise ValueError(
             f"run_dir={config.run_dir} has not finished the stage of data.path={path}, step {facts['num_steps']:,} is its "
@@ -66,7 +66,7 @@ def stage_to_train(
             f"the schedule has ended before step {first:,}, so that stage=next would train with a learning rate of 0; set "
             "scheduler.decay_start_step=null, or a later one"
         )
-    return Stage(before.number + 1, first, now.identity, path, is_new=True)
+    return Stage(before.number + 1, first, lineage.identity, path, is_new=True)
 
 
 def _has_ended(config: Config, facts: Mapping[str, Any]) -> bool:

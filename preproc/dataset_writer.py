@@ -19,6 +19,9 @@ from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.split_files import SplitFiles
 from preproc.column_store import bytes_of, size_and_crc32
 
+NO_DATA = ("report.png", "bad_rows.tsv")
+"""Files with times of the run, or paths of its input. The spec does not list them: the same data have the same spec."""
+
 
 class GrowingFile:
     """One file of the dataset, written from its start; `record` holds its bytes and CRC-32."""
@@ -131,12 +134,13 @@ def _synced_files(
         for path in (*split.columns.values(), *numerical, *ids):
             name = path.relative_to(directory).as_posix()
             records[name] = dict(files[name])
-    for path in sorted(directory.rglob("*")):  # vocabularies, report, bad rows
+    for path in sorted(directory.rglob("*")):  # vocabularies, fitted state, report
         name = path.relative_to(directory).as_posix()
         # A run killed at this point may have left a spec, complete or partial.
         if path.is_file() and name not in records and not name.endswith((SPEC_NAME, ".partial")):
             sync_file(path)
-            records[name] = dict(files.get(name) or checksum(path))
+            if name not in NO_DATA:
+                records[name] = dict(files.get(name) or checksum(path))
         elif path.is_dir():
             sync_directory(path)
     return records

@@ -23,6 +23,7 @@ from configs.option_values import plain_values, written
 from configs.overrides import drop_replaced, no_option, one_line
 from configs.schema import Config, DataConfig, Device, Mode, describe, require
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.file_states import data_state
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.held_out_source import VALIDATION
 from dataloading.storage.local_copy import local_path
@@ -49,6 +50,7 @@ class TrialPlan:
         metric: that trials are chosen by.
         split: that it is measured on.
         uses_gpus: whether trials train on a GPU where there is one.
+        data: of all trials.
         own_values: values that the recipe has for the options of the space; None if the space lacks one of them.
     """
 
@@ -57,7 +59,14 @@ class TrialPlan:
     metric: Metric
     split: str
     uses_gpus: bool
+    data: DataConfig
     own_values: dict[str, Any] | None = None
+
+    def data_state(self) -> dict[str, Any]:
+        """Return what tells the data as they lie there now from other data; synthetic clicks are among the options."""
+        if self.data.path is None:
+            return {"data_samples": {}, "data_checksums": {}}
+        return data_state(_spec_of(self.data))
 
     def command(self, values: Mapping[str, Any], run_dir: Path) -> list[str]:
         """Return the command of the trial with these values."""
@@ -121,6 +130,7 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
         metric,
         split,
         checked.device is not Device.cpu,
+        checked.data,
         _own_values(first, space),
     )
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -15,8 +16,8 @@ from sweep.pictures import COORDINATES, IMPORTANCES, draw_coordinates, draw_impo
 from sweep.plan import TEST, TrialPlan, plan_trials
 from sweep.results import SWEEP, TABLE, print_trials, rows_of, test_once, write_sweep, write_table
 from sweep.space import Space, grid_of, read_space
-from sweep.study import Study, keep_settings, settings_of
-from sweep.trial_process import Start, start_process
+from sweep.study import DATA, Study, check_same_data, keep_settings, settings_of
+from sweep.trial_process import Process, Start, start_process
 
 
 def run_sweep(config: SweepConfig, console: Console, start: Start = start_process) -> None:
@@ -42,7 +43,14 @@ def run_sweep(config: SweepConfig, console: Console, start: Start = start_proces
     with ExitStack() as stack:
         stack.enter_context(hold(directory, f"is sweeping in {directory}"))
         directory.mkdir(exist_ok=True)
-        keep_settings(directory, settings_of(config, space, plan.metric, plan.split))
+        data = plan.data_state()
+        settings = settings_of(config, space, plan.metric, plan.split)
+        keep_settings(directory, settings | {DATA: data})
+
+        def start_on_same_data(*command: Any) -> Process:
+            check_same_data(directory, data, plan.data_state())
+            return start(*command)
+
         study = Study(directory, config, space, plan.metric, plan.own_values)
         _print_head(console, config, plan, directory, study)
         if study.has_more():
@@ -56,10 +64,10 @@ def run_sweep(config: SweepConfig, console: Console, start: Start = start_proces
             study,
             slots,
             lambda text: _print(console, text),
-            start,
+            start_on_same_data,
         )
         driver.run()
-        _conclude(directory, study, plan, space, slots, console, start)
+        _conclude(directory, study, plan, space, slots, console, start_on_same_data)
 
 
 def _slots(config: SweepConfig, plan: TrialPlan) -> Sequence[str | None]:

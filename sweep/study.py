@@ -17,12 +17,13 @@ from configs.many_runs_schema import Sampler, SweepConfig
 from configs.schema import require
 from dataloading.dataset.documents import read_json
 from dataloading.dataset.durable_files import AppendedFile, replace_text
+from dataloading.dataset.file_states import changed_data
 from nn.models.metric import Metric
 from sweep.proposals import num_spread, promising_values, spread_values
 from sweep.pruner import pruner_of
 from sweep.space import Space, as_plain, grid_of, suggest
 
-JOURNAL, SETTINGS = "journal.log", "settings.json"
+JOURNAL, SETTINGS, DATA = "journal.log", "settings.json", "data"
 MAX_STARTUP_TRIALS = 10
 
 
@@ -153,19 +154,31 @@ class Study:
 def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:
     """Record what a sweep searches, or compare it with what an earlier start has recorded.
 
+    Args:
+        directory: of the sweep.
+        settings: from `settings_of`, and the state of the data as `DATA`.
+
     Raises:
-        ValueError: the directory holds another sweep.
+        ValueError: the directory holds another sweep, or one on other data.
     """
     path = directory / SETTINGS
     now = json.loads(json.dumps(settings))
+
+    def write(content: dict[str, Any]) -> None:
+        replace_text(path, json.dumps(content, indent=2) + "\n", directory / f".{SETTINGS}.tmp")
+
     if not path.exists():
         require(
             not any(directory.iterdir()),
             f"output={directory} is not empty and holds no sweep; set another output",
         )
-        replace_text(path, json.dumps(now, indent=2) + "\n", directory / f".{SETTINGS}.tmp")
+        write(now)
         return
     before = read_json(path)
+    if DATA not in before:  # an earlier version did not record them
+        write(before | {DATA: now[DATA]})
+    data = now.pop(DATA)
+    check_same_data(directory, before.pop(DATA, data), data)
     options = sorted(set(now["overrides"]) ^ set(before.get("overrides", [])))
     require(
         not options,
@@ -178,6 +191,16 @@ def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:
             f"output={directory} holds a sweep with another {key}: {before.get(key)} instead of {now.get(key)}; set another "
             "output, or repeat that one",
         )
+
+
+def check_same_data(directory: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to compare trials on the data `now` with those on the data `before` (`file_states.data_state`)."""
+    changed = changed_data(before, now)
+    require(
+        not changed,
+        f"output={directory} holds a sweep of trials on other data, with which new ones cannot be compared: "
+        f"{', '.join(changed[:3])}; restore the data, or set another output",
+    )
 
 
 def settings_of(config: SweepConfig, space: Space, metric: Metric, split: str) -> dict[str, Any]:

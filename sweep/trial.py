@@ -18,6 +18,7 @@ from dataloading.dataset.durable_files import replace_text
 from nn.models.metric import Metric
 from nn.observability.records import ENDED, METRICS, PRUNED
 from nn.observability.run_lock import is_running
+from nn.plots.series import is_finite
 from sweep.trial_process import Process, last_line
 
 CHECKPOINTS = "checkpoints"
@@ -154,7 +155,7 @@ def evaluations(run: RunRecord, metric: Metric) -> list[tuple[int, float]]:
     found = []
     for record in run.evaluations:
         value = record.get(metric.test_key)
-        if record.get("step", 0) > 0 and isinstance(value, int | float) and math.isfinite(value):
+        if record.get("step", 0) > 0 and is_finite(value):
             found.append((int(record["step"]), float(value)))
     return found
 

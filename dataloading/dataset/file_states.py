@@ -1,15 +1,21 @@
-"""States of the files of a dataset, to tell whether they have changed: sizes, times and samples of their bytes."""
+"""States of the files of a dataset, to tell whether they have changed: sizes, times, samples, and checksums of its spec."""
 
+import hashlib
+import json
 import os
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dataloading.dataset.dataset_directory import checksums_of, verify_checksums
 from dataloading.dataset.documents import open_regular
 from dataloading.dataset.feature_spec import FeatureSpec
 
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 16
+WHOLE_BYTES = 256 << 20
+"""Bytes that `verify_small_files` reads at most: a fraction of a second."""
 
 
 def file_states(spec: FeatureSpec) -> dict[str, list[int]]:
@@ -23,6 +29,61 @@ def file_states(spec: FeatureSpec) -> dict[str, list[int]]:
 def file_samples(spec: FeatureSpec) -> dict[str, list[int]]:
     """Return [bytes, CRC-32 of 16 evenly spaced samples of 4 KiB] per file; a copy of the dataset has the same."""
     return {name: [path.stat().st_size, _sample(path)] for name, path in _files(spec).items()}
+
+
+def listed_checksums(spec: FeatureSpec) -> dict[str, list[Any]]:
+    """Return [bytes, CRC-32 in hex] per file as the spec lists them, without reading the files; empty where it lists none."""
+    listed = checksums_of(spec.metadata, "metadata")
+    return {
+        name: [listed[name]["bytes"], listed[name]["crc32"]]
+        for name in _files(spec)
+        if name in listed
+    }
+
+
+def data_state(spec: FeatureSpec) -> dict[str, dict[str, list[Any]]]:
+    """Return what tells data from other data wherever they lie: samples and listed checksums, for `changed_data`."""
+    return {"data_samples": file_samples(spec), "data_checksums": listed_checksums(spec)}
+
+
+def data_identity(spec: FeatureSpec) -> str | None:
+    """Return a hash (hex) of `data_state`: equal for copies of a dataset; None for a synthetic stream."""
+    text = json.dumps(data_state(spec), sort_keys=True)
+    return None if spec.root is None else hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the names of files whose samples or listed checksums differ, with the difference.
+
+    Args:
+        before: with the entries of `data_state`; one of an earlier version has no checksums.
+        now: likewise.
+    """
+    old, new = before.get("data_checksums", {}), now["data_checksums"]
+    in_both = old.keys() & new.keys()  # the spec of a copy may list none
+    return changed_samples(before["data_samples"], now["data_samples"]) or _changes(
+        {name: old[name] for name in in_both},
+        {name: new[name] for name in in_both},
+        "another checksum in the spec",
+    )
+
+
+def verify_small_files(spec: FeatureSpec) -> None:
+    """Compare every byte of the smallest files with the checksums that the spec lists, up to `WHOLE_BYTES` in total.
+
+    Labels are among the smallest, and samples miss what changes between them.
+
+    Raises:
+        ValueError: a file has changed since it was written.
+    """
+    names, left = [], WHOLE_BYTES
+    for name, (num_bytes, _) in sorted(listed_checksums(spec).items(), key=lambda item: item[1]):
+        left -= num_bytes
+        if left < 0:
+            break
+        names.append(name)
+    if names:
+        verify_checksums(spec, names)
 
 
 def changed_files(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

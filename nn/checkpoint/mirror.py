@@ -77,6 +77,8 @@ class CheckpointMirror:
 
     def _upload(self) -> None:
         local = {path.name: path for path in list_checkpoints(self._run_dir / CHECKPOINTS)}
+        # Before these checkpoints: a run that resumes cuts records beyond its checkpoint, and cannot make those that lack.
+        self._upload_records()
         stored = set(complete_checkpoints(self._store))
         for name, path in local.items():
             if name in stored and self._is_same(path):
@@ -87,12 +89,15 @@ class CheckpointMirror:
                 # Pruned meanwhile, since a newer one is complete.
                 continue
         self._upload_best()
+        # Also parts of what a kill has left incomplete.
+        for name in set(self._store.folders(CHECKPOINTS)) - set(local):
+            self._store.remove(f"{CHECKPOINTS}/{name}/{RUN_FILE}")
+            self._store.remove_folder(f"{CHECKPOINTS}/{name}")
+
+    def _upload_records(self) -> None:
         for path in sorted(self._run_dir.iterdir()):
             if path.is_file() and not path.name.startswith("."):
                 self._store.upload(path, path.name)
-        for name in stored - set(local):
-            self._store.remove(f"{CHECKPOINTS}/{name}/{RUN_FILE}")
-            self._store.remove_folder(f"{CHECKPOINTS}/{name}")
 
     def _is_same(self, path: Path) -> bool:
         """Return whether the mirror's checkpoint of a step is that of the run directory, which may have saved it again."""

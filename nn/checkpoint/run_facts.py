@@ -39,6 +39,10 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_is_nanoseconds, value))
 
 
+def _is_listed(value: Any) -> bool:
+    return isinstance(value, list) and list(map(type, value)) == [int, str]
+
+
 def _is_nanoseconds(value: Any) -> bool:
     return type(value) is int and abs(value) < 2**63
 
@@ -61,6 +65,10 @@ _CHECKS: dict[str, tuple[Check, str]] = {
     "config": (_is_mapping, "the options of a run"),
     "data_files": (_mapping_to(_is_state), "bytes and time of each file"),
     "data_samples": (_mapping_to(_is_state), "bytes and checksum of each file"),
+    "data_checksums": (
+        _mapping_to(_is_listed),
+        "bytes and checksum that the spec lists of each file",
+    ),
     "trainer": (_is_mapping, "the state of the training loop"),
     "stage": (_is_mapping, "the stage of the run"),
 }

@@ -22,7 +22,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from configs.option_values import plain_values
 from configs.schema import Component, Config
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.dataset.file_states import file_samples, file_states
+from dataloading.dataset.file_states import data_state, file_states
 from dataloading.lineage import vocabularies
 from nn.checkpoint.compatibility import (
     component_of,
@@ -98,7 +98,7 @@ def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
         "feature_spec": spec.fingerprint(),
         "vocabularies": vocabularies(spec.metadata),
         "data_files": file_states(spec),
-        "data_samples": file_samples(spec),
+        **data_state(spec),
         "config": plain_values(config),
     }
 

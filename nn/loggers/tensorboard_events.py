@@ -14,6 +14,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dataloading.dataset.durable_files import AppendedFile
 
+PREFIX = "events.out.tfevents"
+
 
 class TensorBoardEvents:
     """A new event file in a directory; each record is in the file when its method returns.
@@ -28,7 +30,11 @@ class TensorBoardEvents:
 
     def __init__(self, directory: Path, purge_step: int | None = None) -> None:
         directory.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        # TensorBoard reads the files in the order of their names, also where the clock was set back between two starts.
+        times = [path.name.split(".")[3] for path in directory.glob(f"{PREFIX}.*.*")]
+        latest = max((int(text) for text in times if text.isdecimal()), default=0)
+        now = max(round(time.time()), latest + 1)
+        name = f"{PREFIX}.{now}.{socket.gethostname()}.{os.getpid()}"
         attempt = 0
         while (path := directory / f"{name}.{attempt}").exists():
             attempt += 1

@@ -36,6 +36,9 @@ PROBLEM = "test_problem"
 FINAL = "final"
 """Key of the record of a run's final evaluation, which follows the last checkpoint."""
 
+DATA_IDENTITY = "data_identity"
+"""Key of the environment: a hash of the run's dataset (`dataloading.dataset.file_states`); null for synthetic clicks."""
+
 DAY = "day"
 """Key of the records of a later day: the number of its stage (`nn.training.limits`). Those of the first day have none."""
 
@@ -82,12 +85,22 @@ def read_run(run_dir: Path) -> RunRecords:
         OSError: a file cannot be read.
     """
     header, records = read_records(run_dir / METRICS)
+    restarts = [restart["step"] for restart in read_restarts(run_dir)]
+    return RunRecords(header, [record for record in records if FINAL not in record], restarts)
+
+
+def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the step and the environment of every resume; damaged lines are left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     restarts = []
     path = run_dir / RESTARTS
     for line in _complete_lines(path) if path.exists() else []:
         with suppress(ValueError):
-            restarts.append(_parsed(path, 2, line)["step"])
-    return RunRecords(header, [record for record in records if FINAL not in record], restarts)
+            restarts.append(_parsed(path, 2, line))
+    return restarts
 
 
 def has_records(path: Path) -> bool:

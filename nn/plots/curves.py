@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from configs.messages import shortened
-from nn.plots.series import SMOOTH_FROM, Series, is_finite, limits, series, smoothed, thinned
+from nn.plots.series import (
+    SMOOTH_FROM,
+    Series,
+    is_finite,
+    like_the_last,
+    limits,
+    series,
+    smoothed,
+    thinned,
+)
 from nn.plots.style import FAINT, INK, RATE, SPEED, TEST, TRAIN, picture, plain
 
 MOST_TASKS = 11
@@ -81,8 +90,14 @@ class _Metric:
     title: str
     larger_is_better: bool
 
-    def best(self, values: np.ndarray) -> int:
-        return int(values.argmax() if self.larger_is_better else values.argmin())
+    def best_of_latest(self, records: Records, values: np.ndarray) -> int:
+        """Return the place in `values`, those of all evaluations, of the best one on the latest day and rows."""
+        key = f"test_{self.key}"
+        evaluations = [record for record in records if is_finite(record.get(key))]
+        is_like = {id(record) for record in like_the_last(evaluations)}
+        places = [place for place, record in enumerate(evaluations) if id(record) in is_like]
+        latest = values[places]
+        return places[int(latest.argmax() if self.larger_is_better else latest.argmin())]
 
 
 def main_metrics(records: Records) -> list[_Metric]:
@@ -152,7 +167,7 @@ def _title(run: RunRecords, metrics: Sequence[_Metric]) -> str:
         steps, values = series(run.records, f"test_{metric.key}")
         if not len(values):
             continue
-        best = metric.best(values)
+        best = metric.best_of_latest(run.records, values)
         text = f"{run.split} {shortened(metric.title, 28)} {values[-1]:.4f}"
         if values[best] == values[-1]:
             text += ", the best"
@@ -211,7 +226,7 @@ def _draw_metric(axes: Any, run: RunRecords, metric: _Metric) -> None:
     axes.set_title(plain("ROC AUC" if metric.key == "auc" else metric.title) + undefined)
     _draw_train(axes, train, TRAIN, "train, latest rows")
     _draw_test(axes, test, run.split)
-    _mark_best(axes, test, metric)
+    _mark_best(axes, test, metric, run.records)
     _mark_restored(axes, run.header, test)
     ceiling = run.header.get("teacher_auc")
     lines = [(np.zeros(1), np.array([ceiling]))] if _has_ceiling(ceiling, metric) else []
@@ -276,11 +291,11 @@ def _draw_test(axes: Any, line: Series, split: str) -> None:
         _draw_points(axes, line, TEST, split)
 
 
-def _mark_best(axes: Any, line: Series, metric: _Metric) -> None:
+def _mark_best(axes: Any, line: Series, metric: _Metric, records: Records) -> None:
     steps, values = line
     if not len(values):
         return
-    best = metric.best(values)
+    best = metric.best_of_latest(records, values)
     label = f"best: {values[best]:.4f} at step {steps[best]:,.0f}"
     axes.plot(
         *(steps[best], values[best]),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from configs.schema import Config
 from dataloading.batch import Batch
-from dataloading.dataset.file_states import file_samples
+from dataloading.dataset.file_states import data_state
 from dataloading.dataset.source import Source
 from dataloading.held_out_source import TRAIN, HeldOutSource
 from nn.build import Loaders, build_test_loader
@@ -68,7 +68,7 @@ class SplitRows:
         rate, files = source.spec.keep_rate, source.spec.splits.get(split)
         is_missing = rate is not None and files is not None and rate.name in files.absent
         self.missing_rate = rate.name if rate is not None and is_missing else None
-        self.facts = {"files": file_samples(source.spec), "split": split, "rows": self.num_rows}
+        self.facts = {**data_state(source.spec), "split": split, "rows": self.num_rows}
         self._loader = build_test_loader(config, source, ranks, split, key_maps)
         self._loaders = Loaders(None, self._loader)
 

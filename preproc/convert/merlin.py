@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from configs.messages import shortened
+from configs.messages import shortened, shown
 from dataloading.dataset.documents import (
     FILE_LIST,
     read_file_list,
@@ -25,16 +25,20 @@ from dataloading.dataset.documents import (
     read_text,
     refuse_doubled,
 )
-from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, measured
+from dataloading.dataset.feature_spec import FeatureSpec, measured
 from dataloading.dataset.parquet import ParquetSource
 from dataloading.dataset.parquet_files import ColumnKind, check_columns, open_file
-from dataloading.dataset.row_columns import RowColumn
+from dataloading.dataset.row_columns import BINARY, RowColumn
 from dataloading.dataset.split_files import SplitFiles, expect
-from preproc.convert.rows import SourceRows, natural_order
+from preproc.convert.rows import SourceRows, input_feature, natural_order
 from preproc.convert.text_proto import Message, parse_text_proto
 
 SCHEMA, METADATA = "schema.pbtxt", "_metadata.json"
 VALIDATION_FOLDERS = ("valid", "validation", "val")
+BINARY_TAGS = {"binary_classification", "binary"}
+REGRESSION_TAGS = {"regression"}
+MULTI_CLASS_TAGS = {"multi_class_classification", "multi_class"}
+REGRESSION = np.dtype(np.float32)
 
 
 @dataclass(slots=True)
@@ -42,22 +46,30 @@ class Roles:
     """Roles of the columns.
 
     Attributes:
-        labels: names of the targets, the binary one first.
+        labels: names of the targets.
+        kinds: whether a label is binary, where the schema tells; else its values do.
         numerical: names of the numericals.
         categorical: names of the categoricals.
         cardinalities: rows per table, where the schema has them.
         hotness: ids per row, where the schema fixes them.
+        left_out: features of the schema without a role, with their tags.
     """
 
     labels: list[str] = field(default_factory=list)
+    kinds: dict[str, bool] = field(default_factory=dict)
     numerical: list[str] = field(default_factory=list)
     categorical: list[str] = field(default_factory=list)
     cardinalities: dict[str, int] = field(default_factory=dict)
     hotness: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
-def merlin_rows(root: Path) -> SourceRows:
+def merlin_rows(root: Path, *, has_tables: bool = True) -> SourceRows:
     """Return the rows of the dataset in `root`.
+
+    Args:
+        root: the directory.
+        has_tables: False: ids are any integers, and cardinalities do not count.
 
     Raises:
         ValueError: neither file exists, a role is missing, or a column does not fit its role.
@@ -73,31 +85,57 @@ def merlin_rows(root: Path) -> SourceRows:
     paths = [path for files in splits.values() for path in files]
     with open_file(splits["train"][0]) as file:
         schema = file.schema_arrow
-    missing = sorted({*roles.categorical, *roles.numerical, roles.labels[0]} - {*schema.names})
+    names = [*roles.categorical, *roles.numerical, *roles.labels]
+    missing = sorted({*names} - {*schema.names})
     if missing:
         raise ValueError(
             f"{splits['train'][0]}: no column {', '.join(missing)}, which {root} names"
         )
-    names = [*roles.categorical, *roles.numerical, roles.labels[0]]
     twice = sorted({name for name in names if names.count(name) > 1})
     expect(not twice, f"{root}: roles", twice, "one role per column")
     features = []
     for name in roles.categorical:
         kind = ColumnKind.ids if _has_lists(schema, name) else ColumnKind.id
         check_columns(splits["train"][0], schema, {name: kind})
-        cardinality = roles.cardinalities.get(name) or _largest_id(paths, name, kind) + 1
+        rows = roles.cardinalities.get(name) if has_tables else None
+        if rows is None and (has_tables or _is_unsigned(schema, name)):
+            largest = _largest(paths, name, kind)
+            # Keys are int64.
+            expect(has_tables or largest < 2**63, f"{root}: {name}", largest, "ids below 2^63")
+            rows = largest + 1 if has_tables else None
         hotness = roles.hotness.get(name) if kind is ColumnKind.ids else 1
-        features.append(CategoricalFeature.of(name, cardinality, hotness))
+        features.append(input_feature(name, rows, hotness))
     unmeasured = FeatureSpec(
         root=root,
         numerical=tuple(roles.numerical),
         numerical_dtype=np.dtype(np.float32),
-        labels=(RowColumn(roles.labels[0]),),
+        labels=tuple(
+            RowColumn(name, dtype=BINARY if _is_binary(roles, name, paths) else REGRESSION)
+            for name in roles.labels
+        ),
         categorical=tuple(features),
         splits={name: SplitFiles(0, parquet=tuple(files)) for name, files in splits.items()},
         metadata={},
     )
-    return SourceRows(ParquetSource(measured(unmeasured)), "Merlin's Parquet")
+    left_out = [
+        f"column {shown(name)} ({roles.left_out.get(name, 'no role')})"
+        for name in schema.names
+        if name not in names
+    ]
+    left_out += [
+        f"folder {folder.name}/"
+        for folder in sorted({path.parent for path in root.glob("*/*.parquet")})
+        if folder not in {path.parent for path in paths}
+    ]
+    return SourceRows(ParquetSource(measured(unmeasured)), "Merlin's Parquet", left_out)
+
+
+def _is_binary(roles: Roles, name: str, paths: list[Path]) -> bool:
+    """Return whether a label is a binary one: as the schema says, or if it has no other values than 0 and 1."""
+    if name in roles.kinds:
+        return roles.kinds[name]
+    columns = _columns(paths, name, ColumnKind.label)
+    return all(np.isin(column.drop_null().to_numpy(), (0, 1)).all() for column in columns)
 
 
 def _splits(root: Path) -> dict[str, list[Path]]:
@@ -182,7 +220,17 @@ def _roles_in(document: Message) -> Roles:
         annotation = _message(feature, "annotation")
         tags = {str(tag).lower().rpartition(".")[2] for tag in annotation.get("tag", [])}
         domain, counts = _message(feature, "int_domain"), _message(feature, "value_count")
-        if "categorical" in tags:
+        # First: a target that is an input too would tell the model its answer.
+        if tags & {"target", "label", *BINARY_TAGS, *REGRESSION_TAGS, *MULTI_CLASS_TAGS}:
+            if tags & MULTI_CLASS_TAGS:
+                raise ValueError(
+                    f"target {shown(name)} has several classes, and a label is binary or a number; remove its tag target to "
+                    "leave it out"
+                )
+            roles.labels.append(name)
+            if tags & {"categorical", *BINARY_TAGS, *REGRESSION_TAGS}:
+                roles.kinds[name] = not tags & REGRESSION_TAGS
+        elif "categorical" in tags:
             roles.categorical.append(name)
             extra = _message(annotation, "extra_metadata")
             cardinality = _cardinality(_first(extra, "value"))
@@ -199,10 +247,8 @@ def _roles_in(document: Message) -> Roles:
                 roles.hotness[name] = most
         elif "continuous" in tags:
             roles.numerical.append(name)
-        elif "binary_classification" in tags:
-            roles.labels.insert(0, name)
-        elif tags & {"target", "label"}:
-            roles.labels.append(name)
+        else:
+            roles.left_out[name] = f"tags {', '.join(sorted(tags))}" if tags else "no tags"
     return roles
 
 
@@ -287,22 +333,32 @@ def _has_lists(schema: pa.Schema, name: str) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
-def _largest_id(paths: list[Path], name: str, kind: ColumnKind) -> int:
-    """Return the largest id of a column over all files, a row group at a time; 0 without ids."""
+def _is_unsigned(schema: pa.Schema, name: str) -> bool:
+    """Return whether the ids of a column may be 2^63 or more."""
+    kind = schema.types[schema.names.index(name)]
+    return pa.types.is_uint64(kind.value_type if _has_lists(schema, name) else kind)
+
+
+def _largest(paths: list[Path], name: str, kind: ColumnKind) -> int:
+    """Return the largest id of a column over all files; 0 without ids."""
     largest = 0
+    for column in _columns(paths, name, kind):
+        ids = pc.list_flatten(column) if kind is ColumnKind.ids else column
+        maximum = pc.max(ids).as_py()
+        largest = max(largest, -1 if maximum is None else maximum)
+    return largest
+
+
+def _columns(paths: list[Path], name: str, kind: ColumnKind) -> Iterator[pa.ChunkedArray]:
+    """Yield a column of all files, a row group at a time."""
     for path in paths:
         with open_file(path) as file:
             check_columns(path, file.schema_arrow, {name: kind})
             for group in range(file.num_row_groups):
                 try:
-                    column = file.read_row_group(group, columns=[name]).column(name)
+                    yield file.read_row_group(group, columns=[name]).column(name)
                 except (pa.ArrowException, OSError) as error:
                     reason = shortened(str(error).partition("\n")[0])
                     raise ValueError(
                         f"{path}: column '{name}' cannot be read ({reason}); copy or write it again"
                     ) from None
-                if kind is ColumnKind.ids:
-                    column = pc.list_flatten(column)
-                maximum = pc.max(column).as_py()
-                largest = max(largest, -1 if maximum is None else maximum)
-    return largest

@@ -14,7 +14,7 @@ import io
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tokenize import TokenError
@@ -24,10 +24,10 @@ import numpy as np
 
 from configs.messages import shortened, shown
 from dataloading.dataset.documents import check_regular, open_regular
-from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import SplitFiles
-from preproc.convert.rows import CHUNK_ROWS, Chunk, natural_order
+from preproc.convert.rows import CHUNK_ROWS, Chunk, input_feature, natural_order
 
 # NumPy's letters of kinds of dtypes.
 INTEGERS = "iu"
@@ -44,11 +44,16 @@ _NO_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, 
 
 
 class NpyRows:
-    """Rows of the npy files below a directory."""
+    """Rows of the npy files below a directory.
+
+    Args:
+        root: the directory.
+        has_tables: False: ids are any integers, and not read to find the largest ones.
+    """
 
     kind = "MLPerf's npy files"
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, has_tables: bool = True) -> None:
         self._days = [
             _Day(path) for path in sorted(root.glob("day_*_labels.npy"), key=natural_order)
         ]
@@ -63,9 +68,16 @@ class NpyRows:
                     f"{day.labels_path}: {len(day.hotness)} tables of {shown(day.hotness)} ids and {day.num_numerical} "
                     f"numericals, want those of the first day: {shown(hotness)} and {self._days[0].num_numerical}"
                 )
-        largest = [0] * len(hotness)
-        for day in self._days:
-            largest = [*map(max, largest, day.largest_ids())]
+        rows: list[int | None] = [None] * len(hotness)
+        if has_tables:
+            largest = zip(*(day.largest_ids() for day in self._days), strict=True)
+            rows = [max(of_days) + 1 for of_days in largest]
+        read = {path.name for day in self._days for path in day.paths}
+        self.left_out: Sequence[str] = [
+            f"{path.name} (not read)"
+            for path in sorted(root.glob("*.np[yz]"), key=natural_order)
+            if path.name not in read
+        ]
         last = self._days[-1].num_rows
         half = (last + 1) // 2
         self._parts = {
@@ -79,8 +91,8 @@ class NpyRows:
             numerical_dtype=np.dtype(np.float32),
             labels=(RowColumn("label"),),
             categorical=tuple(
-                CategoricalFeature.of(f"cat_{i}", rows + 1, count)
-                for i, (rows, count) in enumerate(zip(largest, hotness, strict=True))
+                input_feature(f"cat_{i}", size, count)
+                for i, (size, count) in enumerate(zip(rows, hotness, strict=True))
             ),
             splits={
                 name: SplitFiles(sum(stop - start for _, start, stop in parts))
@@ -116,6 +128,8 @@ class _Day:
         self.num_numerical = self.dense.shape[1]
         self._sparse = labels.with_name(f"{stem}_sparse.npy")
         self._multi_hot = labels.with_name(f"{stem}_sparse_multi_hot.npz")
+        ids = self._multi_hot if self._multi_hot.is_file() else self._sparse
+        self.paths = (labels, labels.with_name(f"{stem}_dense.npy"), ids)
         if self._multi_hot.is_file():
             with _archive(self._multi_hot) as streams:
                 shapes = [_header(stream, INTEGERS)[0] for stream in streams]

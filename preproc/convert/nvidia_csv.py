@@ -8,7 +8,7 @@ The transcoder knows `train` and `test` alone, so a split `validation` is writte
 `test.csv`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from dataloading.dataset.documents import read_yaml
 from dataloading.dataset.durable_files import (
     sync_tree,
 )
-from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
+from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import SplitFiles, expect, find_file, names_of
-from preproc.convert.rows import CHUNK_ROWS, Chunk, Rows
+from preproc.convert.rows import CHUNK_ROWS, Chunk, Rows, input_feature
 
 TYPE = "csv"
 AUTO = "auto"
@@ -43,11 +43,19 @@ def is_csv_spec(root: Path) -> bool:
 
 
 class CsvRows:
-    """Rows of a directory in NVIDIA's CSV format."""
+    """Rows of a directory in NVIDIA's CSV format.
+
+    Args:
+        root: the directory.
+        numerical_dtype: of the numericals.
+        has_tables: False: ids are any integers, and cardinalities do not count.
+    """
 
     kind = "NVIDIA's CSV"
+    left_out: Sequence[str] = ()
+    """Nothing: every column of a file is a feature of the spec, or refused."""
 
-    def __init__(self, root: Path, numerical_dtype: str) -> None:
+    def __init__(self, root: Path, numerical_dtype: str, *, has_tables: bool = True) -> None:
         document = read_yaml(root / SPEC_NAME)
         where = str(root / SPEC_NAME)
         channels = _section(document, where, "channel_spec")
@@ -72,7 +80,7 @@ class CsvRows:
         # A table has a row at least, also if all of its ids are negative, which the writer refuses.
         counted = {name: table_of[name] for name, rows in cardinalities.items() if rows == AUTO}
         rows_of = dict.fromkeys(counted.values(), 1)
-        if counted:
+        if counted and has_tables:
             for split in self._sources:
                 for chunk in self._tables(split):
                     for name, table in counted.items():
@@ -83,10 +91,15 @@ class CsvRows:
             numerical_dtype=np.dtype(numerical_dtype),
             labels=(RowColumn(labels[0]),),
             categorical=tuple(
-                CategoricalFeature.of(
+                input_feature(
                     name,
-                    rows_of[table_of[name]] if name in counted else int(cardinalities[name]),
-                    table=table_of[name],
+                    None
+                    if not has_tables
+                    else rows_of[table_of[name]]
+                    if name in counted
+                    else int(cardinalities[name]),
+                    1,
+                    table_of[name],
                 )
                 for name in categorical
             ),

@@ -1,18 +1,20 @@
 """Interface between inputs and the converter: features, splits, and chunks of rows."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.source import Source, read_with_keys
+from dataloading.dataset.split_files import expect
 
 CHUNK_ROWS = 1 << 16
 """Rows that are in memory at a time."""
+MOST_ROWS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,12 @@ class Rows(Protocol):
     Attributes:
         spec: features and splits; the rows of the splits need not be counted.
         kind: name of the format, for messages.
+        left_out: what lies there and is not converted, each with the reason.
     """
 
     spec: FeatureSpec
     kind: str
+    left_out: Sequence[str]
 
     def chunks(self, split: str) -> Iterator[Chunk]:
         """Yield the rows of `split` in order; ValueError at an invalid row."""
@@ -54,9 +58,10 @@ class Rows(Protocol):
 class SourceRows:
     """Rows of a dataset directory, or of any other source with random access."""
 
-    def __init__(self, source: Source, kind: str) -> None:
+    def __init__(self, source: Source, kind: str, left_out: Sequence[str] = ()) -> None:
         self.spec = source.spec
         self.kind = kind
+        self.left_out = left_out
         self._source = source
 
     def chunks(self, split: str) -> Iterator[Chunk]:
@@ -77,6 +82,69 @@ class SourceRows:
             yield Chunk(
                 columns.labels, numerical, ids, lengths, columns.weights, columns.keep_rates
             )
+
+
+class Remainders:
+    """Rows of which each id is written as its remainder by the rows of its table.
+
+    Args:
+        rows: to read; keys (`vocabulary: dynamic`) become ids.
+        table_rows: of each table, in the order of `spec.table_features`.
+
+    Raises:
+        ValueError: there are more or fewer tables.
+    """
+
+    def __init__(self, rows: Rows, table_rows: Sequence[int]) -> None:
+        tables = list(rows.spec.table_features)
+        few = f"one number per table: {', '.join(tables)}"
+        expect(len(table_rows) == len(tables), "table_rows", list(table_rows), few)
+        rows_of = dict(zip(tables, table_rows, strict=True))
+        self.kind, self.left_out, self._rows = rows.kind, rows.left_out, rows
+        self.spec = replace(
+            rows.spec,
+            categorical=tuple(
+                CategoricalFeature.of(f.name, rows_of[f.table or f.name], f.hotness, f.table)
+                for f in rows.spec.categorical
+            ),
+        )
+
+    def chunks(self, split: str) -> Iterator[Chunk]:
+        """Yield the rows of `split` in order."""
+        for chunk in self._rows.chunks(split):
+            ids = {
+                f.name: _remainders(chunk.ids[f.name], f.cardinality) for f in self.spec.categorical
+            }
+            yield replace(chunk, ids=ids)
+
+
+def _remainders(ids: np.ndarray, rows: int) -> np.ndarray:
+    wide = ids if ids.dtype == np.uint64 else ids.astype(np.int64, copy=False)
+    return wide % wide.dtype.type(rows)
+
+
+def input_feature(
+    name: str, rows: int | None, hotness: int | None, table: str | None = None
+) -> CategoricalFeature:
+    """Return a feature of an input.
+
+    Args:
+        name: of the feature.
+        rows: of its table; None: its ids are any integers, of which `Remainders` takes the remainders.
+        hotness: ids per row; None for a ragged feature.
+        table: that it shares with others.
+
+    Raises:
+        ValueError: no table has so many rows.
+    """
+    if rows is None:
+        return CategoricalFeature.of_keys(name, 2, hotness, table)
+    if rows > MOST_ROWS:
+        raise ValueError(
+            f"table '{table or name}': its largest id is {rows - 1}, a hash; set table_rows, one number per table, which "
+            "writes each id as its remainder"
+        )
+    return CategoricalFeature.of(name, rows, hotness, table)
 
 
 def natural_order(path: Path) -> tuple[list[int], str]:

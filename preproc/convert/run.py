@@ -1,5 +1,6 @@
 """Conversion from any known format to a dataset directory, or to NVIDIA's CSV, in chunks of rows."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from dataloading.dataset.split_files import SplitFiles
 from preproc.convert.merlin import merlin_rows
 from preproc.convert.mlperf_npy import NpyRows
 from preproc.convert.nvidia_csv import CsvRows, is_csv_spec, write_csv
-from preproc.convert.rows import Rows, SourceRows
+from preproc.convert.roles import print_roles
+from preproc.convert.rows import Remainders, Rows, SourceRows
 from preproc.report.console import Progress, SplitSummary, print_result, print_splits
 
 
@@ -35,8 +37,9 @@ def run_convert(config: PreprocConfig, progress: Progress) -> None:
     output = Path(config.output).absolute()
     check_output(output, config.overwrite)
     with progress.stage("open") as stage:
-        rows = find_rows(Path(config.path), config.numerical_dtype.name)
+        rows = find_rows(Path(config.path), config.numerical_dtype.name, config.table_rows)
         stage.name = f"open {rows.kind} in {config.path}"
+    print_roles(progress, rows)
     _compare(rows.spec, progress)
     if config.to is Format.csv:
         with progress.stage(f"write {config.to.name}"):
@@ -100,7 +103,8 @@ def _write_dataset(
         splits=tuple(spec.splits),
         metadata={
             key: value for key, value in spec.metadata.items() if key not in ("rows", "files")
-        },
+        }
+        | ({"left_out": list(rows.left_out)} if rows.left_out else {}),
         overwrite=config.overwrite,
         absent={split: files.absent for split, files in spec.splits.items()},
         part_rows=part_rows,
@@ -138,25 +142,47 @@ def _clicks(spec: FeatureSpec, labels: np.ndarray) -> int:
     return int(np.count_nonzero(of_label)) if label.is_binary else 0
 
 
-def find_rows(path: Path, numerical_dtype: str) -> Rows:
+def find_rows(path: Path, numerical_dtype: str, table_rows: Sequence[int] | None = None) -> Rows:
     """Detect the format of `path` and return its rows.
 
     Args:
         path: a dataset directory, NVIDIA's CSV with its spec, Merlin's Parquet or MLPerf's npy files.
         numerical_dtype: dtype of the numericals of a CSV, whose spec has none.
+        table_rows: of each table, by which ids are taken modulo; None: the ids are rows of their tables.
 
     Raises:
         ValueError: the path holds none of these, or files with a mistake.
     """
+    has_tables = table_rows is None
+    rows: Rows
     if (path / SPEC_NAME).is_file():
-        if is_csv_spec(path):
-            return CsvRows(path, numerical_dtype)
-        return SourceRows(open_dataset(FeatureSpec.load(path)), "dataset directory")
-    if any(path.glob("day_*_labels.npy")):
-        return NpyRows(path)
-    if any((path / "train").glob("*.parquet")):
-        return merlin_rows(path)
-    raise ValueError(
-        f"{path}: nothing to convert; want a directory with a {SPEC_NAME} (a dataset, or NVIDIA's CSV), with "
-        "train/*.parquet (Merlin, NVTabular) or with day_0_labels.npy (MLPerf)"
-    )
+        if not is_csv_spec(path):
+            if not has_tables:
+                raise ValueError(
+                    f"table_rows is for ids without a fit (MLPerf, Merlin, NVIDIA's CSV), and path={path} is a dataset; leave it "
+                    "out"
+                )
+            return _dataset(path)
+        rows = CsvRows(path, numerical_dtype, has_tables=has_tables)
+    elif any(path.glob("day_*_labels.npy")):
+        rows = NpyRows(path, has_tables=has_tables)
+    elif any((path / "train").glob("*.parquet")):
+        rows = merlin_rows(path, has_tables=has_tables)
+    else:
+        raise ValueError(
+            f"{path}: nothing to convert; want a directory with a {SPEC_NAME} (a dataset, or NVIDIA's CSV), with "
+            "train/*.parquet (Merlin, NVTabular) or with day_0_labels.npy (MLPerf)"
+        )
+    return rows if table_rows is None else Remainders(rows, table_rows)
+
+
+def _dataset(path: Path) -> SourceRows:
+    """Return the rows of a dataset directory; its fit and its reports are not converted."""
+    spec = FeatureSpec.load(path)
+    used = {file.relative_to(path) for files in spec.splits.values() for file in files.paths()}
+    used |= {Path(kept_file_name(split)) for split in spec.splits} | {Path(SPEC_NAME)}
+    others = {file.relative_to(path) for file in path.rglob("*") if file.is_file()} - used
+    left_out = [
+        f"{name}/" if (path / name).is_dir() else name for name in {f.parts[0] for f in others}
+    ]
+    return SourceRows(open_dataset(spec), "dataset directory", sorted(left_out))

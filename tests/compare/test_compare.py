@@ -25,12 +25,16 @@ def write_run(path: Path, aucs: list[float], **changes) -> Path:
     options = {"recipe": "dlrm", "run_dir": str(path), "optimizer": {"lr": 0.1, "eps": 1e-8}}
     options["optimizer"] |= changes.pop("optimizer", {})
     path.mkdir(parents=True)
-    (path / "config.yaml").write_text(yaml.safe_dump(options | {"eval": {"best_metric": None}}))
+    options |= {"eval": {"best_metric": None, **changes.pop("eval", {})}}
+    options |= changes.pop("options", {})
+    (path / "config.yaml").write_text(yaml.safe_dump(options))
     lines = [{"recipe": "dlrm", "started": "2026-11-22T16:00:00+00:00", "start_step": 0}]
+    lines[0] |= changes.pop("header", {})
     for number, auc in enumerate(aucs, start=1):
         step = 10 * number
         lines.append({"step": step, "loss": 1 / number, "samples_per_s": 100.0, "step_ms": 50.0})
-        lines.append({"step": step, "test_auc": auc, "test_log_loss": 1 - auc, "eval_s": 0.5})
+        test = {"test_auc": auc, "test_log_loss": 1 - auc, "test_rows": 8, "eval_s": 0.5}
+        lines.append({"step": step, **test})
     lines += changes.pop("records", [])
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     for name, content in changes.items():
@@ -157,6 +161,67 @@ def test_a_final_evaluation_is_no_candidate_for_the_best(tmp_path):
     metric = run.main_metric()
     assert metric is not None
     assert (run.best(metric), run.last(metric)) == ((0.6, 10), 0.6)
+
+
+def test_runs_of_other_data_splits_and_rows_have_tables_of_their_own(tmp_path):
+    on_shop = {"options": {"data": {"path": "shop"}}, "header": {"data_identity": "a" * 16}}
+    write_run(tmp_path / "a", [0.7], **on_shop)
+    write_run(tmp_path / "b", [0.9], options={"seed": 1})
+    write_run(tmp_path / "c", [0.8], **on_shop)
+    write_run(tmp_path / "d", [], **on_shop)
+    write_run(tmp_path / "e", [0.99], **on_shop, eval={"split": "validation"})
+    write_run(tmp_path / "f", [0.95], options={"data": {"path": "shop"}, "mode": "eval"})
+    # The files of the same directory were replaced.
+    changed = {"data_identity": "b" * 16}
+    write_run(tmp_path / "g", [0.85], options={"data": {"path": "shop"}}, header=changed)
+    rows = {"step": 20, "test_auc": 0.75, "test_rows": 9}
+    write_run(tmp_path / "h", [], **on_shop, records=[rows])
+    ended = compare(str(tmp_path), f"csv={tmp_path / 'x.csv'}", f"picture={tmp_path / 'x.png'}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    lines = [line.split()[:2] for line in ended.out.splitlines() if line.strip("─ ")]
+    found = [line for line in lines if line[0] != "run"]
+    assert [line[0] if line[0] != "on" else line[1] for line in found[:-3]] == [
+        *("shop", "c", "a", "d", "synthetic", str(tmp_path / "b"), "shop", str(tmp_path / "e")),
+        *("shop", str(tmp_path / "g"), "shop", str(tmp_path / "h")),
+    ]
+    texts = ended.out.splitlines()
+    assert texts[0] == "on shop (aaaaaaaa), split test, 8 rows"
+    assert "on shop (aaaaaaaa), split test, 9 rows" in texts
+    assert texts[-3].startswith("5 tables: metrics on different data, splits, days or rows cannot")
+    assert texts[-2] == "1 left out: evaluations (mode=eval) and others that do not train"
+    with (tmp_path / "x.csv").open() as stream:
+        assert [row["run"] for row in csv.DictReader(stream)] == [*"cadbegh"]
+    ended = compare(str(tmp_path / "f"))
+    assert ended.exit_code == 2
+    assert "only evaluations and other runs that do not train" in ended.err
+
+
+def test_the_best_of_a_run_is_of_its_last_day_split_and_data(tmp_path):
+    days = [
+        {"step": 30, "test_auc": 0.92, "test_rows": 400, "day": 1},
+        {"step": 40, "test_auc": 0.61, "test_rows": 500, "day": 2},
+        {"step": 50, "test_auc": 0.6, "test_rows": 500, "day": 2},
+    ]
+    run = RunRecord.read(write_run(tmp_path / "days", [0.8], records=days))
+    metric = run.main_metric()
+    assert metric is not None
+    assert (run.best(metric), run.last(metric)) == ((0.61, 40), 0.6)
+    assert len(run.evaluations) == 4
+    path = write_run(tmp_path / "split", [0.8, 0.7, 0.6], header={"split": "test"})
+    (path / "restarts.jsonl").write_text('{"step": 10, "split": "validation"}\n')
+    run = RunRecord.read(path)
+    assert run.best(metric) == (0.7, 20)
+    other = RunRecord.read(write_run(tmp_path / "other", [0.7], header={"split": "test"}))
+    assert run.measured_on == other.measured_on
+    (path / "restarts.jsonl").write_text('{"step": 30, "split": "validation"}\n')
+    assert RunRecord.read(path).best(metric) == (0.6, 30)
+
+
+def test_a_number_beyond_all_floats_is_no_value(runs):
+    path = runs / "a" / "metrics.jsonl"
+    path.write_text(path.read_text() + f'{{"step": 21, "test_auc": {"9" * 400}}}\n')
+    ended = compare(str(runs / "a"))
+    assert (ended.exit_code, ended.err) == (0, "")
 
 
 def test_names_are_as_short_as_they_can_be(runs):

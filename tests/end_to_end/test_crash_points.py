@@ -26,6 +26,7 @@ SHARES = {
     "training_resumed": {"kill": 1},
     "preprocessing": {"kill": 1, "full": 1},
     "preprocessing_table": {"kill": 1, "ENOSPC": 1},
+    "preprocessing_extend": {"kill": 1},
     "preprocessing_overwrite": {"broken": 1},
     "export_npy": {"kill": 1, "full": 1},
 }

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import time
 import zlib
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
@@ -26,7 +27,7 @@ import yaml
 from configs.option_values import plain_values
 from configs.schema import Config
 from nn.build import open_source
-from nn.checkpoint.directory import list_checkpoints, read_facts
+from nn.checkpoint.directory import _crc32, list_checkpoints, read_facts
 from nn.distributed.process_group import Ranks
 from nn.library.loaded_run import Run
 from nn.observability import run_directory
@@ -175,6 +176,23 @@ def test_a_run_killed_before_its_first_checkpoint_restarts(uninterrupted, tmp_pa
     assert records(tmp_path / "run")
     assert train(tmp_path / "run").err == ""
     assert differences(uninterrupted, tmp_path / "run") == []
+
+
+def test_a_clock_that_was_set_back_changes_nothing(uninterrupted, tmp_path, monkeypatch):
+    run_dir, events = tmp_path / "run", ["log.loggers=[tensorboard]"]
+    with monkeypatch.context() as late:
+        late.setattr(time, "time", lambda: 4e9)
+        with killed_at(22):
+            train(run_dir, *events)
+    for path in run_dir.rglob("*"):
+        os.utime(path, (4e9, 4e9), follow_symlinks=False)
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    assert train(run_dir, *events).err == ""
+    assert differences(uninterrupted, run_dir) == []
+    # TensorBoard reads them in this order.
+    for folder in {path.parent for path in run_dir.rglob("*tfevents*")}:
+        times = [name.split(".")[3] for name in sorted(os.listdir(folder)) if "tfevents" in name]
+        assert times == ["4000000000", "4000000001"]
 
 
 def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(
@@ -630,6 +648,44 @@ def test_a_restored_dataset_is_accepted(on_files):
     assert (ended.exit_code, ended.err) == (0, "")
     assert f"note: files of {root} were touched or restored since the checkpoint of" in ended.out
     assert "step 4; their sizes and samples are the same. python -m preproc mode=v" in ended.out
+
+
+def rewrite_facts(checkpoint: Path, facts: dict[str, object]) -> None:
+    """Write run.json with a right checksum of itself."""
+    (checkpoint / "run.json").write_text(json.dumps(facts | {"crc32": _crc32(facts)}))
+
+
+def test_other_bytes_between_the_samples_are_found(on_files, tmp_path, monkeypatch):
+    """Samples saw nothing of 334,464 labels of 400,000 that were inverted."""
+    root, files = on_files
+    monkeypatch.setattr("dataloading.dataset.file_states._sample", lambda path: 0)
+    checkpoint = tmp_path / "run/checkpoints/step_4"
+    facts = read_facts(checkpoint)
+    for entry in facts["data_samples"].values():
+        entry[1] = 0
+    rewrite_facts(checkpoint, facts)
+    path = root / "train/label.bin"
+    before = path.stat()
+    inverted = (1 - np.fromfile(path, np.uint8)).tobytes()
+    original = path.read_bytes()
+    path.write_bytes(inverted)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    ended = run_command(*files)
+    assert ended.exit_code == 2
+    assert f"error: {path} has changed since it was written: got " in ended.err
+    # Another dataset has a spec of its own.
+    spec = root / "feature_spec.yaml"
+    text = spec.read_text()
+    crc32 = f"{zlib.crc32(original):08x}"
+    assert crc32 in text
+    spec.write_text(text.replace(crc32, f"{zlib.crc32(inverted):08x}"))
+    ended = run_command(*files)
+    assert ended.exit_code == 2
+    assert "train/label.bin (another checksum in the spec); restore the same bytes" in ended.err
+    # A checkpoint of an earlier version has samples alone.
+    del facts["data_checksums"]
+    rewrite_facts(checkpoint, facts)
+    assert run_command(*files).exit_code == 0
 
 
 def test_a_copy_of_the_dataset_is_accepted(on_files, tmp_path):

@@ -6,6 +6,7 @@ the composed options already. Pictures are written, but not drawn, which would t
 
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from configs.export_schema import ExportConfig
 from configs.schema import Component
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.storage.object_store import ObjectStore
 from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
 from nn.export.tables import Selection, export_tables
 from nn.replay import replay
@@ -130,6 +132,46 @@ def train(*overrides: str) -> Callable[[], None]:
     return command
 
 
+def train_on_new_machines() -> Callable[[], None]:
+    """Return the command of a training with a mirror that has lost its disk since an earlier start."""
+    mirrored = "checkpoint.mirror=null"
+    command = train(mirrored)
+
+    def on_new_machine() -> None:
+        mirror, run_dir = Path("work/mirror").absolute(), Path("work/run")
+        if mirror.exists():
+            shutil.rmtree(run_dir, ignore_errors=True)
+        composed_training(mirrored).checkpoint.mirror = f"file://{mirror}"
+        with patch.object(ObjectStore, "upload", _upload_whole):
+            command()
+
+    return on_new_machine
+
+
+def _upload_whole(store: ObjectStore, source: Path, name: str) -> None:
+    """Write a file of a folder as an object store does: it appears when all of its bytes have arrived."""
+    target = Path(store.path) / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = Path(store.path).with_name(f"arriving-{target.name}")
+    shutil.copyfile(source, partial_file)
+    partial_file.replace(target)
+
+
+def mirror_differences(wanted: Path, got: Path, output: str) -> list[str]:
+    """Compare two finished runs, and each with its mirror."""
+    own = [tree_differences(work / "run", work / "mirror", "") for work in (wanted, got)]
+    # Links, folders of loggers and the list of saves are not mirrored, nor what is left of a kill before the upload.
+    kept = [
+        [d for d in found if not re.match(r"tensorboard|\S+best|checkpoints/saved", d)]
+        for found in own
+    ]
+    return [
+        # The list of saves stays on the machine that made them.
+        *(d for d in run_differences(wanted, got, output) if "checkpoints/saved" not in d),
+        *(f"mirror: {d}" for d in kept[1] if d not in kept[0]),
+    ]
+
+
 def run_differences(wanted: Path, got: Path, output: str) -> list[str]:
     """Compare two finished runs."""
     wanted, got = wanted / "run", got / "run"
@@ -184,6 +226,8 @@ def _facts(path: Path) -> dict[str, Any]:
     facts = read_facts(path)
     # Its identity is drawn.
     facts.pop("chain", None)
+    # Its address has the directory of the case.
+    facts["config"]["checkpoint"]["mirror"] = None
     facts["trainer"]["test"] = timeless(facts["trainer"]["test"])
     return facts | {"files": None}
 
@@ -413,6 +457,7 @@ SCENARIOS: dict[str, Scenario] = {
     "training_next_day": Scenario(
         train("data.path=input/next", "stage=next", *OF_DAYS), run_differences, trained_day
     ),
+    "training_mirror": Scenario(train_on_new_machines(), mirror_differences),
     "training_resumed": Scenario(train(), run_differences, resumed_training),
     "evaluation": Scenario(
         train("mode=eval", "checkpoint.restore=input/step_8"), run_differences, trained

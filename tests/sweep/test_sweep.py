@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import optuna
 import pytest
 from matplotlib.image import imread
@@ -29,6 +30,7 @@ from sweep.run import run_sweep
 from sweep.space import Range, as_override, read_space
 from sweep.trial import Ending, RunningTrial
 from sweep.trial_process import start_process
+from tests.helpers.datasets import write_clicks
 from tests.helpers.runs import Killed
 from tests.sweep import fake_run
 
@@ -307,6 +309,36 @@ def test_one_directory_holds_one_sweep_at_a_time_and_one_space(space, output, tm
     (tmp_path / "full/x").touch()
     with pytest.raises(ValueError, match="is not empty and holds no sweep"):
         sweep(space, tmp_path / "full")
+
+
+def test_data_that_changed_end_a_sweep(space, output, tmp_path):
+    """Trials of one table are measured on the same rows; here every label was inverted."""
+    root = write_clicks(tmp_path / "clicks")
+    overrides = [f"data.path={root}"]
+    sweep(space, output, trials=1, overrides=overrides)
+    settings = json.loads((output / "settings.json").read_text())
+    label = root / "train/label.bin"
+
+    def invert():
+        label.write_bytes((1 - np.fromfile(label, np.uint8)).tobytes())
+
+    invert()
+    message = r"on other data, .*: train/label.bin \(the same size, other bytes\); restore the data"
+    with pytest.raises(ValueError, match=message):
+        sweep(space, output, trials=2, overrides=overrides)
+    invert()
+    # An earlier version recorded nothing of the data.
+    del settings["data"]
+    (output / "settings.json").write_text(json.dumps(settings))
+    starts = Starts()
+
+    def start(*command):
+        invert()
+        return starts(*command)
+
+    with pytest.raises(ValueError, match=message):
+        sweep(space, output, start, trials=4, parallel=1, overrides=overrides)
+    assert len(starts.commands) == 1
 
 
 @pytest.mark.parametrize(

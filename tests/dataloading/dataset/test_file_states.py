@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,14 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.file_states import (
     SAMPLE_BYTES,
+    changed_data,
     changed_files,
     changed_samples,
+    data_identity,
+    data_state,
     file_samples,
     file_states,
+    verify_small_files,
 )
 
 
@@ -69,3 +74,38 @@ def test_a_file_that_is_gone_and_one_that_is_new_and_one_of_another_size_are_nam
     now = {"b": [1, 2], "c": [1, 2], "d": [999, 3]}
     wanted = ["a (gone)", "c (new)", "d (999 bytes instead of 1,000)"]
     assert changed_files(before, now) == changed_samples(before, now) == wanted
+
+
+def test_the_listed_checksums_tell_data_apart_that_samples_do_not(tmp_path):
+    features = [CategoricalFeature.of("item", 100)]
+    labels = np.arange(200_000) % 2
+    specs = []
+    for name, label in (("one", labels), ("same", labels), ("inverted", 1 - labels)):
+        with write_dataset(tmp_path / name, categorical=features, splits=("train",)) as dataset:
+            dataset["train"].append(labels=label, ids={"item": labels})
+        specs.append(FeatureSpec.load(tmp_path / name))
+    states = [data_state(spec) for spec in specs]
+    # As if only bytes between the samples had changed.
+    for state in states:
+        state["data_samples"] = states[0]["data_samples"]
+    before = states[0]
+    assert changed_data(before, states[1]) == []
+    assert changed_data(before, states[2]) == ["train/label.bin (another checksum in the spec)"]
+    assert data_identity(specs[0]) == data_identity(specs[1]) != data_identity(specs[2])
+    earlier = {"data_samples": before["data_samples"]}
+    assert changed_data(earlier, states[2]) == []
+    unlisted = replace(specs[2], metadata={})
+    assert changed_data(before, data_state(unlisted) | earlier) == []
+    verify_small_files(unlisted)
+
+
+def test_small_files_are_compared_whole(spec, monkeypatch):
+    verify_small_files(spec)
+    path = max(spec.splits["train"].paths(), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="has changed since it was written"):
+        verify_small_files(spec)
+    monkeypatch.setattr("dataloading.dataset.file_states.WHOLE_BYTES", len(data) - 1)
+    verify_small_files(spec)

@@ -306,13 +306,13 @@ def test_merlins_parquet_with_its_schema(tmp_path, to):
         ("userId", 8, 1),  # its int_domain reaches 7
         ("genres", 300, None),
     ]
-    assert (spec.labels[0].name, spec.numerical, spec.numerical_dtype) == (
-        "click",
-        ("age",),
-        np.float32,
-    )
+    assert [(label.name, label.is_binary) for label in spec.labels] == [
+        ("rating", False),
+        ("click", True),
+    ]
+    assert (spec.numerical, spec.numerical_dtype) == (("age",), np.float32)
     train = columns_of(out, "train")
-    assert train.labels.tolist() == [1, 0, 1, 1, 0, 1]
+    assert train.labels.tolist() == [[4, 1], [2, 0], [5, 1]] * 2
     assert train.numerical[:, 0].tolist() == np.float32([0.1, 0.2, 0.3] * 2).tolist()
     assert train.ids[0].tolist() == [0, 3, 4, 0, 3, 4]
     assert train.ids[1].tolist() == [1, 5, 2, 1, 5, 3]
@@ -337,6 +337,47 @@ def test_merlins_parquet_with_hugectrs_metadata_has_cardinalities_by_the_largest
     assert spec.numerical == ()
 
 
+def test_every_column_of_merlins_is_converted_or_named(tmp_path, capsys):
+    """Of two binary targets the last one was the label, and the first one was gone without a word."""
+    tagged = schema().replace('tag: "regression"', 'tag: "continuous"')
+    root = write_merlin(tmp_path / "m", text=tagged)
+    (root / "other").mkdir()
+    for path in [*root.glob("*/*.parquet")]:
+        table = pq.read_table(path)
+        bought = pa.array([0.0, 0.0, 1.0])
+        table = table.append_column("bought", bought).append_column("extra", bought)
+        pq.write_table(table, path)
+    (root / "valid/part_1.parquet").rename(root / "other/part_1.parquet")
+    text = tagged + 'feature { name: "bought" annotation { tag: "target" } }'
+    (root / "schema.pbtxt").write_text(text)
+    out = convert(root, tmp_path / "out")
+    spec = FeatureSpec.load(out)
+    # A target that is tagged continuous too is no input.
+    assert spec.numerical == ("age",)
+    kinds = {label.name: label.is_binary for label in spec.labels}
+    assert kinds == {"rating": False, "click": True, "bought": True}
+    assert columns_of(out, "train").labels.tolist() == [[4, 1, 0], [2, 0, 0], [5, 1, 1]] * 2
+    lines = capsys.readouterr().out.splitlines()
+    assert "labels         rating (number, float32), click (binary), bought (binary)" in lines
+    assert "numericals     age" in lines
+    left_out = "column 'title' (no tags), column 'extra' (no role), folder other/"
+    assert f"not converted  {left_out}" in lines
+    assert spec.metadata["left_out"] == left_out.split(", ")
+    assert [line.split() for line in lines if "userId" in line] == [
+        ["userId", "8", "userId", "(1)"]
+    ]
+    # HugeCTR's metadata says nothing of kinds; the values do.
+    columns = {"labels": ["bought", "rating"], "conts": ["age"], "cats": ["userId"]}
+    listed = {key: [{"col_name": name} for name in names] for key, names in columns.items()}
+    (root / "train/_metadata.json").write_text(json.dumps(listed))
+    spec = FeatureSpec.load(convert(root, tmp_path / "hugectr"))
+    assert [(label.name, label.is_binary) for label in spec.labels] == [
+        ("bought", True),
+        ("rating", False),
+    ]
+    assert "column 'genres' (no role), column 'click' (no role)" in capsys.readouterr().out
+
+
 def test_merlins_test_and_valid_become_test_and_validation(tmp_path):
     root = write_merlin(tmp_path / "m", text=schema())
     (root / "test").mkdir()
@@ -353,10 +394,15 @@ def test_merlins_test_and_valid_become_test_and_validation(tmp_path):
     ("change", "message"),
     [
         (lambda text: None, "neither schema.pbtxt nor train/_metadata.json"),
-        (lambda text: text.replace('"target"', '"x"').replace("binary_cl", "y"), "no label; tag"),
+        (lambda text: re.sub("target|regr|binary_cl", "x", text), "no label; tag"),
         (lambda text: text.replace('"categorical"', '"x"'), "no categorical column; tag one"),
         (lambda text: text.replace('"userId"', '"who"'), "no column who, which"),
         (lambda text: text + "feature {", "schema.pbtxt: the text ends before a }"),
+        (
+            lambda text: text.replace("regression", "multi_class"),
+            "'rating' has several classes, and",
+        ),
+        (lambda text: text.replace("regression", "binary"), "label 'rating' 4.0 at row 0 of"),
         (lambda text: text.replace("max: 7", "max: 3"), "id 4 at row 2 of"),
     ],
 )
@@ -468,6 +514,59 @@ def test_mlperfs_npy_files(tmp_path, multi_hot):
         times = 3 if multi_hot else 1
         assert columns.ids[2].tolist() == [2 * row for row in rows for _ in range(times)]
         np.testing.assert_array_equal(columns.numerical[:, 0], np.float32(np.array(rows) / 3))
+
+
+def test_hashed_ids_become_remainders_by_the_rows_that_are_asked_for(tmp_path, capsys):
+    root = write_npy(tmp_path / "npy", False)
+    hashes = np.random.default_rng(3).integers(-(2**63), 2**63, (3, 7, 3))
+    for day, sparse in enumerate(hashes):
+        np.save(root / f"day_{day}_sparse.npy", sparse)
+    np.save(root / "day_0_weights.npy", np.ones(7))
+    with pytest.raises(Refused, match=r"feature 'cat_\d': id -\d+ at row"):
+        convert(root, tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert "not converted  day_0_weights.npy (not read)" in printed
+    assert f"note: the ids of 'cat_0' ({hashes[..., 0].max() + 1:,} rows for 21 ids), " in printed
+    rows = [1024, 1024, 1024]
+    option = f"table_rows={rows}".replace(" ", "")
+    assert f"{option}, for example, writes each id as its remainder" in printed
+    out = convert(root, tmp_path / "out", option)
+    spec = FeatureSpec.load(out)
+    assert [feature.cardinality for feature in spec.categorical] == rows
+    found = columns_of(out, "train").ids
+    for table, found_ids in enumerate(found):
+        assert found_ids.tolist() == (hashes[:2, :, table] % 1024).reshape(-1).tolist()
+    with pytest.raises(Refused, match="want one number per table: cat_0, cat_1, cat_2"):
+        convert(root, tmp_path / "two", "table_rows=[5,6]")
+    with pytest.raises(Refused, match="table_rows is for ids without a fit"):
+        convert(out, tmp_path / "two", "table_rows=[5,6,7]")
+    np.save(root / "day_0_sparse.npy", hashes[0].view(np.uint64))
+    with pytest.raises(
+        Refused, match=r"table 'cat_0': its largest id is \d+, a hash; set table_rows"
+    ):
+        convert(root, tmp_path / "two")
+    assert columns_of(convert(root, tmp_path / "two", option), "train").ids[1].max() < 1024
+
+
+def test_remainders_of_merlins_and_nvidias_ids(tmp_path):
+    root = write_merlin(tmp_path / "m", text=schema(genres=properties(300)))
+    train = columns_of(convert(root, tmp_path / "out", "table_rows=[2,3]"), "train")
+    assert train.ids[0].tolist() == [0, 1, 0] * 2
+    assert train.ids[1].tolist() == [1, 2, 2, 1, 2, 0]
+    assert train.lengths[1].tolist() == [2, 0, 1] * 2
+    path = root / "train/part_0.parquet"
+    table = pq.read_table(path)
+    large = pa.array([2**63, 1, 2], pa.uint64())
+    pq.write_table(table.set_column(0, "userId", large), path)
+    with pytest.raises(Refused, match=r"userId: got 9223372036854775808, want ids below 2\^63"):
+        convert(root, tmp_path / "two", "table_rows=[2,3]")
+    out = convert(write_csv_files(tmp_path / "csv"), tmp_path / "csv_out", "table_rows=[3,5]")
+    wanted = [ids(row) for row in range(ROWS["train"])]
+    found = columns_of(out, "train").ids
+    assert [column.tolist() for column in found] == [
+        [row[0] % 3 for row in wanted],
+        [row[1] % 5 for row in wanted],
+    ]
 
 
 def test_npy_days_are_read_in_their_order_not_the_alphabets(tmp_path):

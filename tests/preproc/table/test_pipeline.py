@@ -457,3 +457,51 @@ def test_every_shipped_dataset_describes_a_table_or_has_its_own_layout():
         content = yaml.safe_load(path.read_text())
         if content["layout"] == "table" and content["table"]:
             TableConfig.of(content["table"])
+
+
+def test_the_same_rows_give_the_same_spec_byte_for_byte(tmp_path):
+    """Whatever the time, the place of input and output, the threads and the picture."""
+    rows = random.Random(4)
+    lines = [
+        f"{rows.random() < 0.3:d},{rows.random() * 1e3},{rows.randrange(400)},{rows.randrange(40)},{i}"
+        for i in range(3000)
+    ]
+    text = "y,price,item,user,t\n" + "\n".join([*lines[:50], "a bad line", *lines[50:]]) + "\n"
+    found = []
+    for name, options in (("one", ["threads=1", "plot=true"]), ("two", ["threads=3"])):
+        (tmp_path / name).mkdir()
+        source = tmp_path / name / f"{name}.csv"
+        source.write_text(text)
+        table = {
+            "sources": {"rows": {"files": "${source}"}},
+            "label": {"name": "y"},
+            "numerical": [{"name": "price", "transforms": ["standardise"]}],
+            "categorical": ["item"],
+            "history": [
+                {
+                    "name": "past",
+                    "of": "item",
+                    "by": "user",
+                    "length": 3,
+                    "order_by": "CAST(t AS INT)",
+                }
+            ],
+            "keep": ["user"],
+        }
+        output = tmp_path / name / f"out_{name}"
+        build(output, table, f"source={source}", "on_bad=quarantine", "rare_counts=true", *options)
+        day = [f"fitted={output}", "mode=extend", *options]
+        build(tmp_path / name / "day", table, f"source={source}", "on_bad=skip", *day)
+        for dataset in (output, tmp_path / name / "day"):
+            preproc("mode=verify", f"path={dataset}")
+        files = {p.relative_to(tmp_path / name): p for p in (tmp_path / name).rglob("*.*")}
+        found.append(
+            {
+                str(path).replace(f"out_{name}", "out"): file.read_bytes()
+                for path, file in files.items()
+                if file.is_file() and file.suffix not in (".png", ".csv", ".tsv")
+            }
+        )
+    one, two = found
+    assert one.keys() == two.keys() >= {"out/feature_spec.yaml", "day/feature_spec.yaml"}
+    assert [name for name in one if one[name] != two[name]] == []

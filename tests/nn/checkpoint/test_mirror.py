@@ -1,0 +1,115 @@
+"""A mirror that is killed at any of its operations: the next machine continues without a gap, and nothing is left."""
+
+import logging
+import shutil
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from unittest.mock import patch
+
+from dataloading.storage.object_store import ObjectStore
+from nn.checkpoint.directory import list_checkpoints, step_of
+from nn.checkpoint.mirror import CheckpointMirror, complete_checkpoints, fetch_run
+from tests.helpers.runs import Killed
+
+STEPS = (3, 6, 9)
+OPERATIONS = ("upload", "remove", "remove_folder", "download")
+
+
+class Operations:
+    """The operations of a store, of which the n-th and all later ones kill the process; None: none do."""
+
+    def __init__(self, kill_at: int | None) -> None:
+        self.kill_at, self.done = kill_at, 0
+
+    def __enter__(self) -> "Operations":
+        self._patches = [
+            patch.object(ObjectStore, name, self._counted(getattr(ObjectStore, name)))
+            for name in OPERATIONS
+        ]
+        for patched in self._patches:
+            patched.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patched in self._patches:
+            patched.stop()
+
+    def _counted(self, original):
+        def call(*arguments):
+            self.done += 1
+            if self.kill_at is not None and self.done >= self.kill_at:
+                raise Killed
+            return original(*arguments)
+
+        return call
+
+
+def keep(checkpoints: Path, best: int) -> None:
+    """Keep the newest two checkpoints, and link the best one, as after a save and at a start."""
+    (checkpoints / "best").unlink(missing_ok=True)
+    (checkpoints / "best").symlink_to(f"step_{best}")
+    for old in list_checkpoints(checkpoints)[2:]:
+        shutil.rmtree(old)
+
+
+def train(run_dir: Path, address: str) -> None:
+    """Resume from the newest checkpoint, and mirror every save."""
+    checkpoints = run_dir / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    saved = [step_of(path) for path in list_checkpoints(checkpoints)]
+    mirror = CheckpointMirror(run_dir, address, logging.getLogger())
+    metrics = run_dir / "metrics.jsonl"
+    # Records after the checkpoint are cut at a start.
+    if saved:
+        keep(checkpoints, max(saved))
+    lines = metrics.read_text().splitlines()[: max(saved, default=0)] if saved else []
+    for step in range(max(saved, default=0) + 1, max(STEPS) + 1):
+        lines.append(f"record {step}")
+        metrics.write_text("\n".join(lines) + "\n")
+        if step not in STEPS:
+            continue
+        path = checkpoints / f"step_{step}"
+        path.mkdir()
+        for name in ("run.json", "rank_0.bin"):
+            (path / name).write_text(f"{name} of {step}")
+        keep(checkpoints, step)
+        mirror._upload()
+    (run_dir / "summary.json").write_text("{}")
+    mirror._upload()
+
+
+def tree(root: Path) -> dict[str, str]:
+    return {
+        path.relative_to(root).as_posix(): path.read_text()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_mirror_killed_at_any_operation_loses_no_record_and_leaves_nothing(tmp_path):
+    train(tmp_path / "run", f"file://{tmp_path / 'wanted'}")
+    wanted = tree(tmp_path / "wanted")
+    assert "checkpoints/step_9/run.json" in wanted
+    for number in count(1):
+        address = f"file://{tmp_path / f'mirror_{number}'}"
+        with Operations(number) as operations, suppress(Killed):
+            train(tmp_path / f"first_{number}", address)
+        if operations.done < number:
+            break
+        # The disk is lost, and the copying is killed too.
+        run_dir = tmp_path / f"second_{number}"
+        for kill_at in (1 + number % 5, None):
+            with Operations(kill_at), suppress(Killed):
+                fetch_run(run_dir, address)
+        local = list_checkpoints(run_dir / "checkpoints")
+        stored = complete_checkpoints(ObjectStore(address))
+        assert [path.name for path in reversed(local)] == stored
+        for path in local:
+            step = step_of(path)
+            assert tree(path) == {name: f"{name} of {step}" for name in ("run.json", "rank_0.bin")}
+            records = (run_dir / "metrics.jsonl").read_text().splitlines()
+            assert records[:step] == [f"record {at}" for at in range(1, step + 1)]
+        train(run_dir, address)
+        assert tree(tmp_path / f"mirror_{number}") == wanted
+    assert number > 20
