@@ -46,6 +46,7 @@ from nn.distributed.launcher import (
     is_launched,
     is_node_leader,
     leave_launcher,
+    refuse_elastic_nodes,
 )
 from nn.multirun import JOBS, begin_command
 
@@ -62,6 +63,7 @@ def _process() -> Iterator[None]:
     end_with_launcher()
     signal.signal(signal.SIGUSR1, _stop_at_once)
     try:
+        refuse_elastic_nodes()
         yield
     except ValueError as error:
         _end_together(str(error), USER_ERROR_EXIT_CODE)

@@ -8,3 +8,5 @@ DIVERGED_EXIT_CODE = 3
 RESUME_EXIT_CODE = 75
 # 128 + SIGINT, as shells report it.
 INTERRUPTED_EXIT_CODE = 130
+# A rank that is restarted, or a job that is requeued, would exit with the same code again.
+FINAL_EXIT_CODES = (USER_ERROR_EXIT_CODE, DIVERGED_EXIT_CODE, INTERRUPTED_EXIT_CODE)

@@ -5,12 +5,16 @@ Credentials, regions and endpoints are the business of those libraries: their en
 """
 
 import fnmatch
+import os
 import re
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyarrow import NativeFile
@@ -18,6 +22,13 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs")
 # Long enough for a large file's part, short enough to see a wrong endpoint.
 CHUNK_BYTES = 8 * 2**20
+# A server that restarts is away for a few seconds; one that is away for longer is an error.
+SAY_AFTER_S = 5.0
+REPEAT_FOR_S = 12.0
+GIVE_UP_AFTER_S = 25.0
+# Of S3's requests; reading and writing file contents have no other limits. A stream may be slow, but not silent.
+TIMEOUTS_S = {"connect_timeout": 4.0, "request_timeout": 4.0}
+ATTEMPTS = 3
 
 
 def is_remote(path: str) -> bool:
@@ -51,12 +62,11 @@ class ObjectStore:
     """
 
     def __init__(self, address: str) -> None:
-        from pyarrow.fs import FileSystem
-
         self.address = shown_address(address).removesuffix("/")
         with _errors_of(self.address):
-            self.files, path = FileSystem.from_uri(address.replace("gcs://", "gs://", 1))
+            self.files, path = _file_system(address)
         self.path = path.rstrip("/")
+        self._is_silent = False
         if not self.path:
             raise ValueError(f"{address} names no bucket; write it as s3://BUCKET/FOLDER")
 
@@ -68,11 +78,11 @@ class ObjectStore:
         """
         from pyarrow.fs import FileSelector, FileType
 
-        with _errors_of(self.address):
-            info = self.files.get_file_info(self.path)
-            if info.type is FileType.File:
-                return {"": StoredFile(info.path, info.size, info.mtime_ns)}
-            selector = FileSelector(self.path, recursive=True, allow_not_found=True)
+        info = self._ask(self.files.get_file_info, self.path)
+        if info.type is FileType.File:
+            return {"": StoredFile(info.path, info.size, info.mtime_ns)}
+        selector = FileSelector(self.path, recursive=True, allow_not_found=True)
+        with _errors_of(self.address):  # a request for every thousand files
             found = self.files.get_file_info(selector)
         files = {
             info.path.removeprefix(f"{self.path}/"): StoredFile(info.path, info.size, info.mtime_ns)
@@ -95,21 +105,19 @@ class ObjectStore:
         """Return whether the folder has the file `name`; with an empty name, whether the address is that of a file."""
         from pyarrow.fs import FileType
 
-        with _errors_of(self.address):
-            return self.files.get_file_info(self._at(name)).type is FileType.File
+        return self._ask(self.files.get_file_info, self._at(name)).type is FileType.File
 
     def folders(self, name: str) -> list[str]:
         """Return the names of the folders in the folder `name`; none if there is no such folder."""
         from pyarrow.fs import FileSelector, FileType
 
-        with _errors_of(self.address):
-            found = self.files.get_file_info(FileSelector(self._at(name), allow_not_found=True))
+        selector = FileSelector(self._at(name), allow_not_found=True)
+        found = self._ask(self.files.get_file_info, selector)
         return [info.base_name for info in found if info.type is FileType.Directory]
 
     def download(self, file: StoredFile, target: Path) -> None:
         """Copy a file of the store to `target`, whose folder exists."""
-        with _errors_of(self.address):
-            stream = self.files.open_input_stream(file.path)
+        stream = self._ask(self.files.open_input_stream, file.path)
         # An error of the local disk is not one of the store.
         with stream, target.open("wb") as out:
             while chunk := self._read(stream):
@@ -117,7 +125,8 @@ class ObjectStore:
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file of the folder."""
-        with _errors_of(self.address), self.files.open_input_stream(self._at(name)) as stream:
+        stream = self._ask(self.files.open_input_stream, self._at(name))
+        with _errors_of(self.address), stream:
             return stream.read()
 
     def _read(self, stream: "NativeFile") -> bytes:
@@ -134,8 +143,8 @@ class ObjectStore:
 
         target = self._at(name)
         try:
+            self._ask(self.files.create_dir, str(PurePosixPath(target).parent))
             with _errors_of(self.address):
-                self.files.create_dir(str(PurePosixPath(target).parent), recursive=True)
                 copy_files(
                     str(source.absolute()),
                     target,
@@ -149,16 +158,89 @@ class ObjectStore:
     def remove(self, name: str) -> None:
         """Remove a file of the folder, if it is there."""
         if self.has(name):
-            with _errors_of(self.address):
-                self.files.delete_file(self._at(name))
+            self._ask(self.files.delete_file, self._at(name))
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder of the folder."""
+        """Remove a folder of the folder; an empty one may be left."""
+        from pyarrow.fs import FileSelector, FileType
+
+        try:
+            with _errors_of(self.address):
+                self.files.delete_dir(self._at(name))
+        except ValueError:
+            # Servers other than AWS may lack the request that removes many files.
+            for info in self._ask(
+                self.files.get_file_info, FileSelector(self._at(name), recursive=True)
+            ):
+                if info.type is FileType.File:
+                    self._ask(self.files.delete_file, info.path)
+
+    def _ask(self, request: Callable[[Any], Any], of: Any) -> Any:
+        """Return the answer to a small request; repeat it while the server is away, and say so.
+
+        The libraries of some stores wait for minutes, so a thread waits for them.
+
+        Raises:
+            ValueError: there is no such answer, or none within GIVE_UP_AFTER_S.
+        """
+        answers: list[Any] = []
+        began = time.monotonic()
+
+        def ask() -> None:
+            while not answers:
+                try:
+                    answers.append(request(of))
+                except Exception as error:
+                    is_late = time.monotonic() - began > REPEAT_FOR_S
+                    if "NETWORK_CONNECTION" not in str(error) or is_late:
+                        answers.append(error)
+                    else:
+                        time.sleep(1)
+
+        thread = Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(SAY_AFTER_S)
+        if not answers and not self._is_silent:
+            self._is_silent = True  # once, not for each of the threads that copy
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                text = f"{self.address}: no answer yet; waiting {GIVE_UP_AFTER_S:.0f} s at most"
+                print(text, file=sys.stderr, flush=True)
+        thread.join(GIVE_UP_AFTER_S - SAY_AFTER_S)
         with _errors_of(self.address):
-            self.files.delete_dir(self._at(name))
+            if not answers:
+                raise OSError(f"no answer within {GIVE_UP_AFTER_S:.0f} s")
+            if isinstance(answers[0], Exception):
+                raise answers[0]
+        self._is_silent = False
+        return answers[0]
 
     def _at(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path
+
+
+def _file_system(address: str) -> tuple[Any, str]:
+    """Return pyarrow's file system of an address, whose requests do not wait for minutes, and the path in it."""
+    from pyarrow.fs import AwsStandardS3RetryStrategy, FileSystem
+
+    scheme = address.partition("://")[0]
+    if scheme in ("gs", "gcs"):
+        sign = "&" if "?" in address else "?"
+        address = f"gs{address.removeprefix(scheme)}{sign}retry_limit_seconds=10"
+    if "endpoint_override=" in address or any(
+        name.startswith("AWS_ENDPOINT_URL") for name in os.environ
+    ):
+        # Servers other than AWS may not know the checksums that AWS' library sends with every file by default.
+        os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    files, path = FileSystem.from_uri(address)
+    if files.type_name == "s3":
+        # Addresses have no parameters for these.
+        make, (options,) = files.__reduce__()
+        files = make(
+            options
+            | TIMEOUTS_S
+            | {"retry_strategy": AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS)}
+        )
+    return files, path
 
 
 def matching_addresses(pattern: str) -> list[str]:
@@ -207,5 +289,5 @@ def _errors_of(address: str) -> Iterator[None]:
             raise  # a local file
         text = re.sub(r" \(Request ID:.*?\)", "", str(error)).partition("\n")[0]
         raise ValueError(
-            f"{address}: {text}; check the address, the credentials and the region of the environment"
+            f"{address}: {text}; check the address, the credentials, the endpoint and the region of the environment"
         ) from None

@@ -3,7 +3,10 @@
 import ctypes
 import os
 import signal
+import socket
 import sys
+from itertools import pairwise
+from pathlib import Path
 from typing import NoReturn
 
 PARENT_PID = os.getppid()
@@ -16,6 +19,11 @@ def is_launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def node_name() -> str:
+    """Return SLURM's name of this node, which is unique even if nodes share a machine, or the host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def is_single_node() -> bool:
     """Return whether all ranks run on this node."""
     return os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -24,6 +32,29 @@ def is_single_node() -> bool:
 def is_node_leader() -> bool:
     """Return whether this is local rank 0, which reports errors that all ranks of the node have."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def refuse_elastic_nodes(launcher: Path = Path(f"/proc/{PARENT_PID}/cmdline")) -> None:
+    """Refuse a launcher whose number of nodes may change: at a change the ranks would stop instead of starting again.
+
+    No variable of a rank has that option, so it is read from the launcher's command line (Linux only).
+
+    Raises:
+        ValueError: the launcher was started with `--nnodes MIN:MAX`.
+    """
+    if not is_launched():
+        return
+    words = launcher.read_bytes().decode(errors="replace").split("\0") if launcher.exists() else []
+    named = [word.removeprefix("--nnodes=") for word in words if word.startswith("--nnodes=")]
+    named += [after for word, after in pairwise(words) if word == "--nnodes"]
+    # torchrun's variable for the same option.
+    nodes = next(iter(named), os.environ.get("PET_NNODES", ""))
+    least, _, most = nodes.partition(":")
+    if most not in ("", least):
+        raise ValueError(
+            f"torchrun --nnodes={nodes}: nodes cannot join or leave a run yet; write --nnodes={most} (or {least}). A run that "
+            "is started again on another number of nodes resumes"
+        )
 
 
 def end_with_launcher() -> None:

@@ -2,12 +2,13 @@
 
     python -m nn.distributed.node_launcher LOG_DIR NUMA_BINDING [torchrun's options] dlrm.py [options]
 
-`slurm_multinode.sh` starts it once per node. It differs from torchrun in three points:
+`slurm_multinode.sh` starts it once per node. It differs from torchrun in four points:
 
 - Its exit code is the reason why the ranks exited; torchrun always exits with 1.
 - It does not restart ranks whose exit code says that they would fail again.
 - It forwards SLURM's preemption signal to the ranks and waits for them; torchrun would die. (Which processes of a node
   receive the signal depends on the cluster: all of them with proctrack/linuxproc, only this one with proctrack/cgroup.)
+- It refuses in one line what cannot heal, such as a node without GPUs.
 """
 
 import os
@@ -15,31 +16,18 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import torch
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.launcher import api as launcher
+from configs.exit_codes import FINAL_EXIT_CODES, RESUME_EXIT_CODE, USER_ERROR_EXIT_CODE
+from nn.distributed.launcher import node_name
+from nn.versions import require_stack
 
-from configs.exit_codes import (
-    DIVERGED_EXIT_CODE,
-    INTERRUPTED_EXIT_CODE,
-    LOST_RANK_EXIT_CODE,
-    RESUME_EXIT_CODE,
-    USER_ERROR_EXIT_CODE,
-)
-from nn.distributed.process_group import node_name
-
-PREEMPTION_SIGNAL = signal.SIGUSR1
-# A restarted rank would exit with the same code again.
-FINAL_EXIT_CODES = (USER_ERROR_EXIT_CODE, DIVERGED_EXIT_CODE, INTERRUPTED_EXIT_CODE)
 NO_BINDING = "none"
+BINDINGS = ("node", "socket", "exclusive", "core-complex", NO_BINDING)
+ENDED_WITH = "ended_with"
+"""File of LOG_DIR with the exit code of a node that ends the job; srun reports the largest code of all nodes instead."""
 USAGE = """\
 usage: python -m nn.distributed.node_launcher LOG_DIR NUMA_BINDING [torchrun's options] dlrm.py [options]
 
@@ -47,30 +35,6 @@ LOG_DIR       directory of the logs, one folder per node and one file per rank
 NUMA_BINDING  torchrun's --numa-binding of each rank to the CPUs near its GPU, or none
 
 slurm_multinode.sh starts it once per node; on one machine torchrun is sufficient (docs/operations.md)."""
-
-
-class NodeAgent(LocalElasticAgent):
-    """torchrun's agent of a node, extended by preemption signals and exit codes of ranks."""
-
-    was_preempted = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        signal.signal(PREEMPTION_SIGNAL, self._forward)
-
-    def _monitor_workers(self, worker_group: Any) -> Any:
-        result = super()._monitor_workers(worker_group)
-        codes = [failure.exitcode for failure in result.failures.values()]
-        if NodeAgent.was_preempted or any(code in FINAL_EXIT_CODES for code in codes):
-            self._remaining_restarts = 0
-        return result
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        NodeAgent.was_preempted = True
-        ranks = self._pcontext.pids().values() if self._pcontext else ()
-        if not any([_send(number, pid) for pid in ranks]):
-            # The ranks are still starting and have nothing to save.
-            sys.exit(RESUME_EXIT_CODE)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,49 +53,93 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: got {len(arguments)} arguments, want at least 3\n{USAGE}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
     log_dir, binding, *rest = arguments
-    node = node_name()
-    options = [f"--log-dir={Path(log_dir) / node}", "--tee=3", *numa_options(binding, node)]
-    # Otherwise restarted ranks reuse the store of their first start with its stale entries, and hang (torch 2.13).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # torchrun has no option for the class of its agent.
-    launcher.LocalElasticAgent = NodeAgent  # type: ignore[misc]
+    # Without a handler the signal would kill this process; the agent installs its own, when there are ranks to warn.
+    signal.signal(signal.SIGUSR1, _end_at_once)
+    logs, node = Path(log_dir), node_name()
     try:
-        torchrun.main([*options, *rest])
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        for rank, code in codes.items():
-            reason = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            print(f"{node}: rank {rank} ended with {reason}", file=sys.stderr)
-        return exit_code(list(codes.values()), was_preempted=NodeAgent.was_preempted)
-    except SignalException as error:
-        print(f"{node}: ended by {error.sigval.name}", file=sys.stderr)
-        return RESUME_EXIT_CODE
-    except RendezvousError:
-        # The store is on one node. It closes only when that node has failed, and that node's log has the reason.
-        print(f"{node}: ended because another node has ended; see its log", file=sys.stderr)
-        return LOST_RANK_EXIT_CODE
-    return 0
+        code = _run(logs, node, binding, rest)
+    except ValueError as error:
+        print(f"error: node {node}: {error}", file=sys.stderr)
+        code = USER_ERROR_EXIT_CODE
+    if code in FINAL_EXIT_CODES:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / ENDED_WITH).write_text(f"{code}\n")
+    return code
 
 
-def exit_code(codes: Sequence[int], *, was_preempted: bool) -> int:
-    """Return the exit code of a node from the exit codes of its ranks.
+def _run(logs: Path, node: str, binding: str, arguments: Sequence[str]) -> int:
+    """Check what the node has, and run its ranks; arguments and result are those of `main`.
 
-    SLURM reports the largest exit code of all nodes. A node whose ranks only lost ranks of another node exits with 1, so
-    that the exit code of the other node is reported.
+    Raises:
+        ValueError: the ranks cannot be started, now or later.
+    """
+    require_stack()
+    for module in ("hydra", "omegaconf"):
+        if find_spec(module) is None:
+            raise ValueError(f"{sys.executable} has no module {module}; install the project for it")
+    is_first = os.environ.get("SLURM_NODEID") == "0"
+    if is_first:
+        # Before torch is imported: a warning during that counts too.
+        requeues = int(os.environ.get("MAX_REQUEUES", "10"))
+        count_start(logs.parent, newest_step(arguments), requeues)
+    options = [f"--log-dir={logs / node}", "--tee=3", *numa_options(binding, node)]
+    if "SLURM_NODEID" in os.environ:
+        # Otherwise the first node would take any process that holds the port for its store, and wait for an answer.
+        options.append(f"--rdzv-conf=is_host={int(is_first)}")
+
+    from nn.distributed.node_agent import has_gpus, run_node
+
+    if "--nproc-per-node=gpu" in arguments and not has_gpus():
+        raise ValueError(
+            "no GPU is visible; ask for GPUs (sbatch --gpus-per-node 8), or set RANKS_PER_NODE to train on CPUs"
+        )
+    return run_node([*options, *arguments])
+
+
+def newest_step(arguments: Sequence[str]) -> int:
+    """Return the step of the newest checkpoint in the `run_dir` of a recipe's arguments; 0 without one."""
+    named = [argument[8:].strip("'\"") for argument in arguments if argument.startswith("run_dir=")]
+    found = Path(named[-1], "checkpoints").glob("step_*") if named else ()
+    return max((int(step) for path in found if (step := path.name[5:]).isdecimal()), default=0)
+
+
+def count_start(folder: Path, step: int, max_requeues: int) -> None:
+    """Record that a start of the job begins at `step`.
 
     Args:
-        codes: exit codes of the ranks; a negative code is a signal.
-        was_preempted: whether the node received the preemption signal.
+        folder: of the job; its file has the step of every start.
+        step: of the newest checkpoint.
+        max_requeues: starts that may end at the step at which they began before this one.
+
+    Raises:
+        ValueError: as many starts before this one have trained nothing.
     """
-    final = [code for code in codes if code in FINAL_EXIT_CODES]
-    if final:
-        return final[0]
-    return RESUME_EXIT_CODE if was_preempted else LOST_RANK_EXIT_CODE
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / "starts.txt"
+    steps = record.read_text().split() if record.exists() else []
+    useless = len(steps) - max(
+        (at for at, began in enumerate(steps, 1) if began != str(step)), default=0
+    )
+    if useless > max_requeues:
+        raise ValueError(
+            f"{useless} starts in a row ended at step {step}, at which they began, by a failure or the warning before the time "
+            "limit (--time); see their logs, and submit again with this run_dir"
+        )
+    with record.open("a") as file:
+        print(step, file=file)
 
 
 def numa_options(binding: str, node: str) -> list[str]:
-    """Return torchrun's options that bind ranks to the CPUs near their GPUs; none without GPUs or numactl."""
-    if binding == NO_BINDING or not torch.cuda.is_available():
+    """Return torchrun's options that bind ranks to the CPUs near their GPUs; none without GPUs or numactl.
+
+    Raises:
+        ValueError: there is no such binding.
+    """
+    if binding not in BINDINGS:
+        raise ValueError(f"NUMA_BINDING={binding}: expected one of {', '.join(BINDINGS)}")
+    from nn.distributed.node_agent import has_gpus
+
+    if binding == NO_BINDING or not has_gpus():
         return []
     if shutil.which("numactl") is None:
         print(f"{node}: numactl is not installed, so ranks are not bound to CPUs", file=sys.stderr)
@@ -139,12 +147,10 @@ def numa_options(binding: str, node: str) -> list[str]:
     return [f"--numa-binding={binding}"]
 
 
-def _send(number: int, pid: int) -> bool:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    """End before there are ranks, which could save something."""
+    os.write(sys.stderr.fileno(), b"stopped by SIGUSR1 before the ranks were started\n")
+    os._exit(RESUME_EXIT_CODE)
 
 
 if __name__ == "__main__":

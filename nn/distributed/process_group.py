@@ -6,7 +6,6 @@ receives a `Ranks`.
 
 import os
 import re
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,11 +122,6 @@ class Ranks:
 def process_rank() -> int:
     """Return this process's rank from the launcher's environment; needs no process group."""
     return int(os.environ.get("RANK", 0))
-
-
-def node_name() -> str:
-    """Return SLURM's name of this node, which is unique even if nodes share a machine, or the host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def launched_world() -> tuple[int, int]:

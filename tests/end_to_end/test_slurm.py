@@ -5,6 +5,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ FAKE_SRUN = '#!/bin/sh\nprintf "%s\\0" "$@" > srun.txt\n'
 FAKE_SCONTROL = """\
 #!/bin/sh
 case "$*" in
-    "show hostnames gpu[07-09]") printf "gpu07\\ngpu08\\ngpu09\\n" ;;
+    "show hostnames gpu[07-09]") printf "127.0.0.1\\ngpu08\\ngpu09\\n" ;;
+    "--oneliner show job"*) echo "JobId=$4 BatchFlag=${BATCH_FLAG:-1} TimeLimit=${TIME_LIMIT:-1-00:00:00} TimeMin=N/A" ;;
     requeue*) echo "$2" > requeued.txt ;;
 esac
 """
@@ -26,13 +28,15 @@ SRUN = [
     *["--nodes=3", "--ntasks=3", "--ntasks-per-node=1"],
     *["--cpu-bind=none", "--kill-on-bad-exit=0"],
 ]
-RENDEZVOUS = ["--rdzv-backend=c10d", "--rdzv-endpoint=gpu07:20017", "--rdzv-id=40017"]
+RENDEZVOUS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:21713", "--rdzv-id=40017"]
 
 
 @pytest.fixture
 def checkout(tmp_path):
     """Make a directory with a recipe and fake srun and scontrol commands."""
     (tmp_path / "dlrm.py").touch()
+    (tmp_path / "nn/distributed").mkdir(parents=True)
+    (tmp_path / "nn/distributed/node_launcher.py").touch()
     (tmp_path / "bin").mkdir()
     for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
         command = tmp_path / "bin" / name
@@ -41,13 +45,15 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def submit(checkout: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+def submit(
+    checkout: Path, *arguments: str, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess:
     """Run the script with the job's environment, as SLURM runs it on the first node."""
     inherited = {name: value for name, value in os.environ.items() if "SLURM" not in name}
     path = f"{checkout / 'bin'}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", str(SCRIPT), *arguments],
-        cwd=checkout,
+        cwd=cwd or checkout,
         env=inherited | {"PATH": path} | environment,
         capture_output=True,
         text=True,
@@ -64,15 +70,10 @@ def launched(checkout: Path, *arguments: str, **environment: str) -> list[str]:
 
 def test_every_node_starts_one_torchrun_with_its_rendezvous_on_the_first(checkout):
     options = ["experiment=dlrm_criteo_t0", "data.path=DIR"]
-    assert launched(checkout, "dlrm.py", *options) == [
-        *SRUN,
-        *[
-            "python",
-            "-m",
-            "nn.distributed.node_launcher",
-            "runs/dlrm/job_40017/logs/start_0",
-            "node",
-        ],
+    srun_arguments = launched(checkout, "dlrm.py", *options)
+    assert srun_arguments[: len(SRUN) + 2] == [*SRUN, "/bin/sh", "-c"]
+    assert srun_arguments[len(SRUN) + 3 :] == [
+        *["sh", str(checkout), "runs/dlrm/job_40017/logs/start_0", "python", "node"],
         *["--nnodes=3", "--nproc-per-node=gpu", "--max-restarts=3", *RENDEZVOUS],
         *["dlrm.py", *options, "run_dir=runs/dlrm/job_40017"],
     ]
@@ -97,7 +98,7 @@ def test_the_environment_of_the_checkout_is_used(checkout):
     interpreter = checkout / ".venv" / "bin" / "python"
     interpreter.parent.mkdir(parents=True)
     interpreter.symlink_to(sys.executable)
-    assert launched(checkout, "dlrm.py")[len(SRUN)] == str(interpreter)
+    assert str(interpreter) in launched(checkout, "dlrm.py")
 
 
 def test_ranks_binding_and_restarts_can_be_set(checkout):
@@ -105,6 +106,47 @@ def test_ranks_binding_and_restarts_can_be_set(checkout):
         checkout, "dlrm.py", RANKS_PER_NODE="2", NUMA_BINDING="exclusive", MAX_RESTARTS="0"
     )
     assert {"--nproc-per-node=2", "exclusive", "--max-restarts=0"} < set(srun_arguments)
+
+
+def test_a_recipe_of_a_checkout_elsewhere_runs_there(checkout, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (checkout / ".venv").mkdir()
+    done = submit(checkout, f"{checkout}/dlrm.py", cwd=elsewhere, **JOB)
+    assert (done.returncode, done.stderr) == (0, "")
+    passed = (elsewhere / "srun.txt").read_text().split("\0")
+    assert str(checkout) in passed, "PYTHONPATH of the launcher"
+    assert f"{checkout}/.venv/bin/python" in passed
+
+
+def test_a_short_job_with_a_shorter_warning_starts(checkout):
+    assert launched(checkout, "dlrm.py", TIME_LIMIT="00:05:00", SBATCH_SIGNAL="B:USR1@299")
+    assert launched(checkout, "dlrm.py", TIME_LIMIT="UNLIMITED", SBATCH_SIGNAL="B:USR1@299")
+    # Directives do not count in salloc.
+    assert launched(checkout, "dlrm.py", TIME_LIMIT="00:05:00", BATCH_FLAG="0")
+
+
+def test_a_port_that_somebody_holds_is_left_to_him_and_the_next_start_takes_another(checkout):
+    with socket.create_server(("127.0.0.1", 21713)):
+        done = submit(checkout, "dlrm.py", **JOB)
+    assert done.stderr == (
+        "slurm_multinode.sh: port 21713 of 127.0.0.1 is taken by another process; the rendezvous takes another\n"
+    )
+    assert "--rdzv-endpoint=127.0.0.1:21714" in (checkout / "srun.txt").read_text()
+    for restart, port in (("1", 29632), ("2", 24783)):
+        again = launched(checkout, "dlrm.py", SLURM_RESTART_COUNT=restart)
+        assert f"--rdzv-endpoint=127.0.0.1:{port}" in again
+
+
+def test_a_node_without_the_environment_ends_the_job(checkout):
+    """The command of a node runs here, with an interpreter that is missing; other nodes are killed after waiting for it."""
+    (checkout / ".venv").mkdir()
+    step = 'while [[ $1 != /bin/sh ]]; do shift; done; "$@"; exit 137'
+    code, requeued, err = end_with(checkout, step, SLURMD_NODENAME="gpu08")
+    assert (code, requeued) == (2, False)
+    assert err == (
+        f"error: node gpu08: there is no {checkout}/.venv/bin/python; all nodes must see the checkout and its .venv\n"
+    )
 
 
 def test_a_run_directory_of_ones_own_is_kept(checkout):
@@ -132,7 +174,10 @@ def test_a_container_runs_its_own_python(checkout):
         "--container-image=registry#recsys:1",
         "--container-workdir=/recsys",
         "--container-mounts=/scratch/a b:/data",
-        "python",
+        "/bin/sh",
+    ]
+    assert srun_arguments[len(SRUN) + 6 :][:4] == [
+        *["sh", "/recsys", "runs/dcnv2/job_40017/logs/start_0", "python"],
     ]
     assert srun_arguments[-2:] == ["dcnv2.py", "run_dir=runs/dcnv2/job_40017"]
     bare = launched(checkout, "dcnv2.py", CONTAINER_IMAGE="image", CONTAINER_WORKDIR="/code")
@@ -153,10 +198,31 @@ def test_a_container_runs_its_own_python(checkout):
             JOB | {"SLURM_JOB_NODELIST": "elsewhere"},
             "scontrol names no host in SLURM_JOB_NODELIST=elsewhere",
         ),
+        (
+            ["dlrm.py"],
+            JOB | {"MAX_RESTARTS": "many"},
+            "MAX_RESTARTS and MAX_REQUEUES are numbers, not 'many'",
+        ),
+        (
+            ["dlrm.py"],
+            JOB | {"TIME_LIMIT": "00:05:00"},
+            "--time (300 s) is not longer than the warning before it (300 s), so no start could train; ask for more time, or set "
+            "the warning: SBATCH_SIGNAL=B:USR1@SECONDS sbatch ...",
+        ),
+        (
+            ["other/dlrm.py"],
+            JOB,
+            "neither {checkout}/elsewhere nor {checkout}/elsewhere/other is a checkout (no nn/distributed); submit from the root "
+            "of the checkout",
+        ),
     ],
 )
 def test_a_job_that_cannot_start_reports_the_reason(checkout, arguments, environment, message):
-    done = submit(checkout, *arguments, **environment)
+    elsewhere = checkout / "elsewhere"
+    (elsewhere / "other").mkdir(parents=True)
+    (elsewhere / "other" / "dlrm.py").touch()
+    is_elsewhere = arguments == ["other/dlrm.py"]
+    done = submit(checkout, *arguments, cwd=elsewhere if is_elsewhere else checkout, **environment)
     assert done.returncode == 2
     assert done.stderr == f"slurm_multinode.sh: {message.format(checkout=checkout)}\n"
     assert not (checkout / "srun.txt").exists()
@@ -178,14 +244,19 @@ def test_a_permanent_error_ends_the_job(checkout, code):
 @pytest.mark.parametrize("code", [1, 75, 137])
 def test_a_resumable_job_is_requeued(checkout, code):
     message = f"the ranks ended with {code}; the job is requeued"
-    ended = end_with(checkout, f"exit {code}", SLURM_RESTART_COUNT="9")
+    ended = end_with(checkout, f"exit {code}", SLURM_RESTART_COUNT="99")
     assert ended == (0, True, f"slurm_multinode.sh: {message}\n")
 
 
-def test_the_number_of_requeues_is_limited(checkout):
-    message = "the ranks ended with 1, requeued 10 times; the job ends"
-    ended = end_with(checkout, "exit 1", SLURM_RESTART_COUNT="10")
-    assert ended == (1, False, f"slurm_multinode.sh: {message}\n")
+def test_the_number_of_requeues_in_a_row_is_limited(checkout):
+    message = "the ranks ended with 1, requeued 2 times in a row; the job ends"
+    for _ in range(2):
+        assert end_with(checkout, "exit 1", MAX_REQUEUES="2")[:2] == (0, True)
+        (checkout / "requeued.txt").unlink()
+    assert end_with(checkout, "exit 1", MAX_REQUEUES="2") == (
+        *(1, False),
+        f"slurm_multinode.sh: {message}\n",
+    )
     assert end_with(checkout, "exit 1", MAX_REQUEUES="0")[:2] == (1, False)
 
 
@@ -193,9 +264,24 @@ def test_a_warning_is_forwarded_and_awaited_and_is_not_a_failure(checkout):
     step = (
         "trap 'sleep 0.5; touch saved; exit 75' USR1; kill -USR1 $PPID; while :; do sleep 0.1; done"
     )
-    code, requeued, _ = end_with(checkout, step, SLURM_RESTART_COUNT="99")
+    code, requeued, _ = end_with(checkout, step, MAX_REQUEUES="0", SLURM_RESTART_COUNT="99")
     assert (code, requeued) == (0, True)
     assert (checkout / "saved").exists()
+
+
+def test_a_task_of_an_array_is_requeued_alone(checkout):
+    """The id of the last task is that of the array."""
+    end_with(checkout, "exit 75", SLURM_ARRAY_JOB_ID="40017", SLURM_ARRAY_TASK_ID="3")
+    assert (checkout / "requeued.txt").read_text() == "40017_3\n"
+
+
+def test_a_job_of_salloc_is_not_requeued(checkout):
+    code, requeued, err = end_with(checkout, "exit 75", BATCH_FLAG="0")
+    assert (code, requeued) == (75, False)
+    assert err == (
+        "slurm_multinode.sh: the ranks ended with 75; the job of salloc is not requeued, and the same command with the same "
+        "run_dir resumes\n"
+    )
 
 
 def test_a_cancelled_job_is_awaited_and_stays_cancelled(checkout):

@@ -1,4 +1,4 @@
-"""A SLURM cluster of two nodes on this machine: munge, a controller and two daemons, in a temporary directory.
+"""A SLURM cluster of four nodes on this machine: munge, a controller and four daemons, in a temporary directory.
 
 It does not read or change a SLURM of the machine itself. `python -m tests.helpers.slurm_cluster COMMAND` runs a command in it.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
@@ -23,13 +23,14 @@ NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin"
 START_S = 30
 
-# The first node has this machine's host name, since it is the rendezvous endpoint. A requeued job waits until its old credentials
-# have expired; `cred_expire` shortens the default of two minutes. The first job id is random, since the rendezvous port follows
-# from the job id and jobs of two clusters on one machine could otherwise meet.
+# Names of nodes are addresses, since the first node of a job is its rendezvous endpoint and nobody here can name hosts. A
+# requeued job waits until its old credentials have expired; `cred_expire` shortens the default of two minutes. The first job
+# id is random, since the rendezvous port follows from it and jobs of two clusters on one machine could otherwise meet.
+NODES = tuple(f"127.0.0.{number}" for number in (11, 12, 13, 14))
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 FirstJobId={first_job_id}
@@ -46,11 +47,15 @@ SelectType=select/linear
 SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=1
 KillWait=10
+SlurmdTimeout=10
 ReturnToService=2
+MinJobAge=3600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 PropagateResourceLimits=NONE
-NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
-NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
-PartitionName=all Nodes={nodes[0]},{nodes[1]} Default=YES MaxTime=INFINITE State=UP
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9
 """
 
 
@@ -64,20 +69,25 @@ class Cluster:
 
     Attributes:
         root: directory of the cluster, with a log per daemon.
-        nodes: names of the two nodes.
+        nodes: names of the nodes.
     """
 
     def __init__(self, root: Path) -> None:
         host = socket.gethostname()
         self.root = root
-        self.nodes = (host, f"{host}-2")
+        self.nodes = NODES
+        ports = _free_ports(1 + len(NODES))
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._node_daemons: dict[str, subprocess.Popen[bytes]] = {}
         configuration = CONFIGURATION.format(
             host=host,
             user=getpass.getuser(),
             root=root,
-            nodes=self.nodes,
-            ports=_free_ports(3),
+            port=ports[0],
+            nodes="\n".join(
+                f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={port}"
+                for node, port in zip(NODES, ports[1:], strict=True)
+            ),
             first_job_id=secrets.randbelow(2**24) + 1,
         )
         (root / "slurm.conf").write_text(configuration)
@@ -102,8 +112,24 @@ class Cluster:
         self._wait_for("munge's socket", (self.root / "munge.socket").exists)
         self._daemon("slurmctld", "-D")
         for node in self.nodes:
-            self._daemon("slurmd", "-D", "-N", node)
-        self._wait_for("two idle nodes", lambda: self._states() == ["idle", "idle"])
+            self.start_node(node)
+        self._wait_for("idle nodes", lambda: self._states() == ["idle"] * len(NODES))
+
+    def start_node(self, node: str) -> None:
+        """Start the daemon of a node, which `lose_node` may have killed."""
+        self._node_daemons[node] = self._daemon("slurmd", "-D", "-N", node)
+
+    def lose_node(self, node: str, processes: list[int]) -> None:
+        """Kill the daemon of a node and `processes`, as a power failure does; SLURM notices within SlurmdTimeout."""
+        # Else the parent of its processes would report their end.
+        parents = {_parent(pid) for pid in processes} - set(processes) - {1}
+        daemon = self._node_daemons.pop(node)
+        self._daemons.remove(daemon)
+        daemon.kill()
+        daemon.wait()
+        for pid in (*parents, *processes):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def command(self, *command: str, directory: Path | None = None, **environment: str) -> str:
         """Run a SLURM command with additional `environment` variables; return its output."""
@@ -140,21 +166,21 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
 
-    def _daemon(self, *command: str) -> None:
+    def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
         name = f"{Path(command[0]).name}{len(self._daemons)}.log"
         with (self.root / name).open("wb") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    command,
-                    env=self.environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            daemon = subprocess.Popen(
+                command,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
+        self._daemons.append(daemon)
+        return daemon
 
     def _states(self) -> list[str]:
-        return self._lines("sinfo", "--noheader", "--Node", "--format=%t")
+        return self._lines("sinfo", "--noheader", "--Node", "--partition=all", "--format=%t")
 
     def _jobs(self) -> list[str]:
         return self._lines("squeue", "--noheader")
@@ -186,6 +212,10 @@ def slurm_cluster() -> Iterator[Cluster]:
             yield cluster
         finally:
             cluster.stop()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _free_ports(number: int) -> list[int]:

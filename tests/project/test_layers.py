@@ -65,7 +65,8 @@ ROOMS = {
         "dataloading.partition",
         "dataloading.reader_processes",
     },
-    "nn.distributed": set(),
+    # The launcher of a node checks the versions before it imports torch.
+    "nn.distributed": {"nn.versions"},
     "nn.ops": set(),
     "nn.ops.triton": {"nn.ops"},
     "nn.ops.triton.fp8": {"nn.ops", "nn.ops.triton"},
@@ -313,7 +314,7 @@ KNOWS_RANKS = {
     "nn.planning.host_tables",
     "nn.planning.planner",
     "nn.checkpoint.state",
-    "nn.distributed.node_launcher",
+    "nn.distributed.node_agent",
     "nn.checkpoint.staging",
     "nn.checkpoint.dcp_storage",
 }
@@ -322,10 +323,12 @@ READS_ENVIRONMENT = {
     "nn.distributed.process_group",
     "nn.distributed.launcher",
     "nn.distributed.node_launcher",
+    "nn.distributed.node_agent",
     "main",
     "configs.command_line",
     "configs.stop_signals",
     "dataloading.storage.local_copy",
+    "dataloading.storage.object_store",
     "nn.hypertune",
     "preproc.__main__",  # where Java is
     "sweep.gpus",

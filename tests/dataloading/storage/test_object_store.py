@@ -1,11 +1,13 @@
 """Object stores: copies and uploads that are complete or absent, and messages without credentials."""
 
 import os
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
-from dataloading.storage import local_copy
+from dataloading.storage import local_copy, object_store
 from dataloading.storage.local_copy import cache_directory, local_path, local_paths
 from dataloading.storage.object_store import ObjectStore, is_remote, shown_address
 from dataloading.storage.upload import upload_folder, writable
@@ -164,3 +166,43 @@ def test_credentials_of_an_address_and_of_the_environment_are_not_shown(bucket):
         local_path(f"{address}&scheme=http")
     assert SECRET not in str(error.value)
     assert "somebody" not in str(error.value)
+
+
+@pytest.fixture(params=["refused", "silent"])
+def nobody(request, monkeypatch):
+    """Point the environment to a port that nobody listens to, or that accepts and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        if request.param == "refused":
+            listener.close()
+        yield request.param
+
+
+def gives_up(action) -> float:
+    """Check that an action fails with one line; return the seconds that it took."""
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"^s3://bucket/away: ") as error:
+        action()
+    assert "\n" not in str(error.value)
+    return time.monotonic() - began
+
+
+def test_a_server_that_is_away_is_said_and_given_up(nobody, monkeypatch, tmp_path, capsys):
+    limits = {"SAY_AFTER_S": 0.1, "REPEAT_FOR_S": 0.2, "GIVE_UP_AFTER_S": 2.0, "ATTEMPTS": 1}
+    limits["TIMEOUTS_S"] = {"connect_timeout": 1.0, "request_timeout": 1.0}
+    for name, value in limits.items():
+        monkeypatch.setattr(object_store, name, value)
+    store = ObjectStore("s3://bucket/away")
+    assert gives_up(store.list_files) < 10
+    assert gives_up(lambda: store.upload(write(tmp_path, a_txt="one") / "a.txt", "a")) < 10
+    line = "s3://bucket/away: no answer yet; waiting 2 s at most\n"
+    assert capsys.readouterr().err == line, "said once"
+
+
+@pytest.mark.doors
+def test_a_server_that_is_away_is_given_up_within_30_seconds(nobody, capsys):
+    assert gives_up(lambda: local_path("s3://bucket/away")) < 30
+    assert capsys.readouterr().err == "s3://bucket/away: no answer yet; waiting 25 s at most\n"

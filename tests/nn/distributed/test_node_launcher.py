@@ -2,9 +2,10 @@
 
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -13,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nn.distributed.node_launcher import exit_code, main, numa_options
+from nn.distributed import node_launcher
+from nn.distributed.node_agent import exit_code
+from nn.distributed.node_launcher import count_start, main, newest_step, numa_options
+from tests.helpers.command import kept_signals
 from tests.helpers.forks import fork_context
 
 # Rank that ends by its arguments: `exit N`, `kill` once within a group, `wait` for the signal. It prints each start.
@@ -50,10 +54,10 @@ class Node:
 
 
 @contextmanager
-def started(directory: Path, *how: str) -> Iterator[Node]:
+def started(directory: Path, *how: str, flags: Sequence[str] = ("--standalone",)) -> Iterator[Node]:
     """Start two ranks under `nn.distributed.node_launcher`, with one restart."""
     (directory / "rank.py").write_text(RANK)
-    flags = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    flags = [*flags, "--nproc-per-node=2", "--max-restarts=1"]
     arguments = [directory / "logs", "node", *flags, directory / "rank.py", *how]
     log = directory / "log"
     # Forked from a process that has imported torch.
@@ -69,18 +73,86 @@ def started(directory: Path, *how: str) -> Iterator[Node]:
         process.kill()
 
 
+@pytest.mark.parametrize(
+    ("binding", "option", "message"),
+    [
+        (
+            *("node", "--nproc-per-node=gpu"),
+            "no GPU is visible; ask for GPUs (sbatch --gpus-per-node 8), or set RANKS_PER_NODE to train on CPUs",
+        ),
+        (
+            *("nodes", "--nproc-per-node=2"),
+            "NUMA_BINDING=nodes: expected one of node, socket, exclusive, core-complex, none",
+        ),
+        ("node", "--nproc-per-node=two", "Unsupported nproc_per_node value: two"),
+    ],
+)
+def test_what_cannot_heal_ends_with_2_and_one_line(
+    binding, option, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu07")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with kept_signals():
+        assert main([str(tmp_path), binding, option, "dlrm.py"]) == 2
+    assert capsys.readouterr().err == f"error: node gpu07: {message}\n"
+    assert (tmp_path / "ended_with").read_text() == "2\n"
+
+
+def test_a_missing_module_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(node_launcher, "find_spec", lambda name: None)
+    with kept_signals():
+        assert main([str(tmp_path), "node", "--nproc-per-node=1", "dlrm.py"]) == 2
+    assert f"{sys.executable} has no module hydra; install the project" in capsys.readouterr().err
+
+
+def test_starts_that_train_nothing_are_counted(tmp_path):
+    run_dir = tmp_path / "a run"
+    arguments = ["--nnodes=2", "dlrm.py", f"run_dir='{run_dir}'"]
+    assert newest_step(["dlrm.py"]) == newest_step(arguments) == 0
+    for name in ("step_90", "step_120", ".step_130.unfinished", "step_130.damaged"):
+        (run_dir / "checkpoints" / name).mkdir(parents=True)
+    assert newest_step(arguments) == 120
+    for step in (0, 0, 60, 60):
+        count_start(tmp_path / "job", step, max_requeues=2)
+    count_start(tmp_path / "job", 120, 2)
+    for _ in range(2):
+        count_start(tmp_path / "job", 120, 2)
+    with pytest.raises(
+        ValueError, match="3 starts in a row ended at step 120, at which they began"
+    ):
+        count_start(tmp_path / "job", 120, 2)
+
+
+def test_a_port_that_is_held_ends_the_start_at_once(tmp_path):
+    """The holder accepts and is silent: a client of the store would wait for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{holder.getsockname()[1]}"
+        code, out = ended(tmp_path, "end", flags=["--nnodes=1", "--rdzv-backend=c10d", endpoint])
+    assert code == 1
+    assert "gpu07: the ranks cannot meet (" in out
+    assert "EADDRINUSE" in out
+
+
+def test_a_warning_before_there_are_ranks_ends_the_launcher(monkeypatch, capfd):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(node_launcher, "_run", lambda *_: signal.raise_signal(signal.SIGUSR1))
+    with kept_signals(), pytest.raises(SystemExit, match="75"):
+        main(["logs", "node", "dlrm.py"])
+    assert capfd.readouterr().err == "stopped by SIGUSR1 before the ranks were started\n"
+
+
 def run_node(arguments: list[str], log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    os.environ |= {"OMP_NUM_THREADS": "1", "SLURMD_NODENAME": "gpu07"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "SLURMD_NODENAME": "gpu07", "SLURM_NODEID": "0"}
     sys.exit(main(arguments))
 
 
-def ended(directory: Path, *how: str) -> tuple[int | None, str]:
+def ended(directory: Path, *how: str, **options: Sequence[str]) -> tuple[int | None, str]:
     """Return exit code and output of a node."""
-    with started(directory, *how) as node:
+    with started(directory, *how, **options) as node:
         return node.ended()
 
 
@@ -99,6 +171,9 @@ def test_a_final_error_is_not_restarted(tmp_path):
     assert code == 2
     assert "gpu07: rank 1 ended with exit code 2" in out
     assert "start 1" not in out
+    assert (tmp_path / "logs" / "ended_with").read_text() == "2\n", (
+        "srun may report 137 of another node"
+    )
 
 
 def test_a_killed_rank_is_restarted_with_the_others(tmp_path):
