@@ -29,6 +29,7 @@ from torch.distributed.launcher import api as launcher
 
 from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
+    FAULT_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     LOST_RANK_EXIT_CODE,
     RESUME_EXIT_CODE,
@@ -126,6 +127,8 @@ def exit_code(codes: Sequence[int], *, was_preempted: bool) -> int:
     final = [code for code in codes if code in FINAL_EXIT_CODES]
     if final:
         return final[0]
+    if FAULT_EXIT_CODE in codes:
+        return FAULT_EXIT_CODE
     return RESUME_EXIT_CODE if was_preempted else LOST_RANK_EXIT_CODE
 
 
