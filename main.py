@@ -23,6 +23,7 @@ from configs.arguments import as_written
 from configs.command_line import SAVED_FLAG, composed_command
 from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
+    FAULT_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     LOST_RANK_EXIT_CODE,
     RESUME_EXIT_CODE,
@@ -34,6 +35,7 @@ from configs.schema import Config, Mode
 from configs.stop_signals import INTERRUPTED, restore_signals
 from nn.days import UnfinishedDaysError, train_days
 from nn.distributed.errors import (
+    DeviceError,
     DivergedError,
     LostRankError,
     RankError,
@@ -110,6 +112,8 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
         yield
     except RankError as error:
         _end(str(error), USER_ERROR_EXIT_CODE)
+    except DeviceError as error:
+        _end(str(error), FAULT_EXIT_CODE)
     except LostRankError as error:
         _end(str(error) or None, LOST_RANK_EXIT_CODE)
     except (ValueError, SharedError) as error:

@@ -6,6 +6,8 @@ USER_ERROR_EXIT_CODE = 2
 DIVERGED_EXIT_CODE = 3
 # EX_TEMPFAIL of sysexits.h: the same command resumes. Batch scripts requeue on it.
 RESUME_EXIT_CODE = 75
+# A step lasted longer than its bound, or a GPU failed. The same command resumes from the latest checkpoint.
+FAULT_EXIT_CODE = 76
 # 128 + SIGINT, as shells report it.
 INTERRUPTED_EXIT_CODE = 130
 # A rank that is restarted, or a job that is requeued, would exit with the same code again.

@@ -60,6 +60,7 @@ from nn.distributed.process_group import (
     process_rank,
     ranks_from_environment,
 )
+from nn.distributed.step_watch import STACKS, StepWatch
 from nn.hypertune import hypertune_report
 from nn.importance import as_csv, measure_importance
 from nn.loggers.choice import make_loggers
@@ -432,6 +433,10 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
         mlperf = stack.enter_context(_mlperf_log(session, started_ms))
         _report_ranges(session, loader)
         saving = heartbeat = None
+        if ranks.world_size > 1:
+            watch = StepWatch(ranks, session.recorder.run_dir / STACKS)
+            session.step.watch = watch
+            stack.enter_context(watch.watching())
         if config.checkpoint.save:
             # Its last upload may take longer than a stopped run may be silent: it ends after `StopRequest`.
             mirror = stack.enter_context(_mirror(session))

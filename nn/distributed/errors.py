@@ -17,6 +17,10 @@ class LostRankError(Exception):
     """Another rank has exited, so this rank cannot continue; the text is empty if another rank has reported it."""
 
 
+class DeviceError(Exception):
+    """The GPU of this rank, or NCCL, has failed; the run resumes from its latest checkpoint."""
+
+
 class DivergedError(Exception):
     """The loss or a gradient is not finite; all ranks raise this, and no update has used it."""
 

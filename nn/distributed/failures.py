@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from dataloading.keys.new_rows import TableFullError
-from nn.distributed.errors import LostRankError, Rank0Error, RankError, SharedError
+from nn.distributed.errors import DeviceError, LostRankError, Rank0Error, RankError, SharedError
 from nn.distributed.process_group import Ranks, is_first_reporter, is_lost_peer
 
 
@@ -32,6 +33,7 @@ def report_faults(ranks: Ranks) -> Iterator[None]:
     Raises:
         RankError: on `ValueError`, and when memory runs out.
         SharedError: a table for raw keys is full.
+        DeviceError: the GPU or NCCL has failed.
     """
     try:
         yield
@@ -44,9 +46,14 @@ def report_faults(ranks: Ranks) -> Iterator[None]:
         prefix = f"rank {ranks.rank}: " if ranks.world_size > 1 else ""
         raise RankError(f"{prefix}{error}") from error
     except (RuntimeError, MemoryError) as error:
+        first_line = str(error).partition("\n")[0]
+        if has_device_failed(error):
+            raise DeviceError(
+                f"rank {ranks.rank}: {ranks.device} or NCCL has failed: {first_line}; the kernel's log (dmesg) may name an XID. "
+                "The same command with the same run_dir resumes from the latest checkpoint"
+            ) from error
         if not is_out_of_memory(error):
             raise
-        first_line = str(error).partition("\n")[0]
         raise RankError(
             f"rank {ranks.rank} is out of memory: {first_line}; lower train.batch_size, or "
             "shard the tables over more ranks. Checkpoints of the run are complete"
@@ -57,6 +64,12 @@ def is_out_of_memory(error: Exception) -> bool:
     """Return whether a device or the host ran out of memory."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
+
+
+def has_device_failed(error: Exception) -> bool:
+    """Return whether a GPU (XID, ECC) or a collective of NCCL has failed, and not for want of memory."""
+    kinds = (torch.AcceleratorError, dist.DistBackendError)
+    return (isinstance(error, kinds) or "CUDA error" in str(error)) and not is_out_of_memory(error)
 
 
 def lost_rank_message(ranks: Ranks) -> str:

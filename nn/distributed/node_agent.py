@@ -15,7 +15,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 from torch.distributed.launcher import api as launcher
 
-from configs.exit_codes import FINAL_EXIT_CODES, LOST_RANK_EXIT_CODE, RESUME_EXIT_CODE
+from configs.exit_codes import (
+    FAULT_EXIT_CODE,
+    FINAL_EXIT_CODES,
+    LOST_RANK_EXIT_CODE,
+    RESUME_EXIT_CODE,
+)
 from nn.distributed.launcher import node_name
 
 PREEMPTION_SIGNAL = signal.SIGUSR1
@@ -100,6 +105,8 @@ def exit_code(codes: Sequence[int], *, was_preempted: bool) -> int:
     final = [code for code in codes if code in FINAL_EXIT_CODES]
     if final:
         return final[0]
+    if FAULT_EXIT_CODE in codes:
+        return FAULT_EXIT_CODE
     return RESUME_EXIT_CODE if was_preempted else LOST_RANK_EXIT_CODE
 
 

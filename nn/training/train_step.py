@@ -99,6 +99,7 @@ class TrainStep:
         path: the sparse path.
         capture_blocker: the reason why the step is no CUDA graph, or None.
         schedule: maps the number of earlier updates to the factor of the learning rates.
+        watch: context of all that waits for other ranks, but for saves and evaluations.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class TrainStep:
         self._pass_layers = attach(dense, self._pass_state)
         self.capture_blocker = capture_blocker(config, ranks)
         self.path = StaticPath(tables, context, config, capture=self.capture_blocker is None)
+        self.watch: AbstractContextManager = nullcontext()
 
     def train(self, step: int, prefetcher: Prefetcher) -> StepResult:
         """Train on the next batch of `prefetcher`.
@@ -164,6 +166,10 @@ class TrainStep:
         """
         # Before the batch is taken: a schedule of the caller's own may be corrected.
         factor = self._factor_of(step)
+        with self.watch:
+            return self._train(step, factor, prefetcher)
+
+    def _train(self, step: int, factor: float, prefetcher: Prefetcher) -> StepResult:
         batch, ids = next(prefetcher)
         if self.key_maps is not None and Component.tables not in self.frozen:
             self.tables.write_new_rows(self.key_maps.take_new_rows())

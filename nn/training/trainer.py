@@ -362,6 +362,10 @@ class Trainer:
 
     def finish_step(self, trained: StepResult, prefetcher: Prefetcher) -> None:
         """Count a step that was trained, and write a record where one is due."""
+        with self._step.watch:
+            self._finish_step(trained, prefetcher)
+
+    def _finish_step(self, trained: StepResult, prefetcher: Prefetcher) -> None:
         self.num_steps += 1
         self._is_as_resumed = False
         self._speed.count(trained.batch.global_valid)
@@ -527,7 +531,8 @@ class Trainer:
             return
         assert self._saving is not None
         self._saving.stop.heartbeat.beat()
-        decision = preemption.after_step()
+        with self._step.watch:
+            decision = preemption.after_step()
         if decision.signum:
             self.save(is_last=True)
             manager = self._saving.manager

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -46,12 +47,16 @@ class Ranks:
 
 
 def start(
-    arguments: list[str], num_ranks: int, log: Path, local_world_size: int | None = None
+    arguments: list[str],
+    num_ranks: int,
+    log: Path,
+    local_world_size: int | None = None,
+    prepare: Callable[[int], None] = int,
 ) -> Ranks:
     """Start the ranks of `dlrm.py <arguments>`, forked from a process that has imported torch already.
 
     No rank writes curves.png, which takes longer than this small run. All ranks are on one node, or on nodes of
-    `local_world_size` ranks.
+    `local_world_size` ranks. Each calls `prepare` with its number first, a function of a module.
     """
     context = fork_context()
     port = free_port()
@@ -59,7 +64,14 @@ def start(
     processes = [
         context.Process(
             target=_rank,
-            args=(arguments, rank, (num_ranks, local_world_size or num_ranks), port, str(log)),
+            args=(
+                arguments,
+                rank,
+                (num_ranks, local_world_size or num_ranks),
+                port,
+                str(log),
+                prepare,
+            ),
         )
         for rank in range(num_ranks)
     ]
@@ -68,7 +80,14 @@ def start(
     return Ranks(processes, log)
 
 
-def _rank(arguments: list[str], rank: int, world: tuple[int, int], port: int, log: str) -> None:
+def _rank(
+    arguments: list[str],
+    rank: int,
+    world: tuple[int, int],
+    port: int,
+    log: str,
+    prepare: Callable[[int], None],
+) -> None:
     import torch
 
     from main import command
@@ -83,6 +102,7 @@ def _rank(arguments: list[str], rank: int, world: tuple[int, int], port: int, lo
     num_ranks, local_world_size = world
     if num_ranks > 1:
         os.environ |= launched_as(rank, num_ranks, local_world_size, port)
+    prepare(rank)
     sys.argv = ["dlrm.py", *arguments]
     exit_code = 0
     try:

@@ -213,6 +213,8 @@ def test_a_preemption_signal_is_forwarded_and_the_node_waits(tmp_path):
         ([75, 2], False, 2),
         ([75, 3], True, 3),
         ([75, 75], True, 75),
+        # A step hung; the launcher ends the other rank.
+        ([76, -15], False, 76),
         # Preempted during imports.
         ([-10], True, 75),
     ],

@@ -1,0 +1,155 @@
+"""The bound on a step: ranks that wait longer than the steps before explain end the run, each with its stacks in a file.
+
+A collective waits for ever for a rank that never joins it, and NCCL itself gives up after ten minutes. A thread of each rank
+measures the steps instead. One that has lasted too long asks the threads of the other ranks through the launcher's store
+whether they are in a step too: a rank that saves or evaluates is only late.
+"""
+
+import faulthandler
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread, Timer
+from typing import Self
+
+import torch.distributed as dist
+
+from configs.exit_codes import FAULT_EXIT_CODE
+from nn.distributed.process_group import Ranks
+
+LEAST_S = 60.0
+"""The bound on a step, at least."""
+FACTOR = 20.0
+"""The bound over the longest of the latest steps."""
+MEASURED = 64
+"""Waits (a step has up to three) that must have been measured before one is bounded: the first compile, capture, connect, fetch."""
+POLL_S = 2.0
+ANSWER_S = 20.0
+"""A rank whose thread gives no answer for so long is stopped or gone."""
+WRITE_S = 20.0
+"""Time for the stacks, whose disk may be what hangs."""
+STACKS = "stacks"
+"""Directory of the stacks in the run directory."""
+IN_STEP, ELSEWHERE = b"in a step", b"elsewhere"
+
+
+class StepWatch:
+    """Context manager of a step, its record, and the exchange behind it; `watching` runs the thread that ends the process after a step that lasts too long.
+
+    Args:
+        ranks: this process.
+        directory: of the files of stacks.
+    """
+
+    def __init__(self, ranks: Ranks, directory: Path) -> None:
+        self._ranks = ranks
+        self._directory = directory
+        self._store = dist.PrefixStore(
+            f"step_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}",
+            dist.distributed_c10d._get_default_store().clone(),
+        )
+        self._durations: deque[float] = deque(maxlen=MEASURED)
+        self._since: float | None = None
+        self._answered = 0
+        self._end = Event()
+
+    def __enter__(self) -> Self:
+        self._since = time.monotonic()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        since, self._since = self._since, None
+        assert since is not None, "the step was entered"
+        self._durations.append(time.monotonic() - since)
+
+    @property
+    def bound_s(self) -> float:
+        """The bound on a step in seconds; infinite until enough steps were measured."""
+        if len(self._durations) < MEASURED:
+            return float("inf")
+        return max(LEAST_S, FACTOR * max(self._durations))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Bound the steps in this context."""
+        thread = Thread(target=self._watch, name="step_watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._end.set()
+            thread.join()
+
+    def _waited_s(self) -> float:
+        """Return how long the step lasts so far; 0 outside of one."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _watch(self) -> None:
+        asked_since = None
+        while not self._end.wait(POLL_S):
+            try:
+                self._answer()
+                is_new = self._since != asked_since and self._waited_s() > self.bound_s
+                silent = self._ask() if is_new else None
+            except RuntimeError:
+                return  # the launcher has ended, and ends this process
+            if silent is not None:
+                self._finish(silent)
+            if is_new:
+                # A rank was elsewhere, and this step is asked about once: the others ask when they wait too.
+                asked_since = self._since
+
+    def _answer(self) -> None:
+        """Answer the latest question, and end if a rank has found that all wait."""
+        question = self._store.add("questions", 0)
+        if question > self._answered:
+            self._answered = question
+            # Half of the bound: the ranks measure the same steps, but not to the millisecond.
+            waits = self._waited_s() > self.bound_s / 2
+            self._store.set(f"{question}/{self._ranks.rank}", IN_STEP if waits else ELSEWHERE)
+        if self._store.check(["found"]):
+            self._finish([])
+
+    def _ask(self) -> list[int] | None:
+        """Ask all ranks where they are; return those that gave no answer, or None if a rank is not in a step."""
+        question = self._store.add("questions", 1)
+        self._answer()
+        keys = [f"{question}/{rank}" for rank in range(self._ranks.world_size)]
+        end = time.monotonic() + ANSWER_S
+        while not self._store.check(keys) and time.monotonic() < end:
+            if self._end.wait(min(POLL_S, 0.5)):
+                return None
+        answers = [self._store.get(key) if self._store.check([key]) else None for key in keys]
+        silent = [rank for rank, answer in enumerate(answers) if answer is None]
+        return None if ELSEWHERE in answers else silent
+
+    def _finish(self, silent: list[int]) -> None:
+        """Write the stacks of this process, say once what has happened, and end the process."""
+        # The disk or the store may be what hangs.
+        deadline = Timer(WRITE_S, os._exit, [FAULT_EXIT_CODE])
+        deadline.daemon = True
+        deadline.start()
+        is_first = not self._store.check(["found"]) and self._store.add("found", 1) == 1
+        waited_s, bound_s = self._waited_s(), self.bound_s
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with open(self._directory / f"rank_{self._ranks.rank}.txt", "w") as file:
+            file.write(f"in a step for {waited_s:.0f} s, pid {os.getpid()}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        if is_first:
+            gone = f"; no answer from ranks {silent}, which are stopped or gone" if silent else ""
+            print(
+                f"error: a step lasts {waited_s:.0f} s, and {bound_s:.0f} s is the bound ({FACTOR:g} times the longest of the "
+                f"{MEASURED} before, at least {LEAST_S:g} s){gone}. The stacks of the ranks are in "
+                f"{self._directory}. The same command with the same run_dir resumes from the latest checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+            # The launcher ends the other ranks when this one has ended.
+            self._end.wait(2 * POLL_S + 1)
+        os._exit(FAULT_EXIT_CODE)
