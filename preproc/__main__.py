@@ -6,6 +6,8 @@ if __name__ == "__main__":
 
     end_at_once_on_signals()
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
+from configs.load_errors import require_package
 from configs.overrides import place_of, to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
 from configs.schema import require
@@ -30,6 +33,8 @@ from preproc.report.console import Progress
 def build(config: PreprocConfig) -> None:
     """Write the dataset of `config`; user errors are raised as ValueError or OSError."""
     assert config.output is not None
+    if config.engine is EngineName.spark:
+        _require_spark()
     output = Path(config.output)
     progress = Progress(LiteralConsole())
     if not config.overwrite and (output / SPEC_NAME).exists():
@@ -46,6 +51,15 @@ def build(config: PreprocConfig) -> None:
     write = _writer(config)
     restore_signals()
     write(progress)
+
+
+def _require_spark() -> None:
+    """Raise ValueError without PySpark or Java, before the imports of preprocessing."""
+    require_package("pyspark", "engine=spark")
+    require(
+        bool(os.environ.get("JAVA_HOME")) or shutil.which("java") is not None,
+        "engine=spark needs Java 17 or later, and there is no command java and no JAVA_HOME; install it, or take engine=duckdb",
+    )
 
 
 def _writer(config: PreprocConfig) -> Callable[[Progress], object]:

@@ -150,12 +150,8 @@ def _of_new_rows(config: PreprocConfig, table: TableConfig) -> TableConfig:
 def _engine(config: PreprocConfig, directory: Path) -> Engine:
     if config.engine is EngineName.duckdb:
         return DuckDBEngine(config, directory)
-    try:
-        from preproc.table.spark_engine import SparkEngine
-    except ImportError:
-        raise ValueError(
-            "engine=spark needs PySpark and Java 17: pip install -e .[spark]; or take engine=duckdb"
-        ) from None
+    from preproc.table.spark_engine import SparkEngine
+
     return SparkEngine(config, directory)
 
 
