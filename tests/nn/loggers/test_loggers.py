@@ -139,11 +139,13 @@ def test_training_does_not_wait_for_a_slow_logger(calls, caplog):
         ("[tensorboard,tensorboard]", "log.loggers names tensorboard twice"),
         (f"['{HERE}:Missing']", f"{HERE} has no Missing; correct the name"),
         (f"['{HERE}:NoLogger']", "is no logger: it has no method record"),
-        ("[wandb]", "log.loggers names wandb, which is not installed; install it"),
+        ("[wandb]", "log.loggers=wandb needs the package wandb, which is not installed: `uv sync"),
     ],
 )
 def test_a_wrong_logger_is_refused_in_one_line(loggers, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("nn.loggers.choice.find_spec", lambda name: None if name == "wandb" else 1)
+    monkeypatch.setattr(
+        "configs.load_errors.find_spec", lambda name: None if name == "wandb" else 1
+    )
     ended = run_command(*SHORT, f"log.loggers={loggers}", f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 2
     assert message in ended.err
