@@ -1,7 +1,17 @@
 """Loggers: what each gets, also of a run that resumes, and what a failing or slow one does to the training."""
 
-import importlib.util
 import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import version
 from logging import getLogger
 from pathlib import Path
 
@@ -158,7 +168,7 @@ def test_the_schema_names_the_loggers_of_the_project():
     assert set(LOGGERS) == set(LOGGER_NAMES)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
+@pytest.mark.doors
 def test_weights_and_biases_writes_files_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_dir = tmp_path / "run"
@@ -171,12 +181,52 @@ def test_weights_and_biases_writes_files_without_a_network(tmp_path, monkeypatch
     ] == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow")
-def test_mlflow_continues_the_run_of_a_training_that_resumes(tmp_path, monkeypatch):
+@pytest.fixture
+def mlflow_server(tmp_path) -> Iterator[str]:
+    """Address of MLflow's own server, installed beside the environment that trains, which has MLflow's client only."""
+    venv = tmp_path / "server"
+    subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, venv], check=True)
+    install = ["uv", "pip", "install", "--quiet", "--python", venv]
+    subprocess.run([*install, f"mlflow=={version('mlflow-skinny')}"], check=True, cwd=tmp_path)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    serve = [venv / "bin/mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    serve += ["--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
+    with (
+        (tmp_path / "server.log").open("w") as log,
+        subprocess.Popen(
+            serve, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True
+        ) as process,
+    ):
+        try:
+            _wait_until_healthy(f"http://127.0.0.1:{port}/health", process)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)  # with its workers
+            process.wait(30)
+            shutil.rmtree(venv)
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end and process.poll() is None:
+        with suppress(OSError), urllib.request.urlopen(url, timeout=10):
+            return
+        time.sleep(0.2)
+    raise AssertionError("MLflow's server does not answer; its log lies beside its environment")
+
+
+@pytest.mark.doors
+@pytest.mark.parametrize("place", ["files", "server"])
+def test_mlflow_continues_the_run_of_a_training_that_resumes(place, tmp_path, monkeypatch, request):
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
+    if place == "server":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("mlflow_server"))
+    else:
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
     run = [*SHORT, "log.loggers=[mlflow]", f"run_dir={tmp_path / 'run'}"]
     with killed_at(6):
         run_command(*run)
