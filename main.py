@@ -5,8 +5,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     # A `configs` where the user works is not ours.
-    if sys.path[0] != str(Path(__file__).parent):
-        sys.path.insert(0, str(Path(__file__).parent))
+    if (ours := str(Path(__file__).resolve().parent)) != sys.path[0]:
+        sys.path.insert(0, ours)
     # First, since the imports below take a moment, and may find no library.
     from configs.load_errors import report_load_errors
     from configs.stop_signals import end_at_once_on_signals
