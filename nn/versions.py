@@ -4,6 +4,7 @@ import ctypes
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
+from pathlib import Path
 
 # FBGEMM's wheels are built for one torch, and TorchRec calls one FBGEMM; an incompatible pair fails with an undefined symbol.
 TESTED = [("2.13", "1.8", "1.8"), ("2.11", "1.6", "1.6")]
@@ -32,8 +33,8 @@ def require_stack() -> None:
 def _require_build(wanted: str) -> None:
     """Raise ValueError if FBGEMM's libraries are those of the CUDA build on a machine without a driver, or of both builds.
 
-    TorchRec asks for `fbgemm-gpu`, the CUDA build, on every machine. Beside the extra `cpu` pip and `uv pip` install both, one over the
-    other: their files have the same names, and the order is the installer's.
+    TorchRec asks for `fbgemm-gpu`, the CUDA build, on every machine. Beside the extra `cpu` pip and `uv pip` install both, one
+    over the other: their files have the same names, and the order is the installer's.
     """
     build = _build()
     if build == CPU_BUILD:
@@ -60,7 +61,7 @@ def _build() -> str | None:
             files = distribution(package).files or []
         except PackageNotFoundError:
             continue
-        libraries = [(file.size, file.locate()) for file in files if file.suffix == ".so"]
+        libraries = [(file.size, Path(file.locate())) for file in files if file.suffix == ".so"]
         if all(path.exists() and path.stat().st_size == size for size, path in libraries):
             return package
     return None

@@ -53,19 +53,19 @@ def test_the_wheel_holds_all_files_of_ours_and_nothing_else(wheel):
 
 
 def test_the_wheel_says_what_it_is(wheel):
-    [metadata] = [name for name in ZipFile(wheel).namelist() if name.endswith("/METADATA")]
-    said = message_from_string(ZipFile(wheel).read(metadata).decode())
+    [path] = [name for name in ZipFile(wheel).namelist() if name.endswith("/METADATA")]
+    metadata = message_from_string(ZipFile(wheel).read(path).decode())
     project = PROJECT["project"]
-    assert (said["Name"], said["Version"]) == (project["name"], project["version"])
-    assert said["Summary"] == project["description"]
-    assert said["Author"] == "The developers"
-    assert said["Keywords"].split(",") == project["keywords"]
-    assert set(said.get_all("Provides-Extra")) == set(project["optional-dependencies"])
-    assert SpecifierSet(said["Requires-Python"]) == SpecifierSet(project["requires-python"])
-    assert said["Description-Content-Type"] == "text/markdown"
-    assert said.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert (metadata["Name"], metadata["Version"]) == (project["name"], project["version"])
+    assert metadata["Summary"] == project["description"]
+    assert metadata["Author"] == "The developers"
+    assert metadata["Keywords"].split(",") == project["keywords"]
+    assert set(metadata.get_all("Provides-Extra")) == set(project["optional-dependencies"])
+    assert SpecifierSet(metadata["Requires-Python"]) == SpecifierSet(project["requires-python"])
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     minors = [
-        int(name.rpartition(".")[2]) for name in said.get_all("Classifier") if ":: 3." in name
+        int(name.rpartition(".")[2]) for name in metadata.get_all("Classifier") if ":: 3." in name
     ]
     supported = SpecifierSet(project["requires-python"])
     assert minors == [minor for minor in range(30) if f"3.{minor}" in supported]
