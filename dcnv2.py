@@ -8,7 +8,7 @@ if __name__ == "__main__":
     if (ours := str(Path(__file__).resolve().parent)) != sys.path[0]:
         sys.path.insert(0, ours)
     # First, since the import of `main` takes a moment, and may find no library.
-    from configs.load_errors import report_load_errors
+    from configs.messages import report_load_errors
     from configs.stop_signals import end_at_once_on_signals
 
     report_load_errors()

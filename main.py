@@ -8,7 +8,7 @@ if __name__ == "__main__":
     if (ours := str(Path(__file__).resolve().parent)) != sys.path[0]:
         sys.path.insert(0, ours)
     # First, since the imports below take a moment, and may find no library.
-    from configs.load_errors import report_load_errors
+    from configs.messages import report_load_errors
     from configs.stop_signals import end_at_once_on_signals
 
     report_load_errors()
@@ -34,8 +34,7 @@ from configs.exit_codes import (
     RESUME_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
 )
-from configs.load_errors import load_error_text
-from configs.messages import on_one_line, os_error_text
+from configs.messages import load_error_text, on_one_line, os_error_text
 from configs.overrides import drop_replaced, refuse_unresolved, texts_of, to_config
 from configs.schema import Config, Mode
 from configs.stop_signals import INTERRUPTED, restore_signals

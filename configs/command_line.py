@@ -26,8 +26,7 @@ from configs.help import (
     UnknownTopicError,
     register_option_help,
 )
-from configs.load_errors import load_error_text
-from configs.messages import UNKNOWN_PLACE, on_one_line, os_error_text, shown
+from configs.messages import UNKNOWN_PLACE, load_error_text, on_one_line, os_error_text, shown
 from configs.overrides import one_line
 from configs.schema import open_sections
 from configs.stop_signals import INTERRUPTED

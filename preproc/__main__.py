@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
-from configs.load_errors import require_package
+from configs.messages import require_package
 from configs.overrides import place_of, to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
 from configs.schema import require

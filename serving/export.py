@@ -12,8 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
-from configs.load_errors import require_onnx
-from configs.messages import on_one_line
+from configs.messages import on_one_line, require_onnx
 from configs.overrides import place_of, to_config
 from configs.serving_schema import ModelExportConfig
 from configs.stop_signals import restore_signals

@@ -15,8 +15,8 @@ from configs.arguments import quoted
 from configs.command_line import composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
-from configs.load_errors import require_package
 from configs.many_runs_schema import SweepConfig
+from configs.messages import require_package
 from configs.overrides import no_option, place_of, to_config
 from configs.schema import Config, describe
 from configs.stop_signals import INTERRUPTED, restore_signals

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from logging import Logger
 
-from configs.load_errors import require_package
+from configs.messages import require_package
 from nn.loggers.background import Loggers
 from nn.loggers.run_logger import METHODS, RunLogger
 from nn.user_objects import load_user_object

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.export.passes import move_to_device_pass
 
-from configs.load_errors import require_onnx
+from configs.messages import require_onnx
 from configs.schema import Config
 from configs.serving_schema import Device
 from dataloading.dataset.feature_spec import FeatureSpec

@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.command_line import project_version
-from configs.load_errors import require_onnx
-from configs.messages import shown
+from configs.messages import require_onnx, shown
 from configs.schema import Config, open_sections
 from configs.serving_schema import Device, ModelExportConfig
 from dataloading.dataset.durable_files import (

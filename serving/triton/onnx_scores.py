@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.load_errors import require_package
+from configs.messages import require_package
 from serving.manifest import ONNX, Manifest, ModelError
 
 LOGITS = "logits"

@@ -10,9 +10,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from configs import load_errors
+from configs import messages
 from configs.command_line import errors_end_command
-from configs.load_errors import EXTRAS, load_error_text, require_package
+from configs.messages import EXTRAS, load_error_text, require_package
 from tests.helpers.command import run_command, run_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,9 +115,7 @@ def without(monkeypatch):
     """Return the function that hides packages."""
 
     def hide(*names: str) -> None:
-        monkeypatch.setattr(
-            load_errors, "find_spec", lambda name: None if name in names else object()
-        )
+        monkeypatch.setattr(messages, "find_spec", lambda name: None if name in names else object())
 
     return hide
 

@@ -320,6 +320,7 @@ READS_ENVIRONMENT = {
     "configs.stop_signals",
     "dataloading.storage.local_copy",
     "nn.hypertune",
+    "preproc.__main__",  # JAVA_HOME
     "sweep.gpus",
     "sweep.trial_process",
 }

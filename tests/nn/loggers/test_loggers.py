@@ -153,9 +153,7 @@ def test_training_does_not_wait_for_a_slow_logger(calls, caplog):
     ],
 )
 def test_a_wrong_logger_is_refused_in_one_line(loggers, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "configs.load_errors.find_spec", lambda name: None if name == "wandb" else 1
-    )
+    monkeypatch.setattr("configs.messages.find_spec", lambda name: None if name == "wandb" else 1)
     ended = run_command(*SHORT, f"log.loggers={loggers}", f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 2
     assert message in ended.err

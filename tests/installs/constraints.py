@@ -1,4 +1,4 @@
-"""`python -m tests.project.constraints`: write the newest versions that work together, for pip and for uv.
+"""`python -m tests.installs.constraints`: write the newest versions that work together, for pip and for uv.
 
 constraints.txt has a version for every package that the project, an extra or a group of pyproject.toml may bring, on every Python
 that it allows. `pip install -c constraints.txt` reads it, `uv sync` and `uv run` read the same lines in pyproject.toml.

@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.project.constraints import FILE, PYPROJECT, resolved
+from tests.installs.constraints import FILE, PYPROJECT, resolved
 
 PROJECT = tomllib.loads(PYPROJECT.read_text())
 LINES = FILE.read_text().splitlines()

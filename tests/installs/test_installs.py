@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.project.constraints import FILE, PYPROJECT, resolved
+from tests.installs.constraints import FILE, PYPROJECT, resolved
 
 pytestmark = pytest.mark.doors
 ROOT = Path(__file__).resolve().parents[2]
