@@ -193,10 +193,12 @@ def mlflow_server(tmp_path) -> Iterator[str]:
         port = listener.getsockname()[1]
     serve = [venv / "bin/mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
     serve += ["--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
+    # Processes for evaluations of language models, which take longest to start.
+    env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with (
         (tmp_path / "server.log").open("w") as log,
         subprocess.Popen(
-            serve, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True
+            serve, cwd=tmp_path, env=env, stdout=log, stderr=log, start_new_session=True
         ) as process,
     ):
         try:
