@@ -1,18 +1,24 @@
 """The command of a recipe: compose the configuration, check it, run it, and end with a message and an exit code."""
 
+import sys
+from pathlib import Path
+
 if __name__ == "__main__":
-    # First, since the imports below take a moment.
+    # A `configs` where the user works is not ours.
+    if (ours := str(Path(__file__).resolve().parent)) != sys.path[0]:
+        sys.path.insert(0, ours)
+    # First, since the imports below take a moment, and may find no library.
+    from configs.messages import report_load_errors
     from configs.stop_signals import end_at_once_on_signals
 
+    report_load_errors()
     end_at_once_on_signals()
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -29,7 +35,7 @@ from configs.exit_codes import (
     RESUME_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
 )
-from configs.messages import on_one_line, os_error_text
+from configs.messages import load_error_text, on_one_line, os_error_text
 from configs.overrides import drop_replaced, refuse_unresolved, texts_of, to_config
 from configs.schema import Config, Mode
 from configs.stop_signals import INTERRUPTED, restore_signals
@@ -121,8 +127,14 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
         _end_together(str(error), USER_ERROR_EXIT_CODE)
     except MemoryError as error:
         _end(f"out of memory: {str(error) or 'Python has none left'}", USER_ERROR_EXIT_CODE)
+    except ImportError as error:
+        text = load_error_text(error)
+        if text is None:
+            raise
+        _end_together(text, USER_ERROR_EXIT_CODE)
     except OSError as error:
-        _end(os_error_text(error, _place(composed)), USER_ERROR_EXIT_CODE)
+        text = load_error_text(error) or os_error_text(error, _place(composed))
+        _end(text, USER_ERROR_EXIT_CODE)
     except UnfinishedDaysError as error:
         if not str(error):
             sys.exit(error.exit_code)  # the day has printed its message

@@ -26,7 +26,7 @@ from configs.help import (
     UnknownTopicError,
     register_option_help,
 )
-from configs.messages import UNKNOWN_PLACE, on_one_line, os_error_text, shown
+from configs.messages import UNKNOWN_PLACE, load_error_text, on_one_line, os_error_text, shown
 from configs.overrides import one_line
 from configs.schema import open_sections
 from configs.stop_signals import INTERRUPTED
@@ -110,7 +110,7 @@ def composed_command(
             yield
         except Exception as error:
             # From the task they are its own errors, or bugs; before it only options and yaml files are read.
-            if _was_called(task, error):
+            if _was_called(task, error) or isinstance(error, ImportError):
                 raise
             if isinstance(error, BrokenPipeError):
                 _end_unread()
@@ -230,8 +230,13 @@ def errors_end_command(
         yield
     except ValueError as error:
         end_command(f"error: {error}")
+    except ImportError as error:
+        text = load_error_text(error)
+        if text is None:
+            raise
+        end_command(f"error: {text}")
     except OSError as error:
-        end_command(f"error: {os_error_text(error, place, more)}")
+        end_command(f"error: {load_error_text(error) or os_error_text(error, place, more)}")
     except KeyboardInterrupt:
         end_command(interrupted, INTERRUPTED_EXIT_CODE)
 

@@ -10,13 +10,13 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
+from configs.messages import require_package
 from configs.overrides import place_of, to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
 from configs.schema import require
@@ -33,6 +33,8 @@ from preproc.report.console import Progress
 def build(config: PreprocConfig) -> None:
     """Write the dataset of `config`; user errors are raised as ValueError or OSError."""
     assert config.output is not None
+    if config.engine is EngineName.spark:
+        _require_spark()
     output = Path(config.output)
     progress = Progress(LiteralConsole())
     if not config.overwrite and (output / SPEC_NAME).exists():
@@ -51,6 +53,17 @@ def build(config: PreprocConfig) -> None:
     write(progress)
 
 
+def _require_spark() -> None:
+    """Raise ValueError without PySpark or Java, before the imports of preprocessing."""
+    require_package("pyspark", "engine=spark")
+    # Under spark-submit Java runs already.
+    java = shutil.which("java") or os.environ.keys() & {"JAVA_HOME", "PYSPARK_GATEWAY_PORT"}
+    require(
+        bool(java),
+        "engine=spark needs Java 17 or later, and there is no command java and no JAVA_HOME; install it, or take engine=duckdb",
+    )
+
+
 def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
     """Return the function that writes the dataset; each branch imports its own dependencies."""
     # So the synthetic one also runs without DuckDB.
@@ -58,8 +71,6 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
         from preproc.synthetic import build_synthetic
 
         return lambda progress: build_synthetic(config, progress)
-    if config.engine is EngineName.spark:
-        _require_spark()
     if config.layout is Layout.table:
         from preproc.table.pipeline import build_table
 
@@ -76,17 +87,6 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
     from preproc.table.pipeline import build_table
 
     return lambda progress: build_table(config, criteo_table(config), progress)
-
-
-def _require_spark() -> None:
-    """Raise ValueError without PySpark or Java, before anything else is imported or read."""
-    install = "install Java 17 and PySpark (pip install -e .[spark]), or take engine=duckdb"
-    require(find_spec("pyspark") is not None, f"engine=spark needs PySpark: {install}")
-    # Under spark-submit Java runs already.
-    java = shutil.which("java") or os.environ.keys() & {"JAVA_HOME", "PYSPARK_GATEWAY_PORT"}
-    require(
-        bool(java), f"engine=spark needs Java, and neither PATH nor JAVA_HOME has one: {install}"
-    )
 
 
 def _was_complete(config: PreprocConfig, output: Path) -> bool:

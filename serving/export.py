@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
-from configs.messages import on_one_line
+from configs.messages import on_one_line, require_onnx
 from configs.overrides import place_of, to_config
 from configs.serving_schema import ModelExportConfig
 from configs.stop_signals import restore_signals
@@ -28,7 +28,9 @@ def run(composed: DictConfig) -> None:
         restore_signals()
         # Imported here: torch and TorchRec take seconds, and the errors above need neither.
         from nn.library_warnings import quiet_libraries
+        from nn.versions import require_stack
 
+        require_stack()
         quiet_libraries()
         from serving.exporting.run import export_model
 
@@ -53,6 +55,8 @@ def check_paths(config: ModelExportConfig) -> None:
         raise ValueError(
             f"checkpoint={checkpoint} is no checkpoint of a run ({missing}); name a step_N directory in a run's checkpoints/"
         )
+    if config.onnx:
+        require_onnx()
     if os.path.lexists(config.output or ""):
         raise ValueError(f"output={config.output} exists; name a new directory, or remove that one")
 

@@ -16,6 +16,7 @@ from configs.command_line import composed_command, end_command, errors_end_comma
 from configs.console import LiteralConsole
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.many_runs_schema import SweepConfig
+from configs.messages import require_package
 from configs.overrides import no_option, place_of, to_config
 from configs.schema import Config, describe
 from configs.stop_signals import INTERRUPTED, restore_signals
@@ -27,14 +28,8 @@ def run(composed: DictConfig) -> None:
         place_of(composed, "output"), interrupted=f"{INTERRUPTED}: the same command resumes"
     ):
         config = to_config(composed)
-        try:
-            # Imported here: --help needs no Optuna.
-            import optuna  # noqa: F401
-        except ModuleNotFoundError:
-            raise ValueError(
-                "python -m sweep needs Optuna, which is not installed: pip install '.[sweep]', or uv sync --extra cpu "
-                "--extra sweep (--extra cuda on a GPU machine)"
-            ) from None
+        require_package("optuna", "python -m sweep")
+        # Imported here: --help needs no Optuna.
         from sweep.driver import StoppedSweepError
         from sweep.run import run_sweep
 

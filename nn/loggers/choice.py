@@ -1,9 +1,9 @@
 """The loggers that `log.loggers` names: those of the project and those of other packages."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from logging import Logger
 
+from configs.messages import require_package
 from nn.loggers.background import Loggers
 from nn.loggers.run_logger import METHODS, RunLogger
 from nn.user_objects import load_user_object
@@ -22,11 +22,8 @@ def check_loggers(names: Sequence[str]) -> None:
         ValueError: the message names it and how to install it.
     """
     for name in names:
-        if name in LOGGERS and find_spec(name) is None:
-            raise ValueError(
-                f"log.loggers names {name}, which is not installed; install it (pip install 'hybrid-parallel-recsys[loggers]') "
-                "or take it out of log.loggers"
-            )
+        if name in LOGGERS:
+            require_package(name, f"log.loggers={name}")
 
 
 def make_loggers(names: Sequence[str], logger: Logger) -> Loggers:

@@ -1,6 +1,5 @@
 """The dense component of a checkpoint, and its export with a dynamic batch: torch.export; ONNX and AOTInductor on request."""
 
-import importlib.util
 import logging
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.export.passes import move_to_device_pass
 
+from configs.messages import require_onnx
 from configs.schema import Config
 from configs.serving_schema import Device
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -26,7 +26,6 @@ from serving.manifest import AOTI, DENSE, MOST_ROWS, ONNX
 WEIGHT = "dense."
 EXAMPLE_ROWS = 3
 """torch.export makes a constant of a dimension of 0 or 1."""
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 Forward = Callable[[Tensor, Tensor], Tensor]
 """Maps numericals [B, N] and embeddings [B, columns] to logits."""
 
@@ -79,7 +78,7 @@ def export_onnx(directory: Path, dense: Model, num_numerical: int, columns: int)
     Raises:
         ValueError: the packages of ONNX are missing, or an operation has no form in ONNX.
     """
-    check_onnx()
+    require_onnx()
     batch = torch.export.Dim("batch", min=1, max=MOST_ROWS)
     try:
         with torch.no_grad(), _quiet():
@@ -188,15 +187,6 @@ def check_aoti(device: Device) -> None:
     if device is Device.cuda and not torch.cuda.is_available():
         raise ValueError(
             "aoti=cuda: no GPU was found; export on a machine with the GPU that serves, or set aoti=cpu"
-        )
-
-
-def check_onnx() -> None:
-    """Raise ValueError unless the packages of ONNX are installed."""
-    missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"onnx=true needs the package {missing[0]}; install the extra onnx (uv sync --extra onnx), or leave onnx out"
         )
 
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.command_line import project_version
-from configs.messages import shown
+from configs.messages import require_onnx, shown
 from configs.schema import Config, open_sections
 from configs.serving_schema import Device, ModelExportConfig
 from dataloading.dataset.durable_files import (
@@ -32,7 +32,6 @@ from nn.models.tasks import Task, tasks_of_run
 from serving.exporting.dense import (
     Forward,
     check_aoti,
-    check_onnx,
     export_aoti,
     export_dense,
     export_onnx,
@@ -106,7 +105,7 @@ def export_model(options: ModelExportConfig) -> Manifest:
     output = Path(options.output)
     _check_output(output)
     if options.onnx:
-        check_onnx()
+        require_onnx()
     if options.aoti is not None:
         check_aoti(options.aoti)
     trained = open_trained(Path(options.checkpoint).resolve(), options.data_path)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from configs.messages import require_package
 from serving.manifest import ONNX, Manifest, ModelError
 
 LOGITS = "logits"
@@ -20,13 +21,10 @@ def write_onnx_scores(directory: Path, manifest: Manifest, path: Path) -> None:
         raise ModelError(
             f"{directory} has no {ONNX}; export it with onnx=true, or use dense_format=pytorch"
         )
-    try:
-        import onnx
-        from onnx import TensorProto, helper, numpy_helper
-    except ImportError:
-        raise ValueError(
-            "dense_format=onnx needs the package onnx; install the extra onnx (uv sync --extra onnx)"
-        ) from None
+    require_package("onnx", "dense_format=onnx")
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
     model = onnx.load(directory / ONNX)
     graph = model.graph
     if [output.name for output in graph.output] != [LOGITS]:

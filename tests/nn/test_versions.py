@@ -1,6 +1,7 @@
 """A wrong pair of torch, TorchRec and FBGEMM is named at the start; what the libraries say of themselves is not."""
 
 import logging
+import sys
 import tomllib
 import warnings
 from importlib.metadata import PackageNotFoundError
@@ -87,6 +88,7 @@ def test_the_project_installs_the_first_tested_trio():
         requirement.split("==") for requirement in project["dependencies"] if "==" in requirement
     )
     extras = project["optional-dependencies"]
+    assert pins["fbgemm-gpu"] == f"{TESTED[0][2]}.*"  # TorchRec asks for any
     for extra, package in (("cpu", "fbgemm-gpu-cpu"), ("cuda", "fbgemm-gpu")):
         fbgemm = dict(requirement.split("==") for requirement in extras[extra])[package]
         assert (pins["torch"], pins["torchrec"], fbgemm) == tuple(f"{v}.*" for v in TESTED[0])
@@ -123,3 +125,65 @@ def test_everything_else_is_still_said(quiet):
     root = logging.getLogger()
     assert root.filter(root.makeRecord("", 30, "", 0, "a rank is slow", (), None))
     assert logging.getLogger("torchrec.distributed.utils").isEnabledFor(logging.ERROR)
+
+
+@pytest.fixture
+def builds(monkeypatch, tmp_path):
+    """Return the function that installs builds of FBGEMM, one over the other, in a place that Python searches first."""
+    sizes = {"fbgemm-gpu": 30, "fbgemm-gpu-cpu": 10}
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "fbgemm_gpu").mkdir()
+
+    def install(*packages: str, libraries: tuple[str, ...] = ("a.so", "b.so")) -> None:
+        for package in packages:
+            info = tmp_path / f"{package.replace('-', '_')}-1.8.0.dist-info"
+            info.mkdir(exist_ok=True)
+            (info / "METADATA").write_text(f"Name: {package}\nVersion: 1.8.0\n")
+            lines = [f"fbgemm_gpu/{name},sha256=x,{sizes[package]}\n" for name in ("a.so", "b.so")]
+            (info / "RECORD").write_text("".join(lines))
+            for name in libraries:
+                (tmp_path / "fbgemm_gpu" / name).write_bytes(bytes(sizes[package]))
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("has_driver", "steps"),
+    [
+        (False, [["fbgemm-gpu-cpu"]]),
+        (True, [["fbgemm-gpu"]]),
+        (False, [["fbgemm-gpu", "fbgemm-gpu-cpu"]]),
+        (True, [["fbgemm-gpu-cpu", "fbgemm-gpu"]]),
+    ],
+)
+def test_a_build_that_loads_here_passes(builds, monkeypatch, has_driver, steps):
+    monkeypatch.setattr("nn.versions._has_driver", lambda: has_driver)
+    for packages in steps:
+        builds(*packages)
+    require_stack()
+
+
+def test_the_cuda_build_without_a_driver_is_refused_with_the_command_that_mends(
+    builds, monkeypatch
+):
+    monkeypatch.setattr("nn.versions._has_driver", lambda: False)
+    monkeypatch.setattr("nn.versions.find_spec", lambda name: None)
+    builds("fbgemm-gpu-cpu", "fbgemm-gpu")
+    with pytest.raises(ValueError, match="libraries are the CUDA build") as caught:
+        require_stack()
+    assert str(caught.value) == (
+        "FBGEMM's libraries are the CUDA build, and there is no NVIDIA driver here; run: uv pip install --python "
+        f"{sys.executable} --reinstall --no-deps 'fbgemm-gpu-cpu==1.8.*'"
+    )
+
+
+def test_a_mixture_of_both_builds_is_refused(builds, monkeypatch):
+    monkeypatch.setattr("nn.versions._has_driver", lambda: True)
+    monkeypatch.setattr("nn.versions.find_spec", lambda name: object())
+    builds("fbgemm-gpu-cpu")
+    builds("fbgemm-gpu", libraries=("b.so",))
+    with pytest.raises(ValueError, match="a mixture of the CPU and the CUDA build") as caught:
+        require_stack()
+    assert str(caught.value).endswith(
+        f"run: {sys.executable} -m pip install --force-reinstall --no-deps 'fbgemm-gpu==1.8.*'"
+    )

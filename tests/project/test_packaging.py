@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from email import message_from_string
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -50,8 +52,31 @@ def test_the_wheel_holds_all_files_of_ours_and_nothing_else(wheel):
     assert "configs/experiment/dlrm_criteo_t15.yaml" in held
 
 
-@pytest.mark.parametrize("module", ["dlrm", "dcnv2", "preproc"])
-def test_an_installed_command_finds_its_yaml_from_anywhere(wheel, module, tmp_path):
+def test_the_wheel_says_what_it_is(wheel):
+    [path] = [name for name in ZipFile(wheel).namelist() if name.endswith("/METADATA")]
+    metadata = message_from_string(ZipFile(wheel).read(path).decode())
+    project = PROJECT["project"]
+    assert (metadata["Name"], metadata["Version"]) == (project["name"], project["version"])
+    assert metadata["Summary"] == project["description"]
+    assert metadata["Author"] == "The developers"
+    assert metadata["Keywords"].split(",") == project["keywords"]
+    assert set(metadata.get_all("Provides-Extra")) == set(project["optional-dependencies"])
+    assert SpecifierSet(metadata["Requires-Python"]) == SpecifierSet(project["requires-python"])
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    minors = [
+        int(name.rpartition(".")[2]) for name in metadata.get_all("Classifier") if ":: 3." in name
+    ]
+    supported = SpecifierSet(project["requires-python"])
+    assert minors == [minor for minor in range(30) if f"3.{minor}" in supported]
+
+
+@pytest.mark.parametrize("module", ["dlrm", "dcnv2", "preproc", "nn.export"])
+def test_an_installed_command_finds_its_own_modules_from_anywhere(wheel, module, tmp_path):
+    """Also where the user has a `main.py` and a package `configs`."""
+    (tmp_path / "configs").mkdir()
+    for name in ("main.py", "configs/__init__.py"):
+        (tmp_path / name).write_text("raise SystemExit('the module of the user')")
     site = wheel.parent / "site"
     if not site.exists():
         ZipFile(wheel).extractall(site)
@@ -81,7 +106,7 @@ def requirements() -> list[Requirement]:
 
 @pytest.mark.parametrize("requirement", requirements(), ids=str)
 def test_every_dependency_has_an_upper_bound(requirement):
-    """No lock file is committed, so the next major version would be installed on the day it appears."""
+    """Without constraints the next major version would be installed on the day it appears."""
     operators = {clause.operator for clause in requirement.specifier}
     assert operators & {"<", "=="}
 

@@ -251,6 +251,10 @@ def test_a_row_of_the_flag_table_gives_a_key_or_says_gone():
 
 
 def test_the_readme_gives_the_commands_of_the_quick_start_word_for_word():
-    for line in ("pip install uv", "uv run --extra cpu dlrm.py", "uv run --extra cpu pytest"):
+    for line in (
+        "pip install uv",
+        "uv run --extra cpu dlrm.py",
+        "uv run --extra cpu --group dev pytest",
+    ):
         assert any(each.startswith(line) for each in code(README)), line
     assert "run --extra cpu pytest" in (ROOT / ".ci/run").read_text()

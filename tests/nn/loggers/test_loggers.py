@@ -1,7 +1,17 @@
 """Loggers: what each gets, also of a run that resumes, and what a failing or slow one does to the training."""
 
-import importlib.util
 import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import version
 from logging import getLogger
 from pathlib import Path
 
@@ -139,11 +149,11 @@ def test_training_does_not_wait_for_a_slow_logger(calls, caplog):
         ("[tensorboard,tensorboard]", "log.loggers names tensorboard twice"),
         (f"['{HERE}:Missing']", f"{HERE} has no Missing; correct the name"),
         (f"['{HERE}:NoLogger']", "is no logger: it has no method record"),
-        ("[wandb]", "log.loggers names wandb, which is not installed; install it"),
+        ("[wandb]", "log.loggers=wandb needs the package wandb, which is not installed: `uv sync"),
     ],
 )
 def test_a_wrong_logger_is_refused_in_one_line(loggers, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("nn.loggers.choice.find_spec", lambda name: None if name == "wandb" else 1)
+    monkeypatch.setattr("configs.messages.find_spec", lambda name: None if name == "wandb" else 1)
     ended = run_command(*SHORT, f"log.loggers={loggers}", f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 2
     assert message in ended.err
@@ -156,9 +166,11 @@ def test_the_schema_names_the_loggers_of_the_project():
     assert set(LOGGERS) == set(LOGGER_NAMES)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
+@pytest.mark.doors
 def test_weights_and_biases_writes_files_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    # W&B's own process takes long to end on a busy machine.
+    monkeypatch.setattr(Loggers.__init__, "__defaults__", (120.0,))
     run_dir = tmp_path / "run"
     ended = run_command(*SHORT, "log.loggers=[wandb]", f"run_dir={run_dir}")
     assert (ended.exit_code, "warning" in ended.out) == (0, False), ended.out
@@ -169,12 +181,54 @@ def test_weights_and_biases_writes_files_without_a_network(tmp_path, monkeypatch
     ] == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow")
-def test_mlflow_continues_the_run_of_a_training_that_resumes(tmp_path, monkeypatch):
+@pytest.fixture
+def mlflow_server(tmp_path) -> Iterator[str]:
+    """Address of MLflow's own server, installed beside the environment that trains, which has MLflow's client only."""
+    venv = tmp_path / "server"
+    subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, venv], check=True)
+    install = ["uv", "pip", "install", "--quiet", "--python", venv]
+    subprocess.run([*install, f"mlflow=={version('mlflow-skinny')}"], check=True, cwd=tmp_path)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    serve = [venv / "bin/mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    serve += ["--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
+    # Processes for evaluations of language models, which take longest to start.
+    env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (
+        (tmp_path / "server.log").open("w") as log,
+        subprocess.Popen(
+            serve, cwd=tmp_path, env=env, stdout=log, stderr=log, start_new_session=True
+        ) as process,
+    ):
+        try:
+            _wait_until_healthy(f"http://127.0.0.1:{port}/health", process, tmp_path / "server.log")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)  # with its workers
+            process.wait(30)
+            shutil.rmtree(venv)
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen, log: Path) -> None:
+    end = time.monotonic() + 300
+    while time.monotonic() < end and process.poll() is None:
+        with suppress(OSError), urllib.request.urlopen(url, timeout=10):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"MLflow's server does not answer: {log.read_text()[-3000:]}")
+
+
+@pytest.mark.doors
+@pytest.mark.parametrize("place", ["files", "server"])
+def test_mlflow_continues_the_run_of_a_training_that_resumes(place, tmp_path, monkeypatch, request):
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
+    if place == "server":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("mlflow_server"))
+    else:
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'store'}")
     run = [*SHORT, "log.loggers=[mlflow]", f"run_dir={tmp_path / 'run'}"]
     with killed_at(6):
         run_command(*run)

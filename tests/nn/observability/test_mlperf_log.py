@@ -2,6 +2,9 @@
 
 import io
 import json
+import re
+import subprocess
+import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from mlperf_logging.rcp_checker import rcp_checker
 from configs.schema import Config
 from nn.observability.mlperf_log import settings_of
 from nn.run import run
+from tests.helpers.command import ROOT
 from tests.helpers.composed import compose_config
 from tests.helpers.runs import jsonl, killed_at
 
@@ -70,6 +74,27 @@ def finished(tmp_path_factory) -> Path:
 
 def test_the_checker_accepts_the_log_of_the_open_division(finished):
     assert complaints(finished / "mlperf.log") == []
+
+
+@pytest.mark.doors
+def test_the_documented_command_writes_a_log_that_the_documented_checker_accepts(tmp_path):
+    """A complete run to its target, as a user types it: every key and their order hold in the open division.
+
+    The target and the test rows are smaller than the closed division's; a run of that size takes hours here.
+    """
+    run_dir = tmp_path / "run"
+    train = [sys.executable, "dcnv2.py", *RUN, f"run_dir={run_dir}"]
+    subprocess.run(train, cwd=ROOT, check=True, capture_output=True, timeout=900)
+    page = (ROOT / "docs/mlperf.md").read_text()
+    [check] = re.findall(
+        r"^  python (-m mlperf_logging.compliance_checker .*) \S+ \|\|", page, re.M
+    )
+    done = subprocess.run(
+        [sys.executable, *check.split(), run_dir / "mlperf.log"],
+        **{"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SUCCESS" in done.stdout + done.stderr
 
 
 def test_the_closed_division_lacks_criteos_test_rows_and_target_only(finished, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from preproc.convert.rows import natural_order
 from preproc.raw_files import find_files
 from preproc.transformed_rows import open_transformed_rows
-from tests.helpers.preproc_command import Refused, data_files
+from tests.helpers.preproc_command import data_files
 from tests.preproc.table.test_pipeline import build
 
 UTC = datetime.UTC
@@ -163,24 +163,3 @@ def test_one_function_opens_every_connection():
         if re.search(r"duckdb\.(connect|sql|execute|query|read_\w+|from_\w+)\(", path.read_text())
     ]
     assert opened == [os.path.join("preproc", "work_directory.py")]
-
-
-def test_without_pyspark_or_java_nothing_is_read(tmp_path, monkeypatch):
-    table = {
-        "sources": {"t": {"files": str(tmp_path / "none.csv")}},
-        "label": {"name": "y"},
-        "categorical": ["c"],
-    }
-    monkeypatch.setattr("preproc.__main__.find_spec", lambda name: None)
-    with pytest.raises(
-        Refused, match=r"engine=spark needs PySpark: install .*\[spark\]\), or take"
-    ):
-        build(tmp_path / "out", table, "engine=spark")
-    monkeypatch.setattr("preproc.__main__.find_spec", lambda name: object())
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("JAVA_HOME", "PYSPARK_GATEWAY_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(
-        Refused, match="engine=spark needs Java, and neither PATH nor JAVA_HOME has"
-    ):
-        build(tmp_path / "out", table, "engine=spark")

@@ -176,8 +176,9 @@ def test_every_command_that_is_shown_listens_on_loopback():
     assert all(LOOPBACK in line for line in shown)
 
 
-@pytest.mark.skipif(not SERVER, reason="TRITONSERVER names no server; install_server.sh makes one")
+@pytest.mark.doors
 def test_a_real_server_scores_as_the_model(model, repositories, tmp_path):
+    assert SERVER, "TRITONSERVER names no server; serving/triton/install_server.sh makes one"
     ports = [_free_port() for _ in range(3)]
     kinds = [f"--model-repository={repositories[kind]}" for kind in ("monolithic", "ensemble")]
     names = ("http", "grpc", "metrics")
