@@ -26,7 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from configs.arguments import as_written
-from configs.command_line import SAVED_FLAG, composed_command
+from configs.command_line import SAVED_FLAG, composed_command, written_options
 from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
     FAULT_EXIT_CODE,
@@ -36,7 +36,13 @@ from configs.exit_codes import (
     USER_ERROR_EXIT_CODE,
 )
 from configs.messages import load_error_text, on_one_line, os_error_text
-from configs.overrides import drop_replaced, refuse_unresolved, texts_of, to_config
+from configs.overrides import (
+    WrittenOption,
+    drop_replaced,
+    refuse_unresolved,
+    texts_of,
+    to_config,
+)
 from configs.schema import Config, Mode
 from configs.stop_signals import INTERRUPTED, restore_signals
 from nn.days import UnfinishedDaysError, train_days
@@ -169,16 +175,19 @@ def _run(composed: DictConfig) -> None:
 
         # The run directory records the command as it was written.
         sys.argv = as_written([argument for argument in sys.argv if argument != SAVED_FLAG])
+        written: list[WrittenOption] = []
         # A program that composes the options itself has no command line.
         if HydraConfig.initialized():
-            drop_replaced(composed, texts_of(HydraConfig.get().overrides.task), Config)
+            overrides = texts_of(HydraConfig.get().overrides.task)
+            drop_replaced(composed, overrides, Config)
+            written = written_options(overrides, HydraConfig.get())
         check_inputs(to_config(composed))
         require_stack()
         quiet_libraries()
         if sys.stdout.isatty() and is_node_leader():
             # Importing takes five to ten seconds; the next line overwrites this one.
             print("loading torch and TorchRec ...", end="\r", flush=True)
-        config = typed_config(composed)
+        config = typed_config(composed, written)
         composed.model = OmegaConf.structured(config.model)
         from nn.build import global_batch_size
 

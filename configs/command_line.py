@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from configs.arguments import Choices, help_words, hydra_arguments
@@ -27,7 +30,7 @@ from configs.help import (
     register_option_help,
 )
 from configs.messages import UNKNOWN_PLACE, load_error_text, on_one_line, os_error_text, shown
-from configs.overrides import one_line
+from configs.overrides import WrittenOption, one_line, texts_of
 from configs.schema import open_sections
 from configs.stop_signals import INTERRUPTED
 
@@ -154,6 +157,58 @@ def compose_overrides(
         raise ValueError(one_line(error)) from None
 
 
+def written_options(
+    overrides: Sequence[str], hydra: HydraConf | None = None
+) -> list[WrittenOption]:
+    """Return the options of the command line, of the user's own yaml files, and of the project's for the model that is trained.
+
+    The latter are those from the last file on that chooses a model: what another one before it sets is meant for its own model.
+
+    Args:
+        overrides: of the command line, as `key=value`.
+        hydra: of a composed command; None if only the project's recipes can be composed.
+    """
+    typed = [WrittenOption(key) for key in _keys_of(overrides)]
+    found: list[WrittenOption] = []
+    for options in ([] if hydra is None else [*_files_of(hydra)]) + [typed]:
+        if any(option.key == "model.name" for option in options):
+            found = [option for option in found if option.is_users]
+        found += options
+    return found
+
+
+def _keys_of(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the dotted keys that overrides set."""
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        if value.startswith("{"):
+            yield from _dotted(OverridesParser.create().parse_override(text).value(), key)
+        elif not key.startswith("~"):
+            yield key
+
+
+def _files_of(hydra: HydraConf) -> Iterator[list[WrittenOption]]:
+    """Yield the options of each yaml file that was composed, in their order."""
+    folders = [
+        (Path(__file__).parent if source.schema == "pkg" else Path(source.path), source.schema)
+        for source in hydra.runtime.config_sources
+        if source.schema == "file" or source.path == "configs"
+    ]
+    overrides = [*texts_of(hydra.overrides.hydra), *texts_of(hydra.overrides.task)]
+    loader = GlobalHydra.instance().config_loader()
+    composed = loader.compute_defaults_list(hydra.job.config_name, overrides, RunMode.RUN)
+    for item in composed.defaults:
+        for folder, schema in folders:
+            path = folder / f"{item.config_path}.yaml"
+            if path.is_file():
+                content = OmegaConf.to_container(OmegaConf.load(path))
+                yield [
+                    WrittenOption(key, f"{item.config_path}.yaml: ", schema == "file")
+                    for key in _dotted(content, item.package)
+                ]
+                break
+
+
 def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
     """Let Hydra compose the options of an earlier run instead of a recipe, if the command line names them.
 
@@ -243,8 +298,8 @@ def errors_end_command(
 
 def _keys_of_yaml(config_name: str, sections: Sequence[str]) -> list[str]:
     """Return the dotted keys that a yaml file of `configs/` sets in some of its sections."""
-    content = OmegaConf.load(Path(__file__).parent / f"{config_name}.yaml")
-    assert isinstance(content, DictConfig)
+    content = OmegaConf.to_container(OmegaConf.load(Path(__file__).parent / f"{config_name}.yaml"))
+    assert isinstance(content, dict)
     return [key for name in sections for key in _dotted(content.get(name), name)]
 
 
@@ -265,8 +320,8 @@ def _defaults(content: Any) -> set[str]:
 
 
 def _dotted(content: Any, prefix: str) -> Iterator[str]:
-    if not isinstance(content, DictConfig):
+    if not isinstance(content, dict):
         yield prefix
         return
     for key, value in content.items():
-        yield from _dotted(value, f"{prefix}.{key!s}")
+        yield from _dotted(value, f"{prefix}.{key!s}" if prefix else str(key))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -17,6 +17,20 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.messages import printable, shortened, shown
 from configs.option_values import check_values, expand_home
 from configs.schema import describe, open_sections, replaced_options
+
+
+class WrittenOption(NamedTuple):
+    """An option that somebody has written for the model that is trained.
+
+    Attributes:
+        key: dotted.
+        place: what a message about it begins with: `experiment/mine.yaml: `, or nothing for the command line.
+        is_users: whether the user wrote it, not the project.
+    """
+
+    key: str
+    place: str = ""
+    is_users: bool = True
 
 
 def to_config(composed: DictConfig) -> Any:

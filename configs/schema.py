@@ -636,8 +636,8 @@ class TrainConfig:
     )
     ema_decay: float | None = option(
         None,
-        "decay per step of an exponential moving average of the dense component's weights, such as 0.999; evaluation and "
-        "inference use the average; null: none",
+        "decay per step of an exponential moving average of the dense component's weights, such as 0.999, after a warm-up: "
+        "min(ema_decay, (1 + step) / (10 + step)); evaluation and inference use the average; null: none",
     )
 
     def __post_init__(self) -> None:

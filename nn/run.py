@@ -884,7 +884,8 @@ def _header_facts(
             facts[how] += "; training starts at step 0" if starts_at_zero else ""
     if config.train.ema_decay is not None:
         facts["average"] = (
-            f"dense component, decay {config.train.ema_decay:g}; evaluation and inference use it"
+            f"dense component, decay {config.train.ema_decay:g} after a warm-up by (1 + step) / (10 + step); evaluation and "
+            "inference use it"
         )
     if config.mode is not Mode.train:
         return facts

@@ -20,7 +20,7 @@ from sweep.trial_process import Process, Start, environment_of, start_process, s
 
 POLL_SECONDS = 0.25
 TRIALS, LOGS = "trials", "logs"
-RUN_DIR, PROBLEM, BEST_STEP = "run_dir", "problem", "best_step"
+RUN_DIR, PROBLEM, BEST_STEP, IDLE = "run_dir", "problem", "best_step", "idle"
 """Attributes of a trial in the study."""
 STATES = {
     Ending.complete: TrialState.COMPLETE,
@@ -97,11 +97,13 @@ class Driver:
                 return
 
     def _add(self, trial: Trial, how: str) -> None:
-        values = suggest(trial, self.space)
+        suggested = suggest(trial, self.space)
+        values = self.plan.effective(suggested)
         name = named(trial.number, {key: _short(value) for key, value in values.items()})
-        run_dir = self.directory / TRIALS / name
         if trial.user_attrs.get(RUN_DIR) is None:
-            trial.set_user_attr(RUN_DIR, str(run_dir.relative_to(self.directory)))
+            trial.set_user_attr(RUN_DIR, f"{TRIALS}/{name}")
+            trial.set_user_attr(IDLE, sorted(suggested.keys() - values.keys()))
+        run_dir = self.directory / trial.user_attrs[RUN_DIR]
         taken = {running.gpu for running in self._running}
         gpu = next((gpu for gpu in self.gpus if gpu is None or gpu not in taken), None)
         log = self.directory / LOGS / f"{trial.number:02d}.log"

@@ -1,5 +1,6 @@
 """Pictures of a sweep: its trials as parallel coordinates, and the importance of each option."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -143,7 +144,9 @@ def draw_importances(importances: Mapping[str, float], num_complete: int, out_pn
 
 
 def _height(values: Choices | Range, value: Any) -> float:
-    """Return the place of a value on its axis, between 0 and 1."""
+    """Return the place of a value on its axis, between 0 and 1; nan, which is not drawn, for one without an effect."""
+    if value is None:
+        return math.nan
     if isinstance(values, Choices):
         last = len(values.values) - 1
         return values.values.index(value) / last if last else 0.5

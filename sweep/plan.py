@@ -1,9 +1,9 @@
 """The common part of all trials: the command, its options, the split and the metric they are chosen by; checked first."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.arguments import Choices as ArgumentChoices
 from configs.arguments import hydra_arguments
-from configs.command_line import register
+from configs.command_line import register, written_options
 from configs.many_runs_schema import SweepConfig
 from configs.messages import shown
 from configs.option_values import plain_values, written
-from configs.overrides import drop_replaced, no_option, one_line
+from configs.overrides import WrittenOption, drop_replaced, no_option, one_line
 from configs.schema import Config, DataConfig, Device, Mode, describe, require
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import data_state
@@ -29,8 +29,9 @@ from dataloading.held_out_source import VALIDATION
 from dataloading.storage.local_copy import local_path
 from nn.early_checks import check_inputs
 from nn.models.metric import Metric, best_of, metrics_of_label
+from nn.models.options import without_effect
 from nn.models.registry import MODELS, options_of_own_models, typed_config
-from sweep.space import Choices, Space, as_override, corners
+from sweep.space import Choices, Space, as_override, corners, grid_of
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("dlrm", "dcnv2")
@@ -38,6 +39,8 @@ GROUPS = ("experiment", "data")
 CHOICES = ArgumentChoices(Config, GROUPS)
 VALIDATION_FRACTION = 0.1
 TEST = "test"
+MODEL_KEYS = ("experiment", "model.name")
+"""Options that choose the model of a trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class TrialPlan:
         split: that it is measured on.
         uses_gpus: whether trials train on a GPU where there is one.
         data: of all trials.
+        effective: leaves out those values of a trial that have no effect beside its others, such as those of another model.
         own_values: values that the recipe has for the options of the space; None if the space lacks one of them.
     """
 
@@ -60,6 +64,7 @@ class TrialPlan:
     split: str
     uses_gpus: bool
     data: DataConfig
+    effective: Callable[[Mapping[str, Any]], dict[str, Any]]
     own_values: dict[str, Any] | None = None
 
     def data_state(self) -> dict[str, Any]:
@@ -70,7 +75,7 @@ class TrialPlan:
 
     def command(self, values: Mapping[str, Any], run_dir: Path) -> list[str]:
         """Return the command of the trial with these values."""
-        own = [as_override(key, value) for key, value in values.items()]
+        own = [as_override(key, value) for key, value in self.effective(values).items()]
         return [sys.executable, str(self.script), *self.overrides, *own, f"run_dir={run_dir}"]
 
     def test_command(self, values: Mapping[str, Any], checkpoint: Path, run_dir: Path) -> list[str]:
@@ -105,18 +110,19 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
         overrides.append(f"eval.best_metric={config.metric}")
     _known_keys(space)
     first = _Composition(script.stem, tuple(overrides)).config({})
-    if "model.name" not in space:
-        _known_to_model(first, space)
     split, added = _selection(first, own)
     overrides += added
     composition = _Composition(script.stem, tuple(overrides))
-    yardstick = None
-    for values in corners(space):
-        try:
+    yardstick, unused = None, set(space)
+    try:
+        for values in _corners_of_models(space):
             checked = composition.config(values)
-        except ValueError as error:
-            raise ValueError(f"space: {error}") from None
-        yardstick = _same_yardstick(checked, yardstick)
+            unused -= composition.effective(values).keys()
+            yardstick = _same_yardstick(checked, yardstick)
+        for key in unused:
+            composition.config(values, written=[key])
+    except ValueError as error:
+        raise ValueError(f"space: {str(error).removeprefix('space: ')}") from None
     check_inputs(checked)
     require(
         checked.checkpoint.save,
@@ -131,6 +137,7 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
         split,
         checked.device is not Device.cpu,
         checked.data,
+        composition.effective,
         _own_values(first, space),
     )
 
@@ -198,17 +205,11 @@ def _known_keys(space: Space) -> None:
             raise ValueError(f"space: {no_option(key, [*options, *options_of_own_models()])}")
 
 
-def _known_to_model(config: Config, space: Space) -> None:
-    """Refuse options of the space that the model lacks: a run ignores those of other models."""
-    known = [key for key, _ in describe(type(config.model), "model.")]
-    for key in space:
-        if not key.startswith("model.") or any(_is_below(key, name) for name in known):
-            continue
-        if any(_is_below(key, name) for name in options_of_own_models()):
-            raise ValueError(
-                f"space: {key} is of another model, and model.name={config.model.name} would ignore it"
-            )
-        raise ValueError(f"space: {no_option(key, known)}")
+def _corners_of_models(space: Space) -> Iterator[dict[str, Any]]:
+    """Yield combinations in which every end of every option occurs, with each model that the space chooses."""
+    models = {key: space[key] for key in MODEL_KEYS if key in space}
+    for chosen in grid_of(models):
+        yield from (values | chosen for values in corners(space))
 
 
 def _is_below(key: str, section: str) -> bool:
@@ -252,21 +253,25 @@ class _Composition:
         self._written = hydra_arguments(overrides, CHOICES)
         self._composed = _composed(recipe, overrides)
 
-    def config(self, values: Mapping[str, Any]) -> Config:
+    def config(self, values: Mapping[str, Any], written: Iterable[str] = ()) -> Config:
         """Return the checked options of a run with further values.
 
+        Args:
+            values: of a trial; those that have no effect beside the others are left out.
+            written: those of them that must have one.
+
         Raises:
-            ValueError: an option does not exist, or has an invalid value.
+            ValueError: an option does not exist, or has an invalid value, or no effect.
         """
         added = [as_override(key, value) for key, value in values.items()]
         # One value may be several arguments.
-        written = hydra_arguments(added, CHOICES)
+        arguments = hydra_arguments(added, CHOICES)
         if any(key in GROUPS for key in values):
             composed = _composed(self._recipe, [*self._overrides, *added])
         else:
             # Faster than to compose all files again.
             composed = deepcopy(self._composed)
-            for text in written:
+            for text in arguments:
                 override = OverridesParser.create().parse_override(text)
                 try:
                     OmegaConf.update(
@@ -274,8 +279,23 @@ class _Composition:
                     )
                 except OmegaConfBaseException as error:
                     raise ValueError(one_line(error)) from None
-        drop_replaced(composed, [*self._written, *written], Config)
-        return typed_config(composed)
+        drop_replaced(composed, [*self._written, *arguments], Config)
+        must = [WrittenOption(key) for key in written]
+        return typed_config(composed, [*written_options(self._written), *must])
+
+    def effective(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a trial that have an effect on its model."""
+        try:
+            model = self.config(values).model
+        except ValueError:
+            return dict(values)  # the trial says what is wrong
+        idle = without_effect(model)
+        own = {f"model.{item.name}" for item in fields(model) if item.name not in idle}
+        return {
+            key: value
+            for key, value in values.items()
+            if not key.startswith("model.") or any(_is_below(key, name) for name in own)
+        }
 
 
 def _composed(recipe: str, overrides: Sequence[str]) -> DictConfig:

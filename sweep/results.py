@@ -20,7 +20,7 @@ from configs.schema import require
 from dataloading.dataset.durable_files import replace_link, replace_text
 from nn.models.metric import metric_of_key
 from nn.observability.records import METRICS
-from sweep.driver import BEST_STEP, POLL_SECONDS, PROBLEM, RUN_DIR
+from sweep.driver import BEST_STEP, IDLE, POLL_SECONDS, PROBLEM, RUN_DIR
 from sweep.plan import TrialPlan
 from sweep.space import Space
 from sweep.study import Study, settings_of
@@ -46,11 +46,12 @@ def rows_of(directory: Path, study: Study, space: Space) -> list[dict[str, Any]]
         run_dir = directory / trial.user_attrs.get(RUN_DIR, "")
         has_records = RUN_DIR in trial.user_attrs and (run_dir / METRICS).exists()
         run = RunRecord.read(run_dir) if has_records else None
+        idle = trial.user_attrs.get(IDLE, ())
         rows.append(
             {
                 "trial": trial.number,
                 "state": STATE_NAMES[trial.state],
-                **{key: trial.params.get(key) for key in space},
+                **{key: None if key in idle else trial.params.get(key) for key in space},
                 "value": _value(trial),
                 "best_step": trial.user_attrs.get(BEST_STEP),
                 "steps": 0 if run is None else run.steps,
@@ -155,7 +156,7 @@ def write_sweep(
         "total_steps": sum(row["steps"] for row in rows),
         "best": {
             "trial": best.number,
-            "values": best.params,
+            "values": plan.effective(best.params),
             "value": best.value,
             "step": best.user_attrs[BEST_STEP],
             "checkpoint": str(best_checkpoint(run_dir)),

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 
 
 class ParameterAverage:
-    """The average of parameters over the steps: average = decay * average + (1 - decay) * parameter (Polyak averaging).
+    """The average of parameters over the steps: average = d * average + (1 - d) * parameter (Polyak averaging).
 
-    It starts at the parameters as they are. Buffers are not averaged.
+    It starts at the parameters as they are, and warms up: after n earlier updates d = min(decay, (1 + n) / (10 + n)), as in
+    TensorFlow's ExponentialMovingAverage. With d = decay from the start, the initial weights
+    would be 76 % of an average with decay 0.999 after 268 steps. Buffers are not averaged.
 
     Args:
         parameters: by name, float32.
@@ -22,10 +24,15 @@ class ParameterAverage:
         self._decay = decay
         self._is_used = False
 
-    def update(self) -> None:
-        """Take the parameters of one more step into the average; call it after their update."""
+    def update(self, step: int) -> None:
+        """Take the parameters of one more step into the average; call it after their update.
+
+        Args:
+            step: earlier updates, n.
+        """
+        decay = min(self._decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(
-            list(self._others.values()), list(self._parameters.values()), 1 - self._decay
+            list(self._others.values()), list(self._parameters.values()), 1 - decay
         )
 
     def use(self, mode: bool) -> None:

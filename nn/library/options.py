@@ -1,6 +1,6 @@
 """Options of a run from Python, as on the command line."""
 
-from configs.command_line import compose_overrides
+from configs.command_line import compose_overrides, written_options
 from configs.overrides import drop_replaced
 from configs.schema import Config
 from nn.build import global_batch_size
@@ -19,6 +19,6 @@ def options(recipe: str, *overrides: str) -> Config:
     """
     composed = compose_overrides(Config, "schema", recipe, overrides, ("experiment", "data"))
     drop_replaced(composed, overrides, Config)
-    config = typed_config(composed)
+    config = typed_config(composed, written_options(overrides))
     config.train.batch_size = global_batch_size(config)
     return config

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def auc_of_groups(
@@ -35,19 +36,27 @@ def auc_of_groups(
     # Rows of one group and one score are a tie.
     tie = _numbered((groups[1:] != groups[:-1]) | (scores[1:] != scores[:-1]))
     num_groups, num_ties = int(group[-1]) + 1, int(tie[-1]) + 1
-    negatives_of_tie = _sums(negatives, tie, num_ties)
     group_of_tie = torch.zeros(num_ties, dtype=torch.int64, device=group.device)
     group_of_tie[tie] = group
-    negatives_of_group = _sums(negatives, group, num_groups)
     positives_of_group = _sums(positives, group, num_groups)
-    # Negatives of the group below each tie: those of all ties so far, less those of the groups before.
-    before = negatives_of_group.cumsum(0) - negatives_of_group
-    below = negatives_of_tie.cumsum(0) - negatives_of_tie - before[group_of_tie]
+    negatives_of_group = _sums(negatives, group, num_groups)
+    has_both = (positives_of_group > 0) & (negatives_of_group > 0)
+    impressions = positives_of_group + negatives_of_group
+    if weights is not None:
+        # As parts of their group and class, which leaves its AUC as it is: in sums over all groups, light groups would be lost
+        # behind heavy ones.
+        positives = positives / positives_of_group.where(positives_of_group > 0, 1)[group]
+        negatives = negatives / negatives_of_group.where(negatives_of_group > 0, 1)[group]
+        positives_of_group = negatives_of_group = torch.ones_like(impressions)
+    negatives_of_tie = _sums(negatives, tie, num_ties)
+    # Negatives of the group below each tie: those of all ties before it, less those before the group's first one.
+    before = pad(negatives_of_tie.cumsum(0)[:-1], (1, 0))
+    numbers = torch.arange(num_groups, device=group.device)
+    below = before - before[torch.searchsorted(group_of_tie, numbers)][group_of_tie]
     won = _sums(positives, tie, num_ties) * (below + negatives_of_tie / 2)
-    pairs = positives_of_group * negatives_of_group
-    has_both = pairs > 0
-    auc = _sums(won, group_of_tie, num_groups)[has_both] / pairs[has_both]
-    return auc, (positives_of_group + negatives_of_group)[has_both]
+    pairs = (positives_of_group * negatives_of_group)[has_both]
+    auc = _sums(won, group_of_tie, num_groups)[has_both] / pairs
+    return auc, impressions[has_both]
 
 
 def weighted_auc(scores: Tensor, is_positive: Tensor, weights: Tensor) -> float:

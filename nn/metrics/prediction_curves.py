@@ -112,6 +112,8 @@ def _bins(buckets: ScoreBuckets) -> list[dict[str, Any]]:
     """Join buckets to at most `CALIBRATION_BINS` bins of about the same weight."""
     middle = buckets.weight.cumsum() - buckets.weight / 2
     number = (middle / buckets.weight.sum() * CALIBRATION_BINS).astype(int)
+    # A light bucket behind heavy ones rounds to the end.
+    number = number.clip(max=CALIBRATION_BINS - 1)
     found: list[dict[str, Any]] = []
     for index in np.unique(number[buckets.weight > 0]):
         chosen = number == index

@@ -202,7 +202,9 @@ class TaskMetrics:
             measured = self._weighted(logits, is_positive, weights)
         rate, weight = measured["label_mean"], measured["weight"]
         if NORMALISED_ENTROPY.name in names:
-            measured[NORMALISED_ENTROPY.name] = normalised_entropy(measured[LOG_LOSS.name], rate)
+            others = measured.get("others_mean", 1 - rate)
+            loss = measured[LOG_LOSS.name]
+            measured[NORMALISED_ENTROPY.name] = normalised_entropy(loss, rate, others)
         if CALIBRATION.name in names:
             (predicted,) = self._rows.sum(
                 _block_sums(lambda x, w: [(x.sigmoid() * w).sum()], logits, weights)
@@ -219,11 +221,12 @@ class TaskMetrics:
     def _weighted(
         self, logits: Tensor, is_positive: Tensor, weights: Tensor
     ) -> dict[str, float | int]:
-        """Return AUC, log loss, rows, weight and mean label of weighted rows."""
+        """Return AUC, log loss, rows, weight, and the parts of labels 1 and 0 of weighted rows."""
         signed = torch.where(is_positive, -logits, logits)
         sums = _block_sums(lambda x, w: [(softplus(x) * w).sum(), w.sum()], signed, weights)
-        positive = weights[is_positive].double().sum()
-        losses, weight, positives, rows = self._rows.sum([*sums, positive, self._count(logits)])
+        # Both: where one label has nearly all of the weight, 1 less its part is 0.
+        sums += [weights[chosen].double().sum() for chosen in (is_positive, ~is_positive)]
+        losses, weight, positives, negatives, rows = self._rows.sum([*sums, self._count(logits)])
         defined = weight > 0
         return {
             AUC.name: self._on_rank0(weighted_auc, logits, is_positive, weights),
@@ -231,6 +234,7 @@ class TaskMetrics:
             "rows": int(rows),
             "weight": weight,
             "label_mean": positives / weight if defined else math.nan,
+            "others_mean": negatives / weight if defined else math.nan,
         }
 
     def _regression(self, predictions: Tensor, labels: Tensor) -> dict[str, float | int]:
@@ -270,16 +274,22 @@ class TaskMetrics:
         return self._collectives.broadcast_object(value)
 
 
-def normalised_entropy(log_loss: float, rate: float) -> float:
+def normalised_entropy(log_loss: float, rate: float, others: float) -> float:
     """Compute the log loss divided by the entropy of the label (He et al. 2014, equation 1); nan if all labels are the same.
 
     Args:
         log_loss: mean over rows, natural logarithm.
         rate: mean label.
+        others: 1 - rate.
     """
-    if not 0 < rate < 1:
+    if not (rate > 0 and others > 0):
         return math.nan
-    return log_loss / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+    return log_loss / -(rate * _log(rate, others) + others * _log(others, rate))
+
+
+def _log(part: float, others: float) -> float:
+    """Return the logarithm of a part, exact too where the others are nearly nothing."""
+    return math.log1p(-others) if others < part else math.log(part)
 
 
 def _block_sums(

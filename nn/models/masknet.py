@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.dropout import Dropout
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
@@ -25,26 +26,31 @@ if TYPE_CHECKING:
 class MaskBlock(nn.Module):
     """MaskBlock (section 3.3) with its instance-guided mask (section 3.2).
 
-    mask = W_2 (W_1 v + b_1) + b_2, v the vectors of the sample; output = ReLU(LN(W (mask * x)))
+    mask = W_2 (W_1 v + b_1) + b_2, v the vectors of the sample; output = dropout(ReLU(LN(W (mask * x))))
 
     Args:
         vector_columns: C.
         inputs: I.
         width: columns of the output.
         aggregation: columns of the mask's first layer, the paper's t = r * I with the reduction ratio r.
+        dropout: rate of the dropout of the output.
     """
 
-    def __init__(self, vector_columns: int, inputs: int, width: int, aggregation: int) -> None:
+    def __init__(
+        self, vector_columns: int, inputs: int, width: int, aggregation: int, dropout: float
+    ) -> None:
         super().__init__()
         self.aggregation = MLP(vector_columns, [aggregation], final_activation=False)
         self.projection = MLP(aggregation, [inputs], final_activation=False)
         self.hidden = MLP(inputs, [width], final_activation=False)
         self.norm = nn.LayerNorm(width)
+        self.dropout = Dropout(dropout) if dropout else None
 
     def forward(self, vectors: Tensor, x: Tensor) -> Tensor:
         """Map vectors [B, C] and x [B, I] to [B, width]."""
         mask = self.projection(self.aggregation(vectors))
-        return torch.relu(self.norm(self.hidden(mask * x)))
+        out = torch.relu(self.norm(self.hidden(mask * x)))
+        return out if self.dropout is None else self.dropout(out)
 
 
 class FeatureNorm(nn.Module):
@@ -70,7 +76,8 @@ class FeatureNorm(nn.Module):
 class MaskNet(Model):
     """Dense component of MaskNet (section 3.4).
 
-    Serial: the first block transforms the normalised vectors, and every further one the output of the block before.
+    Serial: the first block transforms the normalised vectors, and every further one the output of the block before; dropout
+    follows every block, as in FuxiCTR's.
     Parallel: every block transforms the normalised vectors, and an MLP joins their outputs. A linear layer gives the logit
     (section 3.5). The vectors are the embeddings, and numbers times vectors for numerical features (section 3.1). The paper
     gives no initial weights; linear layers begin as those of `MLP`.
@@ -90,8 +97,9 @@ class MaskNet(Model):
         self.is_serial = options.structure is MaskStructure.serial
         first, blocks = vectors.columns, options.blocks
         inputs = [first, *blocks[:-1]] if self.is_serial else [first] * len(blocks)
+        rate = options.dropout if self.is_serial else 0.0
         made = nn.ModuleList(
-            MaskBlock(first, before, width, round(before * options.reduction_ratio))
+            MaskBlock(first, before, width, round(before * options.reduction_ratio), rate)
             for before, width in zip(inputs, blocks, strict=True)
         )
         self.blocks = cast(Sequence[MaskBlock], made)

@@ -252,7 +252,9 @@ class MaskNetOptions(ModelConfig):
     hidden: list[int] = option(
         [400, 400], "widths of the hidden layers after parallel blocks", most=MOST_WIDTH
     )
-    dropout: float = option(0.0, "rate of the dropout after those hidden layers")
+    dropout: float = option(
+        0.0, "rate of the dropout after every serial block, or after those hidden layers"
+    )
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -413,3 +415,23 @@ class PLEOptions(_TaskOptions):
             value = getattr(self, name)
             require(value > 0, f"model.{name} must be positive, got {value}")
         require_widths("model.expert_hidden", self.expert_hidden)
+
+
+def without_effect(options: ModelConfig) -> dict[str, str]:
+    """Return the options of a model that others of it leave without an effect, each with the reason."""
+    found = {}
+    hidden: Sequence[int] = [1]
+    if isinstance(options, MaskNetOptions) and options.structure is MaskStructure.serial:
+        found["hidden"] = "the hidden layers are those of model.structure=parallel"
+    elif isinstance(options, WuKongOptions):
+        hidden = [*options.fm_hidden, *options.hidden]
+    elif isinstance(options, _TwoMLPOptions):
+        hidden = options.top_mlp[:-1]
+    elif isinstance(options, _DeepOptions | MaskNetOptions | DINOptions):
+        hidden = options.hidden
+    if isinstance(options, EmbeddingMLPOptions) and options.embedding_dims == SUGGESTED:
+        found["embedding_dim"] = f"model.embedding_dims={SUGGESTED} chooses all columns"
+    for rate in ("dropout", "batch_norm"):
+        if not hidden and getattr(options, rate, False):
+            found[rate] = "the model has no hidden layer"
+    return found

@@ -5,7 +5,7 @@ torch is imported where a model is: the options of the project's own models are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from configs.messages import shown
-from configs.overrides import no_option, to_config, to_section, unknown_keys
+from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_keys
 from configs.schema import Config, ModelConfig, describe
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.models.options import (
@@ -29,6 +29,7 @@ from nn.models.options import (
     SharedBottomOptions,
     WideDeepOptions,
     WuKongOptions,
+    without_effect,
 )
 from nn.user_objects import load_user_object
 
@@ -118,21 +119,53 @@ def _missing_declaration(model: Any) -> str | None:
     return None
 
 
-def typed_config(composed: DictConfig) -> Config:
+def typed_config(composed: DictConfig, written: Sequence[WrittenOption] = ()) -> Config:
     """Return the typed options of a run, including those of its model; every check of options runs here.
 
+    Args:
+        composed: all options.
+        written: options that were written for this model; others of the model may be left from another one's recipe.
+
     Raises:
-        ValueError: an invalid value, an unknown option, or an unknown model.
+        ValueError: an invalid value, an unknown option, or an unknown model; or an option of `written` is one of other models
+            only, or the user's has no effect.
     """
+    written = [option for option in written if option.key.startswith("model.")]
     config = to_config(composed)
+    _refuse_options_of_others(composed.model.name, written)
     config.model = model_options(composed.model)
+    for name, reason in without_effect(config.model).items():
+        for key, place, is_users in written:
+            if is_users and f"{key}.".startswith(f"model.{name}."):
+                raise ValueError(f"{place}{key} has no effect: {reason}; leave it out")
     return config
+
+
+def _refuse_options_of_others(name: str, written: Sequence[WrittenOption]) -> None:
+    own = {declared.name for declared in fields(find_options(name))}
+    for key, place, _ in written:
+        option = key.split(".")[1]
+        others = [] if option in own else models_with(option)
+        if others:
+            raise ValueError(
+                f"{place}{key} is an option of {', '.join(others)}, and model.name={name} has none of this name; leave it out, "
+                f"or choose another model (--help model lists the options of this one)"
+            )
+
+
+def models_with(option: str) -> list[str]:
+    """Return the models of the project that have an option or a section `model.<option>`."""
+    return [
+        name
+        for name in MODELS
+        if option in {declared.name for declared in fields(find_options(name))}
+    ]
 
 
 def model_options(composed: DictConfig) -> ModelConfig:
     """Return the typed options of the model `composed.name`.
 
-    Options of the project's other models are accepted and ignored, so that a recipe of one model can select another.
+    Options of the project's other models are left out: those of a recipe's own model, when another one is chosen.
 
     Raises:
         ValueError: an invalid value, an unknown option, or an unknown model.

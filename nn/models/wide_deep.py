@@ -80,9 +80,13 @@ class WideDeep(Model):
         """Build the dense component for the features of a dataset.
 
         Raises:
-            ValueError: an option names a feature that the dataset lacks.
+            ValueError: an option names a feature that the dataset lacks, or has no effect without numerical ones.
         """
         wide, deep = _wide_and_deep(options, spec)
+        if options.wide_numerical and not spec.numerical:
+            raise ValueError(
+                "model.wide_numerical=true has no effect: the dataset has no numerical features; leave it out"
+            )
         return cls(
             num_numerical=len(spec.numerical),
             num_wide=len(wide),
@@ -90,7 +94,7 @@ class WideDeep(Model):
             hidden=options.hidden,
             dropout=options.dropout,
             batch_norm=options.batch_norm,
-            wide_numerical=options.wide_numerical and bool(spec.numerical),
+            wide_numerical=options.wide_numerical,
         )
 
     def activations(self) -> Activations:

@@ -184,7 +184,7 @@ class TrainStep:
         if not is_good:
             raise DivergedError(self._what_diverged(step, loss))
         with annotate("update"):
-            self._update()
+            self._update(step)
         return StepResult(batch, loss, logits)
 
     def _factor_of(self, step: int) -> float:
@@ -326,7 +326,7 @@ class TrainStep:
         self._dense_update.stage_learning_rate(self._config.effective_optimizer.lr * factor)
         self.path.prepare_update(step, self._config.effective_optimizer.table_lr * factor)
 
-    def _update(self) -> None:
+    def _update(self, step: int) -> None:
         if Component.tables not in self.frozen:
             self.path.update()
         if Component.dense not in self.frozen:
@@ -335,7 +335,7 @@ class TrainStep:
             for layer in self._pass_layers:
                 layer.update()
             if self._average is not None:
-                self._average.update()
+                self._average.update(step)
 
     def _what_diverged(self, step: int, loss: float) -> str:
         if math.isfinite(loss):

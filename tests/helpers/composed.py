@@ -42,7 +42,6 @@ TINY = [
     "model.embedding_dim=8",
     "model.bottom_mlp=[16,8]",
     "model.top_mlp=[16,1]",
-    "model.cross.projection_dim=8",
     "train.batch_size=64",
     "eval.batch_size=128",
     "device=cpu",

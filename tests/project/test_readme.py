@@ -1,15 +1,12 @@
-"""Files, options, experiments and flags that README.md and docs/ name exist."""
+"""Files, links and flags of NVIDIA's recipe that README.md and docs/ name exist; test_documented.py checks what they tell to type."""
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
-from configs.preproc_schema import PreprocConfig
 from configs.schema import Config, describe
-from configs.serving_schema import ModelExportConfig, ServerConfig, TritonConfig
 from nn.models.registry import OPTIONS
 from tests.project.layout import is_ours
 
@@ -84,9 +81,6 @@ TF2_FLAGS = [
 TRAINING_KEYS = {
     key for options in OPTIONS.values() for key, _ in describe(Config, sections={"model": options})
 }
-# A dataset that a page has the reader write.
-OF_THE_READER = {("dataset", "shop")}
-PREPROC_KEYS = {key for key, _ in describe(PreprocConfig)}
 
 
 def file_map() -> dict[str, str]:
@@ -171,53 +165,6 @@ def test_links_to_headings_have_them(page):
         (path, anchor)
         for path, anchor in links
         if anchor not in anchors(((ROOT / page).parent / path if path else ROOT / page).read_text())
-    ] == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_key_that_a_command_of_a_page_sets_is_an_option(page):
-    for line in code(PAGES[page]):
-        if "-m preproc" in line:
-            assert keys_in(line) <= PREPROC_KEYS | {"dataset"}, line
-        elif re.search(r"\b(dlrm|dcnv2|main)\.py ", line):
-            keys = keys_in(line)
-            if re.search(
-                r"model\.name=\S+:", line
-            ):  # A model of the reader has options of its own.
-                keys = {key for key in keys if not key.startswith("model.")}
-            assert keys <= TRAINING_KEYS | {"experiment", "data"}, line
-
-
-def test_every_key_of_the_flag_tables_is_an_option():
-    keys = set().union(*(keys_in(each) for each in code(FLAGS)))
-    assert "train.batch_size" in keys
-    serving = {
-        key.name for kind in (ModelExportConfig, ServerConfig, TritonConfig) for key in fields(kind)
-    }
-    assert keys - TRAINING_KEYS - serving - {"experiment", "data"} == set()
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/tf2_flags.md"])
-def test_every_dotted_key_that_a_page_names_is_an_option(page):
-    groups = "|".join({key.split(".")[0] for key in TRAINING_KEYS if "." in key})
-    spans = re.findall(rf"`'?((?:{groups})\.[a-z0-9_.]*[a-z0-9_])(?=[`=])", PAGES[page])
-    named = {each for each in spans if not each.endswith((".py", ".json", ".yaml"))}
-    assert named
-    assert named - TRAINING_KEYS == set()
-
-
-def test_every_experiment_and_group_that_a_page_names_exists():
-    text = "".join(PAGES.values())
-    named = set(re.findall(r"\b(experiment|data|dataset)=([a-z][a-z0-9_]*)", text))
-    assert ("experiment", "dlrm_criteo_t15") in named
-    assert [
-        each
-        for each in named - OF_THE_READER
-        # A page of benchmarks names the folder of its own datasets by `--config-dir`.
-        if not any(
-            (ROOT / folder / each[0] / f"{each[1]}.yaml").exists()
-            for folder in ("configs", "benchmarks/peers")
-        )
     ] == []
 
 

@@ -346,7 +346,10 @@ def test_data_that_changed_end_a_sweep(space, output, tmp_path):
     [
         ("optimizer.lrr: [1, 2]", "there is no option optimizer.lrr; did you mean optimizer.lr?"),
         ("model.dropuot: [0.1]", "there is no option model.dropuot; did you mean model.dropout?"),
-        ("model.hidden: [[8], [9]]", "model.hidden is of another model, and model.name=dlrm"),
+        ("model.hidden: [[8], [9]]", "space: model.hidden is an option of wide_deep, deepfm, "),
+        ("model.name: [dlrm, dcnv2]\nmodel.hidden: [[8]]", "model.hidden is an option of wide_deep, "),
+        ("model.name: [masknet]\nmodel.hidden: [[8]]", "space: model.hidden has no effect: "),
+        ("model.name: [deepfm]\nmodel.hidden: [[8], [-1]]", "model.hidden must name positive widths"),
         ("model.dropout: [0.1, 1.5]", "model.dropout must be at least 0 and below 1"),
         ("optimizer.lr: {low: -1, high: 1}", "optimizer.lr must be positive, got -1"),
         ("", "the space is empty"),
@@ -385,6 +388,7 @@ def test_a_bad_space_is_refused_before_anything_starts(space, output, content, m
         ({"overrides": ["eval.split=test"]}, "eval.split=test: trials chosen by the test split"),
         ({"overrides": ["seed=3"]}, "seed is in the space and among the options of all trials"),
         ({"overrides": ["checkpoint.save=false"]}, "checkpoint.save=false: the best trial is tested"),
+        ({"overrides": ["model.hidden=[8]"]}, "model.hidden is an option of wide_deep, deepfm, "),
         ({"overrides": ["optimizer.lrr=3"]}, "there is no option optimizer.lrr; did you mean"),
     ],
 )  # fmt: skip
@@ -393,6 +397,28 @@ def test_bad_options_are_refused_before_anything_starts(space, output, changes, 
         sweep(space, output, **changes)
     assert str(caught.value).startswith(message)
     assert not output.exists()
+
+
+def test_a_space_that_chooses_the_model_may_have_options_of_each(space, output):
+    """A trial has, names and lists those of its own model only: its command would refuse the others."""
+    space.write_text(
+        "model.name: [dlrm, masknet]\nmodel.top_mlp: ['[8,1]']\nmodel.structure: [serial, parallel]\nmodel.hidden: [[8], [9]]\n"
+        "optimizer.lr: [0.1]\n"
+    )
+    starts = Starts()
+    sweep(space, output, starts, sampler=Sampler.grid, trials=8, overrides=["model.dropout=0.1"])
+    rows = list(csv.DictReader((output / "trials.csv").open()))
+    assert {
+        tuple(row[f"model.{key}"] for key in ("name", "top_mlp", "structure", "hidden"))
+        for row in rows
+    } == {
+        ("dlrm", "[8,1]", "", ""),
+        ("masknet", "", "serial", ""),
+        ("masknet", "", "parallel", "[8]"),
+        ("masknet", "", "parallel", "[9]"),
+    }
+    for command in starts.commands:
+        _Composition("dlrm", command[2:]).config({})  # as the command does
 
 
 def test_the_committed_space_is_that_of_the_sample():

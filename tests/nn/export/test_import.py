@@ -108,8 +108,8 @@ def test_raw_values_stand_beside_the_rows(tmp_path):
         "{name:last,vocabulary_of:item},{name:other,buckets:5}]}"
     )
     preproc("dataset=any", table, f"output={tmp_path / 'data'}")
-    options = (f"data.path={tmp_path / 'data'}", "train.batch_size=64", "model.top_mlp=[8,1]")
-    model = ("model.name=deepfm", "model.embedding_dim=4", "model.top_mlp=[8,1]")
+    options = (f"data.path={tmp_path / 'data'}", "train.batch_size=64")
+    model = ("model.name=deepfm", "model.embedding_dim=4", "model.hidden=[8]")
     ended = run_command(*options, *model, "train.max_steps=2", f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 0, ended.err
     checkpoint = tmp_path / "run/checkpoints/step_2"

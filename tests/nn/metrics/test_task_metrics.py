@@ -1,6 +1,7 @@
 """Metrics of several tasks over the rows of two ranks, against scikit-learn and plain formulas."""
 
 import math
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from sklearn.metrics import log_loss, mean_absolute_error, mean_squared_error, r
 from configs.schema import TaskConfig
 from dataloading.dataset.row_columns import RowColumn
 from nn.metrics.grouped_auc import grouped_auc, weighted_auc
-from nn.metrics.task_metrics import TaskMetrics
+from nn.metrics.task_metrics import TaskMetrics, normalised_entropy
 from nn.models.tasks import tasks_of
 from tests.helpers.composed import ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -201,6 +202,79 @@ def test_the_auc_of_weighted_rows_is_that_of_repeated_ones():
     assert weighted_auc(scores, positive, times.float()) == pytest.approx(
         roc_auc_score(again[1], again[0]), abs=1e-14
     )
+
+
+@pytest.mark.parametrize("heavy", [1e13, 1e14, 1e15, 1e16, 1e-300, 1e300])
+def test_light_groups_count_behind_heavy_ones_that_do_not(heavy):
+    """Sums over all groups lost them: GAUC was -0.47 for a weight of 1e15."""
+    draw = torch.Generator().manual_seed(4)
+    scores, groups = torch.rand(900, generator=draw), torch.arange(900) // 300
+    positive = (torch.rand(900, generator=draw) < scores) & (groups > 0)
+    weights = torch.ones(900, dtype=torch.float64).masked_fill(groups == 0, heavy)
+    alone = grouped_auc(scores[300:], positive[300:], groups[300:])
+    assert grouped_auc(scores, positive, groups, weights) == pytest.approx(alone, abs=1e-14)
+    # Weights of all groups together change nothing.
+    assert grouped_auc(scores[300:], positive[300:], groups[300:], weights[300:] * heavy) == (
+        pytest.approx(alone, abs=1e-14)
+    )
+
+
+def test_gauc_is_that_of_each_group_by_itself():
+    draw = np.random.default_rng(5)
+    for _ in range(100):
+        size = int(draw.integers(2, 120))
+        groups = draw.integers(0, draw.integers(1, 12), size)
+        scores, labels = draw.integers(0, 9, size) / 8, draw.random(size) < 0.4
+        spread = draw.integers(0, 31)
+        weights = 10.0 ** draw.integers(-spread, spread + 1, size) * (draw.random(size) < 0.9)
+        both = [
+            group
+            for group in np.unique(groups)
+            if len(set(labels[(groups == group) & (weights > 0)])) == 2
+        ]
+        found = grouped_auc(*map(torch.from_numpy, (scores, labels, groups, weights)))
+        if not both:
+            assert math.isnan(found)
+            continue
+        assert found == pytest.approx(
+            gauc_by_pairs(scores, labels, groups, weights, both), rel=1e-12
+        )
+
+
+def gauc_by_pairs(scores, labels, groups, weights, both) -> float:
+    """Count pairs with exact fractions."""
+    total, impressions = Fraction(0), Fraction(0)
+    for group in both:
+        rows = np.flatnonzero((groups == group) & (weights > 0))
+        exact = {row: Fraction(weights[row]) for row in rows}
+        won = pairs = Fraction(0)
+        for up in rows[labels[rows]]:
+            for down in rows[~labels[rows]]:
+                pair = exact[up] * exact[down]
+                pairs += pair
+                won += pair * Fraction(
+                    int(scores[up] > scores[down]) * 2 + int(scores[up] == scores[down]), 2
+                )
+        share = sum(exact.values())
+        total += share * won / pairs
+        impressions += share
+    return float(total / impressions)
+
+
+def test_the_entropy_of_a_label_of_which_one_value_has_all_the_weight():
+    logits, labels = torch.tensor([2.0, 1.0]), torch.tensor([True, False])
+    losses = [math.log1p(math.exp(-2.0)), math.log1p(math.exp(1.0))]
+    with ranks_of_cpu() as ranks:
+        for heavy in (1.0, 1e16):
+            metrics = TaskMetrics([], torch.device("cpu"), ranks, has_weights=True)
+            metrics._weights = [torch.tensor([heavy, 1.0], dtype=torch.float64)]
+            measured = metrics._weighted(logits, labels, metrics._weights[0])
+            rate, others = measured["label_mean"], measured["others_mean"]
+            loss = (heavy * losses[0] + losses[1]) / (heavy + 1)
+            entropy = others * (1 - math.log(others)) if heavy > 1 else math.log(2)
+            assert normalised_entropy(measured["log_loss"], rate, others) == pytest.approx(
+                loss / entropy
+            )
 
 
 def test_groups_of_one_class_do_not_count():

@@ -333,6 +333,26 @@ def test_dice_is_evaluated_with_running_statistics():
     torch.testing.assert_close(layer(x), x * chance, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("structure", MaskStructure)
+def test_masknet_drops_after_serial_blocks_or_after_hidden_layers(structure):
+    options = MaskNetOptions(embedding_dim=D, structure=structure, blocks=[9, 8], hidden=[7])
+    plain = MaskNet(FeatureVectors(N, F, D), options)
+    model = MaskNet(FeatureVectors(N, F, D), replace(options, dropout=0.5))
+    model.load_state_dict(plain.state_dict())
+    state = PassState(3, torch.device("cpu"))
+    attach(model, state)
+    state.set(0, 40, 40, 40)
+    vectors = torch.randn(40, (N + F) * D)
+    is_serial = structure is MaskStructure.serial
+    for block, same in zip(model.blocks, plain.blocks, strict=True):
+        inputs = torch.randn(40, block.projection.layers[0].out_features)
+        wanted, dropped = same(vectors, inputs), block(vectors, inputs)
+        is_kept = dropped == (2 if is_serial else 1) * wanted
+        assert bool((is_kept | (dropped == 0)).all())
+        assert bool(is_kept.all()) != is_serial
+    assert len(model.top.dropouts) == (not is_serial)
+
+
 def test_the_length_of_a_history_is_no_input_of_the_mlp():
     case = CASES["din of full histories"]
     options = DINOptions(embedding_dim=D, attention_hidden=[9, 5], hidden=[8, 6])

@@ -1,7 +1,11 @@
 """Options of the models beside DLRM and DCNv2: tables that they declare, defaults, and refusals."""
 
 import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +21,15 @@ from nn.layers.mlp import MLP
 from nn.models.deepfm import DeepFM
 from nn.models.embedding_mlp import EmbeddingMLP
 from nn.models.features import suggested_columns
-from nn.models.registry import MODELS, OPTIONS, build_meta, check_model, declared_tables
+from nn.models.options import DLRMOptions
+from nn.models.registry import (
+    MODELS,
+    OPTIONS,
+    build_dense,
+    build_meta,
+    check_model,
+    declared_tables,
+)
 from nn.models.wide_deep import WideDeep
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,6 +52,7 @@ def feature(name: str, rows: int = 50, hotness: int | None = 1, table: str | Non
 SPEC = spec_of(
     feature("user"), feature("item"), feature("history", 50, 7, "item"), feature("kind", 21)
 )
+PAIRS = spec_of(*SPEC.categorical, feature("kinds", 21, 7, "kind"))
 CRITEO = spec_of(
     *(feature(f"C{number}") for number in range(1, 27)),
     numerical=tuple(f"I{number}" for number in range(1, 14)),
@@ -178,6 +191,111 @@ def test_widths_of_single_tables_are_those_of_the_option():
     )
     model = EmbeddingMLP.build(options, SPEC)
     assert model.mlp.layers[0].in_features - model.mlp.padding == 2 + 16 + 3 * (1 + 7) + 1
+
+
+# Of options whose valid values depend on others, or on the features.
+OTHER_VALUES: dict[str, Any] = {
+    "embedding_dim": 32,
+    "embedding_dtype": "bf16",
+    "embedding_init": 0.5,
+    "bottom_mlp": [9, 8],
+    "top_mlp": [9, 8, 1],
+    "hidden_1": [30],
+    "hidden_2": [20],
+    "embedding_dims": {"kind": 3},
+    "item_features": ["kind"],
+    "history_features": ["kinds"],
+    "history_length": None,
+    "history_positions": 3,
+    "wide_features": ["kind"],
+    "deep_features": ["user", "item", "history", "kind", "kinds"],
+    "gate_features_1": ["item"],
+    "gate_features_2": ["item"],
+    "heads": 5,
+}
+BOTTOM = {"embedding_dim": 8, "bottom_mlp": [8]}
+# What a model needs, and what an option needs to have an effect.
+NEEDED: dict[str, dict[str, Any]] = {
+    "dlrm": BOTTOM,
+    "dcnv2": BOTTOM,
+    "din": HISTORY,
+    "wide_deep.deep_features": {"wide_features": ["kind", "kinds"]},
+    "masknet.hidden": {"structure": "parallel"},
+}
+# What changes with an option.
+TOGETHER: dict[str, dict[str, Any]] = {
+    "dlrm.embedding_dim": {"bottom_mlp": [32]},
+    "din.item_features": {"history_features": ["kinds"]},
+    "din.history_features": {"item_features": ["kind"]},
+}
+
+
+def of_each_option() -> Iterator[tuple[str, str, Any]]:
+    """Yield model, option and another value than its default, for each option of each model."""
+
+    def changed(value: Any) -> list[Any]:
+        if isinstance(value, Enum):
+            return [other.name for other in type(value) if other is not value]
+        if isinstance(value, bool):
+            return [not value]
+        return [[*value[:-1], 7] if isinstance(value, list) else value + 1 if value >= 1 else 0.25]
+
+    for name, kind in OPTIONS.items():
+        for item in fields(kind):
+            default = getattr(
+                kind(bottom_mlp=[8, 128]) if kind is DLRMOptions else kind(), item.name
+            )
+            if is_dataclass(default):
+                yield from (
+                    (name, item.name, {below.name: value})
+                    for below in fields(default)
+                    for value in changed(getattr(default, below.name))
+                )
+            elif item.name != "name":
+                other = OTHER_VALUES.get(item.name)
+                values = [other] if item.name in OTHER_VALUES else changed(default)
+                yield from ((name, item.name, value) for value in values)
+
+
+def described(name: str, **options: object) -> str:
+    """Return the tables of a model, its layers and their sizes."""
+    typed = options_of(name, **options)
+    dense = build_meta(typed, PAIRS)
+    shapes = [(key, value.shape) for key, value in dense.state_dict().items()]
+    return f"{declared_tables(typed, PAIRS)} {dense} {shapes}"
+
+
+def computed(name: str, **options: object) -> list[float]:
+    """Return the logits of a model for inputs and weights that do not depend on its options."""
+    typed = options_of(name, **options)
+    dense = build_dense(typed, PAIRS).eval()
+    with torch.no_grad():
+        for parameter in dense.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).sin().view_as(parameter))
+    columns = sum(lookup_columns(declared_tables(typed, PAIRS), PAIRS))
+    numerical = torch.linspace(0, 20, 2 * len(PAIRS.numerical)).view(2, -1)
+    return dense(numerical, torch.linspace(-1, 1, 2 * columns).view(2, -1)).tolist()
+
+
+def lookup_columns(tables: list[Any], spec: FeatureSpec) -> list[int]:
+    hotness = {of.name: of.hotness for of in spec.categorical}
+    return [
+        table.embedding_dim * (hotness[name] if table.pooling.name == "NONE" else 1)
+        for table in tables
+        for name in table.feature_names
+    ]
+
+
+@pytest.mark.parametrize(("name", "option", "value"), list(of_each_option()))
+def test_every_option_of_every_model_has_an_effect(name, option, value):
+    """Or it is refused: a model without dropout has no option of it."""
+    needed = NEEDED.get(name, {}) | NEEDED.get(f"{name}.{option}", {})
+    changes = TOGETHER.get(f"{name}.{option}", {}) | {option: value}
+    both = needed, needed | changes
+    before, after = (described(name, **options) for options in both)
+    if before == after:
+        before, after = (computed(name, **options) for options in both)
+    assert before != after
 
 
 REFUSALS = {

@@ -1,5 +1,8 @@
 """DLRM and DCNv2 against a plain reference, and their tables, options, compilation and export."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ import yaml
 from torch import nn
 
 from configs.option_values import plain_values
+from configs.overrides import WrittenOption
 from dataloading.batch import Batch, jagged
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
@@ -14,15 +18,22 @@ from dataloading.synthetic import SyntheticSource
 from nn.embedding.declared_tables import table_name
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
+from nn.library.options import options
 from nn.models.dcnv2 import CrossConfig, CrossStructure, DCNv2Options
 from nn.models.dlrm import DLRMOptions
 from nn.models.ranking_model import RankingModel
-from nn.models.registry import build_dense, declared_tables
+from nn.models.registry import build_dense, declared_tables, typed_config
 from nn.resume import can_restart
-from tests.helpers.command import ROOT, start_command
-from tests.helpers.composed import TINY, compose_config
+from tests.helpers.command import ROOT, run_command, start_command
+from tests.helpers.composed import TINY, compose_config, compose_with_hydra
 from tests.reference import Reference, ReferenceCross, ReferenceMLP
 
+EXPERIMENTS = ROOT / "configs/experiment"
+OWN = "--config-dir of the user"
+NONE_OF_DLRM = (
+    "and model.name=dlrm has none of this name; leave it out, or choose another model (--help model lists the options of this "
+    "one)"
+)
 CARDINALITIES = (11, 5, 23)
 DIM = 4
 CPU = torch.device("cpu")
@@ -290,8 +301,7 @@ def test_a_dot_interaction_of_one_vector_is_refused():
 
 
 def test_a_recipe_of_one_model_can_select_another():
-    config = compose_config("model.name=dlrm", "model.cross.num_layers=2", recipe="dcnv2").model
-    assert type(config) is DLRMOptions
+    assert type(compose_config("model.name=dlrm", recipe="dcnv2").model) is DLRMOptions
     assert type(compose_config("model.name=dcnv2").model) is DCNv2Options
 
 
@@ -330,8 +340,63 @@ def test_the_options_of_a_model_need_no_torchrec():
     assert (ended.out, ended.err) == ("False\n", "")
 
 
-def test_a_checked_option_outside_the_model_needs_no_torch():
-    program = "import sys; from main import command; sys.argv = ['dlrm.py', 'optimizer.lr=-1']\n"
+def test_an_option_is_refused_before_torch_is_imported():
+    program = "import sys; from main import command; sys.argv = ['dlrm.py', 'model.cross={num_layers: 2}']\n"
     program += "try:\n    command('dlrm')()\nexcept SystemExit:\n    print('torch' in sys.modules)"
     ended = start_command("-c", program, directory=ROOT)
-    assert (ended.out, ended.err) == ("False\n", "error: optimizer.lr must be positive, got -1.0\n")
+    message = f"model.cross.num_layers is an option of dcnv2, {NONE_OF_DLRM}"
+    assert (ended.out, ended.err) == ("False\n", f"error: {message}\n")
+
+
+def deepfm_of_a_user(folder: Path) -> None:
+    (folder / "experiment").mkdir()
+    (folder / "experiment/mine.yaml").write_text(
+        "# @package _global_\nmodel: {name: deepfm, top_mlp: [8, 1]}\n"
+    )
+    (folder / "mine.yaml").write_text("defaults: [dlrm, _self_]\nmodel: {bottom_mlp: [8, 16]}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.name=deepfm", "model.top_mlp=[64,1]"], "model.top_mlp is an option of dlrm, dcnv2, and"),
+        (["model.name=deepfm", "+model.top_mlp=[64,1]"], "model.top_mlp is an option of dlrm, dcnv2, and"),
+        (["model.name=masknet", "model.batch_norm=true"], "model.batch_norm is an option of dlrm, dcnv2,"),
+        (["model.name=wukong", "model.batch_norm=true"], "and model.name=wukong has none of this name"),
+        (["model.name=din", "model.batch_norm=true"], "and model.name=din has none of this name"),
+        (["model.embedding_dims={cat_0: 64}"], "model.embedding_dims.cat_0 is an option of embedding_mlp, and"),
+        (["experiment=deepfm_criteo", "model.top_mlp=[8,1]"], "and model.name=deepfm has none of this"),
+        (["model.name=masknet", "model.hidden=[8]"], "model.hidden has no effect: the hidden layers are those"),
+        (["model.top_mlp=[1]", "model.dropout=0.1"], "model.dropout has no effect: the model has no hidden"),
+        (["experiment=mine", OWN], "experiment/mine.yaml: model.top_mlp is an option of dlrm, dcnv2, and"),
+        (["--config-name=mine", OWN, "model.name=deepfm"], "mine.yaml: model.bottom_mlp is an option of"),
+    ],
+)  # fmt: skip
+def test_what_a_user_writes_for_another_model_is_refused(arguments, message, tmp_path):
+    if OWN not in arguments:
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            options("dlrm", *arguments)
+        assert "\n" not in str(error.value)
+        return
+    deepfm_of_a_user(tmp_path)
+    ended = run_command(
+        *(text.replace(OWN, f"--config-dir={tmp_path}") for text in arguments), "mode=plan"
+    )
+    assert (ended.exit_code, ended.err.count("\n")) == (2, 1)
+    assert message in ended.err
+
+
+def test_what_a_recipe_leaves_for_its_own_model_is_dropped():
+    assert options("dlrm", "model.name=deepfm").model.name == "deepfm"
+    # The experiment's own embedding_dim, too, which the value leaves without an effect.
+    suggested = ["experiment=embedding_mlp_movielens", "model.embedding_dims=suggested"]
+    for arguments in (suggested, ["experiment=dlrm_criteo_kaggle", "model.name=wukong"]):
+        ended = run_command(*arguments, "mode=plan", "device=cpu")
+        assert (ended.exit_code, ended.err) == (0, "")
+
+
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in EXPERIMENTS.glob("*.yaml")))
+def test_an_experiment_has_options_of_its_own_model(experiment):
+    content = yaml.safe_load((EXPERIMENTS / f"{experiment}.yaml").read_text())["model"]
+    written = [WrittenOption(f"model.{key}") for key in content]
+    typed_config(compose_with_hydra(f"experiment={experiment}"), written)

@@ -9,6 +9,7 @@ from torch import Tensor
 from configs.schema import Component
 from nn.checkpoint import state as checkpoint
 from nn.distributed.process_group import process_group, ranks_from_environment
+from nn.layers.parameter_average import ParameterAverage
 from nn.training.prefetch import Prefetcher
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
@@ -17,7 +18,8 @@ from tests.helpers.runs import summary
 from tests.nn.checkpoint.test_state import save
 from tests.nn.training.plain_training import TOLERANCE, local_state, resumes_bit_by_bit
 
-DECAY = 0.9
+DECAY = 0.6
+"""Reached at step 12 of 20."""
 PLAIN = [*TINY, "optimizer.name=adam", "optimizer.lr=0.01"]
 OPTIONS = [*PLAIN, f"train.ema_decay={DECAY}"]
 
@@ -47,7 +49,8 @@ def worst_error_of_the_average(overrides: list[str]) -> float:
         for step in range(20):
             built.train(step, 1)
             for name, value in dense_of(built, "dense.").items():
-                wanted[name] = DECAY * wanted[name] + (1 - DECAY) * value
+                decay = min(DECAY, (1 + step) / (10 + step))
+                wanted[name] = decay * wanted[name] + (1 - decay) * value
         average = dense_of(built, "dense_ema.")
     assert average.keys() == wanted.keys()
     return max((average[name] - wanted[name]).abs().max().item() for name in wanted)
@@ -56,6 +59,17 @@ def worst_error_of_the_average(overrides: list[str]) -> float:
 def test_it_is_the_average_of_the_weights():
     assert worst_error_of_the_average(OPTIONS) < TOLERANCE
     assert max(run_distributed(worst_error_of_the_average, 2, OPTIONS)) < TOLERANCE
+
+
+def test_it_forgets_the_initial_weights_within_an_epoch_of_few_steps():
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+    average = ParameterAverage({"weight": weight}, 0.999)
+    with torch.no_grad():
+        weight.fill_(1.0)
+    for step in range(268):
+        average.update(step)
+    # 1 - 0.999**268 = 0.235 without the warm-up.
+    assert average.state()["weight"].item() == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -147,7 +161,7 @@ def test_a_run_evaluates_it_and_refuses_to_resume_without_it(tmp_path):
     assert auc["weights"] != auc["average"]
     refused = run_command(*run, "train.ema_decay=null", "train.max_steps=8")
     assert refused.exit_code == 2
-    assert "train.ema_decay=0.9 instead of None" in refused.err
+    assert f"train.ema_decay={DECAY} instead of None" in refused.err
 
 
 def auc_of(run_dir: Path, overrides: list[str]) -> float:
