@@ -146,11 +146,6 @@ class FeatureSpec:
         more = tuple(column for column in (self.weight, self.keep_rate) if column is not None)
         return self.labels + more
 
-    @property
-    def rate_label(self) -> RowColumn:
-        """The label whose rate is reported: the first binary one, or the first where none is binary."""
-        return next((label for label in self.labels if label.is_binary), self.labels[0])
-
     def title(self, column: RowColumn) -> str:
         """Return the title of a column of `row_columns`, for messages; a single label needs no name."""
         is_single = self.labels == (column,)
