@@ -26,6 +26,8 @@ MOST_HOTNESS = 1 << 20
 # The length of a history is a numerical feature, and float16 holds every whole number up to this one.
 MOST_HISTORY = 2048
 HISTORY_ROWS = ("all", "train")
+TAKE = ("first", "last")
+EMPTY_ITEMS = ("dropped", "unknown")
 NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 """Texts that are finite numbers, or too large for one."""
 # Numbers, dates and times, with the sign, the separators and the zone of them.
@@ -115,7 +117,9 @@ class Categorical:
         cross: names of columns whose combined values are the value; instead of an expression.
         separator: separator of several values within one text.
         list: the value is a Parquet list of several values.
-        hotness: ids per row of a list, the rest cut off or filled with id 0; null: ragged.
+        hotness: ids per row of a list: longer ones are cut, shorter ones end with id 0; null: ragged.
+        take: the items that a longer list keeps, the `first` or the `last` ones, in their order.
+        length: whether the numerical feature `<name>_length` is the number of items that a row keeps.
         frequency_limit: values seen less often get id 0; null: the run's `frequency_limit`.
         max_size: most values to keep, the most frequent first.
         buckets: hash values to ids from 1 to this number, without a vocabulary.
@@ -131,6 +135,8 @@ class Categorical:
     separator: str = ""
     list: bool = False
     hotness: int | None = None
+    take: str = "first"
+    length: bool = False
     frequency_limit: int | None = None
     max_size: int | None = None
     buckets: int | None = None
@@ -142,6 +148,11 @@ class Categorical:
     def is_list(self) -> bool:
         """Return whether a row may hold several values."""
         return self.list or bool(self.separator)
+
+    @property
+    def length_name(self) -> str:
+        """Return the name of the numerical feature with the number of items."""
+        return f"{self.name}_length"
 
     @property
     def is_dynamic(self) -> bool:
@@ -235,6 +246,8 @@ class TableConfig:
         weight: the weight of a row.
         keep_rate: the rate at which negatives such as a row were kept.
         keep: columns of the source, or of the query, that the dataset keeps beside its rows as they stand.
+        empty_items: what an empty item of a list is, as of 'a||b': dropped, or `unknown`, id 0, as in fits of earlier versions.
+            Later rows are treated as those of the fit.
     """
 
     sources: dict[str, Source]
@@ -249,6 +262,7 @@ class TableConfig:
     weight: RowNumber | None = None
     keep_rate: RowNumber | None = None
     keep: list[str] = field(default_factory=list)
+    empty_items: str = "dropped"
 
     @property
     def row_numbers(self) -> dict[str, tuple[str, Label | RowNumber]]:
@@ -313,6 +327,7 @@ class TableConfig:
             ],
             split=_make(SplitRule, content.get("split") or {}, "table.split"),
             keep=_list(content, "keep"),
+            empty_items=content.get("empty_items", "dropped"),
         )
         parsed.check()
         return parsed._with_query()
@@ -328,15 +343,25 @@ class TableConfig:
 
     @property
     def numerical_names(self) -> list[str]:
-        """Return the names of all numerical features in channel order, the lengths of histories last."""
+        """Return the names of all numerical features in channel order, the lengths of lists and of histories last."""
         names = [feature.name for feature in self.numerical]
+        names += [feature.length_name for feature in self.with_length]
         return names + [history.length_name for history in self.history]
+
+    @property
+    def with_length(self) -> list[Categorical]:
+        """Return the lists whose length is a numerical feature."""
+        return [feature for feature in self.categorical if feature.length]
 
     def check(self) -> None:
         """Raise ValueError if a setting is of the wrong kind, or if settings contradict each other."""
         require(isinstance(self.query, str), f"table.query: got {shown(self.query)}, want SQL text")
         _check_texts("table.order_by", self.order_by)
         _check_texts("table.missing", self.missing)
+        require(
+            self.empty_items in EMPTY_ITEMS,
+            f"table.empty_items: got {shown(self.empty_items)}, want one of {', '.join(EMPTY_ITEMS)}",
+        )
         self._check_keep()
         for name, source in self.sources.items():
             _check_source(f"table.sources.{name}", source)
@@ -609,10 +634,7 @@ def _check_categorical(where: str, feature: Categorical) -> None:
             value is None or (whole and least <= value <= most),
             f"{where}: got {key} {shown(value)}, want a whole number, {least} to {most:,}",
         )
-    require(
-        feature.hotness is None or feature.is_list,
-        f"{where}: hotness is for a list or separated text only; set list: true or separator",
-    )
+    _check_list(where, feature)
     vocabulary = feature.max_size is not None or feature.frequency_limit is not None
     require(
         feature.buckets is None or not vocabulary,
@@ -629,6 +651,27 @@ def _check_categorical(where: str, feature: Categorical) -> None:
     require(
         not feature.is_dynamic or not (vocabulary or feature.buckets),
         f"{where}: vocabulary: dynamic has no limits and no buckets; drop frequency_limit, max_size and buckets",
+    )
+
+
+def _check_list(where: str, feature: Categorical) -> None:
+    """Raise ValueError for settings of lists that a feature does not have."""
+    require(
+        feature.hotness is None or feature.is_list,
+        f"{where}: hotness is for a list or separated text only; set list: true or separator",
+    )
+    require(
+        feature.take in TAKE,
+        f"{where}: got take {shown(feature.take)}, want one of {', '.join(TAKE)}",
+    )
+    _check_flag(f"{where}: length", feature.length)
+    require(
+        feature.hotness is not None or (feature.take == "first" and not feature.length),
+        f"{where}: take and length are for lists that are cut and filled; set hotness, or drop them",
+    )
+    require(
+        not feature.length or (feature.hotness or 0) <= MOST_HISTORY,
+        f"{where}: got hotness {feature.hotness} and a length, which is a number of float16; want at most {MOST_HISTORY:,}",
     )
 
 

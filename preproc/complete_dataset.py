@@ -1,6 +1,6 @@
 """Last stages of every pipeline: draw the report, write fitted state and spec, then rename the dataset."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,13 @@ from preproc.fitted_state import save_fitted
 from preproc.report.console import (
     ColumnSummary,
     Progress,
+    RowCounts,
     SplitSummary,
+    print_changes,
     print_columns,
     print_equal_labels,
     print_new_values,
+    print_rows,
     print_splits,
 )
 from preproc.report.distributions import read_distributions
@@ -31,6 +34,9 @@ from preproc.report.files import write_report
 from preproc.report.plot import ReportFacts, draw
 from preproc.text_columns import TextColumns
 from preproc.work_directory import Work
+
+UNUSED = "unused"
+"""What a column of a source is that no part of the dataset reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +50,14 @@ class WrittenColumns:
         splits: summary per split.
         statistics: fitted numbers per numerical feature.
         counted: rows that vocabularies are built on, in words.
-        bad_rows: rows left out.
+        rows: what became of the rows that were read.
+        source_columns: what every column of the sources became.
         absent: names of the labels, the weight and the keep rate that new rows lack.
         lineage: the day, and the fit that it extends.
         vocabularies: checksums of those of the fit that `mode=transform` takes, by feature.
         text_columns: which columns were text; None if the fit that is extended does not say.
+        read: fingerprints of the files that were read, on the days before too.
+        five: the text of the number 5, by categorical feature whose values are numbers.
     """
 
     categorical: list[CategoricalFeature]
@@ -57,11 +66,14 @@ class WrittenColumns:
     splits: dict[str, SplitSummary]
     statistics: dict[str, Any]
     counted: str
-    bad_rows: int
+    rows: RowCounts
+    source_columns: Mapping[str, str]
     absent: frozenset[str] = frozenset()
     lineage: Lineage = field(default_factory=Lineage)
     vocabularies: Mapping[str, str] = field(default_factory=dict)
     text_columns: TextColumns | None = None
+    read: Sequence[str] = ()
+    five: Mapping[str, str] = field(default_factory=dict)
 
 
 def row_columns(table: TableConfig) -> list[RowColumn]:
@@ -88,7 +100,7 @@ def draw_report(
         directory: of the dataset.
         numerical_bin: row-major numericals, those of the first split first.
         columns: summary per feature.
-        splits: rows and clicks per split; ids that are 0 may be missing.
+        splits: rows and labels per split; ids that are 0 may be missing.
         config: options.
         table: description.
     """
@@ -101,18 +113,15 @@ def draw_report(
     for name, distribution in distributions.items():
         columns[name].distribution = distribution
     if config.plot:
-        draw(directory / "report.png", columns, _facts(config, table, splits))
+        draw(directory / "report.png", columns, _facts(config, splits))
 
 
-def _facts(
-    config: PreprocConfig, table: TableConfig, splits: Mapping[str, SplitSummary]
-) -> ReportFacts:
+def _facts(config: PreprocConfig, splits: Mapping[str, SplitSummary]) -> ReportFacts:
     assert config.output is not None
     return ReportFacts(
         name=Path(config.output).name,
         splits=splits,
         frequency_limit=config.frequency_limit,
-        has_clicks=any(column.is_binary for column in row_columns(table)),
     )
 
 
@@ -133,13 +142,16 @@ def complete_dataset(
         config.source,
         written.lineage.day,
         written.text_columns,
+        written.read,
+        written.five,
     )
     write_report(
         directory,
         written.columns,
-        _facts(config, table, written.splits),
+        _facts(config, written.splits),
         counted=written.counted,
-        bad_rows=written.bad_rows,
+        rows=written.rows,
+        source_columns=written.source_columns,
     )
     columns = row_columns(table)
     spec = FeatureSpec(
@@ -163,8 +175,12 @@ def complete_dataset(
     finish_dataset(spec, written.files, output, partial(work.record_complete, config))
     print_columns(progress.console, written.columns, written.splits, f"{written.counted} rows")
     print_splits(progress.console, written.splits)
-    if spec.rate_label.is_binary:
-        print_equal_labels(progress.console, spec.title(spec.rate_label), written.splits)
+    unused = [name for name, role in written.source_columns.items() if role == UNUSED]
+    print_rows(progress.console, written.rows, unused)
+    for label in spec.labels:
+        if label.is_binary:
+            print_equal_labels(progress.console, label.name, spec.title(label), written.splits)
+    print_changes(progress.console, table, written.splits)
     print_new_values(progress.console, written.splits)
 
 

@@ -85,7 +85,7 @@ def finish_dataset(
     categorical = tuple(
         replace(
             feature,
-            mean_hotness=feature.hotness or first.mean_hotness(feature.name, feature.dtype),
+            mean_hotness=feature.hotness or first.mean_hotness(feature.name),
         )
         for feature in spec.categorical
     )

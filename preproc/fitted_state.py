@@ -19,6 +19,7 @@ from typing import Any
 from configs.messages import printable, shortened, shown
 from configs.preproc_schema import Mode, PreprocConfig, VocabularyRows
 from configs.table_schema import (
+    EMPTY_ITEMS,
     FITTED_TRANSFORMS,
     Categorical,
     History,
@@ -38,9 +39,16 @@ from preproc.vocabulary_file import check_vocabulary, has_days
 SOURCE = "${source}"
 ROWS_KEYS = (
     *("sources", "query", "order_by", "missing", "label", "weight", "keep_rate", "split", "keep"),
+    "empty_items",
 )
 IS_TEXT = "is_text"
 """Key of `TextColumns` in preproc.json."""
+EARLIER_EMPTY_ITEMS = "unknown"
+"""Rule of fits that do not record one: an empty item of a list had id 0."""
+FIVE = "text_of_5"
+"""Key of the text of the number 5 in preproc.json."""
+READ = "read"
+"""Key of the fingerprints of files in preproc.json."""
 AGAIN = "copy the dataset again, or fit again"
 
 
@@ -55,6 +63,9 @@ class FittedState:
         lineage: its day and its identity.
         limits: metadata of the spec, `frequency_limit` and `vocabulary_rows` among them.
         missing: texts that were missing values in its columns of text.
+        empty_items: of its description; `unknown` if an earlier version has made the fit.
+        five: the text of the number 5, by categorical feature whose values were numbers; none of an earlier version.
+        read: fingerprints of the files that it and the fits before it have read; none if an earlier version has made it.
         text_columns: which columns these were; None if an earlier version has made the fit, which did not record it.
     """
 
@@ -64,6 +75,9 @@ class FittedState:
     lineage: Lineage = field(default_factory=Lineage)
     limits: Mapping[str, Any] = field(default_factory=dict)
     missing: Sequence[str] = ()
+    empty_items: str = "unknown"
+    read: Sequence[str] = ()
+    five: Mapping[str, str] = field(default_factory=dict)
     text_columns: TextColumns | None = None
 
     def copy_vocabulary(self, name: str, path: Path) -> None:
@@ -126,6 +140,8 @@ def features_of(table: TableConfig) -> dict[str, Any]:
         # Without it the bytes are those of earlier versions.
         if feature["vocabulary_of"] is None:
             del feature["vocabulary_of"]
+        if feature["take"] == "first" and not feature["length"]:
+            del feature["take"], feature["length"]
     if table.history:
         features["history"] = json.loads(json.dumps(whole["history"]))
     return features
@@ -138,6 +154,8 @@ def save_fitted(
     source: Any = None,
     day: int = 0,
     text_columns: TextColumns | None = None,
+    read: Sequence[str] = (),
+    five: Mapping[str, str] | None = None,
 ) -> None:
     """Write preproc.json below `directory`.
 
@@ -148,6 +166,8 @@ def save_fitted(
         source: option `source` of the run, whose place in the files of the table other sources take.
         day: number of the day; 0 for a fit.
         text_columns: which columns were text.
+        read: fingerprints of the files that this fit, and those before it, have read.
+        five: the text of the number 5, by categorical feature whose values are numbers.
     """
     whole = json.loads(json.dumps(asdict(table)))
     sources = whole["sources"]
@@ -162,6 +182,8 @@ def save_fitted(
         "rows": {key: whole[key] for key in ROWS_KEYS},
         **({DAY: day} if day else {}),
         **({} if text_columns is None else {IS_TEXT: text_columns.as_json()}),
+        READ: list(read),
+        FIVE: dict(five or {}),
     }
     (directory / FITTED).write_text(json.dumps(saved, indent=1) + "\n")
 
@@ -210,7 +232,7 @@ def fitted_description(directory: Path) -> TableConfig:
         )
     features = _mapping(saved.get("features"), f"{path}: features")
     try:
-        return TableConfig.of({**rows, **features})
+        return TableConfig.of({"empty_items": EARLIER_EMPTY_ITEMS, **rows, **features})
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {AGAIN}") from None
 
@@ -277,13 +299,46 @@ def load_fitted(
     written = document.get("metadata")
     metadata = written if isinstance(written, Mapping) else {}
     lineage = Lineage.of(metadata)
-    return FittedState(directory, statistics, files, lineage, metadata, missing, text_columns)
+    return FittedState(
+        directory,
+        statistics,
+        files,
+        lineage,
+        metadata,
+        missing,
+        _empty_items(saved, str(path)),
+        _read_files(saved, str(path)),
+        _mapping(saved.get(FIVE, {}), f"{path}: {FIVE}"),
+        text_columns,
+    )
 
 
 def with_missing_of(fitted: FittedState, table: TableConfig) -> TableConfig:
-    """Return the description of new rows with the missing texts of the fit too: what was no value there is none here."""
+    """Return the description of new rows with the missing texts of the fit too, and its empty items.
+
+    What was no value there is none here.
+    """
     more = [value for value in fitted.missing if value not in table.missing]
-    return replace(table, missing=[*table.missing, *more])
+    return replace(table, missing=[*table.missing, *more], empty_items=fitted.empty_items)
+
+
+def _empty_items(saved: Mapping[str, Any], where: str) -> str:
+    """Return the rule of a fit for empty items of lists."""
+    rows = saved.get("rows")
+    found = rows.get("empty_items") if isinstance(rows, Mapping) else None
+    if found not in (None, *EMPTY_ITEMS):
+        raise ValueError(
+            f"{where}: rows.empty_items: got {shown(found)}, want one of {', '.join(EMPTY_ITEMS)}; {AGAIN}"
+        )
+    return EARLIER_EMPTY_ITEMS if found is None else found
+
+
+def _read_files(saved: Mapping[str, Any], where: str) -> list[str]:
+    """Return the fingerprints of the files that a fit has read."""
+    found = saved.get(READ, [])
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ValueError(f"{where}: {READ}: got {shown(found)}, want a list of texts; {AGAIN}")
+    return found
 
 
 def _missing_texts(saved: Mapping[str, Any], path: Path) -> tuple[list[str], TextColumns | None]:
@@ -358,6 +413,7 @@ def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
                 "sources": {"rows": {"files": "-"}},
                 "label": {"name": "label of the rows"},
                 "missing": _mapping(saved.get("rows", {}), f"{path}: rows").get("missing"),
+                "empty_items": _empty_items(saved, str(path)),
             }
             if saved
             else {"sources": {"rows": {"files": "-"}}, "categorical": ["none"]}

@@ -85,6 +85,12 @@ def mistake_in(line: bytes) -> str | None:
     fields = text.split("\t")
     if len(fields) != len(COLUMNS):
         unlabelled = ", or give a file that has labels" if len(fields) == len(COLUMNS) - 1 else ""
+        commas = text.count(",")
+        if len(fields) == 1 and commas:
+            return (
+                f"{commas} comma{'s'[: commas > 1]} and no tab, wanted {len(COLUMNS)} columns separated by tabs; describe "
+                "comma-separated files as a table (layout=table, docs/your_data.md)"
+            )
         return (
             f"{len(fields)} columns, wanted {len(COLUMNS)} (label, {NUM_NUMERICAL} integers, "
             f"{NUM_CATEGORICAL} categories, separated by tabs); {REMOVE}{unlabelled}"

@@ -7,6 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -119,18 +120,23 @@ def _listed_files(file_list: Path) -> list[Path]:
 
 def refuse_copies(files: Sequence[RawFile]) -> None:
     """Raise ValueError if two files have the same length, the same start and the same end."""
-    seen: dict[tuple[int, bytes, bytes], Path] = {}
+    seen: dict[str, Path] = {}
     for file in files:
-        size = file.path.stat().st_size
-        with file.path.open("rb") as stream:
-            head = stream.read(ENDS_BYTES)
-            stream.seek(max(0, size - ENDS_BYTES))
-            key = (size, head, stream.read(ENDS_BYTES))
+        key = fingerprint(file)
         if key in seen:
             raise ValueError(
                 f"{file.path} is a copy of {seen[key]}; its rows would count twice, so drop one"
             )
         seen[key] = file.path
+
+
+def fingerprint(file: RawFile) -> str:
+    """Return a hash of the length, the start and the end of a file; copies have equal ones."""
+    size = file.path.stat().st_size
+    with file.path.open("rb") as stream:
+        head = stream.read(ENDS_BYTES)
+        stream.seek(max(0, size - ENDS_BYTES))
+        return sha256(b"%d\n" % size + head + stream.read(ENDS_BYTES)).hexdigest()
 
 
 def find_gap(files: Sequence[RawFile]) -> str | None:

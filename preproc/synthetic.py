@@ -13,7 +13,7 @@ from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.source import Columns
 from dataloading.synthetic import SyntheticSource
-from preproc.report.console import Progress, SplitSummary, print_result, print_splits
+from preproc.report.console import LabelSum, Progress, SplitSummary, print_result, print_splits
 
 # Rows per thread and chunk: about 10 MB for 26 tables.
 CHUNK_ROWS = 1 << 16
@@ -51,7 +51,9 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
         ThreadPoolExecutor(threads) as pool,
     ):
         for split in source.spec.splits:
-            summary = summaries[split] = SplitSummary(source.num_rows(split))
+            labels = LabelSum()
+            name = source.spec.labels[0].name
+            summary = summaries[split] = SplitSummary(source.num_rows(split), {name: labels})
             with progress.stage(f"make and write {split}: {summary.rows:,} rows"):
                 for columns in _chunks(source, split, pool, ahead=2 * threads):
                     dataset[split].append(
@@ -64,7 +66,7 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
                             )
                         },
                     )
-                    summary.clicks += int(np.count_nonzero(columns.labels))
+                    labels.add(columns.labels)
     print_splits(progress.console, summaries)
     print_result(progress.console, progress, output, sum(s.rows for s in summaries.values()))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import duckdb
 import numpy as np
@@ -24,12 +24,15 @@ from preproc.criteo.as_table import columns_of
 from preproc.fitted_state import FittedState, described_rows, load_fitted, vocabulary_name
 from preproc.table.duckdb_engine import DuckDBEngine, QueryError, checked_order, nulls_first
 from preproc.table.expressions import quoted, text
+from preproc.table.feature_values import items_of
+from preproc.table.known_values import note_of_new_values, refuse_other_numbers
 from preproc.table.mistakes import bad_row, overflow
 from preproc.table.source_files import SourceFiles, find_source, read_columns
 from preproc.table.staging import Staging
 from preproc.table.text_codes import array_of
 from preproc.table.transformation import (
     hashed_ids,
+    length_columns,
     numerical_columns,
     stored_ids,
     stored_numericals,
@@ -114,6 +117,7 @@ class TransformedRows:
                 self._engine, rows, sources, may_lack_labels=True, fitted=state.text_columns
             )
             self._table = self._staging.table
+            refuse_other_numbers(self._staging.five, state.five)
             kept = [f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(table.keep)]
             query = f"SELECT {', '.join(kept) or 'bad_'} FROM ({self._staging.query})"
             self.kept_schema = self._engine.schema(query) if kept else pa.schema([])
@@ -127,6 +131,7 @@ class TransformedRows:
             self.close()
             raise
         self._expressions = numerical_columns(self._table.numerical, state.statistics)
+        self._expressions += length_columns(self._table, _num_items)
 
     def __enter__(self) -> Self:
         return self
@@ -196,7 +201,7 @@ class TransformedRows:
         columns |= self._numericals(batch, first)
         categorical = zip(self._table.categorical, self.spec.categorical, strict=True)
         for number, (feature, stored) in enumerate(categorical):
-            columns[stored.name] = self._ids(number, feature, stored, part)
+            columns[stored.name] = self._ids(number, feature, stored, part, is_first=not first)
         self._cursor.unregister(ROWS)
         kept = [batch.column(f"keep{i}_") for i in range(len(self._table.keep))]
         return RowBatch(
@@ -206,7 +211,7 @@ class TransformedRows:
 
     def _numericals(self, batch: pa.RecordBatch, first: int) -> dict[str, pa.Array]:
         features = self._table.numerical
-        if not features:
+        if not self._expressions:
             return {}
         query = f"SELECT {', '.join(self._expressions)} FROM {ROWS} ORDER BY row_"
         single = [np.asarray(c) for c in self._cursor.execute(query).fetchnumpy().values()]
@@ -218,17 +223,24 @@ class TransformedRows:
             where = self._place(batch, first, row)
             raise overflow(where, features[number], raw, float(single[number][row]), dtype)
         return {
-            feature.name: array_of(np.ascontiguousarray(stored[:, number]))
-            for number, feature in enumerate(features)
+            name: array_of(np.ascontiguousarray(stored[:, number]))
+            for number, name in enumerate(self.spec.numerical)
         }
 
     def _ids(
-        self, number: int, feature: Categorical, stored: CategoricalFeature, part: range
+        self,
+        number: int,
+        feature: Categorical,
+        stored: CategoricalFeature,
+        part: range,
+        *,
+        is_first: bool,
     ) -> pa.Array:
-        """Return the ids of a feature, or lists of them."""
+        """Return the ids of a feature, or lists of them; of the first rows, refuse values that are written in another way."""
         values = f"(SELECT row_, c{number} AS value FROM {ROWS})"
         if feature.is_list:
-            values = f"({self._engine.exploded(ROWS, 'row_', f'c{number}')})"
+            items = self._engine.exploded(ROWS, "row_", f"c{number}")
+            values = f"({items_of(self._table, items)})"
         owners = {other.name: other for other in self._table.categorical}
         owner = owners[feature.vocabulary_of or feature.name]
         if owner.is_hashed:
@@ -236,7 +248,11 @@ class TransformedRows:
         else:
             query = vocabulary_ids(values, self._vocabularies[owner.name], feature)
         found = self._cursor.execute(query).fetchnumpy()
-        ids, lengths = stored_ids(found, part, stored, feature.is_list)
+        if is_first and not owner.is_hashed and not np.any(found["id"]):
+            counts = f"(SELECT value, count(*) AS count FROM {values} WHERE value IS NOT NULL GROUP BY value)"
+            known = self._vocabularies[owner.name]
+            note_of_new_values(self._rows, counts, known, feature.name)
+        ids, lengths = stored_ids(found, part, stored, feature)
         if stored.hotness == 1:
             return array_of(ids.reshape(-1))
         if lengths is None:
@@ -244,6 +260,9 @@ class TransformedRows:
             lengths = np.full(len(part), stored.hotness)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return pa.ListArray.from_arrays(array_of(offsets), array_of(ids.reshape(-1)))
+
+    def _rows(self, query: str) -> list[tuple[Any, ...]]:
+        return self._cursor.execute(query).fetchall()
 
     def _check(self, batch: pa.RecordBatch, first: int) -> None:
         """Raise ValueError for the first bad row."""
@@ -261,6 +280,13 @@ class TransformedRows:
         file = source.files[batch.column("file_")[row].as_py()]
         # Rows of Parquet are counted from 0, those of text from 1.
         return f"{file.path}, row {batch.column('order_')[row].as_py() + file.is_parquet}"
+
+
+def _num_items(column: str, *, whole: bool) -> str:
+    """Return `Engine.num_items` of a column of texts."""
+    if whole:
+        column = f"list_filter({column}, lambda item_: CAST(item_ AS STRING) <> '')"
+    return f"coalesce(len({column}), 0)"
 
 
 def _config(spec: FeatureSpec, table: TableConfig, directory: Path) -> PreprocConfig:

@@ -86,7 +86,7 @@ def _check_categorical(
     _require(good, where, [cross, separator, is_list], "cross, separator and list of one kind")
     kinds = bool(cross) + bool(separator) + is_list
     _require(kinds < 2, where, [cross, separator, is_list], "a cross, a separator or a list")
-    _require(separator or is_list or hotness == 1, where, hotness, "hotness 1 without a list")
+    _require(bool(separator) or is_list or hotness == 1, where, hotness, "hotness 1 without a list")
     _check_ids(feature, cardinality, keys)
     used = set(cross or [feature["column"]])
     for column in used:

@@ -22,7 +22,7 @@ from dataloading.dataset.durable_files import sync_stream
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.source import Allocate, Columns, Keys
-from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, mapped
+from dataloading.dataset.split_files import OFFSET_DTYPE, Lengths, SplitFiles, mapped
 from dataloading.gather import Selection
 
 
@@ -96,11 +96,13 @@ class SplitWriter:
         self._numerical = self.file_type(folder / "numerical.bin") if spec.numerical else None
         self._ids = {name: self.file_type(folder / file_name(name)) for name in self._features}
         self._offsets: dict[str, GrowingFile] = {}
+        self._lengths: dict[str, Lengths] = {}
         for feature in spec.categorical:
             if feature.hotness is None:
                 offsets = self.file_type(folder / f"{file_name(feature.name)[:-4]}.offsets.bin")
                 offsets.append(np.zeros(1, OFFSET_DTYPE), 0)
                 self._offsets[feature.name] = offsets
+                self._lengths[feature.name] = Lengths()
 
     def append(
         self,
@@ -153,9 +155,8 @@ class SplitWriter:
         )
 
     def mean_hotness(self, name: str) -> float:
-        """Return the mean ids per row of feature `name` so far."""
-        file = self._ids[name]
-        return file.num_bytes / self._features[name].dtype.itemsize / file.num_rows
+        """Return the mean ids per row of ragged feature `name` so far, as `Lengths.mean`."""
+        return self._lengths[name].mean
 
     def abandon(self) -> None:
         """Close all files without a check."""
@@ -271,6 +272,7 @@ class SplitWriter:
         if lengths is not None:
             ends = num_before + np.cumsum(lengths, dtype=np.int64)
             self._offsets[name].append(ends.astype(OFFSET_DTYPE), num_rows)
+            self._lengths[name].add(lengths)
 
 
 def _checked_lengths(name: str, values: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:

@@ -58,7 +58,7 @@ class CategoricalFeature:
         cardinality: rows of the table; ids lie in [0, cardinality).
         dtype: integer dtype of the ids on disk.
         hotness: ids per row; None if rows differ (ragged).
-        mean_hotness: mean ids per row; equal to `hotness` where that is fixed.
+        mean_hotness: mean ids per row without outliers (`Lengths.mean`); equal to `hotness` where that is fixed.
         table: name of its table; features that name one table share it, since an id means the same in all of them.
             None: the table is named like the feature.
         is_dynamic: whether the files hold int64 keys, 0 of missing ones, to which training gives rows of the table.
@@ -145,11 +145,6 @@ class FeatureSpec:
         """Labels, weight and keep rate, in this order."""
         more = tuple(column for column in (self.weight, self.keep_rate) if column is not None)
         return self.labels + more
-
-    @property
-    def rate_label(self) -> RowColumn:
-        """The label whose rate is reported: the first binary one, or the first where none is binary."""
-        return next((label for label in self.labels if label.is_binary), self.labels[0])
 
     def title(self, column: RowColumn) -> str:
         """Return the title of a column of `row_columns`, for messages; a single label needs no name."""
@@ -473,7 +468,7 @@ def measured(spec: FeatureSpec) -> FeatureSpec:
 
 def _mean_hotness(feature: CategoricalFeature, files: SplitFiles) -> float:
     if not files.parquet:
-        return files.mean_hotness(feature.name, feature.dtype)
+        return files.mean_hotness(feature.name)
     from dataloading.dataset.parquet_files import mean_hotness
 
     return mean_hotness(files.parquet, feature.name)

@@ -112,7 +112,7 @@ def check_columns(path: Path | str, schema: pa.Schema, columns: Mapping[str, Col
 
 
 def mean_hotness(paths: Sequence[Path], name: str) -> float:
-    """Return the mean ids per row of a list column, from the footers; an empty list counts as one id."""
+    """Return the mean ids per row of a list column, from the footers, outliers included; an empty list counts as one id."""
     num_ids = num_rows = 0
     for path in paths:
         metadata = read_footer(path)

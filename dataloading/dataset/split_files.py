@@ -15,8 +15,37 @@ from dataloading.dataset.documents import check_regular, is_file_list, read_file
 OFFSET_DTYPE = np.dtype("<i8")
 SPLITS = ("train", "test", "validation")
 """Names of splits; a dataset has one of them, and may have others."""
+CHUNK_ROWS = 1 << 20
+LONGEST = 1 << 20
+"""Ids of a row beyond which its length does not matter."""
 PARQUET = "parquet"
 """Type of a chunk in `source_spec` whose files are Parquet."""
+
+
+class Lengths:
+    """Numbers of ids of the rows of a ragged feature, added chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._rows_of = np.zeros(1, np.int64)
+
+    def add(self, lengths: np.ndarray) -> None:
+        """Add rows by their numbers of ids, which are not negative."""
+        counts = np.bincount(np.minimum(lengths, LONGEST), minlength=len(self._rows_of))
+        counts[: len(self._rows_of)] += self._rows_of
+        self._rows_of = counts
+
+    @property
+    def mean(self) -> float:
+        """Mean ids per row, where the longest rows count as long as the next one, but for at least one id.
+
+        The longest rows are one of every 1,000, and one of 100 rows or more: a single row does not set what is planned for
+        all of them.
+        """
+        num_rows = int(self._rows_of.sum())
+        longer = np.cumsum(self._rows_of[::-1])[::-1]  # rows with at least so many ids
+        most = max(int(np.count_nonzero(longer > (num_rows + 900) // 1000)) - 1, 1)
+        ids = int(self._rows_of @ np.minimum(np.arange(len(self._rows_of)), most))
+        return ids / max(num_rows, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +79,12 @@ class SplitFiles:
         of_columns = [path for paths in several for path in paths.values()]
         return [*single, *of_columns, *self.parquet, *self.lists]
 
-    def mean_hotness(self, name: str, dtype: np.dtype) -> float:
-        """Return the mean ids per row of a ragged feature."""
-        return self.ids[name].stat().st_size / dtype.itemsize / self.num_rows
+    def mean_hotness(self, name: str) -> float:
+        """Return the mean ids per row of a ragged feature, as `Lengths.mean`."""
+        lengths, offsets = Lengths(), mapped(self.offsets[name], OFFSET_DTYPE)
+        for start in range(0, len(offsets) - 1, CHUNK_ROWS):
+            lengths.add(np.diff(offsets[start : start + CHUNK_ROWS + 1]).clip(0))
+        return lengths.mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread, Timer
-from typing import Self
+from typing import Any, Self, cast
 
 import torch.distributed as dist
 
@@ -34,7 +34,7 @@ WRITE_S = 20.0
 """Time for the stacks, whose disk may be what hangs."""
 STACKS = "stacks"
 """Directory of the stacks in the run directory."""
-IN_STEP, ELSEWHERE = b"in a step", b"elsewhere"
+IN_STEP, ELSEWHERE = "in a step", "elsewhere"
 
 
 class StepWatch:
@@ -50,7 +50,8 @@ class StepWatch:
         self._directory = directory
         self._store = dist.PrefixStore(
             f"step_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}",
-            dist.distributed_c10d._get_default_store().clone(),
+            # A connection of its own: a wait of the main thread holds the other.
+            cast(Any, dist.distributed_c10d._get_default_store()).clone(),
         )
         self._durations: deque[float] = deque(maxlen=MEASURED)
         self._since: float | None = None
@@ -126,7 +127,7 @@ class StepWatch:
                 return None
         answers = [self._store.get(key) if self._store.check([key]) else None for key in keys]
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
-        return None if ELSEWHERE in answers else silent
+        return None if ELSEWHERE.encode() in answers else silent
 
     def _finish(self, silent: list[int]) -> None:
         """Write the stacks of this process, say once what has happened, and end the process."""

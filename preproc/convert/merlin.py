@@ -134,7 +134,7 @@ def _is_binary(roles: Roles, name: str, paths: list[Path]) -> bool:
     """Return whether a label is a binary one: as the schema says, or if it has no other values than 0 and 1."""
     if name in roles.kinds:
         return roles.kinds[name]
-    columns = _columns(paths, name, ColumnKind.label)
+    columns = _columns(paths, name, ColumnKind.number)
     return all(np.isin(column.drop_null().to_numpy(), (0, 1)).all() for column in columns)
 
 

@@ -23,7 +23,7 @@ from preproc.convert.mlperf_npy import NpyRows
 from preproc.convert.nvidia_csv import CsvRows, is_csv_spec, write_csv
 from preproc.convert.roles import print_roles
 from preproc.convert.rows import Remainders, Rows, SourceRows
-from preproc.report.console import Progress, SplitSummary, print_result, print_splits
+from preproc.report.console import LabelSum, Progress, SplitSummary, print_result, print_splits
 
 
 def run_convert(config: PreprocConfig, progress: Progress) -> None:
@@ -112,8 +112,9 @@ def _write_dataset(
         for split, files in spec.splits.items():
             if (spec.root / kept_file_name(split)).exists():
                 dataset.copy_file(kept_file_name(split), spec.root)
-            has_labels = spec.rate_label.name not in files.absent
-            summary = summaries[split] = SplitSummary(0, has_labels=has_labels)
+            has_labels = spec.labels[0].name not in files.absent
+            sums = {label.name: LabelSum(0, label.is_binary) for label in spec.labels if has_labels}
+            summary = summaries[split] = SplitSummary(0, sums)
             with progress.stage(f"write {split}") as stage:
                 for chunk in rows.chunks(split):
                     dataset[split].append(
@@ -125,7 +126,10 @@ def _write_dataset(
                         lengths=chunk.lengths,
                     )
                     summary.rows += len(chunk.labels)
-                    summary.clicks += _clicks(spec, chunk.labels)
+                    for label, values in zip(
+                        sums.values(), np.atleast_2d(chunk.labels.T), strict=False
+                    ):
+                        label.add(values)
                     stage.update(summary.rows, rows=summary.rows)
                 stage.name = f"write {split}: {summary.rows:,} rows"
     return summaries
@@ -133,13 +137,6 @@ def _write_dataset(
 
 def _has(column: RowColumn | None, files: SplitFiles) -> bool:
     return column is not None and column.name not in files.absent
-
-
-def _clicks(spec: FeatureSpec, labels: np.ndarray) -> int:
-    """Return the rows of which the label with a rate is 1; 0 if no label is binary."""
-    label = spec.rate_label
-    of_label = labels if labels.ndim == 1 else labels[:, spec.labels.index(label)]
-    return int(np.count_nonzero(of_label)) if label.is_binary else 0
 
 
 def find_rows(path: Path, numerical_dtype: str, table_rows: Sequence[int] | None = None) -> Rows:

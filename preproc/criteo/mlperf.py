@@ -24,7 +24,15 @@ from preproc.criteo.pipeline import BASE_BYTES, CHUNK_ROWS, estimated_rows
 from preproc.criteo.shuffle import shuffle_rows, worker_bytes
 from preproc.dataset_writer import GrowingFile, finish_dataset
 from preproc.raw_files import find_files, find_gap, refuse_copies
-from preproc.report.console import Progress, SplitSummary, print_result, print_splits
+from preproc.report.console import (
+    LabelSum,
+    Progress,
+    RowCounts,
+    SplitSummary,
+    print_result,
+    print_rows,
+    print_splits,
+)
 from preproc.vocabulary_sql import CATEGORICAL, NUMERICAL
 from preproc.work_directory import Work, check_disk, memory_bytes, work_directory
 
@@ -67,6 +75,8 @@ def build_mlperf(config: PreprocConfig, progress: Progress) -> None:
             "validation": range(half, days[-1].stop),
         }
         _write(config, work, columns, splits, progress)
+        bad = work.state["parse"]["bad"]
+    print_rows(progress.console, RowCounts(sum(day_rows) + bad, sum(day_rows), bad), [])
     print_result(progress.console, progress, output, sum(day_rows))
 
 
@@ -197,5 +207,8 @@ def _write(
     assert config.output is not None
     output = Path(config.output).resolve()
     finish_dataset(spec, work.state["files"], output, partial(work.record_complete, config))
-    summaries = {split: SplitSummary(len(rows), clicks[split]) for split, rows in splits.items()}
+    summaries = {
+        split: SplitSummary(len(rows), {"label": LabelSum(clicks[split])})
+        for split, rows in splits.items()
+    }
     print_splits(progress.console, summaries)

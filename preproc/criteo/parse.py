@@ -147,7 +147,7 @@ def _parse_file(
         for index, reason, line in parsed.bad:
             number = writer.state["lines"] + index + 1
             if config.on_bad is OnBad.fail:
-                if number == 1 and not line[:1].isdigit():
+                if number == 1 and not line[:1].isdigit() and b"\t" in line:
                     reason += " (a header line? on_bad=skip leaves it out)"
                 raise ValueError(f"{file.path}, line {number}: {reason}")
             if config.on_bad is OnBad.quarantine:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # 25 MB of memory that only non-hex texts need
 KNOWN_PART = 1 << 17
 # A small DuckDB: it transforms a few integers.
 SMALL: Settings = {"threads": 1, "memory_limit": "64MB"}
+# Integers up to this one have no ln(x + 3).
+NO_LOGARITHM = -3
 # Length of a line of empty fields. Memory for rows that a block does not have is never touched.
 SHORTEST_LINE_BYTES = 1 + NUM_NUMERICAL + NUM_CATEGORICAL + 1
 # Non-hex texts, and integers outside the lookup table, that the kernel collects before it stops.
@@ -98,7 +100,7 @@ def _transformed(
 ) -> np.ndarray:
     """Apply the SQL of `preproc/vocabulary_sql.py` to int64 [n]; masked ones are missing.
 
-    A store of integers has them as they are, and missing ones as 0.
+    A store of integers has them as they are, and missing ones as 0. An integer without a logarithm is -0.0.
 
     Raises:
         ValueError: an integer that such a store cannot hold.
@@ -110,7 +112,10 @@ def _transformed(
             raise ValueError(f"the integer {largest} of a line is beyond {dtype.name}")
         return raw.astype(dtype)
     result = connection.execute(f"SELECT {numerical('x')} AS y FROM integers AS t(x)")
-    return result.fetchnumpy()["y"].astype(dtype)
+    values = result.fetchnumpy()["y"].astype(dtype)
+    # As the zeros that they become, and still told from others, for the report.
+    values[np.ma.filled(integers, 0) <= NO_LOGARITHM] = -0.0
+    return values
 
 
 class BlockParser:

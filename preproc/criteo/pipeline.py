@@ -28,16 +28,25 @@ from preproc.criteo.parse import NON_HEX_FILES, ColumnStore, parse_files
 from preproc.criteo.shuffle import shuffle_rows, worker_bytes
 from preproc.dataset_writer import GrowingFile
 from preproc.line_blocks import blocks
-from preproc.raw_files import RawFile, find_files, find_gap, refuse_copies, refuse_shared
+from preproc.raw_files import (
+    RawFile,
+    find_files,
+    find_gap,
+    fingerprint,
+    refuse_copies,
+    refuse_shared,
+)
 from preproc.report.console import (
     ColumnSummary,
+    LabelSum,
     Progress,
+    RowCounts,
     SplitSummary,
     print_result,
 )
 from preproc.report.plot import load_library
 from preproc.text_columns import TextColumns
-from preproc.vocabulary_sql import CATEGORICAL, COLUMNS, NUMERICAL
+from preproc.vocabulary_sql import CATEGORICAL, COLUMNS, LABEL, NUMERICAL
 from preproc.work_directory import (
     Work,
     check_disk,
@@ -91,7 +100,8 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
         except ValueError:
             work.forget()  # the next run has other options or files, so it cannot resume
             raise
-        _write(config, work, store, splits, progress)
+        read = [fingerprint(file) for file in files + test_files]
+        _write(config, work, store, splits, read, progress)
     print_result(progress.console, progress, output, sum(rows))
 
 
@@ -103,7 +113,7 @@ def _identity(config: PreprocConfig, num_files: int, num_test_files: int) -> dic
     return {key: getattr(value, "name", value) for key, value in options.items()} | {
         "source_files": num_files,
         "test_files": num_test_files,
-        "format": 2,
+        "format": 3,
     }
 
 
@@ -178,6 +188,7 @@ def _write(
     work: Work,
     store: ColumnStore,
     splits: dict[str, range],
+    read: list[str],
     progress: Progress,
 ) -> None:
     """Write the dataset of a complete column store and rename it to the output."""
@@ -200,7 +211,7 @@ def _write(
     summaries = {
         split: SplitSummary(
             len(rows),
-            _clicks(store, rows),
+            {LABEL: LabelSum(_ones(store, rows))},
             {name: encoded[name].zeros[split] for name in CATEGORICAL},
         )
         for split, rows in splits.items()
@@ -215,7 +226,7 @@ def _write(
     ):
         # The thread that may be interrupted has the longer work.
         report = pool.submit(draw_report, *drawn)
-        _write_plain(dataset, work, store, splits)
+        _write_plain(dataset, work, store, splits, summaries)
         report.result()
     written = WrittenColumns(
         categorical=[CategoricalFeature.of(name, encoded[name].kept + 1) for name in CATEGORICAL],
@@ -225,8 +236,10 @@ def _write(
         # The transforms of the numericals have no statistics.
         statistics={name: [[], []] for name in NUMERICAL},
         counted=config.vocabulary.name,
-        bad_rows=work.state["parse"]["bad"],
+        rows=RowCounts(num_rows + work.state["parse"]["bad"], num_rows, work.state["parse"]["bad"]),
+        source_columns={name: "label" if name == LABEL else "feature" for name in COLUMNS},
         text_columns=TextColumns.of_texts(next(iter(table.sources)), COLUMNS),
+        read=read,
     )
     complete_dataset(written, config, table, work, progress)
 
@@ -346,23 +359,43 @@ def _encode_all(
     return {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
 
 
-def _clicks(store: ColumnStore, rows: range) -> int:
+def _ones(store: ColumnStore, rows: range) -> int:
     return sum(int(values.sum()) for _, values in store.label.chunks(rows, CHUNK_ROWS))
 
 
-def _write_plain(dataset: Path, work: Work, store: ColumnStore, splits: dict[str, range]) -> None:
-    """Write labels and numericals of every split."""
+def _write_plain(
+    dataset: Path,
+    work: Work,
+    store: ColumnStore,
+    splits: dict[str, range],
+    summaries: dict[str, SplitSummary],
+) -> None:
+    """Write labels and numericals of every split; add the number of those without a logarithm to its summary."""
     done = work.state.setdefault("plain", [])
+    emptied = work.state.setdefault("emptied", {})
+    bits = np.dtype(f"u{store.numerical.dtype.itemsize}")
+    minus_zero = np.array(-0.0, store.numerical.dtype).view(bits)
     for split, rows in splits.items():
         if split in done:
             continue
-        for name, column in (("label", store.label), ("numerical", store.numerical)):
-            with GrowingFile(dataset, f"{split}/{name}.bin") as file:
-                for _, values in column.chunks(rows, CHUNK_ROWS):
-                    file.append(values)
-            work.state["files"] |= file.record
+        with GrowingFile(dataset, f"{split}/label.bin") as file:
+            for _, values in store.label.chunks(rows, CHUNK_ROWS):
+                file.append(values)
+        work.state["files"] |= file.record
+        counts = np.zeros(len(NUMERICAL), np.int64)
+        with GrowingFile(dataset, f"{split}/numerical.bin") as file:
+            for _, values in store.numerical.chunks(rows, CHUNK_ROWS):
+                # As integers: NumPy computes float16 slowly.
+                stored = values.view(bits)
+                has_none = stored == minus_zero
+                counts += np.count_nonzero(has_none, axis=0)
+                file.append(np.where(has_none, bits.type(0), stored))
+        work.state["files"] |= file.record
+        emptied[split] = counts.tolist()
         done.append(split)
         work.save()
+    for split, summary in summaries.items():
+        summary.emptied = dict(zip(NUMERICAL, emptied[split], strict=True))
 
 
 def _missing_numericals(store: ColumnStore, counted: range) -> dict[str, ColumnSummary]:

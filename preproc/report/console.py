@@ -1,7 +1,7 @@
 """Console output of a run: one line per stage, tables at the end."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from configs.messages import printable, shown
+from configs.messages import printable, shortened, shown
+from configs.table_schema import TableConfig
 from preproc.report.distributions import Distribution
 from preproc.report.embedding_sizes import suggested_embedding_dim
 
@@ -28,24 +29,94 @@ COVERAGE_LIMITS = (1, 2, 3, 5, 10, 15, 20, 50, 100)
 
 
 @dataclass(slots=True)
-class SplitSummary:
-    """Statistics of one split: rows, rows labelled 1, and ids that are 0 per categorical feature.
+class LabelSum:
+    """Sum of a label over the rows of a split: its ones, if it is binary."""
 
-    The label is the first binary one; `clicks` stays 0 without any. `unseen` counts values without an id, if the run counts
-    them. Without labels nothing is known of clicks.
+    total: float = 0
+    is_binary: bool = True
+
+    def add(self, values: np.ndarray) -> None:
+        """Add the label of some rows."""
+        self.total += (
+            int(np.count_nonzero(values)) if self.is_binary else float(values.sum(dtype=float))
+        )
+
+
+@dataclass(slots=True)
+class ListCounts:
+    """Lists of a feature in a split.
+
+    Attributes:
+        empty_items: items without a value.
+        cut_rows: rows with more items than the hotness, which are cut.
+        cut_items: items that they lose.
+        filled_rows: rows with fewer items, which are filled with id 0.
+    """
+
+    empty_items: int = 0
+    cut_rows: int = 0
+    cut_items: int = 0
+    filled_rows: int = 0
+
+
+@dataclass(slots=True)
+class SplitSummary:
+    """Statistics of one split.
+
+    Attributes:
+        rows: of the split.
+        labels: sum of every label; none if the rows have no labels.
+        zero_ids: ids that are 0 per categorical feature.
+        unseen: values without an id per categorical feature, if the run counts them.
+        lists: what became of lists, per feature.
+        emptied: values that a transform made missing, per numerical feature with such a transform.
+        clipped: values that `clip` replaced, likewise.
     """
 
     rows: int
-    clicks: int = 0
+    labels: dict[str, LabelSum] = field(default_factory=dict)
     zero_ids: dict[str, int] = field(default_factory=dict)
     unseen: dict[str, int] = field(default_factory=dict)
-    has_labels: bool = True
+    lists: dict[str, ListCounts] = field(default_factory=dict)
+    emptied: dict[str, int] = field(default_factory=dict)
+    clipped: dict[str, int] = field(default_factory=dict)
 
     @property
     def document(self) -> dict[str, Any]:
-        """The statistics as plain JSON; the clicks are null without labels."""
-        values = asdict(self)
-        return values | {"clicks": self.clicks if values.pop("has_labels") else None}
+        """The statistics as plain JSON: of labels the ones and their rate, or the mean."""
+        labels = {}
+        for name, label in self.labels.items():
+            mean = label.total / max(self.rows, 1)
+            labels[name] = (
+                {"ones": int(label.total), "rate": mean} if label.is_binary else {"mean": mean}
+            )
+        return asdict(self) | {"labels": labels}
+
+    def rate(self, name: str) -> str:
+        """Return the rate of a binary label in per cent, or the mean of another one."""
+        label, rows = self.labels[name], max(self.rows, 1)
+        return (
+            f"{100 * label.total / rows:.2f} %"
+            if label.is_binary
+            else f"mean {label.total / rows:.4g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """Rows of the sources: `read` is the sum of the others.
+
+    Attributes:
+        read: lines of text files, rows of Parquet files, or rows of the query's result.
+        written: to all splits.
+        bad: left out by `on_bad`.
+        without_split: that `table.split` leaves out.
+    """
+
+    read: int
+    written: int
+    bad: int = 0
+    without_split: int = 0
 
 
 @dataclass(slots=True)
@@ -251,30 +322,91 @@ def print_new_values(console: Console, splits: dict[str, SplitSummary]) -> None:
 
 
 def print_splits(console: Console, splits: dict[str, SplitSummary]) -> None:
-    """Print the table of splits: rows and click rate."""
+    """Print the table of splits: rows, and the rate or the mean of every label."""
     table = Table(title="splits", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("split")
-    for head in ("rows", "clicks", "click rate %"):
-        table.add_column(head, justify="right")
+    table.add_column("rows", justify="right")
+    table.add_column("label", overflow="fold")
+    table.add_column("ones", justify="right")
+    table.add_column("rate %", justify="right")
     for name, split in splits.items():
-        clicks = ["no labels", "-"]
-        if split.has_labels:
-            clicks = [f"{split.clicks:,}", f"{100 * split.clicks / split.rows:.3f}"]
-        table.add_row(name, f"{split.rows:,}", *clicks)
+        cells = [name, f"{split.rows:,}"]
+        for label, found in split.labels.items():
+            mean = found.total / max(split.rows, 1)
+            numbers = (
+                [f"{int(found.total):,}", f"{100 * mean:.3f}"]
+                if found.is_binary
+                else ["-", f"mean {mean:.4g}"]
+            )
+            table.add_row(*cells, Text(printable(label)), *numbers)
+            cells = ["", ""]
+        if not split.labels:
+            table.add_row(*cells, "no labels", "-", "-")
     console.print(table)
 
 
-def print_equal_labels(console: Console, label: str, splits: dict[str, SplitSummary]) -> None:
-    """Print one line per split whose binary labels are all the same; `label` is their title."""
-    for name, split in splits.items():
-        if split.has_labels and split.rows and split.clicks in (0, split.rows):
-            console.print(
-                f"note: every {label} of the {name} rows is {int(split.clicks > 0)}: nothing to "
-                f"{'learn' if name == TRAIN else 'score'}; check the column or expression of the label",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
+def print_rows(console: Console, rows: RowCounts, unused: Sequence[str]) -> None:
+    """Print what became of the rows that were read, and the columns that no part of the dataset reads."""
+    parts = [f"{rows.written:,} written"]
+    parts += [f"{rows.bad:,} bad"] if rows.bad else []
+    parts += [f"{rows.without_split:,} without a split"] if rows.without_split else []
+    _line(console, f"rows: {rows.read:,} read = {' + '.join(parts)}")
+    if unused:
+        _line(
+            console, f"columns that are not used: {shortened(', '.join(map(shown, unused)), 400)}"
+        )
+
+
+def print_equal_labels(
+    console: Console, name: str, label: str, splits: dict[str, SplitSummary]
+) -> None:
+    """Print one line per split whose binary labels `name` are all the same; `label` is their title."""
+    for split_name, split in splits.items():
+        if name in split.labels and split.rows and split.labels[name].total in (0, split.rows):
+            _line(
+                console,
+                f"note: every {label} of the {split_name} rows is {int(split.labels[name].total > 0)}: nothing to "
+                f"{'learn' if split_name == TRAIN else 'score'}; check the column or expression of the label",
             )
+
+
+def print_changes(console: Console, table: TableConfig, splits: Mapping[str, SplitSummary]) -> None:
+    """Print one line per feature whose values or items were left out, emptied, cut or filled."""
+    rows = sum(split.rows for split in splits.values())
+    for numerical in table.numerical:
+        lost = sum(split.emptied.get(numerical.name, 0) for split in splits.values())
+        if lost:
+            _line(
+                console,
+                f"note: log is not defined for {lost:,} of {rows:,} values of {shown(numerical.name)}, which are missing from "
+                "there on: 0, or what a fill after it says; clip before it, or raise its shift",
+            )
+    for feature in table.categorical:
+        counts = [
+            split.lists[feature.name] for split in splits.values() if feature.name in split.lists
+        ]
+        empty, cut, lost, filled = (
+            sum(getattr(count, key) for count in counts)
+            for key in ("empty_items", "cut_rows", "cut_items", "filled_rows")
+        )
+        if empty:
+            rule = (
+                "are no ids"
+                if table.empty_items == "dropped"
+                else "have id 0, as in the fit of an earlier version; fit again to leave them out"
+            )
+            _line(console, f"note: {empty:,} empty items of {shown(feature.name)} {rule}")
+        if cut or filled:
+            end = "last" if feature.take == "first" else "first"
+            _line(
+                console,
+                f"note: {shown(feature.name)} has hotness {feature.hotness}: {cut:,} of {rows:,} rows are longer and lose "
+                f"their {end} items, {lost:,} in total; {filled:,} are shorter and end with id 0",
+            )
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_notes(console: Console, ranges: dict[str, NumericalRange]) -> None:

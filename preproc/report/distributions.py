@@ -1,5 +1,6 @@
 """Distribution of each numerical feature, from evenly spaced rows of a written split."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,8 @@ class Distribution:
         quantiles: at `QUANTILES`: smallest, 1 %, quarter, median, three quarters, 99 %, largest.
         low: lower end of the histogram, the 1 % quantile.
         high: its upper end, the 99 % quantile.
-        counts: values per bin; `NUM_BINS` of equal width, values outside are in the first and the last.
+        counts: values per bin; at most `NUM_BINS` of equal width, values outside are in the first and the last. A bin of whole
+            numbers has equally many of them.
     """
 
     rows: int
@@ -50,7 +52,8 @@ def read_distributions(
         return {}
     stored = np.memmap(numerical_bin, dtype, "r", shape=(num_rows, len(names)))
     return {
-        name: _distribution(column.astype(np.float64))
+        # + 0: a store of raw logs has -0.0.
+        name: _distribution(column.astype(np.float64) + 0.0)
         for name, column in zip(names, _spaced_rows(stored).T, strict=True)
     }
 
@@ -67,8 +70,13 @@ def _distribution(values: np.ndarray) -> Distribution:
     quantiles = np.quantile(values, QUANTILES)
     low, high = float(quantiles[1]), float(quantiles[-2])
     # numpy makes no bins between equal ends.
-    span = (low, high) if high > low else (low - 0.5, low + 0.5)
-    counts, _ = np.histogram(values.clip(*span), NUM_BINS, span)
+    span, num_bins = (low, high) if high > low else (low - 0.5, low + 0.5), NUM_BINS
+    if high > low and (values == np.floor(values)).all():
+        first, whole = math.floor(low), math.ceil(high) - math.floor(low) + 1
+        width = math.ceil(whole / NUM_BINS)
+        num_bins = math.ceil(whole / width)
+        span = (first - 0.5, first + num_bins * width - 0.5)
+    counts, _ = np.histogram(values.clip(*span), num_bins, span)
     return Distribution(
         rows=len(values),
         mean=_rounded(values.mean()),

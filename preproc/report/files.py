@@ -1,10 +1,11 @@
 """Report of a run, stored in its dataset: report.json; `preproc/report/plot.py` draws report.png."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from preproc.report.console import COVERAGE_LIMITS, ColumnSummary
+from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, RowCounts
 from preproc.report.plot import ReportFacts
 
 
@@ -14,16 +15,19 @@ def write_report(
     facts: ReportFacts,
     *,
     counted: str,
-    bad_rows: int,
+    rows: RowCounts,
+    source_columns: Mapping[str, str],
 ) -> None:
     """Write report.json below `directory`.
 
-    The same data and options give the same bytes, since the report holds no times.
+    The same data and options give the same bytes, since the report holds no times. `source_columns` has what every column of
+    the sources became: label, weight, keep rate, feature, history, split, order, kept, query or unused.
     """
     document = {
         "counted": counted,
         "frequency_limit": facts.frequency_limit,
-        "bad_rows": bad_rows,
+        "rows": asdict(rows),
+        "source_columns": source_columns,
         "splits": {name: split.document for name, split in facts.splits.items()},
         "coverage_limits": list(COVERAGE_LIMITS),
         "columns": {name: asdict(column) for name, column in columns.items()},

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import wrap
 from threading import Thread
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from configs.messages import printable, shortened
 from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, SplitSummary
-from preproc.report.distributions import NUM_BINS, Distribution
+from preproc.report.distributions import Distribution
 
 # matplotlib warns where the home directory cannot be written, and takes a temporary one.
 logging.getLogger("matplotlib").setLevel(logging.ERROR)
@@ -34,7 +35,9 @@ STYLE: dict[Any, Any] = {
 }
 MOST_ROWS = 100
 """Features of a kind that are drawn; report.json has all."""
-LINE_INCHES, BLOCK_INCHES, HEAD_INCHES = 0.215, 0.85, 0.75
+LINE_INCHES, BLOCK_INCHES, TITLE_INCHES = 0.215, 0.85, 0.55
+HEAD_CHARS = 165
+"""Of a line of the head."""
 
 Columns = Mapping[str, ColumnSummary]
 
@@ -47,13 +50,11 @@ class ReportFacts:
         name: of the dataset.
         splits: summaries of the written splits.
         frequency_limit: limit of the run; a column may have its own.
-        has_clicks: whether there is a binary label.
     """
 
     name: str
     splits: Mapping[str, SplitSummary] = field(default_factory=dict)
     frequency_limit: int = 1
-    has_clicks: bool = True
 
 
 def load_library() -> None:
@@ -84,14 +85,16 @@ def draw(path: Path, columns: Columns, facts: ReportFacts) -> None:
         if found:
             blocks.append((dict(list(found.items())[:MOST_ROWS]), draw_block))
     heights = [BLOCK_INCHES + LINE_INCHES * max(len(shown), 2) for shown, _ in blocks]
+    left_out = len(columns) - sum(len(shown) for shown, _ in blocks)
+    head = _head_lines(facts, left_out)
     with rc_context(STYLE):
-        height = HEAD_INCHES + sum(heights)
+        head_inches = TITLE_INCHES + 0.2 * len(head)
+        height = head_inches + sum(heights)
         figure = Figure(figsize=(13.5, height), dpi=110)
         figure.set_layout_engine(
-            "constrained", w_pad=0.1, h_pad=0.08, rect=(0, 0, 1, 1 - HEAD_INCHES / height)
+            "constrained", w_pad=0.1, h_pad=0.08, rect=(0, 0, 1, 1 - head_inches / height)
         )
-        left_out = len(columns) - sum(len(shown) for shown, _ in blocks)
-        _draw_head(figure, facts, len(numerical), len(categorical), left_out)
+        _draw_head(figure, facts, len(numerical), len(categorical), head)
         if blocks:
             parts = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)
             for (shown, draw_block), (part,) in zip(blocks, parts, strict=True):
@@ -99,25 +102,35 @@ def draw(path: Path, columns: Columns, facts: ReportFacts) -> None:
         figure.savefig(path)
 
 
-def _draw_head(
-    figure: Any, facts: ReportFacts, num_numerical: int, num_categorical: int, left_out: int
-) -> None:
-    kinds = f"{num_numerical:,} numerical and {num_categorical:,} categorical features"
-    title = f"{shortened(printable(facts.name), 60)}   ·   {kinds}".replace("$", r"\$")
+def _head_lines(facts: ReportFacts, left_out: int) -> list[str]:
+    """Return the rows of every split and the rates of all labels, in lines."""
     rows = "   ·   ".join(
-        f"{name} {split.rows:,} rows"
-        + (
-            f", {100 * split.clicks / max(split.rows, 1):.2f} % clicks"
-            if facts.has_clicks and split.has_labels
-            else ""
+        ", ".join(
+            [
+                f"{name} {split.rows:,} rows",
+                *(
+                    f"{shortened(printable(label), 40)} {split.rate(label)}"
+                    for label in split.labels
+                ),
+            ]
         )
         for name, split in facts.splits.items()
     )
     if left_out:
         rows += f"   ·   {left_out:,} features are not drawn; report.json has all"
+    return [line.replace("$", r"\$") for line in wrap(rows, HEAD_CHARS)] or [""]
+
+
+def _draw_head(
+    figure: Any, facts: ReportFacts, num_numerical: int, num_categorical: int, lines: list[str]
+) -> None:
+    kinds = f"{num_numerical:,} numerical and {num_categorical:,} categorical features"
+    title = f"{shortened(printable(facts.name), 60)}   ·   {kinds}".replace("$", r"\$")
     height = figure.get_figheight()
     figure.text(0.012, 1 - 0.22 / height, title, va="center", size=12, weight="bold")
-    figure.text(0.012, 1 - 0.48 / height, rows, va="center", size=9.5, color=FAINT)
+    for number, line in enumerate(lines):
+        y = 1 - (0.48 + 0.2 * number) / height
+        figure.text(0.012, y, line, va="center", size=9.5, color=FAINT)
 
 
 def _draw_numerical(figure: Any, columns: Columns, facts: ReportFacts) -> None:
@@ -157,7 +170,7 @@ def _draw_shape(axes: Any, y: int, found: Distribution) -> None:
         _cell(axes, 0.56, y, text, size=7.5)
         return
     heights = np.repeat(np.array(found.counts) / max(found.counts), 2)
-    x = np.linspace(0, 1, NUM_BINS + 1).repeat(2)[1:-1]
+    x = np.linspace(0, 1, len(found.counts) + 1).repeat(2)[1:-1]
     axes.plot((0, 1), (y + 0.4, y + 0.4), color=LIGHT_BLUE, linewidth=0.8)
     axes.fill_between(x, y + 0.4, y + 0.4 - 0.8 * heights, color=BLUE, alpha=0.75, linewidth=0)
     for place, value, side in ((-0.02, found.low, "right"), (1.02, found.high, "left")):

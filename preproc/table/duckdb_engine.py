@@ -133,7 +133,10 @@ class Engine(Protocol):
         """
 
     def exploded(self, relation: str, row: str, column: str) -> str:
-        """Return a query (row, position, value) with one row per item of a list column."""
+        """Return a query (row, position, value) with one row per item of a list column, null for an empty one."""
+
+    def num_items(self, column: str, *, whole: bool) -> str:
+        """Return an expression of the items of a staged list column, without the empty ones if `whole`; 0 for no list."""
 
     def close(self) -> None:
         """Release all resources."""
@@ -415,6 +418,10 @@ class DuckDBEngine:
             f"SELECT {row}, CAST(generate_subscripts({column}, 1) - 1 AS INTEGER) AS position_, "
             f"nullif(CAST(unnest({column}) AS STRING), '') AS value FROM {relation}"
         )
+
+    def num_items(self, column: str, *, whole: bool) -> str:
+        """Count codes, which are null for an empty item."""
+        return f"coalesce({'list_count' if whole else 'len'}({column}), 0)"
 
     def close(self) -> None:
         """Close the database."""

@@ -7,7 +7,7 @@ per value, and into ids; the ids are then written by `preproc/table/output_files
 from collections.abc import Callable
 from typing import Protocol
 
-from configs.table_schema import Categorical
+from configs.table_schema import Categorical, TableConfig
 from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.table.expressions import hashed_id
 from preproc.table.output_files import TableFiles, WrittenIds
@@ -48,17 +48,25 @@ class FeatureValues(Protocol):
         """Write the files of the ids of a feature."""
 
 
+def items_of(table: TableConfig, items: str) -> str:
+    """Return a query of items, as of `Engine.exploded`, without the empty ones unless they have id 0."""
+    if table.empty_items == "unknown":
+        return items
+    return f"SELECT * FROM ({items}) WHERE value IS NOT NULL"
+
+
 class TextValues:
     """Texts: relation `encoded_<i>` holds the ids of all rows."""
 
     def __init__(
         self,
-        features: list[Categorical],
+        table: TableConfig,
         write: Write,
         exploded: Callable[[str, str, str], str],
     ) -> None:
-        """Take the features, and `exploded` of the engine."""
-        self._features = features
+        """Take the description, and `exploded` of the engine."""
+        self._table = table
+        self._features = table.categorical
         self._write = write
         self._exploded = exploded
 
@@ -66,7 +74,8 @@ class TextValues:
         """Return the relation of the values: `items_<number>`, a row per value, for a list."""
         if not self._features[number].is_list:
             return f"(SELECT row_, c{number} AS value FROM rows_)"
-        self._write(f"items_{number}", self._exploded("rows_", "row_", f"c{number}"))
+        items = self._exploded("rows_", "row_", f"c{number}")
+        self._write(f"items_{number}", items_of(self._table, items))
         return f"items_{number}"
 
     def counts(self, number: int, rows: range) -> str:
@@ -103,17 +112,18 @@ class TextValues:
 
     def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
         """Write the ids of the rows."""
-        return files.write_ids(f"encoded_{number}", feature, self._features[number].is_list)
+        return files.write_ids(f"encoded_{number}", feature, self._features[number])
 
 
 class CodedValues:
     """Codes: relation `texts_c<i>` (code, value) lists the values, and `ids_<i>` the ids of all codes in any order."""
 
     def __init__(
-        self, features: list[Categorical], write: Write, count: Callable[[int, range], str]
+        self, table: TableConfig, write: Write, count: Callable[[int, range], str]
     ) -> None:
-        """Take the features, and the function that returns partial counts (value, count) of a feature."""
-        self._features = features
+        """Take the description, and the function that returns partial counts (value, count) of a feature."""
+        self._features = table.categorical
+        self._drops_empty = table.empty_items == "dropped"
         self._write = write
         self._count = count
 
@@ -155,5 +165,7 @@ class CodedValues:
 
     def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
         """Write the ids of the rows' codes."""
-        is_list = self._features[number].is_list
-        return files.write_coded(f"c{number}", f"ids_{number}", feature, is_list)
+        described = self._features[number]
+        return files.write_coded(
+            f"c{number}", f"ids_{number}", feature, described, drops_empty=self._drops_empty
+        )

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from configs.table_schema import Categorical
 from dataloading.dataset.binary import column_file_name
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.lineage import RARE, VOCABULARY
 from preproc.dataset_writer import GrowingFile
-from preproc.report.console import NumericalRange
+from preproc.report.console import LabelSum, NumericalRange
 from preproc.table.expressions import RELATION_FILE, quoted, text
 from preproc.table.extension import DAYS_COLUMNS
 from preproc.table.transformation import stored_ids, stored_lists, stored_numericals
@@ -88,33 +89,36 @@ class TableFiles:
                 _expect((np.diff(np.asarray(chunk["row_"])) >= 0).all(), relation)
                 yield range(start, stop), chunk
 
-    def write_row_columns(self, columns: Mapping[str, RowColumn]) -> dict[str, int]:
-        """Write labels, weight and keep rate of relation `rows_`; return the clicks per split, by the first binary label.
+    def write_row_columns(self, columns: Mapping[str, RowColumn]) -> dict[str, dict[str, LabelSum]]:
+        """Write labels, weight and keep rate of relation `rows_`; return the sums of the labels per split.
 
         Args:
             columns: by their names in the relation.
         """
         labels = [column for column in columns.values() if column.channel is Channel.label]
-        first = next((label for label in labels if label.is_binary), None)
-        clicks = dict.fromkeys(self._splits, 0)
+        sums: dict[str, dict[str, LabelSum]] = {split: {} for split in self._splits}
         for name, column in columns.items():
-            sums = self._write_row_column(name, column, column_file_name(labels, column))
-            clicks = sums if column == first else clicks
-        return clicks
+            found = self._write_row_column(name, column, column_file_name(labels, column))
+            if column in labels:
+                for split, total in found.items():
+                    sums[split][column.name] = total
+        return sums
 
-    def _write_row_column(self, name: str, column: RowColumn, file_name: str) -> dict[str, int]:
-        """Write one of them; return the number of ones per split."""
-        clicks = {}
+    def _write_row_column(
+        self, name: str, column: RowColumn, file_name: str
+    ) -> dict[str, LabelSum]:
+        """Write one of them; return its sum per split."""
+        sums = {}
         for split, rows in self._splits.items():
-            clicks[split] = 0
+            sums[split] = LabelSum(0, column.is_binary)
             with GrowingFile(self._dataset, f"{split}/{file_name}") as file:
                 for part, chunk in self._chunks(self._rows_in, name, rows):
                     values = np.asarray(chunk[name], column.stored)
                     _expect(len(values) == len(part), name)
-                    clicks[split] += int(np.count_nonzero(values == 1))
+                    sums[split].add(values)
                     file.append(values)
             self.records |= file.record
-        return clicks
+        return sums
 
     def write_kept(self, names: list[str]) -> None:
         """Write the columns of relation `rows_` that the dataset keeps, called `names`."""
@@ -175,11 +179,11 @@ class TableFiles:
         return ranges
 
     def write_ids(
-        self, relation: str, feature: CategoricalFeature, is_list: bool
+        self, relation: str, feature: CategoricalFeature, described: Categorical
     ) -> dict[str, tuple[int, int]]:
         """Write the ids of a feature; return per split the ids that are not 0, and those that are."""
         counts = {}
-        order_by = "row_, position_" if is_list else "row_"
+        order_by = "row_, position_" if described.is_list else "row_"
         for split, rows in self._splits.items():
             nonzero = zeros = total = 0
             with GrowingFile(self._dataset, f"{split}/{feature.name}.bin") as file:
@@ -189,7 +193,7 @@ class TableFiles:
                     offsets.append(np.zeros(1, "<i8"))
                 for part, chunk in self._chunks(relation, "id", rows, order_by):
                     nonzero += int(np.count_nonzero(chunk["id"]))
-                    ids, lengths = stored_ids(chunk, part, feature, is_list)
+                    ids, lengths = stored_ids(chunk, part, feature, described)
                     if lengths is not None:
                         ends = total + np.cumsum(lengths, dtype=np.int64)
                         offsets.append(ends.astype("<i8"))
@@ -204,7 +208,13 @@ class TableFiles:
         return counts
 
     def write_coded(
-        self, column: str, ids: str, feature: CategoricalFeature, is_list: bool
+        self,
+        column: str,
+        ids: str,
+        feature: CategoricalFeature,
+        described: Categorical,
+        *,
+        drops_empty: bool,
     ) -> WrittenIds:
         """Write the ids of a feature whose values relation `rows_` holds as codes in `column`.
 
@@ -212,10 +222,13 @@ class TableFiles:
             column: of codes, null for a missing value, or of lists of them.
             ids: relation (row_, id) of the ids of all codes from 0, in any order.
             feature: the feature.
-            is_list: whether the column has lists.
+            described: its description, which says whether the column has lists.
+            drops_empty: leave the empty items of lists out; else they have id 0.
         """
         # Imported here, since pyarrow takes 25 MB of memory.
-        from preproc.table.text_codes import read_codes
+        from preproc.table.text_codes import read_codes, without_empty
+
+        is_list = described.is_list
 
         of_codes = self._ids_of_codes(ids, feature)
         counts = {}
@@ -234,10 +247,14 @@ class TableFiles:
                 for codes, lengths in read_codes(
                     self._directory / self._rows_in, column, rows, is_list
                 ):
+                    if is_list and drops_empty:
+                        codes, lengths = without_empty(codes, lengths)
                     found = of_codes[codes]
                     present += int(np.count_nonzero(codes >= 0))
                     nonzero += int(np.count_nonzero(found))
-                    stored = stored_lists(found, lengths, feature) if is_list else found
+                    stored = (
+                        stored_lists(found, lengths, feature, described.take) if is_list else found
+                    )
                     if offsets is not None:
                         ends = total + np.cumsum(lengths, dtype=np.int64)
                         offsets.append(ends.astype("<i8"))

@@ -40,12 +40,14 @@ from preproc.fitted_state import (
     with_limits_of,
     with_missing_of,
 )
-from preproc.raw_files import RawFile, refuse_copies
+from preproc.raw_files import RawFile, fingerprint, refuse_copies
 from preproc.report.console import (
     COVERAGE_LIMITS,
     ColumnSummary,
+    ListCounts,
     NumericalRange,
     Progress,
+    RowCounts,
     SplitSummary,
     print_notes,
     print_result,
@@ -74,11 +76,12 @@ from preproc.table.extension import (
 )
 from preproc.table.feature_values import CodedValues, FeatureValues, TextValues, rows_of
 from preproc.table.history import first_items, items, slices, timeline
+from preproc.table.known_values import note_of_new_values, note_of_twins, refuse_other_numbers
 from preproc.table.mistakes import SMALLEST_OVERFLOW, bad_row, overflow
 from preproc.table.output_files import TableFiles, WrittenIds
 from preproc.table.source_files import find_sources, read_columns
 from preproc.table.staging import Staging
-from preproc.table.transformation import numerical_columns
+from preproc.table.transformation import changed_values, length_columns, numerical_columns
 from preproc.text_columns import TextColumns
 from preproc.vocabulary_sql import coverage, merge_counts
 from preproc.work_directory import (
@@ -115,6 +118,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         table = with_missing_of(fitted, table)
         if config.mode is Mode.extend:
             config = with_limits_of(fitted, config, table)
+            _refuse_same_day(fitted, every)
     identity = _identity(config, table, every, fitted)
     with work_directory(config, output, identity, progress) as work:
         if not work.has_progress:
@@ -131,6 +135,15 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         finally:
             engine.close()
     print_result(progress.console, progress, output, rows)
+
+
+def _refuse_same_day(fitted: FittedState, files: list[RawFile]) -> None:
+    """Raise ValueError if a day has no file that the days before it have not read."""
+    if all(fingerprint(file) in fitted.read for file in files):
+        raise ValueError(
+            f"{files[0].path}{' and the other files' if files[1:] else ''} were read already by {fitted.directory} or a day "
+            "before it, so their rows would count twice; give the files of the new day"
+        )
 
 
 def _of_new_rows(config: PreprocConfig, table: TableConfig) -> TableConfig:
@@ -237,9 +250,9 @@ class _Run:
         self.splits: dict[str, range] = {}
         self.split = ""
         self.values: FeatureValues = (
-            CodedValues(table.categorical, self._query, self._count_codes)
+            CodedValues(table, self._query, self._count_codes)
             if engine.codes_texts
-            else TextValues(table.categorical, self._query, engine.exploded)
+            else TextValues(table, self._query, engine.exploded)
         )
         self.numericals = _Numericals("numerical_", [])
         self._fitted: FittedState | None = None
@@ -280,7 +293,7 @@ class _Run:
             [of] = [feature for feature in table.categorical if feature.name == history.of]
             shared = of.vocabulary_of or of.name
             categorical.append(encoded[history.name].feature(history.name, history.length, shared))
-        summaries, records = self._write(categorical, encoded, columns)
+        summaries, records = self._write(categorical, encoded, columns, statistics)
         if config.on_bad is OnBad.quarantine:
             self._write_bad(dataset)
         is_text = self.work.state["is_text"]
@@ -292,8 +305,11 @@ class _Run:
             statistics=statistics,
             absent=self.absent,
             counted="the fitted run's" if config.mode is Mode.transform else config.vocabulary.name,
-            bad_rows=num_bad,
+            rows=RowCounts(self._num_read, num_rows, num_bad, self._num_read - num_bad - num_rows),
+            source_columns=self.work.state["columns"],
             lineage=self._lineage,
+            read=self._read,
+            five=self.work.state["five"],
             vocabularies={} if self._fitted is None else vocabularies(self._fitted.limits),
             text_columns=None
             if is_text is None
@@ -301,6 +317,13 @@ class _Run:
         )
         complete_dataset(written, config, table, self.work, self.progress)
         return num_rows
+
+    @property
+    def _read(self) -> list[str]:
+        """Fingerprints of the files of the run, and of those of the days before."""
+        own = [fingerprint(file) for _, files in self.sources.values() for file in files]
+        before = self._fitted.read if self._fitted and self.config.mode is Mode.extend else ()
+        return list(dict.fromkeys([*before, *own]))
 
     @property
     def _lineage(self) -> Lineage:
@@ -337,6 +360,7 @@ class _Run:
         categorical: list[CategoricalFeature],
         encoded: dict[str, _EncodedFeature],
         columns: dict[str, ColumnSummary],
+        statistics: dict[str, Any],
     ) -> tuple[dict[str, SplitSummary], dict[str, dict[str, Any]]]:
         """Write the files of all splits and vocabularies; return summaries, and bytes and CRC-32 per file."""
         config, table, dataset = self.config, self.table, self.work.dataset
@@ -349,14 +373,12 @@ class _Run:
         ):
             numericals = pool.submit(self._write_numericals, files)
             named = dict(zip(self.held.row_numbers, row_columns(self.held), strict=True))
-            clicks = pool.submit(files.write_row_columns, named)
+            labels = pool.submit(files.write_row_columns, named)
             kept = pool.submit(files.write_kept, table.keep)
             features = self._write_features(files, pool, categorical, encoded)
             ranges = numericals.result()
             summaries = {
-                split: SplitSummary(
-                    len(rows), clicks.result()[split], {}, has_labels=bool(self.held.label)
-                )
+                split: SplitSummary(len(rows), labels.result()[split])
                 for split, rows in self.splits.items()
             }
             if self._writers == 1:
@@ -371,11 +393,18 @@ class _Run:
                     summaries[split].zero_ids[name] = num_zero
         # A fit that is only applied cannot be changed.
         if config.mode is Mode.fit or config.refit:
-            # The length of a history is left as it is.
+            # The length of a list or a history is left as it is.
             scaled = [feature.name for feature in table.numerical]
             print_notes(self.progress.console, {name: ranges[name] for name in scaled})
         self._count_unseen(summaries, nonzeros, files.present)
+        self._count_changes(summaries, statistics)
         return summaries, files.records
+
+    @property
+    def _num_read(self) -> int:
+        """Rows of the sources, or of the query's result, bad ones included."""
+        ((rows,),) = self.engine.rows("SELECT count(*) FROM all_")
+        return rows + self.work.state["rejected"]
 
     @property
     def _writers(self) -> int:
@@ -491,14 +520,20 @@ class _Run:
             fitted=None if self._fitted is None else self._fitted.text_columns,
         )
         staging.refuse_text_order(is_fit=self._fitted is None)
-        for name in staging.of_floats:
-            self.progress.say(
-                f"note: the values of {shown(name)} are floating-point numbers, so 5 is the text 5.0, another value than the 5 "
-                "of an integer column; if other files have integers, set expression: CAST(... AS BIGINT)"
-            )
+        if self._fitted is not None:
+            refuse_other_numbers(staging.five, self._fitted.five)
+        self.work.state["five"] = staging.five
+        for name, five in staging.five.items():
+            if five != "5":
+                kind = "floating-point numbers" if five == "5.0" else "decimals"
+                self.progress.say(
+                    f"note: the values of {shown(name)} are {kind}, so 5 is the text {five}, another value than the 5 "
+                    "of an integer column; if other files have integers, set expression: CAST(... AS BIGINT)"
+                )
         # What an earlier version fitted did not record its columns: those of these rows are not in its place.
         is_known = self._fitted is None or self._fitted.text_columns is not None
         self.work.state["is_text"] = staging.text_columns.as_json() if is_known else None
+        self.work.state["columns"] = staging.column_roles
         self.work.state["absent"] = sorted({*self.table.row_numbers} - {*staging.table.row_numbers})
         try:
             self.engine.stage(staging.rows, path)
@@ -631,13 +666,15 @@ class _Run:
     ) -> dict[str, ColumnSummary]:
         """Write relation `numerical_`; add the numbers fitted on training rows to `statistics`."""
         features, histories = self.table.numerical, self.table.history
-        if not features and not histories:
+        lengths_of: list[Categorical | History] = [*self.table.with_length, *histories]
+        if not features and not lengths_of:
             return {}
         train = rows_of(self.splits.get("train", counted))
         if fit:
             for number, feature in enumerate(features):
                 statistics[feature.name] = self._fit_all(feature, f"n{number}", train)
         expressions = numerical_columns(features, statistics)
+        expressions += length_columns(self.table, self.engine.num_items)
         relation = "rows_"
         if histories:
             joins = (
@@ -646,7 +683,8 @@ class _Run:
             lengths = ", ".join(f"s{i}.length_ AS length{i}_" for i in range(len(histories)))
             relation = f"(SELECT r.*, {lengths} FROM rows_ AS r {' '.join(joins)})"
             expressions += [
-                f"CAST(length{i}_ AS FLOAT) AS n{len(features) + i}" for i in range(len(histories))
+                f"CAST(length{i}_ AS FLOAT) AS n{len(expressions) + i}"
+                for i in range(len(histories))
             ]
         query = f"SELECT row_, {', '.join(expressions)} FROM {relation}"
         if histories or not self.engine.codes_texts:
@@ -656,7 +694,7 @@ class _Run:
             # Computed twice in less time than it is stored.
             self.numericals = _Numericals(f"({query})", expressions)
         summaries = {
-            history.length_name: ColumnSummary(0.0, rows=len(counted)) for history in histories
+            feature.length_name: ColumnSummary(0.0, rows=len(counted)) for feature in lengths_of
         }
         if not features:
             return summaries
@@ -728,6 +766,7 @@ class _Run:
             query = merge_counts(f"({' UNION ALL '.join(counts)})")
         self._query(f"counts_{first}", query)
         rare = self._make_vocabulary(first, owner)
+        self._note_values(first, owner)
         for number in numbers:
             self.values.find_ids(number, self._values_with_id(first, owner))
         covered_query = coverage(f"counts_{first}", COVERAGE_LIMITS)
@@ -752,6 +791,19 @@ class _Run:
                 rare if feature is owner else None,
             )
         return encoded
+
+    def _note_values(self, first: int, owner: Categorical) -> None:
+        """Say which values are written in several ways; refuse those of a fit that are written in another way here."""
+        counts, known = f"counts_{first}", f"vocabulary_{first}"
+        note = None
+        if self._fitted is not None:
+            if self.config.mode is Mode.extend:
+                known = f"{known}_old"
+            note = note_of_new_values(self.engine.rows, counts, known, owner.name)
+        if self.config.mode is not Mode.transform:
+            note = note or note_of_twins(self.engine.rows, counts, owner.name)
+        if note is not None:
+            self.progress.say(note)
 
     def _limit(self, owner: Categorical) -> int:
         """Return the count from which on a value has an id."""
@@ -890,6 +942,40 @@ class _Run:
         """Return how many of the rows `counted` have a value of a categorical feature."""
         ((seen,),) = self.engine.rows(self.values.num_rows(number, counted))
         return seen
+
+    def _count_changes(
+        self, summaries: dict[str, SplitSummary], statistics: dict[str, list[list[float]]]
+    ) -> None:
+        """Count per split what became of the items of lists, and the values that transforms emptied or replaced."""
+        lists = [(i, f) for i, f in enumerate(self.table.categorical) if f.is_list]
+        changes = changed_values(self.table.numerical, statistics)
+        drops = self.table.empty_items == "dropped"
+        counts = []
+        for number, feature in lists:
+            every, whole = (
+                self.engine.num_items(f"c{number}", whole=is_whole) for is_whole in (False, True)
+            )
+            items, most = whole if drops else every, feature.hotness
+            counts += [f"sum({every} - {whole})"]
+            counts += (
+                ["0", "0", "0"]
+                if most is None
+                else [
+                    f"sum(CASE WHEN {items} > {most} THEN 1 ELSE 0 END)",
+                    f"sum(greatest({items} - {most}, 0))",
+                    f"sum(CASE WHEN {items} < {most} THEN 1 ELSE 0 END)",
+                ]
+            )
+        counts += [f"sum(CASE WHEN {condition} THEN 1 ELSE 0 END)" for *_, condition in changes]
+        for split, rows in self.splits.items() if counts else ():
+            selected = ", ".join(f"CAST({count} AS BIGINT)" for count in counts)
+            ((*found,),) = self.engine.rows(f"SELECT {selected} FROM {rows_of(rows)}")
+            summary = summaries[split]
+            for place, (_, feature) in enumerate(lists):
+                summary.lists[feature.name] = ListCounts(*found[4 * place : 4 * place + 4])
+            for (name, kind, _), count in zip(changes, found[4 * len(lists) :], strict=True):
+                of_kind = summary.emptied if kind == "emptied" else summary.clipped
+                of_kind[name] = of_kind.get(name, 0) + count
 
     def _count_unseen(
         self,

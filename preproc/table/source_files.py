@@ -2,6 +2,7 @@
 
 import csv
 import glob
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,8 +99,11 @@ def read_columns(source: Source, files: list[RawFile]) -> SourceFiles:
 
 
 def listed(names: list[str]) -> str:
-    """Return column names as a message lists them."""
-    return shortened(", ".join(printable(name) for name in names), 300)
+    """Return column names as a message lists them: in quotes if they have blanks or commas, which would not be seen."""
+    return shortened(
+        ", ".join(shown(name) if re.search(r"[\s,]", name) else printable(name) for name in names),
+        300,
+    )
 
 
 def _check_names(file: RawFile, names: list[str]) -> None:

@@ -250,6 +250,12 @@ class SparkEngine:
             f"(SELECT {row}, posexplode({column}) AS (position_, item_) FROM {relation})"
         )
 
+    def num_items(self, column: str, *, whole: bool) -> str:
+        """Count the items."""
+        if whole:
+            column = f"filter({column}, item_ -> CAST(item_ AS STRING) <> '')"
+        return f"coalesce(array_size({column}), 0)"
+
     def close(self) -> None:
         """Do nothing: the session ends with the process, and `spark-submit` may own it."""
 

@@ -6,7 +6,7 @@ isnan itself sees it.
 """
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -25,6 +25,7 @@ from preproc.table.expressions import (
     shown_value,
     text,
 )
+from preproc.table.known_values import text_of_five
 from preproc.table.source_files import SourceFiles, listed, refuse_damaged
 from preproc.table.text_order import is_text, ordered_text, refuse_text_order, remedy
 from preproc.text_columns import TEXT_TYPES, TextColumns
@@ -49,6 +50,20 @@ VALUE_NAMES = {
     *("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp"),
 }
 """Names that an engine takes for a value of its own where no column has them, in quotes too."""
+
+
+ROLES = {
+    **{
+        "label": "label",
+        "weight": "weight",
+        "keep_rate": "keep rate",
+        "n": "feature",
+        "c": "feature",
+    },
+    **{"who": "history", "time": "history", "past": "history", "split": "split", "keep": "kept"},
+    "key": "order",
+}
+"""What a column becomes by the names of the columns of expressions, without their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +109,7 @@ class Staging:
         order_by: columns of the query that order it.
         sources: by name, resolved.
         table: the description, without the labels, the weight and the keep rate that the sources lack.
-        of_floats: categorical features whose values are floating-point numbers.
+        five: the text of the number 5, by categorical feature whose values are numbers.
         text_columns: which columns were text in the fit, or are text if that does not tell.
     """
 
@@ -124,6 +139,9 @@ class Staging:
         self._fitted = None if fitted is None else fitted.named(sources)
         self._expressions = _expressions_of(table)
         base = self._base()
+        self._names = [
+            name for name, _ in engine.columns(base) if not OWN_COLUMN.fullmatch(name.lower())
+        ]
         found = self._find_text_columns(base)
         self.text_columns = found if self._fitted is None else self._fitted.over(found)
         self._column_names = set(found.result)
@@ -132,7 +150,7 @@ class Staging:
             self._expressions = _expressions_of(self.table)
         if table.query and table.split.needs_file:
             self._require_file(base)
-        self._refuse_other_values(base)
+        self._refuse_other_values()
         reason = "not one value per expression"
         try:
             values = self._values(base)
@@ -171,6 +189,28 @@ class Staging:
         if self.table.query and is_fit:
             query = self.table.query.strip().removesuffix(";")
             refuse_text_order(self._engine, "table.query", query, None)
+
+    @property
+    def column_roles(self) -> dict[str, str]:
+        """Role of every column, that of the first expression that reads it, else unused.
+
+        Of a query these are the columns of its result, and those of sources as `source.column`.
+        """
+        roles = {name: "unused" for name in self._names}
+        for item in self._expressions:
+            role = ROLES[re.sub(r"\d*_?$", "", item.column)]
+            for name in _columns_in(item.sql, roles):
+                if roles[name] == "unused":
+                    roles[name] = role
+        query = self.table.query
+        if not query:
+            return roles
+        for source, files in self.sources.items():
+            named = set(files.columns if "*" in query else _columns_in(query, files.columns))
+            roles |= {
+                f"{source}.{name}": "query" if name in named else "unused" for name in files.columns
+            }
+        return roles
 
     def _plain_columns(self, kinds: dict[str, str]) -> dict[str, str]:
         """Return the categorical columns that are columns of text of Parquet files, and the names there."""
@@ -290,11 +330,11 @@ class Staging:
         # Columns of the base have no NaN; what expressions compute may.
         clean = {item.column for item in self._expressions if item.is_column}
         values = _with_missing(engine, values, clean=clean)
-        self.of_floats = [
-            feature.name
+        self.five = {
+            feature.name: found
             for i, feature in enumerate(table.categorical)
-            if kinds[f"c{i}"] in FLOAT_TYPES
-        ]
+            if (found := text_of_five(kinds[f"c{i}"])) is not None
+        }
         numbers = ", ".join(
             f"{number_of(f'n{i}')} AS number{i}_" for i in range(len(table.numerical))
         )
@@ -380,17 +420,16 @@ class Staging:
             except QueryError as error:
                 absent = re.match(r'Referenced column (".*) not found', str(error))
                 reason = f"no column {absent[1]}" if absent else f"{error}{_cast(error)}"
-            self._refuse_item(item, base, reason)
+            self._refuse_item(item, reason)
 
-    def _refuse_other_values(self, base: str) -> None:
+    def _refuse_other_values(self) -> None:
         """Raise ValueError for a column that does not exist but whose name is a value to the engine, such as `user`."""
         for item in self._expressions:
             if item.is_other_value(self._column_names):
-                self._refuse_item(item, base, f"no column {quoted(item.sql.strip(chr(34)))}")
+                self._refuse_item(item, f"no column {quoted(item.sql.strip(chr(34)))}")
 
-    def _refuse_item(self, item: _Expression, base: str, reason: str) -> NoReturn:
-        names = [name for name, _ in self._engine.columns(base) if not OWN_COLUMN.fullmatch(name)]
-        raise ValueError(f"{item.where}: got {item.shown}: {reason}{_hint(names)}")
+    def _refuse_item(self, item: _Expression, reason: str) -> NoReturn:
+        raise ValueError(f"{item.where}: got {item.shown}: {reason}{_hint(self._names)}")
 
 
 def _binary(name: str, key: str, title: str) -> tuple[str, list[str]]:
@@ -464,6 +503,13 @@ def _expression(column: str, where: str, name: str, sql: str) -> _Expression:
     return _Expression(
         column, f"{where}{shown(name) if name else ''}", sql or quoted(name), described
     )
+
+
+def _columns_in(sql: str, columns: Iterable[str]) -> list[str]:
+    """Return the columns that SQL names, which is not case-sensitive: words and quoted names outside of texts."""
+    names = re.findall(r"'(?:[^']|'')*'|\"((?:[^\"]|\"\")*)\"|(\w+)(?!\s*\()", sql)
+    found = {(quoted_name.replace('""', '"') or word).lower() for quoted_name, word in names}
+    return [name for name in columns if name.lower() in found]
 
 
 def _calls_isnan(sql: str) -> bool:

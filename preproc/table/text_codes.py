@@ -214,6 +214,15 @@ def read_codes(
             first = stop
 
 
+def without_empty(codes: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the codes and lengths of lists, as of `read_codes`, without the items that are missing texts."""
+    has_text = codes >= 0
+    if has_text.all():
+        return codes, lengths
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return codes[has_text], np.bincount(rows[has_text], minlength=len(lengths))
+
+
 def count_codes(
     directory: Path, column: str, rows: range, is_list: bool, num_codes: int
 ) -> np.ndarray:

@@ -4,11 +4,11 @@ Preprocessing applies it to all rows of a dataset (`preproc/table/pipeline.py`),
 rows of raw files as they are read. Relations have the columns `row_`, `n<i>` and `c<i>` of `preproc/table/staging.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from configs.table_schema import Categorical, Numerical
+from configs.table_schema import Categorical, Numerical, TableConfig, transform_of
 from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.table.expressions import as_float, hashed_id, transformed
 
@@ -24,6 +24,41 @@ def numerical_columns(
             expression = transformed(expression, transform, fitted)
         columns.append(f"{as_float(f'coalesce({expression}, 0)')} AS n{number}")
     return columns
+
+
+def length_columns(table: TableConfig, num_items: Callable[..., str]) -> list[str]:
+    """Return the expressions `... AS n<i>` of the lengths of lists, after those of the numericals.
+
+    Args:
+        table: the description.
+        num_items: of the engine.
+    """
+    whole = table.empty_items == "dropped"
+    columns: list[str] = []
+    for number, feature in enumerate(table.categorical):
+        if feature.length:
+            items = f"least({num_items(f'c{number}', whole=whole)}, {feature.hotness})"
+            columns.append(f"CAST({items} AS FLOAT) AS n{len(table.numerical) + len(columns)}")
+    return columns
+
+
+def changed_values(
+    features: Sequence[Numerical], statistics: Mapping[str, list[list[float]]]
+) -> list[tuple[str, str, str]]:
+    """Return the conditions (name, kind, SQL) of values that a transform empties (a log) or replaces (a clip)."""
+    conditions = []
+    for number, feature in enumerate(features):
+        before = f"n{number}"
+        for transform, fitted in zip(feature.transforms, statistics[feature.name], strict=True):
+            after = transformed(before, transform, fitted)
+            kind, _ = transform_of(transform)
+            if kind == "log":
+                lost = f"({before}) IS NOT NULL AND ({after}) IS NULL"
+                conditions.append((feature.name, "emptied", lost))
+            elif kind == "clip":
+                conditions.append((feature.name, "clipped", f"({after}) <> ({before})"))
+            before = after
+    return conditions
 
 
 def vocabulary_ids(values: str, vocabulary: str, feature: Categorical) -> str:
@@ -56,7 +91,10 @@ def stored_numericals(columns: Sequence[np.ndarray], dtype: str) -> np.ndarray:
 
 
 def stored_ids(
-    rows: Mapping[str, np.ndarray], part: range, feature: CategoricalFeature, is_list: bool
+    rows: Mapping[str, np.ndarray],
+    part: range,
+    feature: CategoricalFeature,
+    described: Categorical,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the ids of some rows as they are stored, [rows], [rows, hotness] or flat, and the lengths of ragged ones.
 
@@ -64,29 +102,33 @@ def stored_ids(
         rows: `id`, and `row_` of a list, of the rows `part` of a relation.
         part: the rows.
         feature: its hotness and type.
-        is_list: whether a row of the dataset may have several rows of the relation, or none.
+        described: a row of the dataset may have several rows of the relation, or none, if it is a list.
     """
     ids = np.asarray(rows["id"], np.int64 if feature.is_dynamic else np.int32)
     lengths = None
-    if is_list:
+    if described.is_list:
         lengths = np.bincount(np.asarray(rows["row_"]) - part.start, minlength=len(part))
-        ids = stored_lists(ids, lengths, feature)
+        ids = stored_lists(ids, lengths, feature, described.take)
         lengths = None if feature.hotness is not None else lengths
     elif len(ids) != len(part):  # no assertion, which `python -O` would leave out
         raise RuntimeError(f"{feature.name}: {len(ids)} ids of {len(part)} rows")
     return ids.astype(feature.dtype.newbyteorder("<")), lengths
 
 
-def stored_lists(ids: np.ndarray, lengths: np.ndarray, feature: CategoricalFeature) -> np.ndarray:
+def stored_lists(
+    ids: np.ndarray, lengths: np.ndarray, feature: CategoricalFeature, take: str
+) -> np.ndarray:
     """Return flat ids [ids] as they are stored: unchanged if ragged, else [rows, hotness].
 
-    Longer lists are cut, shorter ones are padded with 0.
+    Longer lists are cut to their `first` or `last` ids, by `take`; shorter ones are padded with 0.
     """
     hotness = feature.hotness
     if hotness is None:
         return ids
     if len(lengths) and lengths.max() > hotness:
         place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        if take == "last":
+            place = np.repeat(lengths, lengths) - 1 - place
         ids = ids[place < hotness]
     fixed = np.zeros((len(lengths), hotness), ids.dtype)
     fixed[np.arange(hotness) < lengths[:, None]] = ids

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ class FileTask:
         crc32: its expected CRC-32, hexadecimal; None if the spec lists none.
         column: check of its items; None: only the checksum is compared.
         parquet: spec of its columns, if it is a Parquet file.
-        split: split whose rows it counts; None unless it holds the label of the label rate.
+        split: split whose labels it has; None for other files.
+        label: of the split, whose sum is reported.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class FileTask:
     column: Column | None = None
     parquet: FeatureSpec | None = None
     split: str | None = None
+    label: RowColumn | None = None
 
 
 def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
@@ -64,8 +66,8 @@ def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
     assert spec.root is not None
     listed = _listed_files(spec)
 
-    def task(path: Path, column: Column, num_bytes: int, split: str | None = None) -> FileTask:
-        return FileTask(path, num_bytes, listed.pop(path, _UNLISTED)[1], column, split=split)
+    def task(path: Path, column: Column, num_bytes: int) -> FileTask:
+        return FileTask(path, num_bytes, listed.pop(path, _UNLISTED)[1], column)
 
     for split, files in spec.splits.items():
         if files.parquet:
@@ -74,11 +76,11 @@ def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
                 yield FileTask(path, num_bytes, crc32, parquet=spec, split=split)
             continue
         num_rows = num_rows_of(spec, split, files)
-        counted = spec.rate_label
         for column in _held(spec, files):
             size = num_rows * column.stored.itemsize
-            name = split if column == counted else None
-            yield task(files.columns[column.name], _row_column(spec, column), size, name)
+            found = task(files.columns[column.name], _row_column(spec, column), size)
+            is_label = column in spec.labels
+            yield replace(found, split=split, label=column) if is_label else found
         if files.numerical is not None:
             yield task(files.numerical, _numerical(spec), num_rows * _row_bytes(spec))
         for feature in spec.categorical:

@@ -9,12 +9,13 @@ import pyarrow.compute as pc
 
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, parquet_columns
 from dataloading.dataset.parquet_files import check_columns, open_file
+from preproc.report.console import LabelSum
 from preproc.verify.binary import NO_KEY, mistakes, wrong_ids
 
 
 def check_values(
     path: Path, spec: FeatureSpec, split: str
-) -> tuple[int, int, list[tuple[str, int]]]:
+) -> tuple[int, dict[str, LabelSum], list[tuple[str, int]]]:
     """Check all values of a file.
 
     Args:
@@ -23,11 +24,13 @@ def check_values(
         split: to which it belongs.
 
     Returns:
-        rows, rows labelled 1 (0 without labels), and per kind of mistake (description with the first place, number of mistakes).
+        rows, sums of the labels (none without labels), and per kind of mistake (description with the first place, number of
+        mistakes).
     """
     counts: dict[str, int] = {}
     firsts: dict[str, str] = {}
-    num_rows = ones = 0
+    num_rows = 0
+    labels: dict[str, LabelSum] = {}
     try:
         with open_file(path) as file:
             kinds = parquet_columns(spec, spec.splits[split])
@@ -38,12 +41,14 @@ def check_values(
                     counts[kind] = counts.get(kind, 0) + len(rows)
                     firsts.setdefault(kind, f"{first} at row {num_rows + int(rows[0]):,}")
                 num_rows += len(table)
-                if spec.rate_label.name in kinds:
-                    ones += pc.sum(pc.equal(table.column(spec.rate_label.name), 1)).as_py() or 0
+                for label in spec.labels:
+                    if label.name in kinds:
+                        found = labels.setdefault(label.name, LabelSum(0, label.is_binary))
+                        found.total += pc.sum(table.column(label.name)).as_py() or 0
     except (ValueError, pa.ArrowException, OSError) as error:
-        return num_rows, ones, [(str(error).partition("\n")[0].removeprefix(f"{path}: "), 1)]
+        return num_rows, labels, [(str(error).partition("\n")[0].removeprefix(f"{path}: "), 1)]
     mistakes = [(f"{n:,} {kind}, the first {firsts[kind]}", n) for kind, n in counts.items()]
-    return num_rows, ones, mistakes
+    return num_rows, labels, mistakes
 
 
 def _mistakes(table: pa.Table, spec: FeatureSpec) -> Iterator[tuple[str, np.ndarray, object]]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.feature_spec import FeatureSpec
-from preproc.report.console import Progress, SplitSummary, Stage, print_splits
+from preproc.report.console import LabelSum, Progress, SplitSummary, Stage, print_splits
 from preproc.verify.binary import FileTask, file_tasks, listed_in, listed_rows, num_rows_of
 from preproc.verify.vocabulary import vocabulary_mistakes
 
@@ -32,7 +32,7 @@ class Findings:
     Attributes:
         num_wrong: total of wrong values and files.
         lines: one per file and kind of mistake, with their number and the first place.
-        splits: rows and clicks per split.
+        splits: rows and labels per split.
     """
 
     num_wrong: int = 0
@@ -61,19 +61,21 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
         stage.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
     root = Path(config.path)
     for name, files in spec.splits.items():
-        label = spec.rate_label
-        has_labels = label.name not in files.absent
-        if not has_labels and not files.parquet:
+        if spec.labels[0].name in files.absent and not files.parquet:
             # The rows of a split are counted while its labels are read.
             findings.splits[name] = SplitSummary(num_rows_of(spec, name, files))
         split = findings.splits[name]
-        split.has_labels = has_labels
-        where = files.parquet[0].parent if files.parquet else files.columns.get(label.name, root)
-        if has_labels and label.is_binary and split.rows and split.clicks in (0, split.rows):
-            findings.add(
-                where,
-                f"every {spec.title(label)} is {int(split.clicks > 0)}; nothing to learn or score",
-            )
+        held = [label for label in spec.labels if label.name in split.labels]
+        split.labels = {label.name: split.labels[label.name] for label in held}
+        for label in held:
+            where = files.parquet[0].parent if files.parquet else files.columns[label.name]
+            ones = split.labels[label.name].total
+            if label.is_binary and split.rows and ones in (0, split.rows):
+                findings.add(
+                    where,
+                    f"every {spec.title(label)} is {int(ones > 0)}; nothing to learn or score",
+                )
+        where = files.parquet[0].parent if files.parquet else root
         written = listed_rows(spec, name)
         if files.parquet and written is not None and written != split.rows:
             findings.add(where, f"{split.rows:,} rows, want the {written:,} of the spec")
@@ -112,7 +114,7 @@ def verify(tasks: list[FileTask], threads: int, advance: Callable[[int], None]) 
     """
     findings = Findings()
     with ThreadPoolExecutor(threads) as pool:
-        running = [pool.submit(_verify_file, task, advance) for task in tasks]
+        running = {pool.submit(_verify_file, task, advance): task for task in tasks}
         try:
             for done in as_completed(running):
                 part = done.result()
@@ -120,8 +122,12 @@ def verify(tasks: list[FileTask], threads: int, advance: Callable[[int], None]) 
                 findings.lines += part.lines
                 for split, summary in part.splits.items():
                     whole = findings.splits.setdefault(split, SplitSummary(0))
-                    whole.rows += summary.rows
-                    whole.clicks += summary.clicks
+                    # Files of Parquet add up, and each label has a binary file of all rows.
+                    is_part = running[done].parquet is not None
+                    whole.rows = summary.rows + is_part * whole.rows
+                    for name, label in summary.labels.items():
+                        whole.labels.setdefault(name, LabelSum(0, label.is_binary))
+                        whole.labels[name].total += label.total
         finally:
             pool.shutdown(cancel_futures=True)
     order = dict.fromkeys(task.split for task in tasks if task.split)
@@ -131,7 +137,8 @@ def verify(tasks: list[FileTask], threads: int, advance: Callable[[int], None]) 
 
 def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
     findings = Findings()
-    crc32 = ones = num_wrong = num_items = 0
+    crc32 = num_wrong = num_items = 0
+    labels = {task.label.name: LabelSum(0, task.label.is_binary)} if task.label else {}
     first = ""
     for data in _chunks(task.path):
         advance(len(data))
@@ -146,7 +153,8 @@ def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
             at = int(wrong.argmax())
             first = f"{items[at]} at {column.place(num_items + at)}"
         num_wrong += int(np.count_nonzero(wrong))
-        ones += int(np.count_nonzero(items == 1)) if task.split else 0
+        for label in labels.values():
+            label.add(items)
         num_items += len(items)
     got = task.path.stat().st_size
     if task.num_bytes is not None and got != task.num_bytes:
@@ -163,11 +171,11 @@ def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
     if task.parquet:
         from preproc.verify.parquet import check_values
 
-        num_items, ones, mistakes = check_values(task.path, task.parquet, task.split or "")
+        num_items, labels, mistakes = check_values(task.path, task.parquet, task.split or "")
         for text, count in mistakes:
             findings.add(task.path, text, count)
     if task.split:
-        findings.splits[task.split] = SplitSummary(num_items, ones)
+        findings.splits[task.split] = SplitSummary(num_items, labels)
     return findings
 
 

@@ -72,7 +72,9 @@ def write_raw_values(
     return {
         "columns": columns,
         "missing": features.missing,
+        "empty_items": features.empty_items,
         "is_text": _text_columns(state, columns, categorical, history),
+        "five": _five(state.five, categorical, history),
         "float16": spec.numerical_dtype.name == "float16",
         "numerical": numerical,
         "categorical": categorical,
@@ -105,6 +107,8 @@ def _categorical(
         "cross": feature.cross,
         "separator": feature.separator,
         "list": feature.list,
+        "take": feature.take,
+        "length": feature.length,
         "buckets": owner.buckets,
         "is_key": owner.is_dynamic,
         "vocabulary": sizes.get(owner.name),
@@ -118,6 +122,15 @@ def _history(history: History, columns: dict[str, int]) -> dict[str, Any]:
         )
     columns[history.name] = 2
     return {"name": history.name, "of": history.of, "length": history.length}
+
+
+def _five(
+    five: Mapping[str, str], categorical: list[dict[str, Any]], history: list[dict[str, Any]]
+) -> dict[str, str]:
+    """Return the text of the number 5 in the fit, by column of numbers."""
+    columns = {f["column"]: f["name"] for f in categorical}
+    columns |= {h["name"]: h["of"] for h in history}
+    return {column: five[name] for column, name in columns.items() if name in five}
 
 
 def _text_columns(

@@ -60,6 +60,10 @@ class RawValues:
         self._histories: list[dict[str, Any]] = description["history"]
         self._is_float16: bool = description["float16"]
         self._missing = _MissingValues(description)
+        # Where a model of an earlier version does not say, empty items of lists have id 0.
+        self._drops_empty = description.get("empty_items") == "dropped"
+        # The text of the number 5 in the fit, by column.
+        self._five: Mapping[str, str] = {**description.get("five", {})}
         self._vocabularies = vocabularies
         self._keys = keys or {}
         self._optional = {manifest.keep_rate} if manifest.keep_rate else set()
@@ -122,7 +126,9 @@ class RawValues:
         ids: dict[str, Tensor | RaggedIds] = {}
         lengths = []
         for feature in self._categorical:
-            ids[feature["name"]] = self._ids(feature, inputs, shapes, num_rows)
+            ids[feature["name"]], counts = self._ids(feature, inputs, shapes, num_rows)
+            if feature.get("length"):
+                lengths.append(counts)
         for history in self._histories:
             name = history["name"]
             ids[name], counts = self._history(history, inputs[name], shapes[name], num_rows)
@@ -191,6 +197,11 @@ class RawValues:
             _refuse(
                 f"column {shown(name)} has floating-point numbers; send it as integers or BYTES"
             )
+        five = self._five.get(name, "5")
+        if five != "5":
+            _refuse(
+                f"column {shown(name)} had numbers with a point in the fit, where 5 is the text {shown(five)}; send such texts"
+            )
         is_missing = self._missing.of_numbers(name, values)
         return [
             None if missing else _text_of(number)
@@ -203,18 +214,20 @@ class RawValues:
         inputs: Mapping[str, Any],
         shapes: Mapping[str, tuple[int, ...]],
         num_rows: int,
-    ) -> Tensor | RaggedIds:
+    ) -> tuple[Tensor | RaggedIds, np.ndarray]:
+        """Return the ids of a feature, and how many of its items every row keeps, float32 [B]."""
+        ones = np.ones(num_rows, np.float32)
         if feature["cross"]:
             columns = [self._texts(name, inputs[name]) for name in feature["cross"]]
             texts = [
                 None if None in values else SEPARATOR.join(values)
                 for values in zip(*columns, strict=True)
             ]
-            return torch.from_numpy(self._encode(feature, texts))
+            return torch.from_numpy(self._encode(feature, texts)), ones
         column = feature["column"]
         texts = self._texts(column, inputs[column])
         if not feature["separator"] and not feature["list"]:
-            return torch.from_numpy(self._encode(feature, texts))
+            return torch.from_numpy(self._encode(feature, texts)), ones
         lists: list[list[str | None]]
         if feature["separator"]:
             lists = [[] if text is None else _split(text, feature["separator"]) for text in texts]
@@ -223,19 +236,26 @@ class RawValues:
             lists = [
                 _without_end(texts[row * width : (row + 1) * width]) for row in range(num_rows)
             ]
+        if self._drops_empty:
+            lists = [_present(values) for values in lists]
         return self._several(feature, lists)
 
     def _several(
         self, feature: Mapping[str, Any], lists: list[list[str | None]]
-    ) -> Tensor | RaggedIds:
-        """Return the ids of lists: cut or filled with id 0 to fixed hotness, or ragged."""
+    ) -> tuple[Tensor | RaggedIds, np.ndarray]:
+        """Return the ids of lists, cut or filled with id 0 to fixed hotness, or ragged; and their items, float32 [B]."""
         hotness = self._hotness[feature["name"]]
         if hotness is not None:
-            lists = [values[:hotness] + _missing(hotness - len(values)) for values in lists]
-        ids = self._encode(feature, [value for values in lists for value in values])
+            kept = slice(-hotness, None) if feature.get("take") == "last" else slice(hotness)
+            lists = [values[kept] for values in lists]
+        lengths = [len(values) for values in lists]
         if hotness is not None:
-            return torch.from_numpy(ids)
-        return RaggedIds(torch.from_numpy(ids), torch.tensor([len(values) for values in lists]))
+            lists = [values + _missing(hotness - len(values)) for values in lists]
+        ids = torch.from_numpy(
+            self._encode(feature, [value for values in lists for value in values])
+        )
+        counts = np.array(lengths, np.float32)
+        return (ids if hotness is not None else RaggedIds(ids, torch.tensor(lengths))), counts
 
     def _history(
         self, history: Mapping[str, Any], values: Any, shape: tuple[int, ...], num_rows: int
@@ -247,8 +267,7 @@ class RawValues:
             for row in range(num_rows)
         ]
         of = self._by_name[history["of"]] | {"name": history["name"]}
-        counts = np.array([len(values) for values in lists], np.float32)
-        return self._several(of, lists), counts
+        return self._several(of | {"take": "first"}, lists)
 
     def _encode(self, feature: Mapping[str, Any], texts: Texts) -> np.ndarray:
         """Return the id of each value, int64."""

@@ -7,6 +7,7 @@ import pytest
 from configs.console import LiteralConsole
 from preproc.report.console import (
     ColumnSummary,
+    LabelSum,
     Progress,
     SplitSummary,
     print_columns,
@@ -28,10 +29,10 @@ def test_names_reach_the_terminal_as_they_are_written_and_never_raw(is_terminal)
         stage._shown = 0.0
         stage.update(1, 1)
     column = ColumnSummary(0.0, 1, 1, [], 1)
-    split = SplitSummary(1, 0, {HOSTILE: 0})
+    split = SplitSummary(1, {HOSTILE: LabelSum()}, {HOSTILE: 0})
     print_columns(console, {HOSTILE: column}, {HOSTILE: split}, HOSTILE)
     print_splits(console, {HOSTILE: split})
     text = stream.getvalue()
-    assert text.count(ESCAPED) >= 6
+    assert text.count(ESCAPED) >= 7
     assert "\x1b[31m" not in text
     assert not [line for line in text.splitlines() if line.strip().startswith("error:")]

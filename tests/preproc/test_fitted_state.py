@@ -422,5 +422,7 @@ def test_damaged_counts_of_the_day_before_are_named(people, tmp_path):
     no_text(rare, b"Oslo")
     record_again(tmp_path / "fit", "rare/city.parquet")
     day = ["mode=extend", f"fitted={tmp_path / 'fit'}"]
+    later = people.with_name("later.csv")
+    later.write_text(people.read_text() + people.read_text().splitlines()[-1] + "\n")
     with pytest.raises(Refused, match=re.escape(f"{rare}: damaged Parquet data (Invalid")):
-        build(people, tmp_path / "out", *day)
+        build(later, tmp_path / "out", *day)

@@ -14,6 +14,7 @@ import yaml
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.dataset_directory import check_output, verify_checksums, write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.split_files import Lengths
 from tests.helpers.handwritten import ROWS, SPEC, ids, label, numericals, write_handwritten
 
 RUNS = {
@@ -172,6 +173,22 @@ def test_a_ragged_mean_is_measured_and_hotness_written(tmp_path):
     path = tmp_path / "d/feature_spec.yaml"
     path.write_text("".join(line for line in path.open() if "mean_hotness" not in line))
     assert FeatureSpec.load(tmp_path / "d").categorical[2] == features["tags"]
+
+
+def test_one_long_row_does_not_set_the_mean():
+    lengths = np.arange(3000) % 3
+    usual, one, few = Lengths(), Lengths(), Lengths()
+    usual.add(lengths)
+    one.add(lengths[:1000])
+    one.add(np.append(lengths[1000:], 60_000))
+    few.add(np.array([0, 1, 900]))
+    assert usual.mean == pytest.approx(1)
+    assert one.mean == pytest.approx(1, abs=0.001)
+    # A few rows are no base for what is usual; and a feature that few rows have is not nothing.
+    assert few.mean == pytest.approx(901 / 3)
+    rare = Lengths()
+    rare.add(np.append(np.zeros(9999, int), 7))
+    assert rare.mean == pytest.approx(1 / 10_000)
 
 
 def test_ragged_offsets_are_as_described(tmp_path):

@@ -50,7 +50,7 @@ def test_features_without_any_id_are_named(columns, named):
         assert f"no row of 20 has a known value of {named}: " in str(unknown.note)
 
 
-def test_whole_numbers_that_became_floats_are_noted(tmp_path):
+def test_unknown_values_are_noted_and_whole_numbers_that_became_floats_refused(tmp_path):
     frame = pd.DataFrame(
         {"y": [0, 1] * ROWS, "item": list(range(8)) * (ROWS // 4), "city": ["x", "y"] * ROWS}
     )
@@ -65,8 +65,8 @@ def test_whole_numbers_that_became_floats_are_noted(tmp_path):
     run_dir = tmp_path / "run"
     ended = run_command(*OPTIONS, f"data.path={tmp_path / 'data'}", f"run_dir={run_dir}")
     assert ended.exit_code == 0, ended.err
-    floats = frame.assign(item=frame["item"] + 0.0)
-    for name, rows in (("same", frame), ("floats", floats)):
+    floats, others = (frame.assign(item=frame["item"] + number) for number in (0.0, 90))
+    for name, rows in (("same", frame), ("others", others), ("floats", floats)):
         rows.to_parquet(tmp_path / f"{name}.parquet")
         scored = run_command(
             *OPTIONS,
@@ -76,14 +76,20 @@ def test_whole_numbers_that_became_floats_are_noted(tmp_path):
             f"checkpoint.restore={run_dir / 'checkpoints/best'}",
             f"output={tmp_path / name}.csv",
         )
+        if name == "floats":
+            assert scored.exit_code == 2
+            assert "in other writing: '0.0' here, '0' in the fit" in scored.err
+            continue
         assert scored.exit_code == 0, scored.err
         text = f"warning: no row of {2 * ROWS} has a known value of 'item': "
-        assert (text in scored.out) == (name == "floats")
+        assert (text in scored.out) == (name == "others")
     run = Run.load(run_dir, fitted=tmp_path / "data")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.predict(frame)
     with pytest.warns(UserWarning, match="known value of 'item'"):
+        run.predict(others)
+    with pytest.raises(ValueError, match=r"in other writing: '0\.0' here, '0' in the fit"):
         run.predict(floats)
     with pytest.raises(ValueError, match="batch_size=0; want a whole number"):
         run.predict(frame, batch_size=0)

@@ -467,6 +467,17 @@ def test_a_missing_day_is_refused(tmp_path, output):
     )
 
 
+def test_a_comma_separated_file_is_led_to_the_table_route(tmp_path, output):
+    lines = [",".join(["label", *(f"I{n}" for n in range(39))]), ",".join(["0"] * 40)]
+    source = write_lines(tmp_path / "raw.csv", lines)
+    fails(
+        rf"{source}, line 1: 39 commas and no tab, wanted 40 columns separated by tabs; describe comma-separated files as "
+        r"a table \(layout=table, docs/your_data\.md\)",
+        f"source={source}",
+        f"output={output}",
+    )
+
+
 def test_a_header_line_is_named(tmp_path, output):
     source = write_lines(tmp_path / "raw.tsv", [raw_line("label", i1="I1"), *GOOD])
     fails(

@@ -4,11 +4,19 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, SplitSummary
+from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, LabelSum, SplitSummary
 from preproc.report.distributions import BLOCK_ROWS, BLOCKS, NUM_BINS, read_distributions
 from preproc.report.plot import MOST_ROWS, ReportFacts, draw
 
-FACTS = ReportFacts("shop", {"train": SplitSummary(900, 90), "test": SplitSummary(100, 5)}, 2)
+FACTS = ReportFacts(
+    "shop",
+    {
+        "train": SplitSummary(900, {"click": LabelSum(90)}),
+        "test": SplitSummary(100, {"click": LabelSum(5)}),
+    },
+    2,
+)
+UNLABELLED = {"train": SplitSummary(900), "test": SplitSummary(100)}
 
 
 def distribution(tmp_path, values):
@@ -49,6 +57,14 @@ def test_a_distribution_has_quantiles_and_all_values(tmp_path):
     assert (constant.low, constant.high, sum(constant.counts)) == (7, 7, 9)
 
 
+@pytest.mark.parametrize("numbers", [24, 100, 2000])
+def test_whole_numbers_have_no_comb(tmp_path, numbers):
+    counts = distribution(tmp_path, np.arange(20 * numbers) % numbers).counts
+    assert len(counts) <= NUM_BINS
+    # Values beyond the 1 % quantiles are in the first and the last bin, which may have fewer numbers.
+    assert len({*counts[1:-1]}) == 1
+
+
 def test_many_rows_are_read_in_blocks_from_the_first_to_the_last(tmp_path):
     found = distribution(tmp_path, np.arange(BLOCKS * BLOCK_ROWS * 3))
     assert found.rows == BLOCKS * BLOCK_ROWS
@@ -76,16 +92,21 @@ def test_numericals_have_their_distribution_and_categoricals_their_coverage(tmp_
         "rows whose value is kept, % of those that have one",
     ]
     assert "shop   ·   1 numerical and 1 categorical features" in texts
-    assert "train 900 rows, 10.00 % clicks   ·   test 100 rows, 5.00 % clicks" in texts
+    assert "train 900 rows, click 10.00 %   ·   test 100 rows, click 5.00 %" in texts
     assert {"2.333", "20.0", "20 of 50"} <= set(texts)
 
 
 def test_one_kind_of_features_leaves_no_panel_for_the_other(tmp_path, drawn):
     one = ColumnSummary(0.0, rows=9, distribution=distribution(tmp_path, [3.0] * 9))
-    titles, texts = drawn({"price": one}, ReportFacts("shop", FACTS.splits, 1, has_clicks=False))
+    titles, texts = drawn({"price": one}, ReportFacts("shop", UNLABELLED, 1))
     assert len(titles) == 2
     assert "always 3" in texts
     assert "train 900 rows   ·   test 100 rows" in texts
+    many = {f"label {n}$": LabelSum(45) for n in range(9)} | {"stars": LabelSum(3150, False)}
+    _, texts = drawn({"price": one}, ReportFacts("shop", {"train": SplitSummary(900, many)}))
+    for part in (r"train 900 rows, label 0\$ 5.00 %, ", r"label 8\$ 5.00 %, stars mean 3.5"):
+        assert part in " ".join(texts[1:3])
+    assert max(len(text) for text in texts) < 180
     titles, _ = drawn({"item": categorical(covered=False)})
     assert titles == ["missing, % of rows", "values that are kept (dark) of those seen, limit 2"]
     assert drawn({})[0] == []

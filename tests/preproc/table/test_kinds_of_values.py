@@ -21,14 +21,26 @@ def described(tmp_path, values: pa.Array, **feature) -> dict:
     }
 
 
-@pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])
-def test_floating_point_values_have_a_note(tmp_path, kind, capsys):
-    values = pa.array([None, *range(1, 40)], kind)
+@pytest.mark.parametrize(
+    ("kind", "five"),
+    [
+        (pa.float32(), "floating-point numbers, so 5 is the text 5.0,"),
+        (pa.float64(), "floating-point numbers, so 5 is the text 5.0,"),
+        (pa.decimal128(22, 2), "decimals, so 5 is the text 5.00,"),
+        (pa.decimal128(22, 0), ""),
+    ],
+)
+def test_values_with_a_point_have_a_note(tmp_path, kind, five, capsys):
+    values = pa.array([None, *range(1, 40)], pa.int64()).cast(kind)
     build(tmp_path / "out", described(tmp_path, values))
-    assert "note: the values of 'user' are floating-point numbers" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"note: the values of 'user' are {five}" in printed or not five
+    assert ("note: the values" in printed) == bool(five)
+    if not five:
+        return
     whole = described(tmp_path, values, expression="CAST(user AS BIGINT)")
     files = build(tmp_path / "whole", whole)
-    assert "floating-point" not in capsys.readouterr().out
+    assert "note: the values" not in capsys.readouterr().out
     assert files == build(tmp_path / "integers", described(tmp_path, values.cast(pa.int64())))
 
 

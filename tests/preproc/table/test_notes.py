@@ -1,6 +1,7 @@
 """Lines of the report on a numerical feature that nobody scaled, and on labels that are all the same."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -68,6 +69,43 @@ def test_the_note_of_a_table_counts_training_rows_after_their_transforms(tmp_pat
     options = ("mode=transform", f"fitted={tmp_path / 'out'}", "split_name=null")
     assert build(tmp_path / "again", table, *options) == files
     assert "note:" not in capsys.readouterr().out
+
+
+def test_values_that_a_transform_empties_are_counted(tmp_path, capsys):
+    rows = [f"{i % 2},a,{i - 20 if i % 5 else ''}" for i in range(80)]
+    (tmp_path / "t.csv").write_text("\n".join(["y,c,x", *rows]) + "\n")
+    (tmp_path / "day.csv").write_text("\n".join(["y,c,x", *rows[:60]]) + "\n")
+    table = {
+        "sources": {"t": {"files": str(tmp_path / "t.csv")}},
+        "label": {"name": "y"},
+        "categorical": ["c"],
+        "numerical": [
+            {"name": "x", "transforms": [{"log": 1}, {"fill": 3}]},
+            {"name": "good", "expression": "x", "transforms": [{"clip": [0, 9]}, {"log": 1}]},
+        ],
+        "split": {"train": 0.5},
+    }
+    day = table | {"sources": {"t": {"files": str(tmp_path / "day.csv")}}}
+    fitted = f"fitted={tmp_path / 'out'}"
+    # Of x < 0 four of five are no empty field: ln(x + 1) has no value.
+    for name, described, options, counts in (
+        ("out", table, (), {"train": 16, "test": 0}),
+        ("transform", table, ("mode=transform", fitted), {"test": 16}),
+        ("extend", day, ("mode=extend", fitted), {"train": 16, "test": 0}),
+    ):
+        files = build(tmp_path / name, described, *options)
+        report = json.loads((tmp_path / name / "report.json").read_text())
+        assert {s: found["emptied"]["x"] for s, found in report["splits"].items()} == counts
+        assert not any(found["emptied"]["good"] for found in report["splits"].values())
+        assert sum(found["clipped"]["good"] for found in report["splits"].values()) > 16
+        first = files[f"{next(iter(counts))}/numerical.bin"]
+        assert np.frombuffer(first, "<f2").reshape(-1, 2)[:20, 0].tolist() == [3] * 20
+        lines = [line for line in capsys.readouterr().out.splitlines() if "log is not" in line]
+        (line,) = lines
+        assert (
+            f"note: log is not defined for 16 of {80 if name != 'extend' else 60} values of 'x'"
+            in line
+        )
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,14 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
         build(tmp_path / "out", table)
 
 
+def test_blanks_of_a_header_are_seen_in_the_message(tmp_path):
+    (tmp_path / "a.csv").write_text("y, c,x 1\n0,a,1\n1,b,2\n")
+    with pytest.raises(
+        Refused, match=r"'c': got column 'c': no column \"c\"; .* are y, ' c', 'x 1'$"
+    ):
+        build(tmp_path / "out", described(tmp_path / "a.csv", numerical=[]))
+
+
 @pytest.mark.parametrize("kind", ["fifo", "device"])
 def test_only_regular_files_are_sources(tmp_path, kind):
     path = tmp_path / "fifo"

@@ -81,7 +81,7 @@ def test_a_table_with_everything_in_it(tmp_path, spark):
             draw.randint(0, 1),
             draw.choice(["", "1.5", "-2", "1e3", "0.1"]),
             draw.choice(["", "a", "é", "Z", "a b", '"q, r"', "10", "9"]),
-            "|".join(draw.choices(["x", "y", "z.*", "w"], k=draw.randint(0, 4))),
+            "|".join(draw.choices(["x", "y", "z.*", "w", ""], k=draw.randint(0, 4))),
         )
         for _ in range(160)
     ]
@@ -108,7 +108,8 @@ def test_a_table_with_everything_in_it(tmp_path, spark):
             "c",
             {"name": "long"},
             {"name": "tags", "separator": "|"},
-            {"name": "three", "expression": "tags", "separator": "|", "hotness": 3},
+            {"name": "three", "expression": "tags", "separator": "|", "hotness": 3}
+            | {"take": "last", "length": True},
             {"name": "both", "cross": ["c", "long"], "max_size": 2},
             {"name": "hashed", "expression": "c", "buckets": 4},
             {"name": "key", "expression": "tags", "separator": "|"}

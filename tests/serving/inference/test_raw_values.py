@@ -32,7 +32,7 @@ TABLE = """{
     {name: shop, frequency_limit: 3},
     {name: town, expression: city, vocabulary_of: city},
     {name: tags, separator: '|'},
-    {name: words, separator: ' ', hotness: 2, max_size: 4},
+    {name: words, separator: ' ', hotness: 2, max_size: 4, take: last, length: true},
     {name: hashed, expression: code, buckets: 50},
     {name: city_shop, cross: [city, shop]},
   ],
@@ -118,7 +118,7 @@ def test_served_values_are_those_of_preprocessing(fitted, raw):
     spec = FeatureSpec.load(root)
     wanted = open_dataset(spec).read("test", np.array([[0, len(rows)]]))
     got = featured(raw, columns_of(rows))
-    assert spec.numerical == ("age", "scaled", "price")
+    assert spec.numerical == ("age", "scaled", "price", "words_length")
     np.testing.assert_array_equal(got.numerical.numpy(), wanted.numerical)
     assert np.unique(wanted.numerical[:, 0]).size > 5
     for feature, ids, lengths in zip(spec.categorical, wanted.ids, wanted.lengths, strict=True):
