@@ -13,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests.helpers.forks import other_threads, start_servers
+from tests.helpers.workers import run_files
+
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 
@@ -113,19 +116,46 @@ FAST = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the fast subset, and put long files first."""
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take the number of processes."""
+    parser.addoption(
+        "--workers",
+        default="auto",
+        help="processes that share the tests; 0: none beside this one; auto: four, and none for named files",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the fast subset, leave `doors` out unless -m names it, and put long files first."""
     for item in items:
         if _name(item) in FAST:
             item.add_marker(pytest.mark.fast)
+    if "doors" not in config.option.markexpr:
+        doors = [item for item in items if item.get_closest_marker("doors")]
+        items[:] = [item for item in items if item not in doors]
+        config.hook.pytest_deselected(items=doors)
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(_name(item), len(places)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt what imports have made from garbage collection, which would otherwise visit some million objects each time."""
     gc.collect()
     gc.freeze()
+    if not torch.cuda.is_available() and not session.config.option.collectonly:
+        threads = other_threads()
+        assert not threads, f"forks are not safe: an import of a test file starts {threads}"
+        start_servers(session.config._tmp_path_factory.getbasetemp())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in several processes."""
+    number = _num_workers(session.config)
+    if number == 0 or session.testsfailed or session.config.option.collectonly:
+        return None
+    run_files(session, number)
+    return True
 
 
 def _name(item: pytest.Item) -> str:
@@ -133,9 +163,13 @@ def _name(item: pytest.Item) -> str:
     return item.path.relative_to(Path(__file__).parent).as_posix()
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def _num_workers(config: pytest.Config) -> int:
     """Several processes for all tests on CPUs; one for files that are named, and on a GPU, which tests would share."""
+    given = config.option.workers
+    if given != "auto":
+        return int(given)
     names_files = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    return (
-        0 if names_files or torch.cuda.is_available() else min(WORKERS, 2 * (os.cpu_count() or 1))
-    )
+    if names_files or torch.cuda.is_available() or config.option.usepdb:
+        return 0
+    cores = os.cpu_count() or 1
+    return cores if "doors" in config.option.markexpr else min(WORKERS, 2 * cores)

@@ -17,6 +17,8 @@ from unittest.mock import patch
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 
+from tests.helpers.forks import python
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -83,11 +85,14 @@ def _mode_without_files(hydra: Hydra, config_name: str | None, overrides: list[s
 _get_mode = Hydra.get_mode
 
 
-def start_command(*command: str, directory: Path) -> Ended:
-    """Run `python <command>` in `directory`, as a shell would."""
+def start_command(*command: str, directory: Path, program: str | None = None) -> Ended:
+    """Run `python <command>` in `directory`, as a shell would.
+
+    `program` is `sys.executable` where a test asks what a command imports; else a fork of a process that has imported torch.
+    """
     environment = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command],
+        [program or python(), *command],
         cwd=directory,
         env=environment,
         capture_output=True,

@@ -1,5 +1,7 @@
 """DLRM and DCNv2 against a plain reference, and their tables, options, compilation and export."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -326,12 +328,12 @@ def test_an_option_that_a_model_has_lost_is_a_change(tmp_path):
 def test_the_options_of_a_model_need_no_torchrec():
     program = "import sys; from nn.models.registry import MODELS, find_model; "
     program += "[find_model(name) for name in MODELS]; print('torchrec' in sys.modules)"
-    ended = start_command("-c", program, directory=ROOT)
+    ended = start_command("-c", program, directory=ROOT, program=sys.executable)
     assert (ended.out, ended.err) == ("False\n", "")
 
 
 def test_a_checked_option_outside_the_model_needs_no_torch():
     program = "import sys; from main import command; sys.argv = ['dlrm.py', 'optimizer.lr=-1']\n"
     program += "try:\n    command('dlrm')()\nexcept SystemExit:\n    print('torch' in sys.modules)"
-    ended = start_command("-c", program, directory=ROOT)
+    ended = start_command("-c", program, directory=ROOT, program=sys.executable)
     assert (ended.out, ended.err) == ("False\n", "error: optimizer.lr must be positive, got -1.0\n")
