@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 # Tests start some hundred processes. Without stored bytecode each would compile torch, TorchRec and the project again.
@@ -25,6 +26,8 @@ if not torch.cuda.is_available():
 
 WORKERS = 4
 """At most, and two per core: tests wait half of their time for processes, disks and signals."""
+LONG_S = 20.0
+seconds_of_files: Counter[str] = Counter()
 # Files of more than ten seconds, longest first. Workers begin with them; one that began late would keep a worker busy alone.
 LONGEST_FIRST = (
     "end_to_end/test_crash_points.py",
@@ -146,6 +149,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         threads = other_threads()
         assert not threads, f"forks are not safe: an import of a test file starts {threads}"
         start_servers(session.config._tmp_path_factory.getbasetemp())
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up the time of each file."""
+    seconds_of_files[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Name the long files that begin late."""
+    late = [
+        f"{name} ({seconds:.0f} s)"
+        for name, seconds in seconds_of_files.most_common()
+        if seconds > LONG_S and name not in LONGEST_FIRST
+    ]
+    if late and _num_workers(config):
+        terminalreporter.write_line(f"for LONGEST_FIRST of tests/conftest.py: {', '.join(late)}")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -51,7 +51,8 @@ def run_files(session: pytest.Session, num_workers: int) -> None:
     finally:
         _stop(workers)
     if left:
-        raise session.Failed(f"{len(left)} tests did not run, since their worker died")
+        session.shouldfail = f"{len(left)} tests did not run, since their worker died"
+        raise session.Failed(session.shouldfail)
 
 
 @dataclass(slots=True)

@@ -172,6 +172,7 @@ def test_every_command_that_is_shown_listens_on_loopback():
     assert all(LOOPBACK in line for line in shown)
 
 
+@pytest.mark.doors
 @pytest.mark.skipif(not SERVER, reason="TRITONSERVER names no server; install_server.sh makes one")
 def test_a_real_server_scores_as_the_model(model, repositories, tmp_path):
     ports = [_free_port() for _ in range(3)]
