@@ -30,40 +30,43 @@ LONG_S = 20.0
 seconds_of_files: Counter[str] = Counter()
 # Files of more than ten seconds, longest first. Workers begin with them; one that began late would keep a worker busy alone.
 LONGEST_FIRST = (
-    "end_to_end/test_crash_points.py",
-    "end_to_end/test_slurm_cluster.py",
     "end_to_end/test_faults.py",
-    "end_to_end/test_your_data.py",
     "end_to_end/test_resume.py",
+    "end_to_end/test_crash_points.py",
+    "nn/tiers/test_host_tier.py",
     "preproc/criteo/test_restart.py",
-    "nn/checkpoint/test_reshard.py",
-    "nn/training/test_train_step.py",
+    "nn/embedding/test_triton_embedding_bag.py",
+    "nn/models/test_family_training.py",
+    "nn/test_stages.py",
     "fuzz/test_fuzzers.py",
+    "end_to_end/test_your_data.py",
+    "nn/checkpoint/test_reshard.py",
     "preproc/criteo/test_pipeline.py",
     "preproc/criteo/test_errors.py",
-    "nn/checkpoint/test_state.py",
-    "dataloading/storage/test_commands.py",
-    "nn/tiers/test_host_tier.py",
     "nn/export/test_import.py",
-    "configs/test_recipes.py",
-    "nn/models/test_family_training.py",
+    "nn/distributed/test_node_launcher.py",
+    "dataloading/storage/test_commands.py",
+    "project/test_add_a_model.py",
     "nn/training/test_pass_layers.py",
-    "nn/test_stages.py",
-    "nn/embedding/test_triton_embedding_bag.py",
+    "nn/checkpoint/test_partial_load.py",
+    "nn/training/test_train_step.py",
+    "nn/checkpoint/test_hostile_checkpoints.py",
+    "configs/test_recipes.py",
+    "nn/checkpoint/test_manager.py",
+    "nn/checkpoint/test_state.py",
+    "nn/deltas/test_raw_keys.py",
     "end_to_end/test_run.py",
     "preproc/table/test_pipeline.py",
     "preproc/table/test_properties.py",
     "end_to_end/test_nodes.py",
-    "nn/distributed/test_node_launcher.py",
     "preproc/criteo/test_limits.py",
-    "nn/checkpoint/test_partial_load.py",
-    "project/test_add_a_model.py",
+    "nn/distributed/test_process_group.py",
     "project/test_floors.py",
     "sweep/test_sweep.py",
     "serving/exporting/test_export.py",
     "serving/server/test_server.py",
 )
-# Something of every room in about three minutes: what `-m fast` selects.
+# Something of every room in 90 seconds: what `-m fast` selects.
 FAST = {
     "configs/test_schema.py",
     "compare/test_compare.py",
@@ -128,17 +131,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no other file than those of the fast subset, if only that is asked for."""
+    is_test = collection_path.name.startswith("test_") and collection_path.is_file()
+    only_fast = config.option.markexpr == "fast" and is_test
+    return True if only_fast and _name(collection_path) not in FAST else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the fast subset, leave `doors` out unless -m names it, and put long files first."""
     for item in items:
-        if _name(item) in FAST:
+        if _name(item.path) in FAST:
             item.add_marker(pytest.mark.fast)
     if "doors" not in config.option.markexpr:
         doors = [item for item in items if item.get_closest_marker("doors")]
         items[:] = [item for item in items if item not in doors]
         config.hook.pytest_deselected(items=doors)
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(_name(item), len(places)))
+    items.sort(key=lambda item: places.get(_name(item.path), len(places)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -179,9 +189,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
-def _name(item: pytest.Item) -> str:
+def _name(path: Path) -> str:
     """Return the path of a test's file below tests/."""
-    return item.path.relative_to(Path(__file__).parent).as_posix()
+    return path.relative_to(Path(__file__).parent).as_posix()
 
 
 def _num_workers(config: pytest.Config) -> int:

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import FAST, LONGEST_FIRST, pytest_collection_modifyitems
+from tests.conftest import (
+    FAST,
+    LONGEST_FIRST,
+    pytest_collection_modifyitems,
+    pytest_ignore_collect,
+)
 
 TESTS = Path(__file__).resolve().parents[1]
 # Every folder of tests but those that run whole commands and fuzzers.
@@ -63,3 +68,14 @@ def test_long_files_come_first_and_the_others_keep_their_order():
 def test_doors_run_only_where_m_names_them(expression):
     items = [Item("test_x", "doors"), Item("test_x")]
     assert kept(items, expression) == (items if "doors" in expression else items[1:])
+
+
+def test_the_fast_subset_alone_imports_its_files_alone():
+    def ignored(expression: str) -> set[str]:
+        config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
+        files = {path for path in TESTS.rglob("*.py") if pytest_ignore_collect(path, config)}
+        return {path.relative_to(TESTS).as_posix() for path in files}
+
+    every = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
+    assert ignored("fast") == every - FAST
+    assert ignored("") == ignored("fast or doors") == set()
