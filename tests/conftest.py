@@ -14,8 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests.helpers.forking.workers import run_files
 from tests.helpers.forks import other_threads, start_servers
-from tests.helpers.workers import run_files
 
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)
@@ -68,6 +68,7 @@ LONGEST_FIRST = (
 )
 # Something of every room in 90 seconds: what `-m fast` selects.
 FAST = {
+    "helpers/forking/test_forked_python.py",
     "configs/test_schema.py",
     "compare/test_compare.py",
     "dataloading/storage/test_object_store.py",
@@ -196,9 +197,8 @@ def _name(path: Path) -> str:
 
 def _num_workers(config: pytest.Config) -> int:
     """Several processes for all tests on CPUs; one for files that are named, and on a GPU, which tests would share."""
-    given = config.option.workers
-    if given != "auto":
-        return int(given)
+    if config.option.workers != "auto":
+        return int(config.option.workers)
     names_files = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
     if names_files or torch.cuda.is_available() or config.option.usepdb:
         return 0

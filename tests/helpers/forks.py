@@ -10,7 +10,7 @@ from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from tests.helpers.forked_python import serve
+from tests.helpers.forking.forked_python import serve
 
 PYTHON_VARIABLE = "FORKED_PYTHON"
 IMPORTS = [
@@ -26,7 +26,7 @@ def start_servers(directory: Path) -> None:
     """Fork Python's fork server, and the one of `forked_python`, from this process, which has imported what tests need.
 
     They serve it and all its forks, and end when those have. Python itself would start a server per process, which imports all
-    anew. What forks print goes to `forks.log` in `directory`.
+    again. What forks print goes to `forks.log` in `directory`.
     """
     resource_tracker.ensure_running()
     alive, held = os.pipe()
@@ -67,7 +67,7 @@ def other_threads() -> list[str]:
     """Return the names of this process's threads that a fork would lack while they may hold locks."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     names.remove(Path("/proc/self/comm").read_text().strip())
-    # The allocator of PyArrow starts it anew in a fork.
+    # The allocator of PyArrow starts it again in a fork.
     return [name for name in names if name != "jemalloc_bg_thd"]
 
 

@@ -25,14 +25,14 @@ ROOMS = {
 class Item:
     """Stand-in for a collected test."""
 
-    def __init__(self, name: str, *marks: str) -> None:
-        self.path, self.marks = TESTS / name, list(marks)
+    def __init__(self, name: str, *markers: str) -> None:
+        self.path, self.markers = TESTS / name, list(markers)
 
-    def add_marker(self, mark) -> None:
-        self.marks.append(mark.name)
+    def add_marker(self, marker) -> None:
+        self.markers.append(marker.name)
 
     def get_closest_marker(self, name: str) -> bool:
-        return name in self.marks
+        return name in self.markers
 
 
 def kept(items: list[Item], expression: str = "") -> list[Item]:
@@ -61,7 +61,7 @@ def test_long_files_come_first_and_the_others_keep_their_order():
     items = kept([Item(name) for name in names])
     names = [item.path.relative_to(TESTS).as_posix() for item in items]
     assert names == [*LONGEST_FIRST, "configs/test_schema.py", "test_x"]
-    assert [item.marks for item in items[-2:]] == [["fast"], []]
+    assert [item.markers for item in items[-2:]] == [["fast"], []]
 
 
 @pytest.mark.parametrize("expression", ["", "fast", "gpu", "doors", "doors or fast"])

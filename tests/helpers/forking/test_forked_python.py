@@ -1,4 +1,4 @@
-"""Commands that are forks behave as Python's: tests/helpers/forked_python.py."""
+"""Commands that are forks behave as Python's: tests/helpers/forking/forked_python.py."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
 """Several processes for the tests of one pytest command: forks of the process that has imported and collected all.
 
-A worker of pytest-xdist imports torch and collects seven thousand tests anew, which costs some 30 seconds of CPU time each.
+A worker of pytest-xdist imports torch and collects seven thousand tests again, which costs some 30 seconds of CPU time each.
 Workers here take whole files, in order, and send their reports to the process that prints them.
 """
 

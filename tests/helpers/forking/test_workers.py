@@ -1,4 +1,4 @@
-"""The processes that share the tests of one command: tests/helpers/workers.py."""
+"""The processes that share the tests of one command: tests/helpers/forking/workers.py."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ from tests.helpers.command import ROOT
 
 CONFTEST = """
 import pytest
-from tests.helpers.workers import run_files
+from tests.helpers.forking.workers import run_files
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
