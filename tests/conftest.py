@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 # Tests start some hundred processes. Without stored bytecode each would compile torch, TorchRec and the project again.
@@ -13,6 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests.helpers.forking.workers import run_files
+from tests.helpers.forks import other_threads, start_servers
+
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 
@@ -22,43 +26,49 @@ if not torch.cuda.is_available():
 
 WORKERS = 4
 """At most, and two per core: tests wait half of their time for processes, disks and signals."""
+LONG_S = 20.0
+seconds_of_files: Counter[str] = Counter()
 # Files of more than ten seconds, longest first. Workers begin with them; one that began late would keep a worker busy alone.
 LONGEST_FIRST = (
-    "end_to_end/test_crash_points.py",
-    "end_to_end/test_slurm_cluster.py",
     "end_to_end/test_faults.py",
-    "end_to_end/test_your_data.py",
     "end_to_end/test_resume.py",
+    "end_to_end/test_crash_points.py",
+    "nn/tiers/test_host_tier.py",
     "preproc/criteo/test_restart.py",
-    "nn/checkpoint/test_reshard.py",
-    "nn/training/test_train_step.py",
+    "nn/embedding/test_triton_embedding_bag.py",
+    "nn/models/test_family_training.py",
+    "nn/test_stages.py",
     "fuzz/test_fuzzers.py",
+    "end_to_end/test_your_data.py",
+    "nn/checkpoint/test_reshard.py",
     "preproc/criteo/test_pipeline.py",
     "preproc/criteo/test_errors.py",
-    "nn/checkpoint/test_state.py",
-    "dataloading/storage/test_commands.py",
-    "nn/tiers/test_host_tier.py",
     "nn/export/test_import.py",
-    "configs/test_recipes.py",
-    "nn/models/test_family_training.py",
+    "nn/distributed/test_node_launcher.py",
+    "dataloading/storage/test_commands.py",
+    "project/test_add_a_model.py",
     "nn/training/test_pass_layers.py",
-    "nn/test_stages.py",
-    "nn/embedding/test_triton_embedding_bag.py",
+    "nn/checkpoint/test_partial_load.py",
+    "nn/training/test_train_step.py",
+    "nn/checkpoint/test_hostile_checkpoints.py",
+    "configs/test_recipes.py",
+    "nn/checkpoint/test_manager.py",
+    "nn/checkpoint/test_state.py",
+    "nn/deltas/test_raw_keys.py",
     "end_to_end/test_run.py",
     "preproc/table/test_pipeline.py",
     "preproc/table/test_properties.py",
     "end_to_end/test_nodes.py",
-    "nn/distributed/test_node_launcher.py",
     "preproc/criteo/test_limits.py",
-    "nn/checkpoint/test_partial_load.py",
-    "project/test_add_a_model.py",
+    "nn/distributed/test_process_group.py",
     "project/test_floors.py",
     "sweep/test_sweep.py",
     "serving/exporting/test_export.py",
     "serving/server/test_server.py",
 )
-# Something of every room in about three minutes: what `-m fast` selects.
+# Something of every room in 90 seconds: what `-m fast` selects.
 FAST = {
+    "helpers/forking/test_forked_python.py",
     "configs/test_schema.py",
     "compare/test_compare.py",
     "dataloading/storage/test_object_store.py",
@@ -114,29 +124,84 @@ FAST = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the fast subset, and put long files first."""
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take the number of processes."""
+    parser.addoption(
+        "--workers",
+        default="auto",
+        help="processes that share the tests; 0: none beside this one; auto: four, and none for named files",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no other file than those of the fast subset, if only that is asked for."""
+    is_test = collection_path.name.startswith("test_") and collection_path.is_file()
+    only_fast = config.option.markexpr == "fast" and is_test
+    return True if only_fast and _name(collection_path) not in FAST else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the fast subset, leave `doors` out unless -m names it, and put long files first."""
     for item in items:
-        if _name(item) in FAST:
+        if _name(item.path) in FAST:
             item.add_marker(pytest.mark.fast)
-    items.sort(key=lambda item: places.get(_name(item), len(places)))
+    if "doors" not in config.option.markexpr:
+        doors = [item for item in items if item.get_closest_marker("doors")]
+        items[:] = [item for item in items if item not in doors]
+        config.hook.pytest_deselected(items=doors)
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(_name(item.path), len(places)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt what imports have made from garbage collection, which would otherwise visit some million objects each time."""
     gc.collect()
     gc.freeze()
+    if not torch.cuda.is_available() and not session.config.option.collectonly:
+        threads = other_threads()
+        assert not threads, f"forks are not safe: an import of a test file starts {threads}"
+        start_servers(session.config._tmp_path_factory.getbasetemp())
 
 
-def _name(item: pytest.Item) -> str:
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up the time of each file."""
+    seconds_of_files[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Name the long files that begin late."""
+    late = [
+        f"{name} ({seconds:.0f} s)"
+        for name, seconds in seconds_of_files.most_common()
+        if seconds > LONG_S and name not in LONGEST_FIRST
+    ]
+    if late and _num_workers(config):
+        terminalreporter.write_line(f"for LONGEST_FIRST of tests/conftest.py: {', '.join(late)}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in several processes."""
+    number = _num_workers(session.config)
+    if number == 0 or session.testsfailed or session.config.option.collectonly:
+        return None
+    run_files(session, number)
+    return True
+
+
+def _name(path: Path) -> str:
     """Return the path of a test's file below tests/."""
-    return item.path.relative_to(Path(__file__).parent).as_posix()
+    return path.relative_to(Path(__file__).parent).as_posix()
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def _num_workers(config: pytest.Config) -> int:
     """Several processes for all tests on CPUs; one for files that are named, and on a GPU, which tests would share."""
+    if config.option.workers != "auto":
+        return int(config.option.workers)
     names_files = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    return (
-        0 if names_files or torch.cuda.is_available() else min(WORKERS, 2 * (os.cpu_count() or 1))
-    )
+    if names_files or torch.cuda.is_available() or config.option.usepdb:
+        return 0
+    cores = os.cpu_count() or 1
+    return cores if "doors" in config.option.markexpr else min(WORKERS, 2 * cores)

@@ -142,7 +142,10 @@ class ColumnEncoder:
             f"CREATE OR REPLACE TEMP TABLE vocabulary_{name} AS "
             f"{vocabulary(f'counts_{name}', self._limit)}"
         )
-        (sums,) = cursor.execute(coverage(f"counts_{name}", COVERAGE_LIMITS)).fetchall()
+        # Of an empty column the sums are 0, and the query takes a third of its time.
+        sums = (0,) * (2 + 2 * len(COVERAGE_LIMITS))
+        if held or has_non_hex:
+            (sums,) = cursor.execute(coverage(f"counts_{name}", COVERAGE_LIMITS)).fetchall()
         distinct, seen, *covered = [int(number or 0) for number in sums]
         cursor.execute(f"DROP TABLE counts_{name}")
         ((kept,),) = cursor.execute(f"SELECT count(*) FROM vocabulary_{name}").fetchall()

@@ -8,14 +8,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from hydra._internal import config_loader_impl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.types import Override, OverrideType
+
+from configs.command_line import SAVED
+from tests.helpers.forks import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,6 +71,8 @@ def _run(run: Callable[..., object], *words: str) -> Ended:
         patch.object(sys, "argv", [*words]),
         patch.dict(os.environ, COLUMNS="200"),
         patch.object(Hydra, "get_mode", _mode_without_files),
+        patch.object(config_loader_impl, "create_defaults_list", _defaults_list),
+        patch.object(ConfigLoaderImpl, "_compose_config_from_defaults_list", _composed_files),
         # Hydra copies all schemas for each group of options, and again whatever it reads of them.
         patch.object(ConfigStore, "__deepcopy__", lambda store, memo: store, create=True),
     ):
@@ -71,6 +81,47 @@ def _run(run: Callable[..., object], *words: str) -> Ended:
         except SystemExit as end:
             exit_code = end.code
     return Ended(exit_code, out.getvalue(), err.getvalue())
+
+
+def _defaults_list(*, repo: Any, overrides_list: list[Override], **of_call: Any) -> Any:
+    """Return what Hydra returns; options that choose no file change nothing of the list of files."""
+    chosen = [override for override in overrides_list if repo.group_exists(override.key_or_group)]
+    others = [override for override in overrides_list if override not in chosen]
+    is_plain = all(
+        override.type is OverrideType.CHANGE
+        and override.package is None
+        and isinstance(override.value(), str) >= (override in chosen)
+        for override in overrides_list
+    )
+    if not is_plain or not _is_known(repo, of_call["config_name"]):
+        return _create_defaults_list(repo=repo, overrides_list=overrides_list, **of_call)
+    key = str(([override.input_line for override in chosen], sorted(of_call.items())))
+    if key not in _lists:
+        _lists[key] = _create_defaults_list(repo=repo, overrides_list=chosen, **of_call)
+    return replace(_lists[key], config_overrides=others)
+
+
+def _composed_files(loader: ConfigLoaderImpl, defaults: list[ResultDefault], repo: Any) -> Any:
+    """Return what Hydra composes of the files, which takes a tenth of a second the first time."""
+    if not _is_known(repo, str(defaults)):
+        return _compose_files(loader, defaults, repo)
+    key = str(defaults)
+    if key not in _files:
+        _files[key] = _compose_files(loader, defaults, repo)
+    return deepcopy(_files[key])
+
+
+def _is_known(repo: Any, names: str | None) -> bool:
+    """Return whether all files are the project's, whose contents stay."""
+    return SAVED not in (names or SAVED) and not any(
+        source.scheme() == "file" for source in repo.get_sources()
+    )
+
+
+_lists: dict[str, Any] = {}
+_files: dict[str, Any] = {}
+_create_defaults_list = config_loader_impl.create_defaults_list
+_compose_files = ConfigLoaderImpl._compose_config_from_defaults_list
 
 
 def _mode_without_files(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
@@ -83,11 +134,14 @@ def _mode_without_files(hydra: Hydra, config_name: str | None, overrides: list[s
 _get_mode = Hydra.get_mode
 
 
-def start_command(*command: str, directory: Path) -> Ended:
-    """Run `python <command>` in `directory`, as a shell would."""
+def start_command(*command: str, directory: Path, program: str | None = None) -> Ended:
+    """Run `python <command>` in `directory`, as a shell would.
+
+    `program` is `sys.executable` where a test asks what a command imports; else a fork of a process that has imported torch.
+    """
     environment = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command],
+        [program or python(), *command],
         cwd=directory,
         env=environment,
         capture_output=True,

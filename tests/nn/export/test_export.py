@@ -208,7 +208,7 @@ def test_the_command_exports_without_torch(saved, tmp_path):
     program = "import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_module('nn.export', run_name='__main__'); "
     program += "assert 'torch' not in sys.modules"
     arguments = ["export", f"checkpoint={saved['adam']}", "output=out", "tables=[cat_3]"]
-    ended = start_command("-c", program, *arguments, directory=tmp_path)
+    ended = start_command("-c", program, *arguments, directory=tmp_path, program=sys.executable)
     assert ended.exit_code == 0, ended.err
     assert "1 tables, 4 files" in ended.out
     assert len(np.load(tmp_path / "out/cat_3.weight.npy")) == 300

@@ -22,7 +22,7 @@ from tests.helpers.gpus import NUM_STEPS, ON_GPU, worlds
 from tests.helpers.runs import stored_bytes, summary
 from tests.plain_models import PLAIN, bce, pooled
 
-STEPS = 20
+STEPS = NUM_STEPS
 DATA = [
     "data.synthetic.train_rows=2048",
     "data.synthetic.test_rows=256",

@@ -1,6 +1,7 @@
 """DLRM and DCNv2 against a plain reference, and their tables, options, compilation and export."""
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -336,14 +337,14 @@ def test_an_option_that_a_model_has_lost_is_a_change(tmp_path):
 def test_the_options_of_a_model_need_no_torchrec():
     program = "import sys; from nn.models.registry import MODELS, find_model; "
     program += "[find_model(name) for name in MODELS]; print('torchrec' in sys.modules)"
-    ended = start_command("-c", program, directory=ROOT)
+    ended = start_command("-c", program, directory=ROOT, program=sys.executable)
     assert (ended.out, ended.err) == ("False\n", "")
 
 
 def test_an_option_is_refused_before_torch_is_imported():
     program = "import sys; from main import command; sys.argv = ['dlrm.py', 'model.cross={num_layers: 2}']\n"
     program += "try:\n    command('dlrm')()\nexcept SystemExit:\n    print('torch' in sys.modules)"
-    ended = start_command("-c", program, directory=ROOT)
+    ended = start_command("-c", program, directory=ROOT, program=sys.executable)
     message = f"model.cross.num_layers is an option of dcnv2, {NONE_OF_DLRM}"
     assert (ended.out, ended.err) == ("False\n", f"error: {message}\n")
 

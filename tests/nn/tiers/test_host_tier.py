@@ -25,6 +25,7 @@ SMALL = [
     "eval.batch_size=32",
     "checkpoint.delta_every=4",
 ]
+HALF = 14  # with the end of an epoch in each
 KINDS = "model.name=tests.nn.models.test_kinds_of_tables:Kinds"
 
 
@@ -263,7 +264,7 @@ def trained_both_ways(
     losses = {"plain": first_half(plain), "tiered": first_half(tiered)}
     if directory is not None:
         saved = {
-            way: checkpoint.save(directory / way, built.step, 20, built.source.spec, built.ranks)
+            way: checkpoint.save(directory / way, built.step, HALF, built.source.spec, built.ranks)
             for way, built in (("plain", plain), ("tiered", tiered))
         }
         ways = {
@@ -275,21 +276,21 @@ def trained_both_ways(
             other = build(compose_config(*base, override))
             checkpoint.restore(saved[origin], other.step, with_optimizer=True)
             results[way] = losses["tiered"], second_half(other)
-    traffic = tiered.step.tables.host_traffic(20)
+    traffic = tiered.step.tables.host_traffic(HALF)
     for way, built in (("plain", plain), ("tiered", tiered)):
         results[way] = losses[way], second_half(built)
     return results | {"traffic": traffic}
 
 
 def first_half(built: Built) -> list[float]:
-    losses = built.train(0, 20)
+    losses = built.train(0, HALF)
     built.score(3)
     return losses
 
 
 def second_half(built: Built) -> tuple[list[float], dict[str, list[torch.Tensor]]]:
     built.step.tables.clear_touched()
-    losses = built.train(20, 20)
+    losses = built.train(HALF, HALF)
     state = {
         name: [tensor.detach().cpu().clone() for tensor in local_tensors(value)]
         for name, value in built.step.state_dict().items()

@@ -86,8 +86,10 @@ def test_an_evaluation_between_steps_changes_nothing(losses, layer):
     assert measured == losses[1][CASES.index(case)]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[1] == "dlrm"], ids="-".join)
-def test_a_run_resumes_bit_by_bit(case, tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_with_both_layers_resumes_bit_by_bit(layout, tmp_path):
+    case = ("both", "dlrm", layout)
+
     def run(name: str, steps: int) -> bytes:
         ended = run_command(
             *options(*case), "log.every=4", f"run_dir={tmp_path}/{name}", f"train.max_steps={steps}"

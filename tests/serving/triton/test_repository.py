@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor
@@ -122,6 +121,8 @@ def test_sparse_and_dense_together_score_as_the_model(model, repositories, kind)
     )
     dense_inputs = {"numerical": rows.numerical, EMBEDDINGS: sparse[EMBEDDINGS]}
     if kind == "onnx":
+        import onnxruntime  # which starts threads
+
         session = onnxruntime.InferenceSession(repository / "m_dense" / "1" / "model.onnx")
         arrays = {key: value.numpy() for key, value in dense_inputs.items()}
         found = session.run(["click", "price"], arrays)
