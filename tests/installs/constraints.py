@@ -30,7 +30,14 @@ def resolved(constraints: Path | None = None, *options: str) -> list[str]:
         project.write_text(LIST.sub("", PYPROJECT.read_text()))
         (project.parent / "README.md").touch()
         command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version=3.11"]
-        command += ["--all-extras", "--group=dev", "--no-header", "--no-annotate", *options]
+        command += [
+            "--all-extras",
+            "--group=dev",
+            "--group=doors",
+            "--no-header",
+            "--no-annotate",
+            *options,
+        ]
         command += ["--no-emit-index-url"]
         command += [f"--constraint={constraints}"] if constraints else []
         done = subprocess.run(

@@ -18,14 +18,12 @@ from tests.helpers.command import run_command
 from tests.helpers.datasets import write_clicks
 from tests.helpers.runs import at_step, differences
 
-pytestmark = [
-    pytest.mark.doors,
-    pytest.mark.skipif(COMMAND is None, reason=f"no juicefs here: {INSTALL}"),
-]
+pytestmark = pytest.mark.doors
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Gateway]:
+    assert COMMAND, f"no juicefs here: {INSTALL}"
     with gateway(tmp_path_factory.mktemp("juicefs")) as started:
         yield started
 
