@@ -17,6 +17,7 @@ if __name__ == "__main__":
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -125,6 +126,8 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
     except RankError as error:
         _end(str(error), USER_ERROR_EXIT_CODE)
     except DeviceError as error:
+        # Which call failed may help.
+        traceback.print_exception(error.__cause__)
         _end(str(error), FAULT_EXIT_CODE)
     except LostRankError as error:
         _end(str(error) or None, LOST_RANK_EXIT_CODE)

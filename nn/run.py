@@ -435,7 +435,7 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
         saving = heartbeat = None
         if ranks.world_size > 1:
             watch = StepWatch(ranks, session.recorder.run_dir / STACKS)
-            session.step.watch = watch
+            session.step.watch, session.step.loading = watch, watch.loading
             stack.enter_context(watch.watching())
         if config.checkpoint.save:
             # Its last upload may take longer than a stopped run may be silent: it ends after `StopRequest`.

@@ -1,5 +1,6 @@
 """Classification of errors during training: user errors, out of memory, lost ranks."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -67,9 +68,15 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def has_device_failed(error: Exception) -> bool:
-    """Return whether a GPU (XID, ECC) or a collective of NCCL has failed, and not for want of memory."""
+    """Return whether a GPU (XID, ECC) or a collective of NCCL has failed: neither for want of memory, nor by an error in a kernel."""
     kinds = (torch.AcceleratorError, dist.DistBackendError)
-    return (isinstance(error, kinds) or "CUDA error" in str(error)) and not is_out_of_memory(error)
+    of_program = r"device-side assert|no kernel image|invalid device function"
+    return (
+        (isinstance(error, kinds) or "CUDA error" in str(error))
+        and not is_out_of_memory(error)
+        and not is_lost_peer(error)
+        and re.search(of_program, str(error)) is None
+    )
 
 
 def lost_rank_message(ranks: Ranks) -> str:

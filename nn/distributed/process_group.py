@@ -160,8 +160,9 @@ def ranks_from_environment(device_type: str) -> Ranks:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether gloo failed because another rank exited; with NCCL the launcher ends the waiting ranks."""
-    return bool(re.search(r"Connection (closed|reset) by peer|Broken pipe", str(error)))
+    """Return whether a collective failed because another rank exited; NCCL seldom notices, and the launcher ends its ranks."""
+    lost = r"Connection (closed|reset) by peer|Broken pipe|remote process exited"
+    return bool(re.search(lost, str(error)))
 
 
 def is_first_reporter(key: str) -> bool:

@@ -30,6 +30,8 @@ MEASURED = 64
 POLL_S = 2.0
 ANSWER_S = 20.0
 """A rank whose thread gives no answer for so long is stopped or gone."""
+FROZEN = 5.0
+"""Polls that pass between two of them where the process was frozen."""
 WRITE_S = 20.0
 """Time for the stacks, whose disk may be what hangs."""
 STACKS = "stacks"
@@ -55,6 +57,8 @@ class StepWatch:
         )
         self._durations: deque[float] = deque(maxlen=MEASURED)
         self._since: float | None = None
+        # After a freeze of this process (paging, a virtual machine that moves) the clock of a step starts again.
+        self._awake_since = time.monotonic()
         self._answered = 0
         self._end = Event()
 
@@ -66,6 +70,16 @@ class StepWatch:
         since, self._since = self._since, None
         assert since is not None, "the step was entered"
         self._durations.append(time.monotonic() - since)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Leave the wait for this rank's loader out of the step: its disk is slow, and no rank hangs."""
+        since, self._since = self._since, None
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None if since is None else since + time.monotonic() - start
 
     @property
     def bound_s(self) -> float:
@@ -88,41 +102,49 @@ class StepWatch:
     def _waited_s(self) -> float:
         """Return how long the step lasts so far; 0 outside of one."""
         since = self._since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else time.monotonic() - max(since, self._awake_since)
 
     def _watch(self) -> None:
         asked_since = None
+        polled = time.monotonic()
         while not self._end.wait(POLL_S):
+            now = time.monotonic()
+            if now - polled > FROZEN * POLL_S:
+                self._awake_since = now
+            polled, since = now, self._since
             try:
                 self._answer()
-                is_new = self._since != asked_since and self._waited_s() > self.bound_s
-                silent = self._ask() if is_new else None
+                if since == asked_since or self._waited_s() <= self.bound_s:
+                    continue
+                # Once per step: if a rank is elsewhere, it asks itself when it waits too.
+                asked_since = since
+                silent = self._ask()
             except RuntimeError:
                 return  # the launcher has ended, and ends this process
-            if silent is not None:
+            polled = time.monotonic()
+            if silent is not None and self._since == since:
                 self._finish(silent)
-            if is_new:
-                # A rank was elsewhere, and this step is asked about once: the others ask when they wait too.
-                asked_since = self._since
 
     def _answer(self) -> None:
-        """Answer the latest question, and end if a rank has found that all wait."""
-        question = self._store.add("questions", 0)
-        if question > self._answered:
-            self._answered = question
+        """Answer the questions since the last call, and end if a rank has found that all wait."""
+        asked = self._store.add("questions", 0)
+        for question in range(self._answered + 1, asked + 1):
             # Half of the bound: the ranks measure the same steps, but not to the millisecond.
             waits = self._waited_s() > self.bound_s / 2
             self._store.set(f"{question}/{self._ranks.rank}", IN_STEP if waits else ELSEWHERE)
+        self._answered = asked
         if self._store.check(["found"]):
             self._finish([])
 
     def _ask(self) -> list[int] | None:
         """Ask all ranks where they are; return those that gave no answer, or None if a rank is not in a step."""
         question = self._store.add("questions", 1)
-        self._answer()
         keys = [f"{question}/{rank}" for rank in range(self._ranks.world_size)]
         end = time.monotonic() + ANSWER_S
-        while not self._store.check(keys) and time.monotonic() < end:
+        while True:
+            self._answer()  # several ranks may ask at once
+            if self._store.check(keys) or time.monotonic() > end:
+                break
             if self._end.wait(min(POLL_S, 0.5)):
                 return None
         answers = [self._store.get(key) if self._store.check([key]) else None for key in keys]

@@ -5,7 +5,7 @@ no objects.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -31,17 +31,25 @@ class Prefetcher:
         batches: host batches of this rank.
         path: exchanges the ids.
         device: where the step runs.
+        loading: returns the context of a wait for the loader.
 
     Attributes:
         data_wait_ms: time spent waiting for the loader since it was last set to 0.
     """
 
-    def __init__(self, batches: Iterator[Batch], path: StaticPath, device: torch.device) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        path: StaticPath,
+        device: torch.device,
+        loading: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
         self._batches = (
             LookAhead(batches, path, device) if path.has_disk_tables else _alone(batches)
         )
         self._path = path
         self._device = device
+        self._loading = loading
         # The next step waits for the kernels that map ids to slots; beside this step's they are served first.
         priority = -1 if path.has_host_tables else 0
         self._stream = _side_stream(device, priority) if device.type == "cuda" else None
@@ -64,7 +72,7 @@ class Prefetcher:
         with self._on_stream():
             # On the stream that copies: the loader reuses a batch's memory when this stream has reached this point.
             start = time.perf_counter()
-            with annotate(DATA_WAIT):
+            with annotate(DATA_WAIT), self._loading():
                 found = next(self._batches, None)
             self.data_wait_ms += (time.perf_counter() - start) * 1e3
             if found is not None:

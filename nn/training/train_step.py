@@ -100,6 +100,7 @@ class TrainStep:
         capture_blocker: the reason why the step is no CUDA graph, or None.
         schedule: maps the number of earlier updates to the factor of the learning rates.
         watch: context of all that waits for other ranks, but for saves and evaluations.
+        loading: returns the context of a wait for the loader.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class TrainStep:
         self.capture_blocker = capture_blocker(config, ranks)
         self.path = StaticPath(tables, context, config, capture=self.capture_blocker is None)
         self.watch: AbstractContextManager = nullcontext()
+        self.loading: Callable[[], AbstractContextManager] = nullcontext
 
     def train(self, step: int, prefetcher: Prefetcher) -> StepResult:
         """Train on the next batch of `prefetcher`.

@@ -346,7 +346,9 @@ class Trainer:
             self.save()
         num_steps = max(self.last_step - self.num_steps, 0)
         self._batches = self._train_loader.batches(self.stage.place(self.num_steps), num_steps)
-        prefetcher = Prefetcher(self._batches, self._step.path, self._ranks.device)
+        prefetcher = Prefetcher(
+            self._batches, self._step.path, self._ranks.device, self._step.loading
+        )
         self._step.set_training(True)
         self._speed = ThroughputMeter()
         return prefetcher
