@@ -264,6 +264,29 @@ def test_a_version_whose_values_have_other_ids_is_refused(raw_model, tmp_path):
     assert server.look() == server.restart() == "2"
 
 
+def test_a_feature_that_became_a_history_has_its_ids(raw_model, tmp_path):
+    """Clients see a list of its name in both."""
+
+    def write(target: Path, *, is_history: bool) -> None:
+        shutil.copytree(raw_model, target)
+        document = json.loads((target / MANIFEST).read_text())
+        # The last feature, of the vocabulary of `narrow`.
+        raw, last = document["raw"], document["raw"]["categorical"][-1]
+        last |= {"separator": "", "list": True}
+        raw["columns"]["tags"] = 2
+        raw["categorical"][1]["length"] = True
+        document["numerical"] += ["three_length", "tags_length"]
+        if is_history:
+            raw["categorical"].pop()
+            raw["history"] = [{"name": "tags", "of": "narrow", "length": 2}]
+        else:
+            last["length"] = True
+        write_manifest(target, document)
+
+    write(tmp_path / "1", is_history=False), write(tmp_path / "2", is_history=True)
+    assert servable(tmp_path) == ["2", "1"]
+
+
 @pytest.mark.parametrize(
     "values", [values_of("positions", 15), ["positions 00", *values_of("positions", 16)[1:]]]
 )
