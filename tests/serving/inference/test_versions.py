@@ -219,6 +219,39 @@ def test_a_number_that_is_used_again_serves_what_is_in_it_now(put, tmp_path):
     assert server.log[-3].startswith("version 2 is refused: ")
 
 
+def test_a_version_that_serves_is_not_replaced_by_an_older_one_when_it_is_damaged(put, tmp_path):
+    put("1")
+    path = put("2")
+    server = Server(tmp_path / "models")
+    before, table = server.versions.current, path / "tables" / "own.bin"
+    good = table.read_bytes()
+    for damage in (table.unlink, lambda: table.write_bytes(b"\xff" + good[1:])):
+        server.log.clear()
+        damage()
+        assert [server.look() for _ in range(4)] == ["2"] * 4
+        assert server.versions.current is before
+        (line,) = server.log
+        assert line.startswith(f"version 2 cannot be loaded again: {table} ")
+        assert "it serves on as it was loaded" in line
+        table.write_bytes(good)
+        assert [server.look() for _ in range(3)] == ["2"] * 3
+    assert (len(server.log), server.versions.refused) == (1, 0)
+    put("3")
+    assert server.look() == "3"
+
+
+def test_a_version_that_serves_decides_when_it_is_damaged(put, tmp_path):
+    (put("1"), put("2", "cost"))
+    server = Server(tmp_path / "models")
+    (tmp_path / "models/1/dense.pt2").unlink()
+    assert [server.look() for _ in range(3)] == ["1"] * 3
+    put("3", "cost")
+    assert server.look() == "1"
+    assert server.log[-1].endswith("; 1 serves on")
+    put("4")
+    assert server.look() == "4"
+
+
 def test_a_version_that_is_only_touched_serves_on(put, tmp_path):
     put("1")
     server = Server(tmp_path / "models")
