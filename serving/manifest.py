@@ -359,6 +359,8 @@ def _check(directory: Path, manifest: Manifest) -> None:
         raise ValueError(f"raw is {shown(manifest.raw)}, want an object or null")
     if not isinstance(manifest.source, dict) or not isinstance(manifest.proof, dict):
         raise ValueError("source and proof must be objects")
+    if not isinstance(manifest.source.get(VOCABULARIES) or {}, dict):
+        raise ValueError(f"{VOCABULARIES} of the source must be an object")
     if not _are_finite(manifest.proof):
         raise ValueError("the proof has a number that is not finite")
     rows = {}
@@ -389,7 +391,7 @@ def _check(directory: Path, manifest: Manifest) -> None:
         raise ValueError(f"there is no {DENSE}")
     if manifest.raw is not None:
         features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
-        check_raw(manifest.raw, manifest.numerical, features, manifest.keys)
+        check_raw(manifest.raw, manifest.numerical, features, manifest.keys, manifest.files)
 
 
 def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> None:

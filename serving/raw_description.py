@@ -4,11 +4,11 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from configs.messages import shown
-from configs.table_schema import FITTED_TRANSFORMS, check_transform, transform_of
+from configs.table_schema import EMPTY_ITEMS, FITTED_TRANSFORMS, TAKE, check_transform, transform_of
 
 
 def check_raw(
@@ -16,6 +16,7 @@ def check_raw(
     numerical: list[str],
     features: Mapping[str, tuple[int, int | None]],
     keys: Mapping[str, Any],
+    files: Collection[str],
 ) -> None:
     """Raise ValueError unless a description makes the features of a model, with ids of their tables.
 
@@ -24,6 +25,7 @@ def check_raw(
         numerical: names of the numerical features.
         features: cardinality and hotness of the categorical features, in the order of the model.
         keys: those that have raw keys.
+        files: of the model.
 
     Raises:
         ValueError: it does not.
@@ -36,11 +38,12 @@ def check_raw(
     missing = raw["missing"]
     is_texts = isinstance(missing, list) and all(isinstance(text, str) for text in missing)
     _require(is_texts, "missing", missing, "a list of texts")
+    _check_columns(raw, columns)
     used = {_check_numerical(feature, columns) for feature in raw["numerical"]}
     by_name = {}
     for feature in raw["categorical"]:
         by_name[feature["name"]] = feature
-        used |= _check_categorical(feature, columns, features, keys)
+        used |= _check_categorical(feature, columns, features, keys, files)
     for history in raw["history"]:
         name, of = history["name"], by_name[history["of"]]
         where = f"history {shown(name)}"
@@ -48,14 +51,29 @@ def check_raw(
         length = history["length"]
         _require(features[name][1] in (None, length), where, length, "the hotness of the feature")
         _require(type(length) is int and length > 0, where, length, "a positive length")
-        _check_ids(of | {"name": name}, features[name][0], keys)
+        _check_ids(of | {"name": name}, features[name][0], keys, files)
         used.add(name)
     names = [feature["name"] for feature in [*raw["categorical"], *raw["history"]]]
     _require(names == list(features), "categorical", names, "the features of the model")
-    names = [f["name"] for f in raw["numerical"]] + [f"{h['name']}_length" for h in raw["history"]]
+    # In the order of `TableConfig.numerical_names`.
+    names = [feature["name"] for feature in raw["numerical"]]
+    names += [f"{name}_length" for name, feature in by_name.items() if feature.get("length")]
+    names += [f"{history['name']}_length" for history in raw["history"]]
     _require(names == numerical, "numerical", names, "the numerical features of the model")
     other = sorted(used ^ set(columns))
     _require(not other, "columns", other, "the columns that features read, and no others")
+
+
+def _check_columns(raw: Mapping[str, Any], columns: Mapping[str, int]) -> None:
+    """Raise ValueError for wrong facts on the fit, each of which models of some earlier version lack."""
+    empty = raw.get("empty_items", EMPTY_ITEMS[0])
+    _require(empty in EMPTY_ITEMS, "empty_items", empty, f"one of {', '.join(EMPTY_ITEMS)}")
+    five = raw.get("five", {})
+    good = isinstance(five, dict) and all(isinstance(text, str) for text in five.values())
+    _require(good, "five", five, "texts by column")
+    were_text = raw.get("is_text")
+    good = were_text is None or all(type(were_text[name]) is bool for name in columns)
+    _require(good, "is_text", were_text, "true or false by column")
 
 
 def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> str:
@@ -77,6 +95,7 @@ def _check_categorical(
     columns: Mapping[str, int],
     features: Mapping[str, tuple[int, int | None]],
     keys: Mapping[str, Any],
+    files: Collection[str],
 ) -> set[str]:
     """Return the columns of a categorical feature."""
     name, cross, separator = feature["name"], feature["cross"], feature["separator"] or ""
@@ -87,25 +106,35 @@ def _check_categorical(
     kinds = bool(cross) + bool(separator) + is_list
     _require(kinds < 2, where, [cross, separator, is_list], "a cross, a separator or a list")
     _require(bool(separator) or is_list or hotness == 1, where, hotness, "hotness 1 without a list")
-    _check_ids(feature, cardinality, keys)
+    take, has_length = feature.get("take", TAKE[0]), feature.get("length", False)
+    _require(take in TAKE, f"{where}: take", take, f"one of {', '.join(TAKE)}")
+    _require(type(has_length) is bool, f"{where}: length", has_length, "true or false")
+    _check_ids(feature, cardinality, keys, files)
     used = set(cross or [feature["column"]])
     for column in used:
         _require(columns[column] == 1 + is_list, where, column, "a column, or a list if it is one")
     return used
 
 
-def _check_ids(feature: Mapping[str, Any], cardinality: int, keys: Mapping[str, Any]) -> None:
+def _check_ids(
+    feature: Mapping[str, Any],
+    cardinality: int,
+    keys: Mapping[str, Any],
+    files: Collection[str],
+) -> None:
     """Raise ValueError if values of a feature may have ids beyond its table."""
     name, buckets, vocabulary = feature["name"], feature["buckets"], feature["vocabulary"]
     where, wanted = f"categorical {shown(name)}", f"ids below its cardinality, {cardinality:,}"
     if feature.get("is_key"):
         _require(name in keys, where, "raw keys", "a file of their rows")
+        _require(buckets is None and vocabulary is None, where, [buckets, vocabulary], "keys alone")
         return
     if buckets is None:
         file, size = vocabulary
-        _require(isinstance(file, str), where, file, "the file of a vocabulary")
+        _require(file in files, where, file, "a vocabulary among the files of the model")
     else:
         size = buckets
+        _require(vocabulary is None, where, vocabulary, "buckets alone")
     good = type(size) is int and (buckets is not None) <= size < cardinality
     _require(good, where, size, wanted)
 

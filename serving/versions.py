@@ -7,9 +7,10 @@ directory, so a server that starts again decides as the one that ran.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from configs.messages import shown
 from dataloading.dataset.durable_files import replace_directory, sync_directory
@@ -38,12 +39,15 @@ class Deciding:
         """Return what clients of this version would send wrongly to another one, in `path`.
 
         Raises:
-            ModelError: a vocabulary is damaged.
+            ModelError: a vocabulary is damaged, or cannot be read.
         """
         parts = manifest.differing(self.manifest.interface())
         if parts or manifest == self.manifest:
             return parts
-        names = _other_ids(self.path, self.manifest, path, manifest)
+        try:
+            names = _other_ids(self.path, self.manifest, path, manifest)
+        except OSError as error:
+            raise ModelError(f"{error.filename} cannot be read ({error.strerror})") from None
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         return [f"ids of values of {', '.join(map(shown, names[:4]))}{more}"] if names else []
 
@@ -55,7 +59,7 @@ def _other_ids(before: Path, manifest: Manifest, after: Path, changed: Manifest)
     known, now = (m.source.get(VOCABULARIES) or {} for m in (manifest, changed))
     if manifest.raw is None:
         return found or [name for name in known if now.get(name, known[name]) != known[name]]
-    described = [{f["name"]: f for f in m.raw["categorical"]} for m in (manifest, changed) if m.raw]
+    described = [_described(m.raw) for m in (manifest, changed) if m.raw]
     same: dict[tuple[str, str], bool] = {}
     for name, feature in described[0].items():
         files = feature["vocabulary"], described[1][name]["vocabulary"]
@@ -71,6 +75,12 @@ def _other_ids(before: Path, manifest: Manifest, after: Path, changed: Manifest)
                 ).is_kept_by(Vocabulary(after / other, other_size))
             found += [name] * (not same[file, other])
     return list(dict.fromkeys(found))
+
+
+def _described(raw: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return what makes ids of values, by feature; a history has that of its feature."""
+    by_name = {feature["name"]: feature for feature in raw["categorical"]}
+    return by_name | {history["name"]: by_name[history["of"]] for history in raw["history"]}
 
 
 def list_versions(directory: Path) -> list[str]:

@@ -83,8 +83,6 @@ class RawValues:
             for feature in description["categorical"]:
                 if feature["vocabulary"] is not None:
                     file, size = feature["vocabulary"]
-                    if file not in manifest.files:
-                        raise ModelError(f"{directory} lists no {shown(file)}")
                     if file not in vocabularies:
                         vocabularies[file] = Vocabulary(directory / file, size)
             return cls(description, manifest, vocabularies, load_key_rows(directory, manifest))
@@ -292,8 +290,6 @@ class _MissingValues:
         columns: Mapping[str, int] = description["columns"]
         histories = {history["name"] for history in description["history"]}
         is_text: Mapping[str, bool] | None = description.get("is_text")
-        if is_text is not None and any(type(is_text[name]) is not bool for name in columns):
-            raise TypeError("is_text has values that are neither true nor false")
         # Items of a list are not whole fields; those of a history were.
         lists = {name for name, size in columns.items() if size > 1} - histories
         were_text = {name: is_text is None or is_text[name] for name in columns}

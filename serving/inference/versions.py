@@ -41,6 +41,10 @@ class Model(Protocol):
 LoadModel = Callable[[Path, Manifest], Model]
 
 
+class _OtherInterface(ModelError):
+    """A version is whole, and clients of the one that decides would send it something wrong."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Version:
     """A version that is loaded.
@@ -81,7 +85,7 @@ def load_version(
     manifest = read_complete(directory)
     differing = [] if decided is None else decided.differing(directory, manifest)
     if decided is not None and differing:
-        raise ModelError(
+        raise _OtherInterface(
             f"{directory} has other {' and '.join(differing)} than version {decided.name}, which decides; serve it from another "
             f"directory, or withdraw the versions before it (python -m serving.rollback before={name})"
         )
@@ -205,22 +209,22 @@ class Versions:
         """Return the newest version that can serve, `current` if it is that; a refusal is reported once.
 
         What serves depends on the directory alone, not on `current`: a server that starts again must decide the same. So the
-        number of a version says nothing of what is in it.
+        number of a version says nothing of what is in it. But the one that serves is not replaced by an older one because its
+        directory is damaged, as long as that is no other model: it is in memory, and so is what it decides.
         """
         names = list_versions(self._directory)
         self._refused = {name: self._refused[name] for name in names if name in self._refused}
-        decided = self._deciding(names)
+        decided = self._deciding(names, current)
         for name in names:
             path = self._directory / name
             files = _files_of(path)
-            if (
-                current is not None
-                and name == current.name
-                and self._is_unchanged(current, path, files, decided)
-            ):
-                return current
+            serving = current if current is not None and name == current.name else None
             if self._is_tried(name, files, decided):
+                if serving is not None:
+                    return serving
                 continue
+            if serving is not None and self._is_unchanged(serving, path, files, decided):
+                return serving
             try:
                 found = load_version(
                     path, name, decided, load=self._load, verify=self._verify, threads=threads
@@ -229,10 +233,17 @@ class Versions:
                     raise ModelError(f"{path} has changed while it was loaded")
             except (ValueError, OSError) as error:
                 self._refused[name] = _Refused(files, files, decided)
+                if serving is not None and not isinstance(error, _OtherInterface):
+                    self._log(
+                        f"version {name} cannot be loaded again: {error}; it serves on as it was loaded, but a mapped file that "
+                        "was overwritten in place has its new bytes; write the next version, or withdraw this one"
+                    )
+                    return serving
                 self.refused += 1
-                more = "" if current is None else f"; {current.name} serves on"
+                more = "" if current is None or serving else f"; {current.name} serves on"
                 self._log(f"version {name} is refused: {error}{more}")
             else:
+                self._refused.pop(name, None)
                 self._files, self._decided = files, decided
                 return found
         return current
@@ -267,8 +278,8 @@ class Versions:
         is_changing, refused.seen = files != refused.seen, files
         return is_changing or files == refused.tried
 
-    def _deciding(self, names: Sequence[str]) -> Deciding | None:
-        """Return the lowest-numbered complete version."""
+    def _deciding(self, names: Sequence[str], current: Version | None) -> Deciding | None:
+        """Return the lowest-numbered version that is complete, or serves."""
         for name in reversed(names):
             path = self._directory / name
             files = _files_of(path)
@@ -277,7 +288,9 @@ class Versions:
                 try:
                     known = files, read_complete(path)
                 except ModelError:
-                    continue
+                    if current is None or name != current.name:
+                        continue
+                    known = files, current.model.manifest
             self._complete = {name: known}
             return Deciding(name, path, known[1])
         return None

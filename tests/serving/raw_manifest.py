@@ -5,10 +5,11 @@ from pathlib import Path
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from serving.manifest import Feature, Manifest, Output, describe_files
+from serving.raw_description import check_raw
 
 
 def raw_manifest(spec: FeatureSpec, description: dict, directory: Path, output: str) -> Manifest:
-    """Return the manifest of a model without tables.
+    """Return the manifest of a model without tables, whose description is checked as at a load.
 
     Args:
         spec: of the dataset.
@@ -16,7 +17,7 @@ def raw_manifest(spec: FeatureSpec, description: dict, directory: Path, output: 
         directory: of the model.
         output: name of the only one.
     """
-    return Manifest(
+    manifest = Manifest(
         name="m",
         model="m",
         numerical=list(spec.numerical),
@@ -28,3 +29,6 @@ def raw_manifest(spec: FeatureSpec, description: dict, directory: Path, output: 
         raw=json.loads(json.dumps(description)),
         files=describe_files(directory),
     )
+    features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
+    check_raw(manifest.raw, manifest.numerical, features, manifest.keys, manifest.files)
+    return manifest

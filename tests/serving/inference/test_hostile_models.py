@@ -120,6 +120,33 @@ HOSTILE = {
         in_manifest("raw['numerical'][0]['fitted'][0][1] = nan"),
         "finite numbers",
     ),
+    "a vocabulary that is no file of the model": (
+        in_manifest("c[4]['vocabulary'] = ['vocabulary/other.bin', 8]"),
+        "'narrow': got 'vocabulary/other.bin', want a vocabulary among the files",
+    ),
+    "a vocabulary and buckets": (in_manifest("c[4]['buckets'] = 5"), "want buckets alone"),
+    "a vocabulary and keys": (
+        in_manifest("c[0]['vocabulary'] = c[4]['vocabulary']"),
+        "want keys alone",
+    ),
+    "vocabularies that are a list": (
+        in_manifest("d['source']['vocabularies'] = [1]"),
+        "vocabularies of the source must be an object",
+    ),
+    "the middle": (in_manifest("c[1]['take'] = 'middle'"), "take: got 'middle', want one of first"),
+    "a length that is a text": (in_manifest("c[1]['length'] = 'no'"), "want true or false"),
+    "a length of no numerical": (
+        in_manifest("c[1]['length'] = True"),
+        "want the numerical features of the model",
+    ),
+    "other empty items": (in_manifest("raw['empty_items'] = 1"), "want one of dropped, unknown"),
+    "a number as text of 5": (in_manifest("raw['five'] = {'a': 5}"), "five: .*texts by column"),
+    "is_text of a part": (in_manifest("raw['is_text'] = {'a': True}"), "KeyError|'b'"),
+    "is_text of no booleans": (
+        in_manifest("raw['is_text'] = dict.fromkeys(raw['columns'], 'yes')"),
+        "is_text: .*want true or false by column",
+    ),
+    "is_text is a list": (in_manifest("raw['is_text'] = []"), "no manifest of a model"),
     "an unknown transform": (
         in_manifest("raw['numerical'][0]['transforms'][0] = 'exec'"),
         "one of",

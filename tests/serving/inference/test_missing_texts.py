@@ -20,7 +20,6 @@ from preproc.raw_tables import RawTables
 from preproc.transformed_rows import open_transformed_rows
 from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues
-from serving.manifest import ModelError
 from tests.preproc.table.test_pipeline import build
 from tests.preproc.test_fitted_state import record_again
 from tests.serving.raw_manifest import raw_manifest
@@ -383,12 +382,3 @@ def test_what_is_no_record_of_columns_is_refused(tmp_path):
             )
         assert "fit again" in str(refused.value)
         assert "\n" not in str(refused.value)
-    path.write_text(json.dumps(saved))
-    record_again(tmp_path / "data", "preproc.json")
-    spec = FeatureSpec.load(tmp_path / "data")
-    (tmp_path / "good").mkdir()
-    description = write_raw_values(tmp_path / "good", str(tmp_path / "data"), spec, {})
-    for kinds in ({"code": True}, [], dict.fromkeys(description["columns"], "yes")):
-        manifest = raw_manifest(spec, description | {"is_text": kinds}, tmp_path / "good", "y")
-        with pytest.raises(ModelError, match="raw values are malformed"):
-            RawValues.load(tmp_path / "good", manifest)

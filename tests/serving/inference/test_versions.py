@@ -219,6 +219,39 @@ def test_a_number_that_is_used_again_serves_what_is_in_it_now(put, tmp_path):
     assert server.log[-3].startswith("version 2 is refused: ")
 
 
+def test_a_version_that_serves_is_not_replaced_by_an_older_one_when_it_is_damaged(put, tmp_path):
+    put("1")
+    path = put("2")
+    server = Server(tmp_path / "models")
+    before, table = server.versions.current, path / "tables" / "own.bin"
+    good = table.read_bytes()
+    for damage in (table.unlink, lambda: table.write_bytes(b"\xff" + good[1:])):
+        server.log.clear()
+        damage()
+        assert [server.look() for _ in range(4)] == ["2"] * 4
+        assert server.versions.current is before
+        (line,) = server.log
+        assert line.startswith(f"version 2 cannot be loaded again: {table} ")
+        assert "it serves on as it was loaded" in line
+        table.write_bytes(good)
+        assert [server.look() for _ in range(3)] == ["2"] * 3
+    assert (len(server.log), server.versions.refused) == (1, 0)
+    put("3")
+    assert server.look() == "3"
+
+
+def test_a_version_that_serves_decides_when_it_is_damaged(put, tmp_path):
+    (put("1"), put("2", "cost"))
+    server = Server(tmp_path / "models")
+    (tmp_path / "models/1/dense.pt2").unlink()
+    assert [server.look() for _ in range(3)] == ["1"] * 3
+    put("3", "cost")
+    assert server.look() == "1"
+    assert server.log[-1].endswith("; 1 serves on")
+    put("4")
+    assert server.look() == "4"
+
+
 def test_a_version_that_is_only_touched_serves_on(put, tmp_path):
     put("1")
     server = Server(tmp_path / "models")
@@ -262,6 +295,29 @@ def test_a_version_whose_values_have_other_ids_is_refused(raw_model, tmp_path):
     # On purpose, as inputs and outputs are changed; a running server decides as one that starts.
     withdraw_before(models, 2)
     assert server.look() == server.restart() == "2"
+
+
+def test_a_feature_that_became_a_history_has_its_ids(raw_model, tmp_path):
+    """Clients see a list of its name in both."""
+
+    def write(target: Path, *, is_history: bool) -> None:
+        shutil.copytree(raw_model, target)
+        document = json.loads((target / MANIFEST).read_text())
+        # The last feature, of the vocabulary of `narrow`.
+        raw, last = document["raw"], document["raw"]["categorical"][-1]
+        last |= {"separator": "", "list": True}
+        raw["columns"]["tags"] = 2
+        raw["categorical"][1]["length"] = True
+        document["numerical"] += ["three_length", "tags_length"]
+        if is_history:
+            raw["categorical"].pop()
+            raw["history"] = [{"name": "tags", "of": "narrow", "length": 2}]
+        else:
+            last["length"] = True
+        write_manifest(target, document)
+
+    write(tmp_path / "1", is_history=False), write(tmp_path / "2", is_history=True)
+    assert servable(tmp_path) == ["2", "1"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nn.library.loaded_run import Run
+from serving.manifest import Manifest
 from tests.helpers.command import run_command
 from tests.preproc.table.test_pipeline import build
 from tests.serving.served_models import export, serving, tensor
@@ -25,6 +26,7 @@ TABLE = {
         {"name": "both", "cross": ["active", "city"]},
         {"name": "hashed", "expression": "active", "buckets": 7},
         {"name": "flags", "list": True},
+        {"name": "tags", "separator": "|", "hotness": 2, "take": "last", "length": True},
     ],
 }
 
@@ -39,6 +41,7 @@ def drawn_rows() -> pa.Table:
     columns = {"bought": booleans(), "counts": [True, *booleans()[1:]], "member": booleans()}
     columns |= {"age": draw.normal(size=ROWS).tolist(), "active": active}
     columns |= {"city": [["Rom", "Wien"][n % 2] for n in range(ROWS)]}
+    columns |= {"tags": [["a", "", "b|a", "c||b|a", "|b"][n % 5] for n in range(ROWS)]}
     return pa.table(
         columns | {"flags": [[a, b] for a, b in zip(booleans(), booleans(), strict=True)]}
     )
@@ -63,6 +66,7 @@ def test_library_and_server_read_booleans_as_the_fit_did(trained):
     run = Run.load(root / "run", fitted=root / "data")
     wanted = run.predict(rows)["score"].to_numpy()
     assert np.ptp(wanted) > 0.05
+    assert Manifest.read(root / "models/1").numerical == ["member", "age", "tags_length"]
     np.testing.assert_array_equal(run.predict(rows.to_pandas())["score"], wanted)
     # Values by SQL's texts of booleans, and numbers that are 0 and 1.
     texts = [None if value is None else str(value).lower() for value in rows["active"].to_pylist()]
@@ -83,7 +87,7 @@ def test_library_and_server_read_booleans_as_the_fit_did(trained):
         numbers = [number for number, value in enumerate(texts) if value is not None]
         columns = rows.take(numbers).to_pydict()
         known = [tensor("member", "BOOL", columns["member"]), tensor("age", "FP64", columns["age"])]
-        known.append(tensor("city", "BYTES", columns["city"]))
+        known += [tensor(name, "BYTES", columns[name]) for name in ("city", "tags")]
         flagged = [tensor(name, "BOOL", columns[name]) for name in ("active", "flags")]
         status, answer = client.infer([*known, *flagged])
         assert status == 200, answer
@@ -97,12 +101,12 @@ def test_library_and_server_read_booleans_as_the_fit_did(trained):
         ]
         assert client.infer([*known, *in_texts])[1]["outputs"][0]["data"] == got["data"]
         as_features = [
-            tensor("numerical", "FP64", np.stack([features["member"], features["age"]], 1)),
-            tensor(
-                "ids", "INT64", [[features[n][0].as_py() for n in ("active", "both", "hashed")]]
-            ),
+            tensor("numerical", "FP64", np.zeros((1, 3))),
+            tensor("ids", "INT64", [[0] * 5]),
         ]
-        assert client.infer(as_features)[0] == 400, "the ragged feature is missing"
+        status, answer = client.infer(as_features)
+        assert status == 400
+        assert "'flags'" in answer["error"], "the ragged feature is missing"
 
 
 def test_a_column_of_several_types_is_refused_by_its_name(trained):
