@@ -11,7 +11,8 @@
 #   RANKS_PER_NODE     ranks per node; default: one per GPU
 #   NUMA_BINDING       torchrun's --numa-binding of each rank to the CPUs near its GPU, or none; default: node
 #   MAX_RESTARTS       restarts of failed ranks within the job (torchrun's --max-restarts); default: 3
-#   MAX_REQUEUES       requeues in a row after starts that failed, or that ended at the step at which they began; default: 10
+#   MAX_REQUEUES       requeues in a row after starts that failed, or (training without checkpoint.mirror) that ended at the step
+#                      at which they began; default: 10
 #   SBATCH_SIGNAL      sbatch's own: the warning before the time limit; default: B:USR1@300
 #   CONTAINER_IMAGE    image to run in (srun's --container-image, of the pyxis plug-in); default: none
 #   CONTAINER_MOUNTS   directories to mount in the container, such as /scratch/criteo:/data,/scratch/runs:/recsys/runs
@@ -162,7 +163,7 @@ if [[ $job == *BatchFlag=0* ]]; then
         "same run_dir resumes" >&2
     exit "$code"
 fi
-# Failures in a row. The launcher counts the starts in a row that trained nothing; 75 says that it ran.
+# Failures in a row. The launcher counts the starts in a row of a training that trained nothing; 75 says that it ran.
 record=$job_dir/failures
 mkdir -p "$job_dir"
 failures=0
