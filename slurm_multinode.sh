@@ -62,8 +62,8 @@ signal=${SBATCH_SIGNAL:-$(sed -n 's/^#SBATCH --signal=//p' "$0")}
 if [[ $job == *BatchFlag=1* && $signal == *@* && $job =~ TimeLimit=([0-9:-]+) ]]; then
     limit=$(IFS=: && seconds_of "${BASH_REMATCH[1]}")
     ((limit > ${signal##*@})) || fail "--time ($limit s) is not longer than the warning before it (${signal##*@} s), so" \
-        "no start could train; ask for more time, or set the warning: SBATCH_SIGNAL=B:USR1@SECONDS sbatch ... (sbatch --signal is not" \
-        "seen here: with it, set SBATCH_SIGNAL too)"
+        "no start could train; ask for more time, or set the warning: SBATCH_SIGNAL=B:USR1@SECONDS sbatch ..." \
+        "(sbatch --signal is not seen here: with it, set SBATCH_SIGNAL too)"
 fi
 
 python=python
