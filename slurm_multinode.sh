@@ -11,11 +11,13 @@
 #   RANKS_PER_NODE     ranks per node; default: one per GPU
 #   NUMA_BINDING       torchrun's --numa-binding of each rank to the CPUs near its GPU, or none; default: node
 #   MAX_RESTARTS       restarts of failed ranks within the job (torchrun's --max-restarts); default: 3
-#   MAX_REQUEUES       requeues in a row after starts that failed, or that ended at the step at which they began; default: 10
+#   MAX_REQUEUES       requeues in a row after starts that failed, or (training without checkpoint.mirror) that ended at the step
+#                      at which they began; default: 10
 #   SBATCH_SIGNAL      sbatch's own: the warning before the time limit; default: B:USR1@300
 #   CONTAINER_IMAGE    image to run in (srun's --container-image, of the pyxis plug-in); default: none
 #   CONTAINER_MOUNTS   directories to mount in the container, such as /scratch/criteo:/data,/scratch/runs:/recsys/runs
-#   CONTAINER_WORKDIR  directory of the recipe in the image; default: /recsys, as in our Dockerfile
+#   CONTAINER_WORKDIR  directory of the recipe in the image; default: /recsys, as in our Dockerfile. Mount a directory of the
+#                      cluster on its runs/: the reason why a start ended, and how many did, lie there
 #
 #SBATCH --job-name=recsys
 #SBATCH --ntasks-per-node=1
@@ -60,15 +62,19 @@ signal=${SBATCH_SIGNAL:-$(sed -n 's/^#SBATCH --signal=//p' "$0")}
 if [[ $job == *BatchFlag=1* && $signal == *@* && $job =~ TimeLimit=([0-9:-]+) ]]; then
     limit=$(IFS=: && seconds_of "${BASH_REMATCH[1]}")
     ((limit > ${signal##*@})) || fail "--time ($limit s) is not longer than the warning before it (${signal##*@} s), so" \
-        "no start could train; ask for more time, or set the warning: SBATCH_SIGNAL=B:USR1@SECONDS sbatch ..."
+        "no start could train; ask for more time, or set the warning: SBATCH_SIGNAL=B:USR1@SECONDS sbatch ..." \
+        "(sbatch --signal is not seen here: with it, set SBATCH_SIGNAL too)"
 fi
 
 python=python
+runs=runs
 container=()
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then
     root=${CONTAINER_WORKDIR:-/recsys}
     container=(--container-image="$CONTAINER_IMAGE" --container-workdir="$root")
     [[ -z ${CONTAINER_MOUNTS:-} ]] || container+=(--container-mounts="$CONTAINER_MOUNTS")
+    # This script runs outside.
+    ! [[ ,${CONTAINER_MOUNTS:-} =~ ,([^,:]+):"$root"/runs/?([,:]|$) ]] || runs=${BASH_REMATCH[1]}
 else
     [[ -f $1 ]] || fail "no file $1 in $PWD; submit from the root of the checkout"
     root=$PWD
@@ -93,6 +99,8 @@ done
 recipe=$(basename -- "$1" .py)
 run_dir=runs/$recipe/job_$SLURM_JOB_ID
 logs=$run_dir/logs/start_${SLURM_RESTART_COUNT:-0}
+job_dir=$runs/${run_dir#runs/}
+ended_with=$runs/${logs#runs/}/ended_with
 arguments=("$@")
 named=false
 for argument in "$@"; do
@@ -124,6 +132,10 @@ PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m nn.distributed.
 binding=()
 [[ $(scontrol show config || true) == *task/none* ]] || binding=(--cpu-bind=none)
 
+# Commands of one salloc have the same job and start, and none of them is a requeue.
+rm -f "$ended_with"
+[[ $job != *BatchFlag=0* ]] || rm -f "$job_dir/starts.txt"
+
 srun \
     --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
     ${binding[@]+"${binding[@]}"} --kill-on-bad-exit=0 \
@@ -143,7 +155,7 @@ while kill -0 "$step" 2> /dev/null; do
 done
 
 # 2, 3 and 130 are permanent (configs/exit_codes.py), and a cancelled job is not requeued.
-[[ ! -s $logs/ended_with ]] || code=$(< "$logs/ended_with")
+[[ ! -s $ended_with ]] || code=$(< "$ended_with")
 case $code in 0 | 2 | 3 | 130) exit "$code" ;; esac
 ! $cancelled || exit "$code"
 if [[ $job == *BatchFlag=0* ]]; then
@@ -151,9 +163,9 @@ if [[ $job == *BatchFlag=0* ]]; then
         "same run_dir resumes" >&2
     exit "$code"
 fi
-# Failures in a row. The launcher counts the starts in a row that trained nothing; 75 says that it ran.
-record=runs/$recipe/job_$SLURM_JOB_ID/failures
-mkdir -p "${record%/*}"
+# Failures in a row. The launcher counts the starts in a row of a training that trained nothing; 75 says that it ran.
+record=$job_dir/failures
+mkdir -p "$job_dir"
 failures=0
 [[ $code == 75 ]] || failures=$(($(cat "$record" 2> /dev/null || echo 0) + 1))
 echo "$failures" > "$record"

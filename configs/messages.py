@@ -1,6 +1,7 @@
 """Values, texts and errors of the system as a message may show them: on one line, short, without control characters."""
 
 import errno
+import re
 import reprlib
 import sys
 import unicodedata
@@ -124,6 +125,11 @@ def os_error_text(error: OSError, place: str = UNKNOWN_PLACE, more: str = "") ->
 
 
 OURS = "main configs dataloading preproc nn compare serving sweep benchmarks"
+DEPENDENCIES = (
+    "torch torchrec fbgemm_gpu hydra omegaconf numpy yaml duckdb pyarrow numba isal rich tensorboard matplotlib "
+    "antlr4 llvmlite pyre_extensions tensordict torchmetrics tqdm triton"
+)
+"""Modules that pyproject.toml installs without an extra, and those that TorchRec and others of them import."""
 EXTRAS = {
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "spark": ("pyspark",),
@@ -152,21 +158,28 @@ def require_onnx() -> None:
 def load_error_text(error: ImportError | OSError) -> str | None:
     """Return the line for a library that is missing or cannot be loaded; None for any other error.
 
-    A module of the project that is missing, or lacks a name, is an error of the program.
+    A module of the project that is missing, or lacks a name, is an error of the program. The commands that install the
+    project do not bring a module of the user.
     """
     name = ((error.name if isinstance(error, ImportError) else None) or "").partition(".")[0]
     if name in OURS.split():
         return None
+    is_brought = not name or any(
+        name in modules for modules in (DEPENDENCIES.split(), *EXTRAS.values())
+    )
     if isinstance(error, ModuleNotFoundError) and name:
-        return f"the package {name} is not installed for {sys.executable}: {_how_to_install(name)}"
+        remedy = _how_to_install(name) if is_brought else "install it there, or correct the import"
+        return f"the package {name} is not installed for {sys.executable}: {remedy}"
     # The loader of shared libraries sets no number; torch and FBGEMM call it themselves.
-    if isinstance(error, OSError) and (error.errno is not None or ".so" not in str(error)):
+    is_shared = re.search(r"\.so\b", str(error)) is not None
+    if isinstance(error, OSError) and (error.errno is not None or not is_shared):
         return None
     reason = " ".join(str(error).split())
-    return (
-        f"a library of {sys.executable} cannot be loaded: {reason}; raise the limit of memory if there is one (ulimit -v), "
-        f"or install again: {_how_to_install()}"
+    limit = "raise the limit of memory if there is one (ulimit -v), or " if is_shared else ""
+    again = (
+        f"install again: {_how_to_install(name)}" if is_brought else f"correct or reinstall {name}"
     )
+    return f"a library of {sys.executable} cannot be loaded: {reason}; {limit}{again}"
 
 
 def report_load_errors() -> None:

@@ -42,7 +42,7 @@ def _require_build(wanted: str) -> None:
     has_driver = _has_driver()
     if build == CUDA_BUILD and has_driver:
         return
-    found = "the CUDA build" if build == CUDA_BUILD else "a mixture of the CPU and the CUDA build"
+    found = "the CUDA build" if build == CUDA_BUILD else build
     command = (
         f"{sys.executable} -m pip install --force-reinstall --no-deps"
         if find_spec("pip")
@@ -54,17 +54,24 @@ def _require_build(wanted: str) -> None:
     )
 
 
-def _build() -> str | None:
-    """Return the distribution whose libraries lie in the environment, or None if they are not those of one."""
+def _build() -> str:
+    """Return the distribution whose libraries lie in the environment, or what they are if not those of one."""
+    installed, are_there = [], True
     for package in (CPU_BUILD, CUDA_BUILD):
         try:
             files = distribution(package).files or []
         except PackageNotFoundError:
             continue
         libraries = [(file.size, Path(file.locate())) for file in files if file.suffix == ".so"]
-        if all(path.exists() and path.stat().st_size == size for size, path in libraries):
+        are_there = all(path.exists() for _, path in libraries)
+        # A record may have no sizes.
+        if are_there and all(size in (None, path.stat().st_size) for size, path in libraries):
             return package
-    return None
+        installed.append(package)
+    if len(installed) > 1:
+        return "a mixture of the CPU and the CUDA build"
+    # A build that was stripped or made here has other sizes than its record.
+    return installed[0] if are_there else "incomplete"
 
 
 def _has_driver() -> bool:

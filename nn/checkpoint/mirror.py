@@ -1,6 +1,8 @@
 """Mirror of a run directory on an object store: its checkpoints and records, for machines whose disks do not outlive them."""
 
 import os
+from collections.abc import Set
+from contextlib import suppress
 from logging import Logger
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,6 +42,8 @@ class CheckpointMirror:
         self._is_behind = False
         # run.json of checkpoints that the mirror has.
         self._uploaded: dict[str, bytes] = {}
+        # Checkpoints that were removed from the mirror; some stores keep their empty folders.
+        self._removed: set[str] = set()
 
     def check(self) -> None:
         """Upload the configuration of the run, so that an address that cannot be written is refused at the start.
@@ -79,7 +83,8 @@ class CheckpointMirror:
         local = {path.name: path for path in list_checkpoints(self._run_dir / CHECKPOINTS)}
         # Before these checkpoints: a run that resumes cuts records beyond its checkpoint, and cannot make those that lack.
         self._upload_records()
-        stored = set(complete_checkpoints(self._store))
+        self._removed -= local.keys()
+        stored = set(complete_checkpoints(self._store, self._removed))
         for name, path in local.items():
             if name in stored and self._is_same(path):
                 continue
@@ -90,14 +95,16 @@ class CheckpointMirror:
                 continue
         self._upload_best()
         # Also parts of what a kill has left incomplete.
-        for name in set(self._store.folders(CHECKPOINTS)) - set(local):
+        for name in set(self._store.folders(CHECKPOINTS)) - set(local) - self._removed:
             self._store.remove(f"{CHECKPOINTS}/{name}/{RUN_FILE}")
             self._store.remove_folder(f"{CHECKPOINTS}/{name}")
+            self._removed.add(name)
 
     def _upload_records(self) -> None:
         for path in sorted(self._run_dir.iterdir()):
             if path.is_file() and not path.name.startswith("."):
-                self._store.upload(path, path.name)
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    self._store.upload(path, path.name)
 
     def _is_same(self, path: Path) -> bool:
         """Return whether the mirror's checkpoint of a step is that of the run directory, which may have saved it again."""
@@ -122,9 +129,10 @@ class CheckpointMirror:
             self._store.upload(named, f"{CHECKPOINTS}/{BEST}")
 
 
-def complete_checkpoints(store: ObjectStore) -> list[str]:
-    """Return the names of the complete checkpoints of a mirror, oldest first."""
-    names = [name for name in store.folders(CHECKPOINTS) if name.startswith("step_")]
+def complete_checkpoints(store: ObjectStore, without: Set[str] = frozenset()) -> list[str]:
+    """Return the names of the complete checkpoints of a mirror, oldest first; those in `without` are not looked at."""
+    found = set(store.folders(CHECKPOINTS)) - without
+    names = [name for name in found if name.startswith("step_")]
     complete = (name for name in names if store.has(f"{CHECKPOINTS}/{name}/{RUN_FILE}"))
     return sorted(complete, key=lambda name: step_of(Path(name)))
 

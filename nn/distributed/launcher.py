@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
@@ -44,7 +45,9 @@ def refuse_elastic_nodes(launcher: Path = Path(f"/proc/{PARENT_PID}/cmdline")) -
     """
     if not is_launched():
         return
-    words = launcher.read_bytes().decode(errors="replace").split("\0") if launcher.exists() else []
+    words: list[str] = []
+    with suppress(OSError):  # no Linux, a process that has ended, or one of somebody else
+        words = launcher.read_bytes().decode(errors="replace").split("\0")
     named = [word.removeprefix("--nnodes=") for word in words if word.startswith("--nnodes=")]
     named += [after for word, after in pairwise(words) if word == "--nnodes"]
     # torchrun's variable for the same option.

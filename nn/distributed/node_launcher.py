@@ -12,10 +12,12 @@
 """
 
 import os
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -78,7 +80,7 @@ def _run(logs: Path, node: str, binding: str, arguments: Sequence[str]) -> int:
         if find_spec(module) is None:
             raise ValueError(f"{sys.executable} has no module {module}; install the project for it")
     is_first = os.environ.get("SLURM_NODEID") == "0"
-    if is_first:
+    if is_first and shows_progress(arguments):
         # Before torch is imported: a warning during that counts too.
         requeues = int(os.environ.get("MAX_REQUEUES", "10"))
         count_start(logs.parent, newest_step(arguments), requeues)
@@ -94,6 +96,27 @@ def _run(logs: Path, node: str, binding: str, arguments: Sequence[str]) -> int:
             "no GPU is visible; ask for GPUs (sbatch --gpus-per-node 8), or set RANKS_PER_NODE to train on CPUs"
         )
     return run_node([*options, *arguments])
+
+
+def shows_progress(arguments: Sequence[str]) -> bool:
+    """Return whether a recipe that makes progress leaves newer checkpoints in its `run_dir`.
+
+    Only a training does. With a mirror the directory may be one of the node, and empty on the next; `mode=predict` resumes
+    within its file of scores.
+    """
+    named = dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
+    saved = ""
+    with suppress(OSError):  # the recipe reports a file that cannot be read
+        saved = Path(named.get("config", "").strip("'\"")).read_text(errors="replace")
+    options = (
+        ("mode", r"^mode: *(\S+)", "train"),
+        ("checkpoint.mirror", r"^ +mirror: *(\S+)", "null"),
+    )
+    for name, line, default in options:
+        found = re.search(line, saved, re.MULTILINE)
+        if named.get(name, found[1] if found else default).strip("'\"") != default:
+            return False
+    return True
 
 
 def newest_step(arguments: Sequence[str]) -> int:

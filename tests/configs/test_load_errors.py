@@ -12,13 +12,13 @@ from packaging.utils import canonicalize_name
 
 from configs import messages
 from configs.command_line import errors_end_command
-from configs.messages import EXTRAS, load_error_text, require_package
+from configs.messages import DEPENDENCIES, EXTRAS, load_error_text, require_package
 from tests.helpers.command import run_command, run_module
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = [
     *("main", "dlrm", "dcnv2", "preproc", "compare", "sweep", "nn.export", "nn.replay"),
-    *("nn.distributed.node_launcher", "serving.export", "serving.apply", "serving.run"),
+    *("serving.export", "serving.apply", "serving.run"),
     *(
         "serving.rollback",
         "serving.triton",
@@ -65,6 +65,25 @@ def test_every_command_says_so_in_a_python_without_packages():
             OSError("Could not load this library: /x/fbgemm_gpu_py.so"),
             f"a library of {sys.executable} cannot be loaded: Could not load this library: /x/fbgemm_gpu_py.so; raise the "
             f"limit of memory if there is one (ulimit -v), or install again: {TO_INSTALL}",
+        ),
+        (
+            ImportError("cannot import name 'sort' from 'torch.sort'", name="torch.sort"),
+            f"a library of {sys.executable} cannot be loaded: cannot import name 'sort' from 'torch.sort'; install again: "
+            f"{TO_INSTALL}",
+        ),
+        (
+            ModuleNotFoundError("No module named 'my_models'", name="my_models"),
+            f"the package my_models is not installed for {sys.executable}: install it there, or correct the import",
+        ),
+        (
+            ImportError("cannot import name 'x' from 'my_models'", name="my_models"),
+            f"a library of {sys.executable} cannot be loaded: cannot import name 'x' from 'my_models'; correct or reinstall "
+            "my_models",
+        ),
+        (
+            ImportError("my_ops.so: undefined symbol: f", name="my_ops"),
+            f"a library of {sys.executable} cannot be loaded: my_ops.so: undefined symbol: f; raise the limit of memory if "
+            "there is one (ulimit -v), or correct or reinstall my_ops",
         ),
     ],
 )
@@ -167,6 +186,16 @@ def test_the_extras_are_those_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     installed = packages_distributions()
+    of_module = {
+        canonicalize_name(name)
+        for module in DEPENDENCIES.split()
+        for name in installed.get(module, [])
+    }
+    needed = {
+        canonicalize_name(Requirement(text).name)
+        for text in (*project["dependencies"], *extras["cpu"])
+    }
+    assert needed - of_module <= {"fbgemm-gpu"}, "uv installs it for the extra cuda alone"
     for extra, modules in EXTRAS.items():
         brought = {canonicalize_name(Requirement(text).name) for text in extras[extra]}
         for module in modules:

@@ -207,7 +207,8 @@ def test_a_container_runs_its_own_python(checkout):
             ["dlrm.py"],
             JOB | {"TIME_LIMIT": "00:05:00"},
             "--time (300 s) is not longer than the warning before it (300 s), so no start could train; ask for more time, or set "
-            "the warning: SBATCH_SIGNAL=B:USR1@SECONDS sbatch ...",
+            "the warning: SBATCH_SIGNAL=B:USR1@SECONDS sbatch ... (sbatch --signal is not seen here: with it, set SBATCH_SIGNAL "
+            "too)",
         ),
         (
             ["other/dlrm.py"],
@@ -282,6 +283,24 @@ def test_a_job_of_salloc_is_not_requeued(checkout):
         "slurm_multinode.sh: the ranks ended with 75; the job of salloc is not requeued, and the same command with the same "
         "run_dir resumes\n"
     )
+
+
+def test_commands_of_one_salloc_do_not_count_for_each_other(checkout):
+    """They have the same job and start."""
+    job = checkout / "runs/dlrm/job_40017"
+    step = f"mkdir -p {job}/logs/start_0; echo 2 > {job}/logs/start_0/ended_with; echo 0 > {job}/starts.txt"
+    assert end_with(checkout, f"{step}; exit 137", BATCH_FLAG="0") == (2, False, "")
+    assert end_with(checkout, "exit 0", BATCH_FLAG="0") == (0, False, "")
+    assert not (job / "starts.txt").exists()
+
+
+def test_the_reason_is_read_where_a_container_has_written_it(checkout):
+    job = checkout / "my runs/dlrm/job_40017"
+    step = f"mkdir -p '{job}/logs/start_0'; echo 3 > '{job}/logs/start_0/ended_with'; exit 137"
+    mounts = f"/data:/data,{checkout}/my runs:/recsys/runs:rw"
+    assert end_with(checkout, step, CONTAINER_IMAGE="image", CONTAINER_MOUNTS=mounts)[0] == 3
+    assert end_with(checkout, "exit 1", CONTAINER_IMAGE="image", CONTAINER_MOUNTS=mounts)[0] == 0
+    assert (job / "failures").read_text() == "1\n"
 
 
 def test_a_cancelled_job_is_awaited_and_stays_cancelled(checkout):

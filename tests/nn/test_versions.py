@@ -4,7 +4,7 @@ import logging
 import sys
 import tomllib
 import warnings
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -175,6 +175,31 @@ def test_the_cuda_build_without_a_driver_is_refused_with_the_command_that_mends(
         "FBGEMM's libraries are the CUDA build, and there is no NVIDIA driver here; run: uv pip install --python "
         f"{sys.executable} --reinstall --no-deps 'fbgemm-gpu-cpu==1.8.*'"
     )
+
+
+def test_a_build_alone_may_differ_from_the_sizes_of_its_record(builds, monkeypatch, tmp_path):
+    def distribution_without_cuda(package):
+        if package == "fbgemm-gpu":
+            raise PackageNotFoundError(package)
+        return distribution(package)
+
+    monkeypatch.setattr("nn.versions.distribution", distribution_without_cuda)
+    monkeypatch.setattr("nn.versions._has_driver", lambda: False)
+    builds("fbgemm-gpu-cpu")
+    library = tmp_path / "fbgemm_gpu/a.so"
+    library.write_bytes(b"stripped")
+    require_stack()
+    library.unlink()
+    with pytest.raises(ValueError, match="FBGEMM's libraries are incomplete, and there is no"):
+        require_stack()
+
+
+def test_a_record_may_have_no_sizes(builds, monkeypatch, tmp_path):
+    monkeypatch.setattr("nn.versions._has_driver", lambda: True)
+    builds("fbgemm-gpu-cpu", "fbgemm-gpu")
+    record = tmp_path / "fbgemm_gpu-1.8.0.dist-info/RECORD"
+    record.write_text("fbgemm_gpu/a.so,,\nfbgemm_gpu/b.so,,\n")
+    require_stack()
 
 
 def test_a_mixture_of_both_builds_is_refused(builds, monkeypatch):

@@ -113,3 +113,41 @@ def test_a_mirror_killed_at_any_operation_loses_no_record_and_leaves_nothing(tmp
         train(run_dir, address)
         assert tree(tmp_path / f"mirror_{number}") == wanted
     assert number > 20
+
+
+def test_a_record_that_vanishes_keeps_no_checkpoint_from_its_mirror(tmp_path):
+    upload = ObjectStore.upload
+
+    def after_removal(store, source, name):
+        if name == "metrics.jsonl":
+            source.unlink(missing_ok=True)
+        upload(store, source, name)
+
+    with patch.object(ObjectStore, "upload", after_removal):
+        train(tmp_path / "run", f"file://{tmp_path / 'mirror'}")
+    assert "checkpoints/step_9/run.json" in tree(tmp_path / "mirror")
+
+
+def test_an_empty_folder_that_a_store_keeps_is_removed_once(tmp_path):
+    remove_folder, removed = ObjectStore.remove_folder, []
+
+    def leave_empty(store, name):
+        removed.append(name)
+        remove_folder(store, name)
+        (tmp_path / "mirror" / name).mkdir()
+
+    run_dir, address = tmp_path / "run", f"file://{tmp_path / 'mirror'}"
+    with patch.object(ObjectStore, "remove_folder", leave_empty):
+        train(run_dir, address)
+        assert removed == ["checkpoints/step_3"]
+        mirror = CheckpointMirror(run_dir, address, logging.getLogger())
+        for _ in range(2):
+            mirror._upload()
+        # A step that is trained again.
+        shutil.copytree(run_dir / "checkpoints/step_6", run_dir / "checkpoints/step_3")
+        mirror._upload()
+        assert len(complete_checkpoints(ObjectStore(address))) == 3
+        shutil.rmtree(run_dir / "checkpoints/step_3")
+        mirror._upload()
+    assert removed == ["checkpoints/step_3"] * 3
+    assert complete_checkpoints(ObjectStore(address)) == ["step_6", "step_9"]

@@ -36,6 +36,12 @@ def test_a_number_of_nodes_that_may_change_is_refused(
     assert str(error.value).startswith(refused)
 
 
+def test_a_launcher_that_cannot_be_read_is_accepted(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    refuse_elastic_nodes(tmp_path / "ended")
+    refuse_elastic_nodes(tmp_path)
+
+
 @pytest.mark.doors
 def test_torchrun_with_a_number_of_nodes_that_may_change_ends_at_the_start(tmp_path):
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]

@@ -16,7 +16,13 @@ import torch
 
 from nn.distributed import node_launcher
 from nn.distributed.node_agent import exit_code
-from nn.distributed.node_launcher import count_start, main, newest_step, numa_options
+from nn.distributed.node_launcher import (
+    count_start,
+    main,
+    newest_step,
+    numa_options,
+    shows_progress,
+)
 from tests.helpers.command import kept_signals
 from tests.helpers.forks import fork_context
 
@@ -121,6 +127,29 @@ def test_starts_that_train_nothing_are_counted(tmp_path):
         ValueError, match="3 starts in a row ended at step 120, at which they began"
     ):
         count_start(tmp_path / "job", 120, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saved", "counts"),
+    [
+        ([], "", True),
+        (["mode=train", "checkpoint.mirror=null"], "", True),
+        (["checkpoint.mirror=s3://b/a"], "", False),
+        (["+checkpoint.mirror='s3://b/a'"], "", False),
+        (["mode=eval"], "", False),
+        (["mode=predict", "output=a.csv"], "", False),
+        ([], "mode: train\ncheckpoint:\n  mirror: null\n", True),
+        ([], "mode: train\ncheckpoint:\n  mirror: s3://b/a\n", False),
+        (["checkpoint.mirror=null"], "checkpoint:\n  mirror: s3://b/a\n", True),
+        ([], "mode: eval\n", False),
+    ],
+)
+def test_starts_whose_progress_is_not_in_the_run_directory_are_not_counted(
+    arguments, saved, counts, tmp_path
+):
+    (tmp_path / "config.yaml").write_text(saved)
+    named = ["--nnodes=2", "dlrm.py", f"config={tmp_path}/config.yaml", *arguments]
+    assert shows_progress(named) == counts
 
 
 def test_a_port_that_is_held_ends_the_start_at_once(tmp_path):
