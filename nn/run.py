@@ -433,10 +433,7 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
         mlperf = stack.enter_context(_mlperf_log(session, started_ms))
         _report_ranges(session, loader)
         saving = heartbeat = None
-        if ranks.world_size > 1:
-            watch = StepWatch(ranks, session.recorder.run_dir / STACKS)
-            session.step.watch, session.step.loading = watch, watch.loading
-            stack.enter_context(watch.watching())
+        stack.enter_context(_bounded_steps(session))
         if config.checkpoint.save:
             # Its last upload may take longer than a stopped run may be silent: it ends after `StopRequest`.
             mirror = stack.enter_context(_mirror(session))
@@ -479,6 +476,18 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
             evaluator = session.evaluator_of(known, TRAIN_SPLIT, heartbeat, session.source)
             score_next_day(trainer, evaluator)
         yield trainer, saving
+
+
+@contextmanager
+def _bounded_steps(session: Session) -> Iterator[None]:
+    """Bound the time for which a step waits for other ranks."""
+    if session.ranks.world_size == 1:
+        yield
+        return
+    watch = StepWatch(session.ranks, session.recorder.run_dir / STACKS)
+    session.step.watch, session.step.loading = watch, watch.loading
+    with watch.watching():
+        yield
 
 
 @contextmanager

@@ -1,15 +1,18 @@
 """Classification of errors during training: user errors, out of memory, lost ranks."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from dataloading.keys.new_rows import TableFullError
 from nn.distributed.errors import DeviceError, LostRankError, Rank0Error, RankError, SharedError
-from nn.distributed.process_group import Ranks, is_first_reporter, is_lost_peer
+from nn.distributed.process_group import (
+    Ranks,
+    has_device_failed,
+    is_first_reporter,
+    is_lost_peer,
+)
 
 
 @contextmanager
@@ -48,7 +51,7 @@ def report_faults(ranks: Ranks) -> Iterator[None]:
         raise RankError(f"{prefix}{error}") from error
     except (RuntimeError, MemoryError) as error:
         first_line = str(error).partition("\n")[0]
-        if has_device_failed(error):
+        if has_device_failed(error) and not is_out_of_memory(error):
             raise DeviceError(
                 f"rank {ranks.rank}: {ranks.device} or NCCL has failed: {first_line}; the kernel's log (dmesg) may name an XID. "
                 "The same command with the same run_dir resumes from the latest checkpoint"
@@ -65,18 +68,6 @@ def is_out_of_memory(error: Exception) -> bool:
     """Return whether a device or the host ran out of memory."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
-
-
-def has_device_failed(error: Exception) -> bool:
-    """Return whether a GPU (XID, ECC) or a collective of NCCL has failed: neither for want of memory, nor by an error in a kernel."""
-    kinds = (torch.AcceleratorError, dist.DistBackendError)
-    of_program = r"device-side assert|no kernel image|invalid device function"
-    return (
-        (isinstance(error, kinds) or "CUDA error" in str(error))
-        and not is_out_of_memory(error)
-        and not is_lost_peer(error)
-        and re.search(of_program, str(error)) is None
-    )
 
 
 def lost_rank_message(ranks: Ranks) -> str:

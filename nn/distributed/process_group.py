@@ -165,6 +165,21 @@ def is_lost_peer(error: RuntimeError) -> bool:
     return bool(re.search(lost, str(error)))
 
 
+def has_device_failed(error: Exception) -> bool:
+    """Return whether a GPU (XID, ECC) or NCCL has failed: no lost rank, and no error of the program in a kernel."""
+    kinds = (torch.AcceleratorError, dist.DistBackendError)
+    of_program = r"device-side assert|no kernel image|invalid device function"
+    is_kind = isinstance(error, kinds) or "CUDA error" in str(error)
+    return is_kind and not is_lost_peer(error) and re.search(of_program, str(error)) is None
+
+
+def store_of_start(name: str) -> dist.Store:
+    """Return a store of this start's ranks, of a connection of its own: a wait of the main thread holds the default one's."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store: Any = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"{name}/{restart}", store.clone())
+
+
 def is_first_reporter(key: str) -> bool:
     """Return whether this rank is the first to call with `key`, so that an error of several ranks is reported once.
 

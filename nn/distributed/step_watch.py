@@ -1,6 +1,6 @@
 """The bound on a step: ranks that wait longer than the steps before explain end the run, each with its stacks in a file.
 
-A collective waits for ever for a rank that never joins it, and NCCL itself gives up after ten minutes. A thread of each rank
+A collective waits without end for a rank that never joins it, and NCCL itself gives up after ten minutes. A thread of each rank
 measures the steps instead. One that has lasted too long asks the threads of the other ranks through the launcher's store
 whether they are in a step too: a rank that saves or evaluates is only late.
 """
@@ -14,19 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread, Timer
-from typing import Any, Self, cast
-
-import torch.distributed as dist
+from typing import Self
 
 from configs.exit_codes import FAULT_EXIT_CODE
-from nn.distributed.process_group import Ranks
+from nn.distributed.process_group import Ranks, store_of_start
 
 LEAST_S = 60.0
 """The bound on a step, at least."""
 FACTOR = 20.0
 """The bound over the longest of the latest steps."""
 MEASURED = 64
-"""Waits (a step has up to three) that must have been measured before one is bounded: the first compile, capture, connect, fetch."""
+"""Waits that must have been measured before one is bounded: the first ones compile, capture, connect and fetch."""
 POLL_S = 2.0
 ANSWER_S = 20.0
 """A rank whose thread gives no answer for so long is stopped or gone."""
@@ -40,7 +38,7 @@ IN_STEP, ELSEWHERE = "in a step", "elsewhere"
 
 
 class StepWatch:
-    """Context manager of a step, its record, and the exchange behind it; `watching` runs the thread that ends the process after a step that lasts too long.
+    """Context manager of what waits for other ranks; `watching` runs the thread that ends the process after too long a wait.
 
     Args:
         ranks: this process.
@@ -50,11 +48,7 @@ class StepWatch:
     def __init__(self, ranks: Ranks, directory: Path) -> None:
         self._ranks = ranks
         self._directory = directory
-        self._store = dist.PrefixStore(
-            f"step_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}",
-            # A connection of its own: a wait of the main thread holds the other.
-            cast(Any, dist.distributed_c10d._get_default_store()).clone(),
-        )
+        self._store = store_of_start("step_watch")
         self._durations: deque[float] = deque(maxlen=MEASURED)
         self._since: float | None = None
         # After a freeze of this process (paging, a virtual machine that moves) the clock of a step starts again.

@@ -169,25 +169,22 @@ class TrainStep:
         # Before the batch is taken: a schedule of the caller's own may be corrected.
         factor = self._factor_of(step)
         with self.watch:
-            return self._train(step, factor, prefetcher)
-
-    def _train(self, step: int, factor: float, prefetcher: Prefetcher) -> StepResult:
-        batch, ids = next(prefetcher)
-        if self.key_maps is not None and Component.tables not in self.frozen:
-            self.tables.write_new_rows(self.key_maps.take_new_rows())
-        self._set_learning_rate(step, factor)
-        if self._pass_layers:
-            self._pass_state.set(step, len(batch.labels), batch.num_valid, batch.global_valid)
-        with annotate("pass"):
-            logits = self.path.forward_backward(batch, ids)
-        prefetcher.start_next()
-        # The only point where the host waits for the device, whose backward pass is still to come.
-        loss, is_good = self._readback.wait()
-        if not is_good:
-            raise DivergedError(self._what_diverged(step, loss))
-        with annotate("update"):
-            self._update(step)
-        return StepResult(batch, loss, logits)
+            batch, ids = next(prefetcher)
+            if self.key_maps is not None and Component.tables not in self.frozen:
+                self.tables.write_new_rows(self.key_maps.take_new_rows())
+            self._set_learning_rate(step, factor)
+            if self._pass_layers:
+                self._pass_state.set(step, len(batch.labels), batch.num_valid, batch.global_valid)
+            with annotate("pass"):
+                logits = self.path.forward_backward(batch, ids)
+            prefetcher.start_next()
+            # The only point where the host waits for the device, whose backward pass is still to come.
+            loss, is_good = self._readback.wait()
+            if not is_good:
+                raise DivergedError(self._what_diverged(step, loss))
+            with annotate("update"):
+                self._update(step)
+            return StepResult(batch, loss, logits)
 
     def _factor_of(self, step: int) -> float:
         """Return the schedule's factor; numbers of NumPy could not be written to records."""

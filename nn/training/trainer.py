@@ -365,19 +365,16 @@ class Trainer:
     def finish_step(self, trained: StepResult, prefetcher: Prefetcher) -> None:
         """Count a step that was trained, and write a record where one is due."""
         with self._step.watch:
-            self._finish_step(trained, prefetcher)
-
-    def _finish_step(self, trained: StepResult, prefetcher: Prefetcher) -> None:
-        self.num_steps += 1
-        self._is_as_resumed = False
-        self._speed.count(trained.batch.global_valid)
-        self._end_profile(self._speed)
-        self._progress.advance(self.num_steps)
-        if self._late_record is not None and self._late_record[1].are_there():
-            self._write_late_record()
-        self._count(trained)
-        if self._due(self._config.log.every) or self.num_steps == self.last_step:
-            self._record(self._speed, prefetcher)
+            self.num_steps += 1
+            self._is_as_resumed = False
+            self._speed.count(trained.batch.global_valid)
+            self._end_profile(self._speed)
+            self._progress.advance(self.num_steps)
+            if self._late_record is not None and self._late_record[1].are_there():
+                self._write_late_record()
+            self._count(trained)
+            if self._due(self._config.log.every) or self.num_steps == self.last_step:
+                self._record(self._speed, prefetcher)
 
     def evaluate_between_steps(self) -> dict[str, Any]:
         """Evaluate as `evaluate` does; speed leaves that time out."""

@@ -300,7 +300,7 @@ ROOMS = {
         "preproc.work_directory",
     },
 }
-MOST_MODULES = 15
+MOST_MODULES = 18
 KNOWS_RANKS = {
     "nn.distributed.process_group",
     "nn.planning.balance",

@@ -30,18 +30,18 @@ def hang_in_a_step(rank: int) -> None:
     from nn.training.train_step import TrainStep
 
     shorten(rank)
-    train = TrainStep._train
+    set_rate = TrainStep._set_learning_rate
 
-    def slow(self, step, *args):
+    def slow(self, step, factor):
         while rank == 1 and step == 100:
             time.sleep(0.1)
-        return train(self, step, *args)
+        set_rate(self, step, factor)
 
-    TrainStep._train = slow
+    TrainStep._set_learning_rate = slow
 
 
 def be_late_with_a_checkpoint(rank: int) -> None:
-    """Let rank 1 take longer than any bound in front of its first checkpoint, while rank 0 goes on."""
+    """Let rank 1 take longer than any bound in front of its first checkpoint, while the others continue."""
     from nn.checkpoint.manager import CheckpointManager
 
     shorten(rank)
