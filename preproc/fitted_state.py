@@ -65,7 +65,7 @@ class FittedState:
         missing: texts that were missing values in its columns of text.
         empty_items: of its description; `unknown` if an earlier version has made the fit.
         five: the text of the number 5, by categorical feature whose values were numbers; none of an earlier version.
-        read: fingerprints of the files whose values it and the fits before it have counted; none if an earlier version has made it.
+        read: fingerprints of the files whose values it and the fits before it have counted; none of an earlier version.
         text_columns: which columns these were; None if an earlier version has made the fit, which did not record it.
         query: of its description; None if an earlier version has made the fit, which did not record it.
     """
@@ -346,7 +346,7 @@ def _query(saved: Mapping[str, Any]) -> str | None:
 def _read_files(saved: Mapping[str, Any], where: str) -> list[str]:
     """Return the fingerprints of the files that a fit has read."""
     found = saved.get(READ, [])
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+    if not isinstance(found, list) or not all(isinstance(file, str) for file in found):
         raise ValueError(f"{where}: {READ}: got {shown(found)}, want a list of texts; {AGAIN}")
     return found
 

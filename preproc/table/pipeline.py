@@ -156,7 +156,7 @@ def _counted_files(
 
 
 def _refuse_same_day(
-    fitted: FittedState, sources: Sources, counted: dict[str, list[RawFile]], given: Any
+    fitted: FittedState, sources: Sources, counted: dict[str, list[RawFile]], option: Any
 ) -> None:
     """Raise ValueError if the days before have read a file of the only source, or every file that the option source names.
 
@@ -166,9 +166,9 @@ def _refuse_same_day(
         fitted: the day before.
         sources: of the day.
         counted: their files whose values count.
-        given: the option source; what it does not name is no log, unless it names nothing.
+        option: the value of `source`; what it does not name is no log, unless it names nothing.
     """
-    named = [n for n, (s, _) in sources.items() if SOURCE in str(with_place(s.files, given))]
+    named = [n for n, (s, _) in sources.items() if SOURCE in str(with_place(s.files, option))]
     files = [file for name in named or sources for file in counted[name]]
     known = [file for file in files if fingerprint(file) in fitted.read]
     if known and (len(sources) == 1 or len(known) == len(files)):
