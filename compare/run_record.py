@@ -139,6 +139,7 @@ class RunRecord:
             seed = self.options.get("seed")
             data = f"synthetic clicks of seed {seed}"
             clicks = {k: v for k, v in self.options.items() if k.startswith("data.synthetic.")}
+            clicks["seed"] = seed
             identity = hashlib.sha256(json.dumps(clicks, default=str).encode()).hexdigest()[:16]
         return {
             "data": str(data),

@@ -32,7 +32,9 @@ def groups_of(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """
     groups: dict[tuple[Any, ...], list[RunRecord]] = {}
     for run in sorted(runs, key=lambda run: run.measured_on["rows"] is None):
-        *where, rows = run.measured_on.values()
+        data, identity, *where, rows = run.measured_on.values()
+        # A copy, and another way to write a path, are the same data.
+        where = [data if identity is None else identity, *where]
         same = [key for key in groups if key[:-1] == (*where,)] if rows is None else []
         groups.setdefault(same[0] if same else (*where, rows), []).append(run)
     return list(groups.values())

@@ -8,16 +8,17 @@ if __name__ == "__main__":
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
 from configs.messages import require_package
-from configs.overrides import place_of, to_config
+from configs.overrides import place_of, texts_of, to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
 from configs.schema import require
 from configs.stop_signals import restore_signals
@@ -147,8 +148,28 @@ def run(composed: DictConfig) -> None:
     writes = OmegaConf.is_interpolation(composed, "output") or bool(composed.output)
     more = " (it resumes), or move output or temp_directory"
     interrupted = f"{NO_OUTPUT} to resume" if writes else RERUN
+    typed = texts_of(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
     with errors_end_command(place_of(composed, "output" if writes else "path"), more, interrupted):
-        execute(to_config(composed))
+        config = to_config(composed)
+        refuse_idle_split(config, typed)
+        execute(config)
+
+
+def refuse_idle_split(config: PreprocConfig, typed: Sequence[str]) -> None:
+    """Raise ValueError if the command line divides rows that all become one split; a description may do so (`one_split`).
+
+    Args:
+        config: the options.
+        typed: those of the command line, as `key=value`.
+    """
+    for text in typed if config.one_split is not None else ():
+        key, _, value = text.lstrip("+").partition("=")
+        require(
+            value == "null"
+            or not (key in ("split", "train_fraction") or f"{key}.".startswith("table.split.")),
+            f"{text} divides no rows, as mode=transform makes all of them one split ({config.one_split}); set split_name=null "
+            f"to divide them, or leave {key} out",
+        )
 
 
 if __name__ == "__main__":

@@ -65,8 +65,9 @@ class FittedState:
         missing: texts that were missing values in its columns of text.
         empty_items: of its description; `unknown` if an earlier version has made the fit.
         five: the text of the number 5, by categorical feature whose values were numbers; none of an earlier version.
-        read: fingerprints of the files that it and the fits before it have read; none if an earlier version has made it.
+        read: fingerprints of the files whose values it and the fits before it have counted; none of an earlier version.
         text_columns: which columns these were; None if an earlier version has made the fit, which did not record it.
+        query: of its description; None if an earlier version has made the fit, which did not record it.
     """
 
     directory: Path
@@ -79,6 +80,7 @@ class FittedState:
     read: Sequence[str] = ()
     five: Mapping[str, str] = field(default_factory=dict)
     text_columns: TextColumns | None = None
+    query: str | None = None
 
     def copy_vocabulary(self, name: str, path: Path) -> None:
         """Copy the vocabulary of feature `name` to the relation directory `path`.
@@ -166,7 +168,7 @@ def save_fitted(
         source: option `source` of the run, whose place in the files of the table other sources take.
         day: number of the day; 0 for a fit.
         text_columns: which columns were text.
-        read: fingerprints of the files that this fit, and those before it, have read.
+        read: fingerprints of the files whose values this fit, and those before it, have counted.
         five: the text of the number 5, by categorical feature whose values are numbers.
     """
     whole = json.loads(json.dumps(asdict(table)))
@@ -310,6 +312,7 @@ def load_fitted(
         _read_files(saved, str(path)),
         _mapping(saved.get(FIVE, {}), f"{path}: {FIVE}"),
         text_columns,
+        _query(saved),
     )
 
 
@@ -333,10 +336,17 @@ def _empty_items(saved: Mapping[str, Any], where: str) -> str:
     return EARLIER_EMPTY_ITEMS if found is None else found
 
 
+def _query(saved: Mapping[str, Any]) -> str | None:
+    """Return the query of a fit."""
+    rows = saved.get("rows")
+    found = rows.get("query") if isinstance(rows, Mapping) else None
+    return found if isinstance(found, str) else None
+
+
 def _read_files(saved: Mapping[str, Any], where: str) -> list[str]:
     """Return the fingerprints of the files that a fit has read."""
     found = saved.get(READ, [])
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+    if not isinstance(found, list) or not all(isinstance(file, str) for file in found):
         raise ValueError(f"{where}: {READ}: got {shown(found)}, want a list of texts; {AGAIN}")
     return found
 

@@ -175,22 +175,22 @@ def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:
         write(now)
         return
     before = read_json(path)
-    if DATA not in before:  # an earlier version did not record them
-        write(before | {DATA: now[DATA]})
     data = now.pop(DATA)
-    check_same_data(directory, before.pop(DATA, data), data)
+    check_same_data(directory, before.get(DATA, data), data)
     options = sorted(set(now["overrides"]) ^ set(before.get("overrides", [])))
     require(
         not options,
         f"output={directory} holds a sweep of trials with other options (they differ in {', '.join(options)}); set another "
         "output, or repeat that one",
     )
-    for key in sorted(now.keys() | before.keys()):
+    for key in sorted((now.keys() | before.keys()) - {DATA}):
         require(
             now.get(key) == before.get(key),
             f"output={directory} holds a sweep with another {key}: {before.get(key)} instead of {now.get(key)}; set another "
             "output, or repeat that one",
         )
+    if DATA not in before:  # an earlier version did not record them
+        write(before | {DATA: data})
 
 
 def check_same_data(directory: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

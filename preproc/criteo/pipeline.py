@@ -100,7 +100,11 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
         except ValueError:
             work.forget()  # the next run has other options or files, so it cannot resume
             raise
-        read = [fingerprint(file) for file in files + test_files]
+        # Files that only test may train on a later day.
+        tests = test_files or (files[-1:] if config.split is Split.last_file else [])
+        every = config.vocabulary is VocabularyRows.all
+        counted = files + test_files
+        read = [fingerprint(file) for file in counted if every or file not in tests]
         _write(config, work, store, splits, read, progress)
     print_result(progress.console, progress, output, sum(rows))
 

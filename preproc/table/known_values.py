@@ -19,6 +19,10 @@ AS_IT_WAS = (
     "BIGINT) AS item_id"
 )
 
+# Of the codes 0012e003 and 00012000 none is the other in other writing; Spark writes 12000000.0 as 1.2E7. It also takes 12d
+# and 12f for numbers, and DuckDB 1_2.
+NUMBER = "^[+-]?([0-9]+|[0-9]*[.][0-9]*([eE][+-]?[0-9]+)?)$"
+
 Rows = Callable[[str], list[tuple[Any, ...]]]
 """Returns the few rows of a query."""
 
@@ -58,8 +62,7 @@ def written_alike(value: str) -> str:
     """Return the expression of a value without blanks around it, and of a whole number as digits: 5 for ' 5.00'."""
     bare = f"trim({value})"
     number = f"try_cast({bare} AS DOUBLE)"
-    # Of the codes 0012e003 and 00012000 none is the other in other writing; Spark writes 12000000.0 as 1.2E7.
-    is_number = f"(lower({bare}) NOT LIKE '%e%' OR {bare} LIKE '%.%')"
+    is_number = f"regexp_replace({bare}, '{NUMBER}', '') = ''"
     is_whole = f"{is_number} AND {number} = floor({number}) AND abs({number}) < {2**53}"
     return f"(CASE WHEN {is_whole} THEN CAST(CAST({number} AS BIGINT) AS STRING) ELSE {bare} END)"
 

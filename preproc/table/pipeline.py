@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -33,12 +34,14 @@ from dataloading.dataset.split_files import SPLITS
 from dataloading.lineage import RARE, Lineage, vocabularies
 from preproc.complete_dataset import WrittenColumns, complete_dataset, draw_report, row_columns
 from preproc.fitted_state import (
+    SOURCE,
     FittedState,
     load_fitted,
     rare_name,
     vocabulary_name,
     with_limits_of,
     with_missing_of,
+    with_place,
 )
 from preproc.raw_files import RawFile, fingerprint, refuse_copies
 from preproc.report.console import (
@@ -79,7 +82,7 @@ from preproc.table.history import first_items, items, slices, timeline
 from preproc.table.known_values import note_of_new_values, note_of_twins, refuse_other_numbers
 from preproc.table.mistakes import SMALLEST_OVERFLOW, bad_row, overflow
 from preproc.table.output_files import TableFiles, WrittenIds
-from preproc.table.source_files import find_sources, read_columns
+from preproc.table.source_files import Sources, find_source, find_sources, read_columns
 from preproc.table.staging import Staging
 from preproc.table.transformation import changed_values, length_columns, numerical_columns
 from preproc.text_columns import TextColumns
@@ -118,7 +121,8 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         table = with_missing_of(fitted, table)
         if config.mode is Mode.extend:
             config = with_limits_of(fitted, config, table)
-            _refuse_same_day(fitted, every)
+            counted = _counted_files(config, table, sources)
+            _refuse_same_day(fitted, sources, counted, config.source)
     identity = _identity(config, table, every, fitted)
     with work_directory(config, output, identity, progress) as work:
         if not work.has_progress:
@@ -137,12 +141,41 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     print_result(progress.console, progress, output, rows)
 
 
-def _refuse_same_day(fitted: FittedState, files: list[RawFile]) -> None:
-    """Raise ValueError if a day has no file that the days before it have not read."""
-    if all(fingerprint(file) in fitted.read for file in files):
+def _counted_files(
+    config: PreprocConfig, table: TableConfig, sources: Sources
+) -> dict[str, list[RawFile]]:
+    """Return the files of each source whose values count: those that only test may train on a later day."""
+    every = {name: files for name, (_, files) in sources.items()}
+    if config.vocabulary is VocabularyRows.all:
+        return every
+    if table.split.by == "last_file" and len(sources) == 1:
+        return {name: files[:-1] for name, files in every.items()}
+    if config.test_source is None:
+        return every
+    return {name: find_source(name, source)[1] for name, (source, _) in sources.items()}
+
+
+def _refuse_same_day(
+    fitted: FittedState, sources: Sources, counted: dict[str, list[RawFile]], option: Any
+) -> None:
+    """Raise ValueError if the days before have read a file of the only source, or every file that the option source names.
+
+    A table beside the log may stay from day to day, and may lie in its folder.
+
+    Args:
+        fitted: the day before.
+        sources: of the day.
+        counted: their files whose values count.
+        option: the value of `source`; what it does not name is no log, unless it names nothing.
+    """
+    named = [n for n, (s, _) in sources.items() if SOURCE in str(with_place(s.files, option))]
+    files = [file for name in named or sources for file in counted[name]]
+    known = [file for file in files if fingerprint(file) in fitted.read]
+    if known and (len(sources) == 1 or len(known) == len(files)):
+        were = "and other files were" if known[1:] else "was"
         raise ValueError(
-            f"{files[0].path}{' and the other files' if files[1:] else ''} were read already by {fitted.directory} or a day "
-            "before it, so their rows would count twice; give the files of the new day"
+            f"{known[0].path} {were} read already by {fitted.directory} or a day before it, so their rows would count twice; "
+            "give the files of the new day"
         )
 
 
@@ -320,8 +353,9 @@ class _Run:
 
     @property
     def _read(self) -> list[str]:
-        """Fingerprints of the files of the run, and of those of the days before."""
-        own = [fingerprint(file) for _, files in self.sources.values() for file in files]
+        """Fingerprints of the files of the run whose values count, and of those of the days before."""
+        counted = _counted_files(self.config, self.table, self.sources)
+        own = map(fingerprint, chain.from_iterable(counted.values()))
         before = self._fitted.read if self._fitted and self.config.mode is Mode.extend else ()
         return list(dict.fromkeys([*before, *own]))
 
@@ -519,7 +553,11 @@ class _Run:
             may_lack_labels=self.config.mode is Mode.transform,
             fitted=None if self._fitted is None else self._fitted.text_columns,
         )
-        staging.refuse_text_order(is_fit=self._fitted is None)
+        staging.refuse_text_order(
+            is_fit=self._fitted is None,
+            is_its_query=self._fitted is not None
+            and self._fitted.query in (None, self.table.query),
+        )
         if self._fitted is not None:
             refuse_other_numbers(staging.five, self._fitted.five)
         self.work.state["five"] = staging.five

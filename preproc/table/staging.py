@@ -179,14 +179,19 @@ class Staging:
             [] if self.table.query else next(iter(self.sources.values())).files,
         )
 
-    def refuse_text_order(self, *, is_fit: bool) -> None:
-        """Raise ValueError if texts order or divide the rows, or are compared; features of a fit that is applied stay."""
+    def refuse_text_order(self, *, is_fit: bool, is_its_query: bool = False) -> None:
+        """Raise ValueError if texts order or divide the rows, or are compared.
+
+        Args:
+            is_fit: the rows are fitted; the features of a fit that is applied mean what they meant there.
+            is_its_query: the query is that of the fit that is applied, or that is not known.
+        """
         for item in self._expressions:
             if item.column.startswith("key") and is_text(self._kinds[item.column]):
                 raise ordered_text(item.where, item.sql, item.sql)
             if is_fit or item.column.startswith(("key", "split_")):
                 refuse_text_order(self._engine, item.where, item.sql, self._base_query)
-        if self.table.query and is_fit:
+        if self.table.query and not is_its_query:
             query = self.table.query.strip().removesuffix(";")
             refuse_text_order(self._engine, "table.query", query, None)
 

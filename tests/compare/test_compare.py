@@ -165,7 +165,8 @@ def test_a_final_evaluation_is_no_candidate_for_the_best(tmp_path):
 
 def test_runs_of_other_data_splits_and_rows_have_tables_of_their_own(tmp_path):
     on_shop = {"options": {"data": {"path": "shop"}}, "header": {"data_identity": "a" * 16}}
-    write_run(tmp_path / "a", [0.7], **on_shop)
+    # A copy, or the same directory by another path.
+    write_run(tmp_path / "a", [0.7], **on_shop | {"options": {"data": {"path": "/the/shop"}}})
     write_run(tmp_path / "b", [0.9], options={"seed": 1})
     write_run(tmp_path / "c", [0.8], **on_shop)
     write_run(tmp_path / "d", [], **on_shop)

@@ -330,6 +330,10 @@ def test_data_that_changed_end_a_sweep(space, output, tmp_path):
     # An earlier version recorded nothing of the data.
     del settings["data"]
     (output / "settings.json").write_text(json.dumps(settings))
+    # What is refused as another sweep leaves nothing there.
+    with pytest.raises(ValueError, match="trials with other options"):
+        sweep(space, output, trials=2, overrides=[*overrides, "train.epochs=3"])
+    assert json.loads((output / "settings.json").read_text()) == settings
     starts = Starts()
 
     def start(*command):

@@ -10,11 +10,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from configs.overrides import to_config
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.kept_columns import KeptColumns
 from dataloading.dataset.open_dataset import open_dataset
+from preproc.__main__ import refuse_idle_split
 from tests.helpers.command import run_command
-from tests.helpers.preproc_command import Refused, preproc, raw_line, write_lines
+from tests.helpers.preproc_command import (
+    Refused,
+    compose_preproc,
+    preproc,
+    raw_line,
+    write_lines,
+)
 from tests.preproc.table.test_pipeline import build
 
 COLUMNS = ["order_id", "bought", "age", "city", "tags", "weight", "part"]
@@ -114,6 +122,18 @@ def test_new_rows_are_one_split_in_the_order_of_the_files(root, tmp_path):
     assert list(FeatureSpec.load(out).splits) == ["train"]
     out = new_rows(root, tmp_path / "split", shop(root / "more.csv"), "split_name=null")
     assert list(FeatureSpec.load(out).splits) == ["train", "test"]
+
+
+def test_a_typed_split_of_rows_that_become_one_is_refused():
+    new = ["dataset=criteo_1tb", "source=a", "output=b", "mode=transform", "fitted=c"]
+    config = to_config(compose_preproc(*new))
+    # The split of the yaml file is that of the fit.
+    refuse_idle_split(config, [*new, "split=null", "table.split=null"])
+    for typed in ("split=last_file", "train_fraction=0.5", "+table.split.by=random"):
+        with pytest.raises(ValueError, match=r"divides no rows.* set split_name=null"):
+            refuse_idle_split(config, [*new, typed])
+        for more in ("split_name=null", "test_source=d"):
+            refuse_idle_split(to_config(compose_preproc(*new, more)), [*new, more, typed])
 
 
 def test_rows_without_a_label_give_the_features_of_rows_with_one(root, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""What divides, orders and compares the rows of a table: `split`, `test_source`, and SQL over text."""
+"""Divisions, orders and comparisons of the rows of a table: `split`, `test_source`, and SQL over text."""
 
 import random
 from pathlib import Path
@@ -64,6 +64,12 @@ def test_the_files_of_test_source_are_the_test_split(tmp_path):
     fit = ["mode=transform", f"fitted={tmp_path / 'out'}"]
     build(tmp_path / "next", table_of([first]), f"source={first}", f"test_source={second}", *fit)
     assert numbers(tmp_path / "next") == {"train": lines[0], "test": lines[1]}
+    # The next day trains on the file that tested, and tests on another one.
+    day = ["mode=extend", f"source={third}", f"test_source={first}", fit[1]]
+    build(tmp_path / "day", table_of([third]), *day)
+    assert numbers(tmp_path / "day") == {"train": lines[2], "test": lines[0]}
+    with pytest.raises(Refused, match=f"{second} was read already by"):
+        build(tmp_path / "no", table_of([second]), f"source={second}", *day[2:], day[0])
     joined = table_of(first, query="SELECT t.*, u.z FROM t JOIN u ON t.n = u.n")
     joined |= {"order_by": ["CAST(n AS BIGINT)"]}
     others = "\n".join(["n,z", *(f"{n},x" for n in range(71)), ""])
@@ -259,7 +265,7 @@ def test_types_of_both_engines():
     )
 
 
-def test_a_text_column_orders_and_divides_rows_when_it_is_cast(tmp_path):
+def test_a_text_column_orders_and_divides_rows_when_it_is_cast(tmp_path, monkeypatch):
     times = random.Random(0).sample(range(5, 105), 100)
     columns = {"y": [t % 2 for t in times], "ts": list(map(str, times))}
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
@@ -288,5 +294,16 @@ def test_a_text_column_orders_and_divides_rows_when_it_is_cast(tmp_path):
             build(tmp_path / "x", refused)
     build(tmp_path / "cast", table(order_by=["CAST(ts AS BIGINT)"]))
     assert numbers(tmp_path / "cast") == {"train": list(range(5, 85)), "test": list(range(85, 105))}
+    # Of later rows the query is checked too, unless it is that of the fit, as one of an earlier version may be.
+    fitted = f"fitted={tmp_path / 'cast'}"
+    for mode in ("extend", "transform"):
+        with pytest.raises(
+            Refused, match=r"table.query: max\(ts\) OVER \(\) " + REMEDY.format("ts")
+        ):
+            build(tmp_path / "x", table("t.parquet", **query), f"mode={mode}", fitted)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("preproc.table.staging.refuse_text_order", lambda *_: None)
+        build(tmp_path / "earlier", table(**query))
+    build(tmp_path / "x", table(**query), "mode=transform", f"fitted={tmp_path / 'earlier'}")
     build(tmp_path / "text", table(order_by=["text_order(ts)"]))
     assert numbers(tmp_path / "text")["train"] == sorted(range(5, 105), key=str)[:80]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +10,7 @@ import pytest
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from preproc.raw_tables import RawTables
+from preproc.table.known_values import written_alike
 from preproc.transformed_rows import open_transformed_rows
 from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues
@@ -138,7 +140,7 @@ def test_the_same_files_are_no_other_day(fits, tmp_path):
     table = described(fits / "a.parquet")
     first = f"fitted={fits / 'integers'}"
     with pytest.raises(
-        Refused, match=r"a.parquet were read already by .*integers or a day before it"
+        Refused, match=r"a.parquet was read already by .*integers or a day before it"
     ):
         build(tmp_path / "out", table, "mode=extend", first)
     build(
@@ -147,6 +149,39 @@ def test_the_same_files_are_no_other_day(fits, tmp_path):
         "mode=extend",
         first,
     )
-    with pytest.raises(Refused, match="were read already by"):
+    with pytest.raises(Refused, match="was read already by"):
         build(tmp_path / "out", table, "mode=extend", f"fitted={tmp_path / 'day'}")
+    # The log of a day before, beside a new one.
+    new = write(tmp_path / "c.parquet", ITEMS.slice(20))
+    both = table | {"sources": {"t": {"files": [str(new), str(fits / "a.parquet")]}}}
+    with pytest.raises(Refused, match=r"a.parquet was read already by"):
+        build(tmp_path / "out", both, "mode=extend", first)
     build(tmp_path / "rows", table, "mode=transform", first)
+
+
+def test_a_log_is_no_other_day_with_another_table_beside_it(tmp_path):
+    log, side = tmp_path / "log.parquet", tmp_path / "side.parquet"
+    table = described(write(log, ITEMS)) | {
+        "sources": {"t": {"files": str(log)}, "side": {"files": str(side)}},
+        "query": "SELECT t.* FROM t JOIN side ON t.item = side.item",
+        "order_by": ["item"],
+    }
+    write(side, ITEMS)
+    build(tmp_path / "fit", table, f"source={log}", "rare_counts=true")
+    day = ["mode=extend", f"fitted={tmp_path / 'fit'}", f"source={log}"]
+    write(side, pa.array(range(105, 145)))
+    with pytest.raises(Refused, match=r"log.parquet was read already by"):
+        build(tmp_path / "out", table, *day)
+    # The log of another day, with a table that stays.
+    write(side, ITEMS)
+    write(log, ITEMS.slice(5))
+    build(tmp_path / "out", table, *day)
+
+
+def test_only_plain_decimal_numbers_are_numbers_in_other_writing():
+    """Spark also casts 12d and 12f to a number, and DuckDB 1_2; codes such as 1e5 are texts."""
+    alike = {" 5.00": "5", "+5": "5", "-3.0": "-3", "1.2E7": "12000000", "007": "7", ".0": "0"}
+    alike |= {text: text for text in ("12d", "12f", "1_2", "0012e003", "5.5", ".", "inf", "", "a")}
+    texts = ", ".join(f"('{value}')" for value in alike)
+    found = duckdb.sql(f"SELECT v, {written_alike('v')} FROM (VALUES {texts}) AS t(v)").fetchall()
+    assert dict(found) == alike

@@ -353,7 +353,7 @@ def test_rows_without_a_label_or_with_text_for_a_number_are_bad(tmp_path, people
         return
     wanted = build(tmp_path / "wanted", table)
     assert build(tmp_path / "out", spoiled, f"on_bad={on_bad}") == wanted
-    assert json.loads((tmp_path / "out/report.json").read_text())["bad_rows"] == 4
+    assert json.loads((tmp_path / "out/report.json").read_text())["rows"]["bad"] == 4
     if on_bad == "quarantine":
         kept = [
             line.split("\t") for line in (tmp_path / "out/bad_rows.tsv").read_text().splitlines()
@@ -384,7 +384,7 @@ def test_lines_with_other_columns_or_no_utf8_are_bad(tmp_path, people):
         (str(bad), 7),
         (str(bad), 8),
     ]
-    assert json.loads((tmp_path / "out/report.json").read_text())["bad_rows"] == 3
+    assert json.loads((tmp_path / "out/report.json").read_text())["rows"]["bad"] == 3
 
 
 @pytest.mark.parametrize(
@@ -490,6 +490,8 @@ def test_the_same_rows_give_the_same_spec_byte_for_byte(tmp_path):
         }
         output = tmp_path / name / f"out_{name}"
         build(output, table, f"source={source}", "on_bad=quarantine", "rare_counts=true", *options)
+        source = tmp_path / name / f"{name}_day.csv"
+        source.write_text(text.replace(lines[0], lines[1], 1))
         day = [f"fitted={output}", "mode=extend", *options]
         build(tmp_path / name / "day", table, f"source={source}", "on_bad=skip", *day)
         for dataset in (output, tmp_path / name / "day"):
