@@ -274,6 +274,7 @@ def test_slurm_arguments_are_not_interpreted_by_a_shell(tmp_path, argument):
         (tmp_path / name).chmod(0o755)
     (tmp_path / "dlrm.py").touch()
     (tmp_path / "nn/distributed").mkdir(parents=True)
+    (tmp_path / "nn/distributed/node_launcher.py").touch()
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": argument, "CONTAINER_MOUNTS": argument}
     for image in ({}, {"CONTAINER_IMAGE": argument}):
         done = subprocess.run(
