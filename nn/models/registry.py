@@ -146,6 +146,11 @@ def _refuse_options_of_others(name: str, written: Sequence[WrittenOption]) -> No
     for key, place, _ in written:
         option = key.split(".")[1]
         others = [] if option in own else models_with(option)
+        options = sorted(options_of_own_models()) if others else []
+        if others and not any(
+            f"{known}.".startswith(f"{key}.") or key.startswith(f"{known}.") for known in options
+        ):
+            raise ValueError(f"{place}{no_option(key, options)}")
         if others:
             raise ValueError(
                 f"{place}{key} is an option of {', '.join(others)}, and model.name={name} has none of this name; leave it out, "

@@ -90,6 +90,7 @@ def _defaults_list(*, repo: Any, overrides_list: list[Override], **of_call: Any)
     is_plain = all(
         override.type is OverrideType.CHANGE
         and override.package is None
+        and not override.is_sweep_override()
         and isinstance(override.value(), str) >= (override in chosen)
         for override in overrides_list
     )

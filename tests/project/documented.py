@@ -6,6 +6,7 @@ its schema with all checks of values, and the paths of its tests and scripts mus
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
@@ -147,13 +148,13 @@ LAUNCHER_FLAGS = {
         "master-addr",
         "numa-binding",
     ],
-    "sbatch": ["N", "gpus-per-node", "time", "signal", "exclude"],
+    "sbatch": ["N", "gpus-per-node", "time", "signal", "exclude", "array"],
     "spark-submit": ["master", "jars", "conf"],
     "nsys": ["trace", "cuda-graph-trace", "capture-range", "capture-range-end", "output"],
 }
 OWN_WORDS = "..."
 """Stands for values that a page leaves out."""
-PROGRAMS = r"[\w./]*python|torchrun|sbatch|[\w./]*pytest|spark-submit|nsys|uv run|(?:dlrm|dcnv2|main)\.py (?=[\w.]+=|-)"
+PROGRAMS = r"(?:[\w./]*/)?python|torchrun|sbatch|[\w./]*pytest|spark-submit|nsys|uv run|(?:dlrm|dcnv2|main)\.py (?=[\w.]+=|-)"
 VARIABLE = re.compile(r'^(\w+)="([^"]*)"$', re.MULTILINE)
 # What prose leaves out: in one of these, options are meant.
 AROUND: dict[str, list[list[str]]] = {
@@ -218,11 +219,12 @@ def check_command(words: Sequence[str], page: str, *, is_whole: bool) -> None:
         page: text that has it.
         is_whole: whether it has all options that it needs; prose names some.
     """
-    words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+    # /co is a checkout in another folder.
+    words = [word.removeprefix("/co/") for word in words if not re.match(r"[A-Z_]+=", word)]
     if words[:2] == ["uv", "run"]:
         words = words[2:]
-        while words[:1] == ["--extra"]:
-            _require(words[1] in _extras(), f"there is no extra {words[1]}")
+        while words[:1] in (["--extra"], ["--group"]):
+            _require(words[1] in _packages(words[0]), f"there is no {words[0]} {words[1]}")
             words = words[2:]
     if not words or words[0] in ELSEWHERE:
         return
@@ -261,10 +263,10 @@ def _check_launched(program: str, words: list[str], page: str, is_whole: bool) -
 
 
 def _check_pytest(words: list[str]) -> None:
-    marks = re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    known = re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     for before, word in zip(["", *words], words, strict=False):
         if before == "-m":
-            _require(word in marks, f"there is no mark {word}")
+            _require(word in known, f"there is no mark {word}")
         elif not word.startswith("-") and before != "-k":
             _require((ROOT / word).exists(), f"there is no {word}")
 
@@ -443,12 +445,11 @@ def _keys(command: Command) -> frozenset[str]:
 
 
 @cache
-def _extras() -> frozenset[str]:
-    import tomllib
-
-    return frozenset(
-        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    )
+def _packages(flag: str) -> frozenset[str]:
+    """Return the names that a flag of `uv run` may have."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    return frozenset(extras if flag == "--extra" else project["dependency-groups"])
 
 
 def _with_stand_ins(word: str) -> str:

@@ -188,6 +188,8 @@ def _execute(arguments: list[str]) -> None:
     sys.path[:] = [place, *own, *dict.fromkeys(installed)]
     # It looks for the user's modules beside itself, and may be another directory's.
     sys.modules.pop("main", None)
+    # It knows the process that started the one which imported it.
+    sys.modules.pop("nn.distributed.launcher", None)
     if first == "-c":
         main = sys.modules["__main__"] = ModuleType("__main__")
         sys.argv = ["-c", *rest[1:]]

@@ -1,5 +1,7 @@
 """Facts of its launcher that a rank reads."""
 
+import sys
+
 import pytest
 
 from nn.distributed.launcher import refuse_elastic_nodes
@@ -49,6 +51,7 @@ def test_torchrun_with_a_number_of_nodes_that_may_change_ends_at_the_start(tmp_p
         *("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node=2", *rendezvous),
         *("--rdzv-conf=last_call_timeout=1", str(ROOT / "dlrm.py"), "run_dir=run"),
         directory=tmp_path,
+        program=sys.executable,  # the parent of a fork is no launcher
     )
     assert ended.exit_code == 1
     assert ended.err.count(f"error: torchrun --nnodes=1:2: {ELASTIC}") == 1
