@@ -534,7 +534,7 @@ def test_bad_rows_are_left_out_counted_and_quarantined(tmp_path, on_bad, packed)
     )
     preproc(f"source={good}", f"output={tmp_path / 'wanted'}")
     assert data_files(tmp_path / "out") == data_files(tmp_path / "wanted")
-    assert json.loads((tmp_path / "out/report.json").read_text())["bad_rows"] == len(BAD)
+    assert json.loads((tmp_path / "out/report.json").read_text())["rows"]["bad"] == len(BAD)
     aside = tmp_path / "out" / "bad_rows.tsv"
     if on_bad == "skip":
         assert not aside.exists()

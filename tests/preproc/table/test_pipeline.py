@@ -353,7 +353,7 @@ def test_rows_without_a_label_or_with_text_for_a_number_are_bad(tmp_path, people
         return
     wanted = build(tmp_path / "wanted", table)
     assert build(tmp_path / "out", spoiled, f"on_bad={on_bad}") == wanted
-    assert json.loads((tmp_path / "out/report.json").read_text())["bad_rows"] == 4
+    assert json.loads((tmp_path / "out/report.json").read_text())["rows"]["bad"] == 4
     if on_bad == "quarantine":
         kept = [
             line.split("\t") for line in (tmp_path / "out/bad_rows.tsv").read_text().splitlines()
@@ -384,7 +384,7 @@ def test_lines_with_other_columns_or_no_utf8_are_bad(tmp_path, people):
         (str(bad), 7),
         (str(bad), 8),
     ]
-    assert json.loads((tmp_path / "out/report.json").read_text())["bad_rows"] == 3
+    assert json.loads((tmp_path / "out/report.json").read_text())["rows"]["bad"] == 3
 
 
 @pytest.mark.parametrize(
@@ -464,9 +464,12 @@ def test_the_same_rows_give_the_same_spec_byte_for_byte(tmp_path):
     rows = random.Random(4)
     lines = [
         f"{rows.random() < 0.3:d},{rows.random() * 1e3},{rows.randrange(400)},{rows.randrange(40)},{i}"
-        for i in range(3000)
+        for i in range(6000)
     ]
-    text = "y,price,item,user,t\n" + "\n".join([*lines[:50], "a bad line", *lines[50:]]) + "\n"
+    text, day_text = (
+        "\n".join(["y,price,item,user,t", *part[:50], "a bad line", *part[50:], ""])
+        for part in (lines[:3000], lines[3000:])
+    )
     found = []
     for name, options in (("one", ["threads=1", "plot=true"]), ("two", ["threads=3"])):
         (tmp_path / name).mkdir()
@@ -490,8 +493,10 @@ def test_the_same_rows_give_the_same_spec_byte_for_byte(tmp_path):
         }
         output = tmp_path / name / f"out_{name}"
         build(output, table, f"source={source}", "on_bad=quarantine", "rare_counts=true", *options)
+        new = tmp_path / name / f"new_{name}.csv"
+        new.write_text(day_text)
         day = [f"fitted={output}", "mode=extend", *options]
-        build(tmp_path / name / "day", table, f"source={source}", "on_bad=skip", *day)
+        build(tmp_path / name / "day", table, f"source={new}", "on_bad=skip", *day)
         for dataset in (output, tmp_path / name / "day"):
             preproc("mode=verify", f"path={dataset}")
         files = {p.relative_to(tmp_path / name): p for p in (tmp_path / name).rglob("*.*")}
