@@ -336,7 +336,7 @@ def _empty_items(saved: Mapping[str, Any], where: str) -> str:
 def _read_files(saved: Mapping[str, Any], where: str) -> list[str]:
     """Return the fingerprints of the files that a fit has read."""
     found = saved.get(READ, [])
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise ValueError(f"{where}: {READ}: got {shown(found)}, want a list of texts; {AGAIN}")
     return found
 
