@@ -25,7 +25,7 @@ from dataloading.dataset.documents import (
     read_text,
     refuse_doubled,
 )
-from dataloading.dataset.feature_spec import FeatureSpec, measured
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, measured
 from dataloading.dataset.parquet import ParquetSource
 from dataloading.dataset.parquet_files import ColumnKind, check_columns, open_file
 from dataloading.dataset.row_columns import BINARY, RowColumn
@@ -83,28 +83,14 @@ def merlin_rows(root: Path, *, has_tables: bool = True) -> SourceRows:
             f"{root}: no label; tag one column as target in {SCHEMA}, or list it under labels in {METADATA}"
         )
     paths = [path for files in splits.values() for path in files]
-    with open_file(splits["train"][0]) as file:
+    with open_file(paths[0]) as file:
         schema = file.schema_arrow
     names = [*roles.categorical, *roles.numerical, *roles.labels]
     missing = sorted({*names} - {*schema.names})
     if missing:
-        raise ValueError(
-            f"{splits['train'][0]}: no column {', '.join(missing)}, which {root} names"
-        )
+        raise ValueError(f"{paths[0]}: no column {', '.join(missing)}, which {root} names")
     twice = sorted({name for name in names if names.count(name) > 1})
     expect(not twice, f"{root}: roles", twice, "one role per column")
-    features = []
-    for name in roles.categorical:
-        kind = ColumnKind.ids if _has_lists(schema, name) else ColumnKind.id
-        check_columns(splits["train"][0], schema, {name: kind})
-        rows = roles.cardinalities.get(name) if has_tables else None
-        if rows is None and (has_tables or _is_unsigned(schema, name)):
-            largest = _largest(paths, name, kind)
-            # Keys are int64.
-            expect(has_tables or largest < 2**63, f"{root}: {name}", largest, "ids below 2^63")
-            rows = largest + 1 if has_tables else None
-        hotness = roles.hotness.get(name) if kind is ColumnKind.ids else 1
-        features.append(input_feature(name, rows, hotness))
     unmeasured = FeatureSpec(
         root=root,
         numerical=tuple(roles.numerical),
@@ -113,7 +99,9 @@ def merlin_rows(root: Path, *, has_tables: bool = True) -> SourceRows:
             RowColumn(name, dtype=BINARY if _is_binary(roles, name, paths) else REGRESSION)
             for name in roles.labels
         ),
-        categorical=tuple(features),
+        categorical=tuple(
+            _feature(root, name, roles, paths, schema, has_tables) for name in roles.categorical
+        ),
         splits={name: SplitFiles(0, parquet=tuple(files)) for name, files in splits.items()},
         metadata={},
     )
@@ -128,6 +116,22 @@ def merlin_rows(root: Path, *, has_tables: bool = True) -> SourceRows:
         if folder not in {path.parent for path in paths}
     ]
     return SourceRows(ParquetSource(measured(unmeasured)), "Merlin's Parquet", left_out)
+
+
+def _feature(
+    root: Path, name: str, roles: Roles, paths: list[Path], schema: pa.Schema, has_tables: bool
+) -> CategoricalFeature:
+    """Return a categorical feature of the files, of which the first has this schema."""
+    kind = ColumnKind.ids if _has_lists(schema, name) else ColumnKind.id
+    check_columns(paths[0], schema, {name: kind})
+    rows = roles.cardinalities.get(name) if has_tables else None
+    if rows is None and (has_tables or _is_unsigned(schema, name)):
+        largest = _largest(paths, name, kind)
+        # Keys are int64.
+        expect(has_tables or largest < 2**63, f"{root}: {name}", largest, "ids below 2^63")
+        rows = largest + 1 if has_tables else None
+    hotness = roles.hotness.get(name) if kind is ColumnKind.ids else 1
+    return input_feature(name, rows, hotness)
 
 
 def _is_binary(roles: Roles, name: str, paths: list[Path]) -> bool:

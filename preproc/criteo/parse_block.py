@@ -113,7 +113,7 @@ def _transformed(
         return raw.astype(dtype)
     result = connection.execute(f"SELECT {numerical('x')} AS y FROM integers AS t(x)")
     values = result.fetchnumpy()["y"].astype(dtype)
-    # As the zeros that they become, and still told from others, for the report.
+    # As the zeros that they become, and still distinct from others, for the report.
     values[np.ma.filled(integers, 0) <= NO_LOGARITHM] = -0.0
     return values
 

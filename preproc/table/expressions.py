@@ -1,8 +1,8 @@
 """Transformations of table datasets, as the same SQL text for DuckDB and Spark.
 
 Where the two differ, each engine defines a function of the same name: `hex_number(text)`,
-`split_text(text, separator)`, and `text_order(text)`, whose order is that of the bytes of the text. Sums are over integers, so they do not depend on the order in which an engine
-adds.
+`split_text(text, separator)`, and `text_order(text)`, whose order is that of the bytes of the text. Sums are over integers,
+so they do not depend on the order in which an engine adds.
 
 Categorical values are compared as text. An empty text is missing, like null.
 """

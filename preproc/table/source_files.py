@@ -220,17 +220,17 @@ def _rule(config: PreprocConfig, table: TableConfig) -> SplitRule:
     by = config.split.name if config.split is not None else None
     if config.layout is Layout.criteo and config.test_source is not None:
         by = None  # the split that dataset=criteo_1tb sets
-    given = {
+    rules = {
         "test_source": config.test_source and shown(config.test_source),
         "split": by,
         "table.split": f"{{by: {table.split.by}}}"
         if table.split != SplitRule() and table.split.by != by
         else None,
     }
-    given = {key: value for key, value in given.items() if value is not None}
-    if len(given) > 1:
-        *_, last = given
-        each = " and ".join(f"{key}={value}" for key, value in given.items())
+    rules = {key: value for key, value in rules.items() if value is not None}
+    if len(rules) > 1:
+        *_, last = rules
+        each = " and ".join(f"{key}={value}" for key, value in rules.items())
         raise ValueError(
             f"{each} each divide the rows; keep one, and unset the other as by {last}=null"
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.command import run_command
-from tests.helpers.composed import TINY
+from tests.helpers.composed import DCNV2, TINY
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import ON_GPU, needs_one_gpu, worlds
 from tests.helpers.runs import records
@@ -28,6 +28,7 @@ def started_on_gpus(recipe: str, rule: str, amp: str, run_dir: Path, last_step: 
     """Start a run with checkpoints in the background; return what it prints."""
     ended = run_command(
         *(option for option in TINY if not option.startswith("device")),
+        *(DCNV2 if recipe == "dcnv2" else []),
         *ON_GPU,
         *(f"optimizer.name={rule}", f"optimizer.lr={RATES[rule]}", "optimizer.eps=0.01"),
         *(f"train.amp={amp}", f"train.max_steps={last_step}", f"run_dir={run_dir}"),

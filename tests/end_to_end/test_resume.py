@@ -34,7 +34,7 @@ from nn.observability import run_directory
 from nn.resume import ResumePoint, finished_run, named_resume_point
 from nn.run import _complete_results, run
 from tests.helpers.command import Ended, run_command
-from tests.helpers.composed import TINY, compose_config
+from tests.helpers.composed import DCNV2, TINY, compose_config
 from tests.helpers.datasets import write_clicks
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import (
@@ -92,7 +92,7 @@ def train_case(recipe: str, rule: str, run_dir: Path, kill_at: int | None) -> No
 @cache
 def configuration(recipe: str, rule: str) -> Config:
     rates = [f"optimizer.name={rule}", f"optimizer.lr={RATES[rule]}", "optimizer.eps=0.01"]
-    return compose_config(*RUN, *rates, recipe=recipe)
+    return compose_config(*RUN, *rates, *(DCNV2 if recipe == "dcnv2" else []), recipe=recipe)
 
 
 @pytest.mark.parametrize(("recipe", "rule"), CASES)

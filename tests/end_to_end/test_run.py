@@ -11,7 +11,7 @@ import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.helpers.command import ROOT, Ended, run_command, start_command
-from tests.helpers.composed import TINY
+from tests.helpers.composed import DCNV2, TINY
 from tests.helpers.datasets import plant, write_clicks
 
 # Neither split divides evenly over batches and ranks.
@@ -116,7 +116,7 @@ def test_two_ranks_under_torchrun_reach_the_metrics_of_one(dlrm, tmp_path):
 
 def test_dcnv2_trains_into_a_directory_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ended = run_command(*SHORT, "train.max_steps=5", "log.every=2", recipe="dcnv2")
+    ended = run_command(*SHORT, *DCNV2, "train.max_steps=5", "log.every=2", recipe="dcnv2")
     assert (ended.exit_code, ended.err) == (0, "")
     (run_dir,) = (tmp_path / "runs" / "dcnv2").iterdir()
     assert summary_of(run_dir)["steps"] == 5

@@ -48,8 +48,15 @@ TINY = [
     # Drawing takes longer than such a run.
     "log.pictures=false",
 ]
+# DCNv2 of the sizes of TINY: its default rank of 512 is over the widths, and rounds more.
+DCNV2 = ["model.name=dcnv2", "model.cross.projection_dim=8"]
 # Overrides that name a file of configs/.
 GROUPS = ("experiment", "data")
+
+
+def tiny(model: str) -> list[str]:
+    """Return TINY with this model."""
+    return [*TINY, *(DCNV2 if model == "dcnv2" else [f"model.name={model}"])]
 
 
 def compose_with_hydra(*overrides: str, recipe: str = "dlrm") -> DictConfig:

@@ -319,7 +319,10 @@ def test_conversion_keeps_labels_weights_and_keep_rates(root, tmp_path, to):
 def test_verify_counts_invalid_numbers(root, capsys):
     if not (root / "train/click.bin").exists():
         preproc("mode=verify", f"path={root}")
-        assert "nothing wrong" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "nothing wrong" in out
+        mean = drawn()["labels"][:, 2].mean()
+        assert f"seconds - mean {mean:.4g}" in " ".join(out.split())
         return
     for name, value, dtype in (
         *(("importance", -1, "<f4"), ("kept", 0, "<f4")),

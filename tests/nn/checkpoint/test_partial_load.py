@@ -11,7 +11,15 @@ from configs.schema import Component
 from nn.checkpoint import state as checkpoint
 from nn.layers.initialization import fill_uniform_
 from tests.helpers.command import run_command
-from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu, table_map
+from tests.helpers.composed import (
+    DCNV2,
+    TINY,
+    Built,
+    build,
+    compose_config,
+    ranks_of_cpu,
+    table_map,
+)
 from tests.helpers.distributed import run_distributed
 from tests.nn.checkpoint.test_reshard import contents
 from tests.nn.checkpoint.test_state import LAYOUTS, case, same, save, state_of
@@ -66,7 +74,7 @@ def test_one_component_is_loaded_and_the_other_keeps_the_seeds_weights(saved, co
 def test_the_other_component_may_be_of_another_model(saved, component):
     other = {
         Component.tables: [
-            "model.name=dcnv2",
+            *DCNV2,
             "model.top_mlp=[8,1]",
             "optimizer.embedding_name=adam",
         ],

@@ -19,7 +19,15 @@ from nn.build import open_source
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.directory import find_damage, list_checkpoints, prune, read_facts
 from nn.checkpoint.tensor_index import read_index
-from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu, table_map
+from tests.helpers.composed import (
+    DCNV2,
+    TINY,
+    Built,
+    build,
+    compose_config,
+    ranks_of_cpu,
+    table_map,
+)
 from tests.helpers.distributed import run_distributed
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
@@ -166,7 +174,7 @@ def test_an_interrupted_save_leaves_no_step_directory(tmp_path, monkeypatch):
 def saved(tmp_path_factory) -> Path:
     """Return a checkpoint of DCNv2 with three cross layers, trained one step with Adagrad."""
     with ranks_of_cpu():
-        built = build(compose_config(*case("adagrad"), "model.name=dcnv2"))
+        built = build(compose_config(*case("adagrad"), *DCNV2))
         built.train(0, 1)
         return save(tmp_path_factory.mktemp("saved"), built, 1)
 
@@ -201,7 +209,7 @@ def test_other_features_are_refused(saved):
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_another_model_is_refused(saved, changes, difference, with_optimizer):
     with ranks_of_cpu():
-        built = build(compose_config(*case("adagrad"), "model.name=dcnv2", *changes))
+        built = build(compose_config(*case("adagrad"), *DCNV2, *changes))
         with pytest.raises(ValueError, match="holds another model or optimizer") as caught:
             checkpoint.restore(saved, built.step, with_optimizer=with_optimizer)
     assert re.search(difference, str(caught.value)), caught.value
@@ -224,7 +232,7 @@ def test_another_model_is_refused(saved, changes, difference, with_optimizer):
     ],
 )
 def test_another_optimizer_is_refused_for_training_only(saved, changes, difference):
-    config = compose_config(*case("adagrad"), "model.name=dcnv2", *changes)
+    config = compose_config(*case("adagrad"), *DCNV2, *changes)
     with ranks_of_cpu():
         built = build(config)
         with pytest.raises(ValueError, match="holds another model or optimizer") as caught:
@@ -256,7 +264,7 @@ def test_changed_bytes_are_reported_with_one_remedy(saved, tmp_path):
         data[offset] ^= 4
     shard.write_bytes(data)
     with ranks_of_cpu():
-        built = build(compose_config(*case("adagrad"), "model.name=dcnv2"))
+        built = build(compose_config(*case("adagrad"), *DCNV2))
         with pytest.raises(ValueError, match="has changed since it was written") as caught:
             checkpoint.restore(path, built.step, with_optimizer=True)
     assert str(caught.value).startswith(f"checkpoint.restore={path} cannot be read: {shard} has")
@@ -333,7 +341,7 @@ def test_a_checkpoint_that_appears_late_is_waited_for(saved, tmp_path):
         (tmp_path / "hidden").rename(tmp_path / "checkpoints")
 
     with ranks_of_cpu():
-        built = build(compose_config(*case("adagrad"), "model.name=dcnv2"))
+        built = build(compose_config(*case("adagrad"), *DCNV2))
         thread = Thread(target=appear)
         thread.start()
         checkpoint.restore(tmp_path / "checkpoints" / "step_1", built.step, with_optimizer=True)

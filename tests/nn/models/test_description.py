@@ -12,10 +12,10 @@ from nn.build import model_spec, open_source
 from nn.models.description import build_from_json, describe_model
 from nn.models.ranking_model import RankingModel
 from nn.models.registry import MODELS, build_dense, declared_tables
-from tests.helpers.composed import TINY, compose_config
+from tests.helpers.composed import TINY, compose_config, tiny
 from tests.nn.models.test_family_training import CASES, write_two_labels
 
-PLAIN_CASES = {name: [*TINY, f"model.name={name}"] for name in ("dlrm", "dcnv2")}
+PLAIN_CASES = {name: tiny(name) for name in ("dlrm", "dcnv2")}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from tests.helpers.composed import TINY, losses_of_cases
+from tests.helpers.composed import losses_of_cases, tiny
 from tests.helpers.distributed import run_distributed
 
 NUM_STEPS = 10
@@ -16,8 +16,7 @@ RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
 def case(model: str, hotness: str, rule: str, layout: str) -> list[str]:
     tables = ",".join(f"cat_{index}:{layout}" for index in range(5))
     return [
-        *TINY,
-        f"model.name={model}",
+        *tiny(model),
         *HOTNESS[hotness],
         f"optimizer.name={rule}",
         f"optimizer.lr={RATES[rule]}",

@@ -25,7 +25,7 @@ SMALL = [
     "eval.batch_size=32",
     "checkpoint.delta_every=4",
 ]
-HALF = 14  # with the end of an epoch in each
+HALF = 20  # with the end of an epoch in each, and long enough that rows leave for the disk
 KINDS = "model.name=tests.nn.models.test_kinds_of_tables:Kinds"
 
 

@@ -12,6 +12,7 @@ from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import process_group, ranks_from_environment
 from tests.helpers.command import run_command
 from tests.helpers.composed import (
+    DCNV2,
     TINY,
     Built,
     build,
@@ -32,8 +33,8 @@ LAYERS = {
 LAYOUTS = ["table_wise", "row_wise"]
 MODELS = {
     "dlrm": [],
-    "dcnv2": ["model.name=dcnv2"],
-    "parallel": ["model.name=dcnv2", "model.cross.structure=parallel"],
+    "dcnv2": DCNV2,
+    "parallel": [*DCNV2, "model.cross.structure=parallel"],
 }
 CASES = list(product(LAYERS, MODELS, LAYOUTS))
 

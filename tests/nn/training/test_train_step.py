@@ -20,7 +20,7 @@ from dataloading.dataset.source import Columns
 from nn.build import open_source
 from nn.distributed.errors import DivergedError
 from nn.training.prefetch import Prefetcher
-from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu, tiny
 from tests.helpers.distributed import run_distributed
 from tests.reference import Reference, ReferenceCross, ReferenceMLP
 
@@ -223,7 +223,7 @@ def optimizers_of(reference: Reference, name: str) -> list[torch.optim.Optimizer
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
 @pytest.mark.parametrize("model", ["dlrm", "dcnv2"])
 def test_it_trains_as_the_plain_reference_does(model, name):
-    config = compose_config(*TINY, *rule(name), "optimizer.eps=1e-8", f"model.name={model}")
+    config = compose_config(*tiny(model), *rule(name), "optimizer.eps=1e-8")
     with ranks_of_cpu():
         built = build(config)
         reference = reference_of(built)

@@ -1,4 +1,4 @@
-"""Divisions, orders and comparisons of the rows of a table: `split`, `test_source`, and SQL over text."""
+"""Splits, order and comparison of the rows of a table: `split`, `test_source`, and SQL over text."""
 
 import random
 from pathlib import Path

@@ -464,9 +464,12 @@ def test_the_same_rows_give_the_same_spec_byte_for_byte(tmp_path):
     rows = random.Random(4)
     lines = [
         f"{rows.random() < 0.3:d},{rows.random() * 1e3},{rows.randrange(400)},{rows.randrange(40)},{i}"
-        for i in range(3000)
+        for i in range(6000)
     ]
-    text = "y,price,item,user,t\n" + "\n".join([*lines[:50], "a bad line", *lines[50:]]) + "\n"
+    text, day_text = (
+        "\n".join(["y,price,item,user,t", *part[:50], "a bad line", *part[50:], ""])
+        for part in (lines[:3000], lines[3000:])
+    )
     found = []
     for name, options in (("one", ["threads=1", "plot=true"]), ("two", ["threads=3"])):
         (tmp_path / name).mkdir()
@@ -490,10 +493,10 @@ def test_the_same_rows_give_the_same_spec_byte_for_byte(tmp_path):
         }
         output = tmp_path / name / f"out_{name}"
         build(output, table, f"source={source}", "on_bad=quarantine", "rare_counts=true", *options)
-        source = tmp_path / name / f"{name}_day.csv"
-        source.write_text(text.replace(lines[0], lines[1], 1))
+        new = tmp_path / name / f"new_{name}.csv"
+        new.write_text(day_text)
         day = [f"fitted={output}", "mode=extend", *options]
-        build(tmp_path / name / "day", table, f"source={source}", "on_bad=skip", *day)
+        build(tmp_path / name / "day", table, f"source={new}", "on_bad=skip", *day)
         for dataset in (output, tmp_path / name / "day"):
             preproc("mode=verify", f"path={dataset}")
         files = {p.relative_to(tmp_path / name): p for p in (tmp_path / name).rglob("*.*")}

@@ -21,7 +21,7 @@ from serving.exporting.dense import check_aoti, export_dense, export_onnx, load_
 from serving.inference.dense import check_archive, load_dense
 from serving.inference.versions import load_version
 from serving.manifest import AOTI, DENSE, MACHINE_CODE, MANIFEST, ONNX, Manifest, ModelError
-from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
+from tests.helpers.composed import TINY, compose_config, ranks_of_cpu, tiny
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import needs_gpus
 from tests.nn.models.test_family_training import CASES, two_labels  # noqa: F401
@@ -95,7 +95,7 @@ def test_models_score_as_their_training_step(runs, tmp_path):
 
 @pytest.mark.parametrize("name", [*DENSE_ONLY, "dcnv2"])
 def test_every_dense_component_is_exported_for_any_number_of_rows(name, two_labels, tmp_path):  # noqa: F811
-    case = [*TINY, "model.name=dcnv2"] if name == "dcnv2" else CASES[name].overrides(two_labels)
+    case = tiny("dcnv2") if name == "dcnv2" else CASES[name].overrides(two_labels)
     config = compose_config(*case)
     spec = open_source(config).spec
     dense = build_dense(config.model, spec).eval().requires_grad_(False)
