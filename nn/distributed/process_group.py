@@ -159,7 +159,7 @@ def ranks_from_environment(device_type: str) -> Ranks:
     return Ranks(rank, local_rank, world_size, local_world_size, device)
 
 
-def is_lost_peer(error: RuntimeError) -> bool:
+def is_lost_peer(error: Exception) -> bool:
     """Return whether a collective failed because another rank exited; NCCL seldom notices, and the launcher ends its ranks."""
     lost = r"Connection (closed|reset) by peer|Broken pipe|remote process exited"
     return bool(re.search(lost, str(error)))
