@@ -66,7 +66,7 @@ LONGEST_FIRST = (
     "serving/exporting/test_export.py",
     "serving/server/test_server.py",
 )
-# Something of every room in 90 seconds: what `-m fast` selects.
+# Something of every room: what `-m fast` selects.
 FAST = {
     "helpers/forking/test_forked_python.py",
     "configs/test_schema.py",
