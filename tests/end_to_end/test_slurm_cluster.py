@@ -26,12 +26,7 @@ from tests.helpers.slurm_cluster import INSTALL, NODES, Cluster, missing_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [
-    pytest.mark.doors,
-    pytest.mark.skipif(
-        bool(missing_commands()), reason=f"no {', '.join(missing_commands())} here: {INSTALL}"
-    ),
-]
+pytestmark = pytest.mark.doors
 
 OPTIONS = [
     *(*TINY, "train.tf32=false", "log.every=1", "log.loggers=[]"),
@@ -153,6 +148,7 @@ def until(condition: Callable[[], bool], explain: Callable[[], str], seconds: fl
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
+    assert not missing_commands(), f"no {', '.join(missing_commands())} here: {INSTALL}"
     with slurm_cluster() as started:
         yield started
 
