@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from preproc.table.expressions import RELATION_FILE, quoted, text
 from preproc.table.extension import DAYS_COLUMNS
 from preproc.table.transformation import stored_ids, stored_lists, stored_numericals
 from preproc.work_directory import Work, small_database
+
+if TYPE_CHECKING:  # 25 MB of memory that other commands do not need
+    import pyarrow as pa
 
 ZERO_BYTES = 1 << 20
 CHUNK_ROWS = 1 << 20
@@ -330,28 +333,19 @@ class TableFiles:
 
     def write_vocabulary(self, relation: str, name: str, *, has_days: bool = False) -> None:
         """Write vocabulary/NAME.parquet: value, id and count, in the order of ids, and the columns of a later day."""
-        if has_days:
-            columns = {"value": "VARCHAR", "id": "BIGINT", "count": "BIGINT"} | {
-                column: "BOOLEAN" if column == "retired" else "BIGINT" for column in DAYS_COLUMNS
-            }
-            self._write_rows(relation, columns, "id", f"{VOCABULARY}/{name}.parquet")
-            return
-        files = self._files(relation)
-        path = text(str(self._dataset / VOCABULARY / f"{name}.parquet"))
+        columns = {"value": "VARCHAR", "id": "BIGINT", "count": "BIGINT"}
         order = self._in_order(relation, "id")
-        with self._connection.cursor() as cursor:
-            cursor.execute(
-                "COPY (SELECT CAST(value AS VARCHAR) AS value, CAST(id AS BIGINT) AS id, "
-                f"CAST(count AS BIGINT) AS count FROM read_parquet({files}){order}) TO {path} "
-                f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {GROUP_ROWS})"
-            )
+        if has_days:
+            columns |= dict.fromkeys(DAYS_COLUMNS, "BIGINT") | {"retired": "BOOLEAN"}
+            order = " ORDER BY id"
+        self._write_rows(relation, columns, order, f"{VOCABULARY}/{name}.parquet")
 
     def write_rare(self, relation: str, name: str) -> None:
         """Write rare/NAME.parquet: value and count of the values without an id, in the order of values."""
         columns = {"value": "VARCHAR", "count": "BIGINT"}
-        self._write_rows(relation, columns, "value", f"{RARE}/{name}.parquet")
+        self._write_rows(relation, columns, " ORDER BY value", f"{RARE}/{name}.parquet")
 
-    def _write_rows(self, relation: str, columns: dict[str, str], order_by: str, name: str) -> None:
+    def _write_rows(self, relation: str, columns: dict[str, str], order: str, name: str) -> None:
         """Write a relation in an order, as Parquet.
 
         By pyarrow, since the bytes of DuckDB's writer depend on the number of files that the engine wrote.
@@ -359,13 +353,28 @@ class TableFiles:
         import pyarrow.parquet as pq
 
         selected = ", ".join(f"CAST({name} AS {kind}) AS {name}" for name, kind in columns.items())
-        query = f"SELECT {selected} FROM read_parquet({self._files(relation)}) ORDER BY {order_by}"
-        path = self._dataset / name
+        query = f"SELECT {selected} FROM read_parquet({self._files(relation)}){order}"
         with self._connection.cursor() as cursor:
             batches = cursor.sql(query).to_arrow_reader(GROUP_ROWS)
-            with pq.ParquetWriter(path, batches.schema, compression="zstd") as writer:
-                for batch in batches:
-                    writer.write_batch(batch)
+            with pq.ParquetWriter(
+                self._dataset / name, batches.schema, compression="zstd"
+            ) as writer:
+                for group in _in_groups(batches):
+                    writer.write_table(group, GROUP_ROWS)
+
+
+def _in_groups(batches: "pa.RecordBatchReader") -> Iterator["pa.Table"]:
+    """Yield tables of GROUP_ROWS rows, the last of fewer; how many rows a batch has depends on the files that are read."""
+    import pyarrow as pa
+
+    rest = batches.schema.empty_table()
+    for batch in batches:
+        rest = pa.concat_tables([rest, pa.Table.from_batches([batch])])
+        if len(rest) >= GROUP_ROWS:
+            yield rest.slice(0, GROUP_ROWS)
+            rest = rest.slice(GROUP_ROWS)
+    if len(rest):
+        yield rest
 
 
 def _expect(is_right: bool | np.bool_, what: str) -> None:

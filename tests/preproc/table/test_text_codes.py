@@ -2,6 +2,7 @@
 
 import errno
 import gc
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from preproc.table.duckdb_engine import DuckDBEngine
 from preproc.table.expressions import RELATION_FILE
 from preproc.table.parquet_texts import dictionary_columns
 from preproc.transformed_rows import open_transformed_rows
+from preproc.work_directory import Work
 from tests.helpers.preproc_command import Refused
 from tests.preproc.table.test_pipeline import build
 
@@ -170,6 +172,28 @@ def test_a_full_disk_is_an_error_where_ids_are_mapped(tmp_path, monkeypatch):
     monkeypatch.delattr(output_files.os, "posix_fallocate")
     output_files._allocate(tmp_path / "ids.bin", output_files.ZERO_BYTES + 5)
     assert (tmp_path / "ids.bin").stat().st_size == output_files.ZERO_BYTES + 5
+
+
+def test_a_vocabulary_has_the_same_bytes_from_any_number_of_files(tmp_path, monkeypatch):
+    """An engine may write a relation as several files, of any number of rows in any order."""
+    monkeypatch.setattr(output_files, "GROUP_ROWS", 3000)
+    ids = np.arange(1, 8001)
+    rows = pa.table({"value": [f"v{i:05}" for i in ids], "id": ids, "count": ids[::-1]})
+    written = []
+    for name, starts in (("one", [0]), ("three", [3001, 0, 7000])):
+        (tmp_path / name / "counts").mkdir(parents=True)
+        (tmp_path / name / "vocabulary").mkdir()
+        ends = {start: end for start, end in pairwise([*sorted(starts), len(ids)])}
+        for part, start in enumerate(starts):
+            file = RELATION_FILE if name == "one" else f"part-{part}.parquet"
+            pq.write_table(rows[start : ends[start]], tmp_path / name / "counts" / file)
+        work = Work(tmp_path / name, tmp_path / name, {"rows_in": "rows_"})
+        with output_files.TableFiles(work, tmp_path / name, {}) as files:
+            files.write_vocabulary("counts", "c")
+        written.append(tmp_path / name / "vocabulary" / "c.parquet")
+    assert pq.read_table(written[1]) == rows
+    assert pq.ParquetFile(written[1]).metadata.num_row_groups == 3
+    assert written[0].read_bytes() == written[1].read_bytes()
 
 
 def test_a_column_with_the_path_of_a_field_is_no_dictionary(tmp_path):
