@@ -18,7 +18,7 @@ import yaml
 
 from configs.messages import shown
 from dataloading.dataset.binary import SplitWriter, file_name
-from dataloading.dataset.documents import open_regular
+from dataloading.dataset.documents import YamlDumper, open_regular
 from dataloading.dataset.durable_files import (
     clear_leftovers,
     hold,
@@ -306,7 +306,7 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
             if name != "validation" or not _nvidia_reads(spec, root)
         },
     }
-    text = yaml.safe_dump(document, sort_keys=False)
+    text = yaml.dump(document, Dumper=YamlDumper, sort_keys=False)
     replace_text(root / SPEC_NAME, text, root / f".{SPEC_NAME}.partial")
 
 
