@@ -15,6 +15,8 @@ from tests.end_to_end.crash_points import (
 )
 from tests.helpers.file_system_faults import unsupported
 
+pytestmark = pytest.mark.doors
+
 # Scenario: number of points per fault, spread evenly from the first change to the last.
 SHARES = {
     "training": {"kill": 1, "torn": 1},

@@ -6,10 +6,13 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 from sklearn.metrics import roc_auc_score
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from tests.helpers.command import ROOT, Ended, run_command, run_module, start_command
+
+pytestmark = pytest.mark.doors
 
 PAGE = (ROOT / "docs" / "your_data.md").read_text()
 

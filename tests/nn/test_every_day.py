@@ -14,6 +14,8 @@ from tests.helpers.preproc_command import preproc
 from tests.helpers.runs import records, summary
 from tests.serving.served_models import export
 
+pytestmark = pytest.mark.doors
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "every_day.md").read_text()
 SMALL = ["log.pictures=false", "log.loggers=[]", "train.batch_size=32", "device=cpu"]

@@ -15,6 +15,8 @@ import pytest
 from tests.helpers.command import ROOT, run_command, start_command
 from tests.helpers.runs import summary
 
+pytestmark = pytest.mark.doors
+
 PAGE = (ROOT / "docs/add_a_model.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 BLOCKS = [block[1:] for block in PAGE.split("```")[1::2] if block.startswith("\n")]

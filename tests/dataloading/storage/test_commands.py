@@ -22,6 +22,8 @@ from tests.helpers.runs import at_step, differences, killed_at, records, summary
 from tests.nn.test_stages import OPTIONS as DAY_OPTIONS
 from tests.nn.test_stages import days  # noqa: F401
 
+pytestmark = pytest.mark.doors
+
 OPTIONS = [
     *(option for option in TINY if not option.startswith("data.")),
     *("train.batch_size=32", "checkpoint.save_every=4", "log.every=4", "log.loggers=[]"),

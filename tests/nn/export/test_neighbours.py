@@ -5,8 +5,12 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.command import ROOT, run_command, start_command
 from tests.helpers.preproc_command import preproc, write_lines
+
+pytestmark = pytest.mark.doors
 
 PAGE = (ROOT / "docs" / "neighbours.md").read_text()
 NUM_FILMS, NUM_USERS = 8, 120

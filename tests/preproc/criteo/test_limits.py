@@ -12,6 +12,8 @@ from tests.helpers.preproc_command import preproc, raw_line, write_lines
 from tests.preproc.criteo.test_restart import all_files, any_table, raw_logs
 from tests.preproc.table.test_pipeline import _hydra
 
+pytestmark = pytest.mark.doors
+
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "-m", "preproc", "plot=false"]
 # A mount that only its own processes see; as another user than root within a user namespace.
