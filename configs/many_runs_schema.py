@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from configs.schema import option, require
+from configs.schema import Section, option, require
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class Pruner(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class SweepConfig:
+class SweepConfig(Section):
     """Search for the best values of options."""
 
     recipe: str = option(
@@ -73,8 +73,10 @@ class SweepConfig:
     overrides: list[str] = option(
         [], "options of all trials; also written without overrides=, as arguments: data.path=DIR"
     )
-    trials: int = option(20, "trials, counting pruned and failed ones", most=100_000)
-    parallel: int = option(1, "trials that run at once; with GPUs at most one per GPU", most=1024)
+    trials: int = option(20, "trials, counting pruned and failed ones", most=100_000, gt=0)
+    parallel: int = option(
+        1, "trials that run at once; with GPUs at most one per GPU", most=1024, gt=0
+    )
     sampler: Sampler = option(
         Sampler.gp,
         "gp (Gaussian process); tpe; random; grid (all combinations of choices and steps); qmc (quasi-random)",
@@ -84,12 +86,15 @@ class SweepConfig:
         "what ends a trial after an evaluation: reach (it would not reach the best one if it gained as much as any other); "
         "median (worse than the median of the others); asha; hyperband; none",
     )
-    sampler_seed: int = option(0, "seed of the sampler; `seed` is that of the trials")
+    sampler_seed: int = option(0, "seed of the sampler; `seed` is that of the trials", ge=0)
     metric: str | None = option(
         None, "metric to choose by, such as log_loss; null: eval.best_metric of the trials"
     )
     restarts: int = option(
-        2, "restarts of a trial whose process was killed, from its latest checkpoint", most=1000
+        2,
+        "restarts of a trial whose process was killed, from its latest checkpoint",
+        most=1000,
+        ge=0,
     )
     keep_checkpoints: bool = option(
         False, "keep the checkpoints of all trials; false keeps those of the best one"
@@ -101,13 +106,8 @@ class SweepConfig:
     )
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         require(
             bool(self.space),
             "no space: set space=FILE, a yaml file such as {optimizer.lr: {low: 0.001, high: 0.01, log: true}}",
         )
-        for name in ("trials", "parallel"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} must be positive, got {value}")
-        for name in ("sampler_seed", "restarts"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} must not be negative, got {value}")

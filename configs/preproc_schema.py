@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from configs.messages import shown
-from configs.schema import SyntheticConfig, option, require
+from configs.schema import Section, SyntheticConfig, option, require
 from configs.table_schema import TableConfig
 
 
@@ -90,7 +90,7 @@ class StreamConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class PreprocConfig:
+class PreprocConfig(Section):
     """Options of one run of `python -m preproc`."""
 
     mode: Mode = option(
@@ -127,7 +127,7 @@ class PreprocConfig:
     )
     output: str | None = option(None, "dataset directory to write (required)", path=True)
     overwrite: bool = option(False, "replace a dataset that output already holds")
-    threads: int | None = option(None, "worker threads; null: one per core", most=4096)
+    threads: int | None = option(None, "worker threads; null: one per core", most=4096, gt=0)
     source: Any = option(
         None,
         "raw logs: a file, a glob, a _file_list.txt or a list of them; .tsv, .gz or .zst; day_2 before day_10",
@@ -144,7 +144,7 @@ class PreprocConfig:
         "mode=fit does",
     )
     train_fraction: float = option(
-        0.9, "fraction of the lines in the training split, with split=fraction"
+        0.9, "fraction of the lines in the training split, with split=fraction", gt=0, lt=1
     )
     test_source: Any = option(
         None, "files of the test split, written like source; then all of source trains", path=True
@@ -153,6 +153,7 @@ class PreprocConfig:
         0,
         "a value that occurs less often gets id 0, like missing and unseen ones; 0 keeps every value; mode=extend counts "
         "over all days, with the limit of the fit",
+        ge=0,
     )
     rare_counts: bool = option(
         False,
@@ -167,6 +168,7 @@ class PreprocConfig:
         "with mode=extend: a value that did not occur for this many days gets id 0 until it is frequent again; its id is "
         "never another value's; null: never",
         most=2**31 - 1,
+        gt=0,
     )
     vocabulary: VocabularyRows = option(
         VocabularyRows.train,
@@ -198,15 +200,11 @@ class PreprocConfig:
         path=True,
     )
     plot: bool = option(True, "draw the report as output/report.png")
-    seed: int = option(1, "seed of shuffle and of the synthetic clicks")
+    seed: int = option(1, "seed of shuffle and of the synthetic clicks", ge=0)
     data: StreamConfig = MISSING
 
     def __post_init__(self) -> None:
-        require(
-            self.threads is None or self.threads > 0,
-            f"threads must be positive or null, got {self.threads}",
-        )
-        require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
+        Section.__post_init__(self)
         require(
             all(rows > 0 for rows in self.table_rows or []),
             f"table_rows must all be positive, got {self.table_rows}",
@@ -229,15 +227,6 @@ class PreprocConfig:
         require(
             self.output is not None,
             "no output: set output=DIR, the dataset directory to write",
-        )
-        require(
-            0 < self.train_fraction < 1,
-            f"train_fraction must lie between 0 and 1, got {self.train_fraction}; "
-            "to test on other files set test_source",
-        )
-        require(
-            self.frequency_limit >= 0,
-            f"frequency_limit must not be negative, got {self.frequency_limit}",
         )
         require(
             (self.mode in (Mode.transform, Mode.extend)) == (self.fitted is not None),
@@ -270,10 +259,6 @@ class PreprocConfig:
         require(
             self.mode is Mode.fit or not self.rare_counts,
             f"rare_counts=true is of mode=fit, and mode={self.mode.value} has no use of it; leave it out",
-        )
-        require(
-            self.retire_after is None or self.retire_after > 0,
-            f"retire_after must be positive or null, got {self.retire_after}",
         )
         require(
             not is_extend or self.layout in (Layout.criteo, Layout.table),

@@ -5,12 +5,15 @@ text given to `option` beside each key. `main.command` turns the composed yaml i
 so every check here runs before a file is opened or a process group exists.
 """
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING as DATACLASS_MISSING
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum, StrEnum
+from functools import cache
 from math import isfinite
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, ClassVar, get_args, get_type_hints
 
 from omegaconf import MISSING
 
@@ -19,6 +22,9 @@ def option(
     default: Any,
     meaning: str,
     *,
+    gt: float | None = None,
+    ge: float | None = None,
+    lt: float | None = None,
     most: int | None = None,
     path: bool = False,
     replaces: str | None = None,
@@ -27,16 +33,83 @@ def option(
 
     Args:
         default: its default value.
-        meaning: the sentence that `--help` prints.
-        most: largest value of the option, or of each of its elements; `configs/option_values.py` checks it.
+        meaning: the sentence that `--help` prints, with the bounds.
+        gt: bound that the option, or each of its elements, is above; null is within all bounds.
+        ge: bound that it is not below.
+        lt: bound that it is below.
+        most: largest value; `configs/option_values.py` checks it, before any class is made.
         path: whether the option names files, so that `~` is the home directory.
         replaces: option of the same section that has no effect while this one has a value;
             `configs/overrides.py` lets the command line name only one of them.
     """
-    metadata = {"help": meaning, "most": most, "path": path, "replaces": replaces}
+    bounds = {
+        name: bound for name, bound in (("gt", gt), ("ge", ge), ("lt", lt)) if bound is not None
+    }
+    metadata = {"help": meaning, "most": most, "path": path, "replaces": replaces, "bounds": bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+class Section:
+    """Base of a class of options, which checks the bounds that they state.
+
+    A class that relates options to each other does so in a `__post_init__` of its own, which calls this one first. Bounds of
+    an option hold in classes that declare it again, too.
+
+    Attributes:
+        section: prefix of the keys of the options, without its dot.
+    """
+
+    __slots__ = ()
+    section: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for name, (hint, bounds) in _bounds_of(self.__class__).items():  # type: ignore[arg-type]
+            key = f"{self.section}.{name}".lstrip(".")
+            _check_bounds(key, getattr(self, name), bounds, hint)
+
+
+@cache
+def _bounds_of(section: type) -> dict[str, tuple[Any, dict[str, float]]]:
+    """Return the types and bounds of the options that have bounds, by their names."""
+    found: dict[str, tuple[Any, dict[str, float]]] = {}
+    for declaring in reversed(section.__mro__):
+        for declared in declaring.__dict__.get("__dataclass_fields__", {}).values():
+            _, bounds = found.get(declared.name, (None, {}))
+            found[declared.name] = (declared.type, bounds | declared.metadata.get("bounds", {}))
+    return {name: (hint, bounds) for name, (hint, bounds) in found.items() if bounds}
+
+
+def _check_bounds(key: str, value: Any, bounds: Mapping[str, float], hint: Any) -> None:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    # Not a number is within no bounds.
+    if not all(
+        _COMPARED[name](number, bound) for number in values for name, bound in bounds.items()
+    ):
+        of_all = "all " * isinstance(value, list)
+        or_null = " or null" * (NoneType in get_args(hint))
+        raise ValueError(f"{key} must {of_all}{_in_words(bounds)}{or_null}, got {value}")
+
+
+_COMPARED = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt}
+SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "most": "<="}
+
+
+def _in_words(bounds: Mapping[str, float]) -> str:
+    """Return what an option must do by its bounds."""
+    match dict(bounds):
+        case {"gt": 0, "lt": most}:
+            return f"lie between 0 and {most}"
+        case {"ge": least, "lt": most}:
+            return f"lie in [{least}, {most})"
+        case {"gt": 0}:
+            return "be positive"
+        case {"ge": 0}:
+            return "not be negative"
+        case {"ge": least}:
+            return f"be at least {least}"
+    raise AssertionError(bounds)
 
 
 # Largest values of options: a mistyped number ends with a message instead of filling the memory.
@@ -211,43 +284,33 @@ def is_file_name(text: str) -> bool:
 
 
 @dataclass(kw_only=True, slots=True)
-class SyntheticConfig:
+class SyntheticConfig(Section):
     """The built-in synthetic clicks, used when `data.path` is null."""
 
-    train_rows: int = option(262_144, "rows in the training split", most=MOST_ROWS)
-    test_rows: int = option(32_768, "rows in the test split", most=MOST_ROWS)
-    num_numerical: int = option(13, "numerical features", most=MOST_COLUMNS)
+    section = "data.synthetic"
+
+    train_rows: int = option(262_144, "rows in the training split", most=MOST_ROWS, gt=0)
+    test_rows: int = option(32_768, "rows in the test split", most=MOST_ROWS, gt=0)
+    num_numerical: int = option(13, "numerical features", most=MOST_COLUMNS, ge=0)
     cardinalities: list[int] = option(
-        [], "rows per table, one entry per categorical feature", most=MOST_ROWS
+        [], "rows per table, one entry per categorical feature", most=MOST_ROWS, gt=0
     )
     hotness: list[int] = option(
-        [], "ids per row and table; empty means 1 for every table", most=MOST_COLUMNS
+        [], "ids per row and table; empty means 1 for every table", most=MOST_COLUMNS, gt=0
     )
     names: list[str] = option(
         [], "names of the categorical features, one per table; empty: cat_0, cat_1 and so on"
     )
-    exponent: float = option(1.05, "power-law exponent of the ids; 0 draws them uniformly", most=64)
+    exponent: float = option(
+        1.05, "power-law exponent of the ids; 0 draws them uniformly", most=64, ge=0
+    )
 
     def __post_init__(self) -> None:
-        for name in ("train_rows", "test_rows"):
-            value = getattr(self, name)
-            require(value > 0, f"data.synthetic.{name} must be positive, got {value}")
-        require(
-            self.num_numerical >= 0,
-            f"data.synthetic.num_numerical must not be negative, got {self.num_numerical}",
-        )
-        require(
-            all(c > 0 for c in self.cardinalities),
-            f"data.synthetic.cardinalities must all be positive, got {self.cardinalities}",
-        )
+        Section.__post_init__(self)
         require(
             not self.hotness or len(self.hotness) == len(self.cardinalities),
             f"data.synthetic.hotness has {len(self.hotness)} entries for "
             f"{len(self.cardinalities)} data.synthetic.cardinalities; give one per table, or none",
-        )
-        require(
-            all(h > 0 for h in self.hotness),
-            f"data.synthetic.hotness must all be positive, got {self.hotness}",
         )
         names = self.names
         require(
@@ -262,10 +325,6 @@ class SyntheticConfig:
                 f"data.synthetic.names has '{name}', which is empty or the name of another column",
             )
             taken.add(name)
-        require(
-            self.exponent >= 0,
-            f"data.synthetic.exponent must not be negative, got {self.exponent}",
-        )
 
     @property
     def tables(self) -> dict[str, int]:
@@ -275,8 +334,10 @@ class SyntheticConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class MultiHotConfig:
+class MultiHotConfig(Section):
     """Expansion of stored ids to several, as in MLPerf's synthetic multi-hot Criteo."""
+
+    section = "data.multi_hot"
 
     hotness: list[int] | None = option(
         None,
@@ -284,28 +345,28 @@ class MultiHotConfig:
         "stored, null leaves all features so",
         most=MOST_COLUMNS,
     )
-    seed: int = option(0, "seed of the added ids; MLPerf's is 0")
+    seed: int = option(0, "seed of the added ids; MLPerf's is 0", ge=0, lt=2**32)
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         require(
             self.hotness is None or (bool(self.hotness) and all(h > 0 for h in self.hotness)),
             "data.multi_hot.hotness must name a positive number per categorical feature, or be null, "
             f"got {self.hotness}",
         )
-        require(
-            0 <= self.seed < 2**32,
-            f"data.multi_hot.seed must lie in [0, 2**32), got {self.seed}",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
-class DynamicConfig:
+class DynamicConfig(Section):
     """Rows for the keys of features with `vocabulary: dynamic`."""
+
+    section = "data.dynamic"
 
     admit_after: int = option(
         1,
         "training rows with a key after which it gets a row of its own; until then it has row 0, that of unknown keys",
         most=2**31 - 1,
+        gt=0,
     )
     evict: Evict = option(
         Evict.age,
@@ -313,16 +374,12 @@ class DynamicConfig:
         "often; never: a full table ends the run",
     )
 
-    def __post_init__(self) -> None:
-        require(
-            self.admit_after > 0,
-            f"data.dynamic.admit_after must be positive, got {self.admit_after}",
-        )
-
 
 @dataclass(kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(Section):
     """Source of the rows, and how they are read."""
+
+    section = "data"
 
     path: str | None = option(
         None, "dataset directory; null trains on the built-in synthetic clicks", path=True
@@ -332,42 +389,34 @@ class DataConfig:
         1024,
         "consecutive rows that stay together when an epoch is shuffled; 1 shuffles single rows, "
         "0 keeps the order on disk; a Parquet dataset rounds it up to complete row groups",
+        ge=0,
     )
     prefetch: int | None = option(
         None,
         "batches read ahead of the step; null: 4, or 8 where a feature is ragged",
         most=1024,
+        gt=0,
     )
     workers: int | None = option(
         None,
         "reader workers per rank and split: processes where a GPU trains; threads on CPUs and for large row groups of "
         "Parquet. Also the threads that draw data.multi_hot at the start; null: 4, or 8 where a feature is ragged",
         most=1024,
+        gt=0,
     )
     validation_fraction: float | None = option(
         None,
         "fraction of the training rows, the last ones, that are not trained on but are the split validation, for "
         "eval.split=validation; null: none",
+        gt=0,
+        lt=1,
     )
     dynamic: DynamicConfig = MISSING
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
 
     def __post_init__(self) -> None:
-        fraction = self.validation_fraction
-        require(
-            fraction is None or 0 < fraction < 1,
-            f"data.validation_fraction must lie between 0 and 1 or be null, got {fraction}",
-        )
-        require(
-            self.shuffle_block >= 0,
-            f"data.shuffle_block must not be negative, got {self.shuffle_block}",
-        )
-        for name in ("prefetch", "workers"):
-            number = getattr(self, name)
-            require(
-                number is None or number > 0, f"data.{name} must be positive or null, got {number}"
-            )
+        Section.__post_init__(self)
         require(
             self.path is not None or bool(self.synthetic.cardinalities),
             "no data: set data.path to a dataset directory, or data.synthetic.cardinalities",
@@ -375,15 +424,17 @@ class DataConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(Section):
     """Options that every model has; a model's own are declared with it, in `nn/models/`."""
+
+    section = "model"
 
     name: str = option(
         "dlrm",
         "dlrm, dcnv2, wide_deep, deepfm, embedding_mlp, finalmlp, masknet, wukong, din, shared_bottom, mmoe, ple, or "
         "package.module:Class for a model of your own",
     )
-    embedding_dim: int = option(128, "columns of every table", most=MOST_COLUMNS)
+    embedding_dim: int = option(128, "columns of every table", most=MOST_COLUMNS, gt=0)
     embedding_dtype: TableDtype = option(
         TableDtype.fp32,
         "what table weights are stored in: fp32, or bf16 or fp16 with stochastic rounding, at fp32's "
@@ -392,92 +443,68 @@ class ModelConfig:
     embedding_init: float | None = option(
         None,
         "bound of the tables' initial weights, which are uniform in +-embedding_init; null: 1/sqrt(rows) of each table",
+        gt=0,
     )
-
-    def __post_init__(self) -> None:
-        require(
-            self.embedding_dim > 0,
-            f"model.embedding_dim must be positive, got {self.embedding_dim}",
-        )
-        require(
-            self.embedding_init is None or self.embedding_init > 0,
-            f"model.embedding_init must be positive or null, got {self.embedding_init}",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """Optimizers of the dense component and of the tables; the tables' is fused into their backward pass."""
+
+    section = "optimizer"
 
     name: str = option(
         "sgd",
         "sgd, adagrad, rowwise_adagrad or adam, or package.module:NAME of a DenseRule",
     )
-    lr: float = option(24.0, "peak learning rate, reached after scheduler.warmup_steps")
+    lr: float = option(24.0, "peak learning rate, reached after scheduler.warmup_steps", gt=0)
     embedding_name: str | None = option(
         None,
         "optimizer of the tables: those of optimizer.name, or ftrl, or package.module:NAME of a TableRule; null: "
         "optimizer.name",
     )
     embedding_lr: float | None = option(
-        None, "peak learning rate of the tables; null: optimizer.lr"
+        None, "peak learning rate of the tables; null: optimizer.lr", gt=0
     )
-    eps: float = option(1e-8, "added to the denominator by adagrad, rowwise_adagrad and adam")
-    beta1: float = option(0.9, "decay of adam's first moment")
-    beta2: float = option(0.999, "decay of adam's second moment")
+    eps: float = option(1e-8, "added to the denominator by adagrad, rowwise_adagrad and adam", gt=0)
+    beta1: float = option(0.9, "decay of adam's first moment", ge=0, lt=1)
+    beta2: float = option(0.999, "decay of adam's second moment", ge=0, lt=1)
     momentum: float = option(
-        0.0, "momentum of the dense component's sgd; 0: none. The tables' sgd has none"
+        0.0, "momentum of the dense component's sgd; 0: none. The tables' sgd has none", ge=0, lt=1
     )
     nesterov: bool = option(False, "use optimizer.momentum in Nesterov's form")
     weight_decay: float = option(
         0.0,
         "decoupled weight decay of the dense component, which makes adam AdamW: each step multiplies all its "
         "parameters by 1 - learning rate * weight_decay",
+        ge=0,
     )
     embedding_l2: float = option(
         0.0,
         "L2 of the tables: the gradient of each row that a step looks up gets embedding_l2 * its weights, once; every "
         "optimizer of tables; not with ragged features or row-wise tables",
+        ge=0,
     )
     ftrl_l1: float = option(
-        0.0, "ftrl's L1: the larger, the more weights of tables are exactly zero"
+        0.0, "ftrl's L1: the larger, the more weights of tables are exactly zero", ge=0
     )
-    ftrl_l2: float = option(0.0, "ftrl's L2, on the weight itself and not on its change")
-    ftrl_beta: float = option(1.0, "ftrl's beta, added to the root of the sum of squares")
+    ftrl_l2: float = option(0.0, "ftrl's L2, on the weight itself and not on its change", ge=0)
+    ftrl_beta: float = option(1.0, "ftrl's beta, added to the root of the sum of squares", gt=0)
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         self.name = _check_optimizer_name("optimizer.name", self.name)
         if self.embedding_name is not None:
             self.embedding_name = _check_optimizer_name(
                 "optimizer.embedding_name", self.embedding_name
             )
-        require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
-        require(
-            self.embedding_lr is None or self.embedding_lr > 0,
-            f"optimizer.embedding_lr must be positive or null, got {self.embedding_lr}",
-        )
-        require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps}")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            require(0 <= value < 1, f"optimizer.{name} must lie in [0, 1), got {value}")
         self._check_dense_options()
-        require(
-            self.embedding_l2 >= 0,
-            f"optimizer.embedding_l2 must not be negative, got {self.embedding_l2}",
-        )
         self._check_ftrl()
 
     def _check_ftrl(self) -> None:
         require(
             self.name != OptimizerName.ftrl,
             "optimizer.name=ftrl: ftrl trains tables only; set optimizer.embedding_name=ftrl, and another optimizer.name",
-        )
-        for name in ("ftrl_l1", "ftrl_l2"):
-            value = getattr(self, name)
-            require(value >= 0, f"optimizer.{name} must not be negative, got {value}")
-        require(
-            self.ftrl_beta > 0,
-            f"optimizer.ftrl_beta must be positive, got {self.ftrl_beta}",
         )
         ignored = [
             name for name, default in FTRL_DEFAULTS.items() if getattr(self, name) != default
@@ -492,10 +519,6 @@ class OptimizerConfig:
         """Refuse options that the dense component's optimizer would ignore; one outside the project may read any."""
         own_rule = is_import_path(self.name)
         require(
-            0 <= self.momentum < 1,
-            f"optimizer.momentum must lie in [0, 1), got {self.momentum}",
-        )
-        require(
             self.momentum == 0 or self.name == OptimizerName.sgd or own_rule,
             f"optimizer.momentum={self.momentum} is of sgd, and optimizer.name={self.name} would ignore it; set "
             "optimizer.name=sgd (the tables' optimizer is optimizer.embedding_name), or optimizer.momentum=0",
@@ -503,10 +526,6 @@ class OptimizerConfig:
         require(
             not self.nesterov or self.momentum > 0,
             "optimizer.nesterov=true without optimizer.momentum does nothing; set optimizer.momentum too, such as 0.9",
-        )
-        require(
-            self.weight_decay >= 0,
-            f"optimizer.weight_decay must not be negative, got {self.weight_decay}",
         )
         require(
             self.weight_decay == 0 or self.name == OptimizerName.adam or own_rule,
@@ -557,26 +576,21 @@ POLYNOMIAL_POWER = 2.0
 
 
 @dataclass(kw_only=True, slots=True)
-class SchedulerConfig:
+class SchedulerConfig(Section):
     """Linear warm-up, hold, decay to zero; after the decay the rate stays at zero."""
 
-    warmup_steps: int = option(0, "steps of linear warm-up; 0 starts at the peak")
+    section = "scheduler"
+
+    warmup_steps: int = option(0, "steps of linear warm-up; 0 starts at the peak", ge=0)
     decay_start_step: int | None = option(None, "first step of the decay; null never decays")
     decay_steps: int = option(0, "length of the decay")
     decay: DecayShape = option(
         DecayShape.polynomial, "curve of the decay: polynomial, or cosine (half a period)"
     )
-    decay_power: float = option(POLYNOMIAL_POWER, "exponent of the polynomial decay")
+    decay_power: float = option(POLYNOMIAL_POWER, "exponent of the polynomial decay", gt=0)
 
     def __post_init__(self) -> None:
-        require(
-            self.warmup_steps >= 0,
-            f"scheduler.warmup_steps must not be negative, got {self.warmup_steps}",
-        )
-        require(
-            self.decay_power > 0,
-            f"scheduler.decay_power must be positive, got {self.decay_power}",
-        )
+        Section.__post_init__(self)
         is_cosine = self.decay is DecayShape.cosine
         require(
             not is_cosine or self.decay_power == POLYNOMIAL_POWER,
@@ -606,20 +620,25 @@ class SchedulerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(Section):
     """The training loop."""
 
-    batch_size: int = option(65_536, "global batch size, the sum over all ranks", most=MOST_SAMPLES)
+    section = "train"
+
+    batch_size: int = option(
+        65_536, "global batch size, the sum over all ranks", most=MOST_SAMPLES, gt=0
+    )
     batch_size_per_rank: int | None = option(
         None,
         "rows per rank and step: the global batch is this times the ranks; replaces train.batch_size",
         most=MOST_SAMPLES,
         replaces="batch_size",
+        gt=0,
     )
-    epochs: int = option(1, "passes over the training split", most=MOST_SAMPLES)
-    max_steps: int | None = option(None, "stop after this many steps; null trains all epochs")
+    epochs: int = option(1, "passes over the training split", most=MOST_SAMPLES, gt=0)
+    max_steps: int | None = option(None, "stop after this many steps; null trains all epochs", gt=0)
     amp: Amp = option(Amp.off, "precision of the dense component: off (fp32), bf16 or fp16")
-    loss_scale: float = option(65_536.0, "static loss scale, used with amp=fp16 only")
+    loss_scale: float = option(65_536.0, "static loss scale, used with amp=fp16 only", gt=0)
     tf32: bool = option(True, "let fp32 matrix products use TF32 on GPUs that have it")
     fp8: Fp8 = option(
         Fp8.off,
@@ -633,25 +652,18 @@ class TrainConfig:
         None,
         "largest norm of the dense component's gradient: a longer one is shortened to it; null: any. Gradients of "
         "tables are not clipped",
+        gt=0,
     )
     ema_decay: float | None = option(
         None,
         "decay per step of an exponential moving average of the dense component's weights, such as 0.999, after a warm-up: "
         "min(ema_decay, (1 + step) / (10 + step)); evaluation and inference use the average; null: none",
+        gt=0,
+        lt=1,
     )
 
     def __post_init__(self) -> None:
-        require(self.batch_size > 0, f"train.batch_size must be positive, got {self.batch_size}")
-        require(
-            self.batch_size_per_rank is None or self.batch_size_per_rank > 0,
-            f"train.batch_size_per_rank must be positive or null, got {self.batch_size_per_rank}",
-        )
-        require(self.epochs > 0, f"train.epochs must be positive, got {self.epochs}")
-        require(
-            self.max_steps is None or self.max_steps > 0,
-            f"train.max_steps must be positive or null, got {self.max_steps}",
-        )
-        require(self.loss_scale > 0, f"train.loss_scale must be positive, got {self.loss_scale}")
+        Section.__post_init__(self)
         require(
             self.fp8 is Fp8.off or self.amp is Amp.bf16,
             f"train.fp8={self.fp8.value} needs train.amp=bf16 for all other operations, got train.amp={self.amp.value}; set "
@@ -667,17 +679,9 @@ class TrainConfig:
             "train.freeze names both components, so nothing would be trained; freeze one, or set mode=eval",
         )
         require(
-            self.clip_norm is None or self.clip_norm > 0,
-            f"train.clip_norm must be positive or null, got {self.clip_norm}",
-        )
-        require(
             self.clip_norm is None or Component.dense not in self.freeze,
             f"train.clip_norm={self.clip_norm} clips the gradient of the dense component, which train.freeze keeps from "
             "being trained; set train.clip_norm=null, or train it",
-        )
-        require(
-            self.ema_decay is None or 0 < self.ema_decay < 1,
-            f"train.ema_decay must lie between 0 and 1 or be null, got {self.ema_decay}",
         )
         require(
             self.ema_decay is None or Component.dense not in self.freeze,
@@ -755,32 +759,39 @@ METRICS = ("normalised_entropy", "calibration", "mae")
 
 
 @dataclass(kw_only=True, slots=True)
-class EvalConfig:
+class EvalConfig(Section):
     """Evaluation on the test split."""
 
-    batch_size: int = option(65_536, "global batch size of evaluation", most=MOST_SAMPLES)
+    section = "eval"
+
+    batch_size: int = option(65_536, "global batch size of evaluation", most=MOST_SAMPLES, gt=0)
     per_epoch: int = option(
-        1, "evaluations per epoch, evenly spaced, the last at its end", most=1_000_000
+        1, "evaluations per epoch, evenly spaced, the last at its end", most=1_000_000, gt=0
     )
     every: int | None = option(
         None,
         "evaluate every this many steps, counted from the first of the run, and at its end; replaces eval.per_epoch",
         replaces="per_epoch",
+        gt=0,
     )
     at_start: bool = option(False, "evaluate the untrained model too")
-    auc_threshold: float | None = option(None, "stop on all ranks once test AUC reaches this")
+    auc_threshold: float | None = option(
+        None, "stop on all ranks once test AUC reaches this", gt=0, lt=1
+    )
     max_steps: int | None = option(
-        None, "evaluate only this many batches; null evaluates every row"
+        None, "evaluate only this many batches; null evaluates every row", gt=0
     )
     final_max_steps: int | None = option(
         None,
         "batches of one more evaluation at the end of the run, whose metrics are its result; null: the last evaluation "
         "is the result",
+        gt=0,
     )
     patience: int | None = option(
         None,
         "stop on all ranks after this many evaluations in a row no better by eval.best_metric than the best before; the "
         "run's result is then that of the best checkpoint, also if all steps are done; null never stops",
+        gt=0,
     )
     split: str = option("test", "split of the dataset to evaluate on")
     best_metric: str | None = option(
@@ -789,7 +800,7 @@ class EvalConfig:
         "several labels; null: the first label's first metric, auc or rmse",
     )
     importance_repeats: int = option(
-        3, "permutations per feature with mode=importance", most=10_000
+        3, "permutations per feature with mode=importance", most=10_000, gt=0
     )
     metrics: list[str] = option(
         [],
@@ -802,53 +813,39 @@ class EvalConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self.batch_size > 0, f"eval.batch_size must be positive, got {self.batch_size}")
-        require(self.per_epoch > 0, f"eval.per_epoch must be positive, got {self.per_epoch}")
-        require(
-            self.auc_threshold is None or 0 < self.auc_threshold < 1,
-            f"eval.auc_threshold must lie between 0 and 1, got {self.auc_threshold}",
-        )
-        require(
-            self.importance_repeats > 0,
-            f"eval.importance_repeats must be positive, got {self.importance_repeats}",
-        )
+        Section.__post_init__(self)
         for name in self.metrics:
             require(
                 name in METRICS,
                 f"eval.metrics names {name}, which is none of {', '.join(METRICS)}",
             )
-        for name in ("every", "max_steps", "final_max_steps", "patience"):
-            value = getattr(self, name)
-            require(
-                value is None or value > 0, f"eval.{name} must be positive or null, got {value}"
-            )
 
 
 @dataclass(kw_only=True, slots=True)
-class InferenceConfig:
+class InferenceConfig(Section):
     """`mode=inference`: forward latency and throughput."""
+
+    section = "inference"
 
     batch_sizes: list[int] = option(
         [1, 64, 512, 2048, 8192, 32768, 65536], "global batch sizes to time", most=MOST_SAMPLES
     )
-    steps: int = option(200, "timed forward passes per batch size", most=10**6)
-    warmup_steps: int = option(20, "untimed forward passes before the timed ones", most=10**6)
+    steps: int = option(200, "timed forward passes per batch size", most=10**6, gt=0)
+    warmup_steps: int = option(20, "untimed forward passes before the timed ones", most=10**6, ge=0)
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         require(
             bool(self.batch_sizes) and all(b > 0 for b in self.batch_sizes),
             f"inference.batch_sizes must name positive sizes, got {self.batch_sizes}",
         )
-        require(self.steps > 0, f"inference.steps must be positive, got {self.steps}")
-        require(
-            self.warmup_steps >= 0,
-            f"inference.warmup_steps must not be negative, got {self.warmup_steps}",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
-class PredictConfig:
+class PredictConfig(Section):
     """`mode=predict`: scores of rows."""
+
+    section = "predict"
 
     columns: list[str] = option(
         [],
@@ -859,6 +856,7 @@ class PredictConfig:
     )
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         twice = [name for name in self.columns if self.columns.count(name) > 1]
         require(not twice, f"predict.columns names {''.join(twice[:1])} twice")
 
@@ -883,8 +881,10 @@ DEFAULT_CACHE = 0.1
 
 
 @dataclass(kw_only=True, slots=True)
-class ShardingConfig:
+class ShardingConfig(Section):
     """Limits within which the planner distributes tables over ranks."""
+
+    section = "sharding"
 
     types: list[ShardingType] = option(
         [ShardingType.table_wise, ShardingType.column_wise, ShardingType.data_parallel],
@@ -902,18 +902,19 @@ class ShardingConfig:
         "the GPU, chosen only if the GPUs have too little memory",
     )
     world_size: int | None = option(
-        None, "ranks to plan for with mode=plan; null: the ranks of this run", most=MOST_RANKS
+        None, "ranks to plan for with mode=plan; null: the ranks of this run", most=MOST_RANKS, gt=0
     )
     local_world_size: int | None = option(
         None,
         "ranks per node to plan for with mode=plan; null: those of this run, or world_size up to 8",
         most=MOST_RANKS,
+        gt=0,
     )
     hbm_gib: float | None = option(
-        None, "GPU memory per rank to plan with; null asks the device", most=2**30
+        None, "GPU memory per rank to plan with; null asks the device", most=2**30, gt=0
     )
     host_gib: float | None = option(
-        None, "host memory per node to plan with; null asks the machine", most=2**30
+        None, "host memory per node to plan with; null asks the machine", most=2**30, gt=0
     )
     disk_path: str | None = option(
         None, "directory on a local disk for the rows of tables with tier: disk", path=True
@@ -924,10 +925,11 @@ class ShardingConfig:
         most=2**30,
     )
     reserve: float = option(
-        0.1, "fraction of each rank's memory kept free of tables, for activations"
+        0.1, "fraction of each rank's memory kept free of tables, for activations", ge=0, lt=1
     )
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         self.tables = _table_overrides(self.tables)
         require(bool(self.types), "sharding.types must name at least one sharding type")
         require(
@@ -953,12 +955,6 @@ class ShardingConfig:
             self.staged_gib >= LEAST_GIB,
             f"sharding.staged_gib={self.staged_gib} leaves under a KiB for rows of tables with tier: disk",
         )
-        require(0 <= self.reserve < 1, f"sharding.reserve must lie in [0, 1), got {self.reserve}")
-        for name in ("world_size", "local_world_size", "hbm_gib", "host_gib"):
-            value = getattr(self, name)
-            require(
-                value is None or value > 0, f"sharding.{name} must be positive or null, got {value}"
-            )
         for name in ("hbm_gib", "host_gib"):
             value = getattr(self, name)
             require(
@@ -1021,16 +1017,20 @@ def _table_override(table: str, values: dict[Any, Any]) -> TableOverride:
 
 
 @dataclass(kw_only=True, slots=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """State on disk, through torch.distributed.checkpoint."""
 
+    section = "checkpoint"
+
     save: bool = option(True, "save checkpoints, one of them at the end of the run")
-    save_every: int | None = option(None, "save every this many steps; null: by the clock alone")
+    save_every: int | None = option(
+        None, "save every this many steps; null: by the clock alone", gt=0
+    )
     save_every_minutes: float | None = option(
-        30, "save every this many minutes too; null: never by the clock"
+        30, "save every this many minutes too; null: never by the clock", gt=0
     )
     keep: int = option(
-        2, "latest checkpoints to keep; the best one by eval.best_metric is kept too"
+        2, "latest checkpoints to keep; the best one by eval.best_metric is kept too", gt=0
     )
     restore: str | None = option(
         None,
@@ -1047,12 +1047,13 @@ class CheckpointConfig:
         None,
         "write a delta every this many steps, and with each checkpoint: the table rows that changed since the last one, and the "
         "dense component (docs/deltas.md); null: none",
+        gt=0,
     )
     delta_dtype: DeltaType = option(
         DeltaType.table,
         "of the rows in deltas: table (that of the tables, exact) or bf16 (half of the bytes of float32 tables)",
     )
-    delta_keep: int | None = option(None, "latest deltas to keep; null: all")
+    delta_keep: int | None = option(None, "latest deltas to keep; null: all", gt=0)
     parts: list[CheckpointPart] = option(
         list(CheckpointPart),
         "what to load from checkpoint.restore: dense, tables, or both; with optimizer the run resumes "
@@ -1067,18 +1068,12 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "save_every_minutes", "delta_every", "delta_keep"):
-            value = getattr(self, name)
-            require(
-                value is None or value > 0,
-                f"checkpoint.{name} must be positive or null, got {value}",
-            )
+        Section.__post_init__(self)
         require(
             self.mirror is None or "://" in self.mirror,
             f"checkpoint.mirror={self.mirror} is no address of an object store; write it as s3://BUCKET/FOLDER, or copy a "
             "directory by other means",
         )
-        require(self.keep > 0, f"checkpoint.keep must be positive, got {self.keep}")
         require(
             self.save or self.delta_every is None,
             f"checkpoint.delta_every={self.delta_every} writes deltas, which begin at a checkpoint, and checkpoint.save=false "
@@ -1105,10 +1100,12 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class LogConfig:
+class LogConfig(Section):
     """Records of a run while it trains."""
 
-    every: int = option(100, "steps between records of loss, AUC and speed")
+    section = "log"
+
+    every: int = option(100, "steps between records of loss, AUC and speed", gt=0)
     loggers: list[str] = option(
         ["tensorboard"],
         "destinations of the records beside metrics.jsonl: tensorboard, wandb, mlflow, or package.module:NAME of one of "
@@ -1134,7 +1131,7 @@ class LogConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self.every > 0, f"log.every must be positive, got {self.every}")
+        Section.__post_init__(self)
         for name in self.loggers:
             require(
                 name in LOGGER_NAMES or is_import_path(name),
@@ -1146,24 +1143,20 @@ class LogConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class ProfileConfig:
+class ProfileConfig(Section):
     """Profile of a few training steps: docs/profiling.md."""
 
-    steps: int = option(0, "steps to profile, into run_dir/profile; 0 profiles none", most=10**5)
-    start_step: int = option(50, "steps of this run before the profiled ones, at least 1")
-    nvtx: bool = option(False, "annotate the steps for Nsight Systems (nsys) and write no trace")
+    section = "profile"
 
-    def __post_init__(self) -> None:
-        require(self.steps >= 0, f"profile.steps must not be negative, got {self.steps}")
-        require(
-            self.start_step > 0,
-            f"profile.start_step must be positive (the first step compiles and captures), got "
-            f"{self.start_step}",
-        )
+    steps: int = option(
+        0, "steps to profile, into run_dir/profile; 0 profiles none", most=10**5, ge=0
+    )
+    start_step: int = option(50, "steps of this run before the profiled ones, at least 1", gt=0)
+    nvtx: bool = option(False, "annotate the steps for Nsight Systems (nsys) and write no trace")
 
 
 @dataclass(kw_only=True, slots=True)
-class Config:
+class Config(Section):
     """All options of one run."""
 
     recipe: str = option("dlrm", "name of the recipe, used in the default run_dir")
@@ -1175,7 +1168,7 @@ class Config:
     )
     mode: Mode = option(Mode.train, "train, eval, inference, importance, predict or plan")
     device: Device = option(Device.auto, "auto uses GPUs if there are any, else the CPU")
-    seed: int = option(1, "seed of the initial weights, the shuffle and the synthetic clicks")
+    seed: int = option(1, "seed of the initial weights, the shuffle and the synthetic clicks", ge=0)
     run_dir: str | None = option(
         None, "run directory, for all results; null: runs/<recipe>/<time>", path=True
     )
@@ -1225,7 +1218,7 @@ class Config:
     profile: ProfileConfig = MISSING
 
     def __post_init__(self) -> None:
-        require(self.seed >= 0, f"seed must not be negative, got {self.seed}")
+        Section.__post_init__(self)
         require(
             is_file_name(self.recipe),
             f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",
@@ -1397,4 +1390,12 @@ def describe(
         if is_dataclass(types[declared.name]):
             yield from describe(types[declared.name], f"{prefix}{declared.name}.")
         else:
-            yield f"{prefix}{declared.name}", declared.metadata["help"]
+            _, bounds = _bounds_of(config).get(declared.name, (None, {}))
+            most = declared.metadata["most"]
+            # Those of 32 bits and more say nothing.
+            bounds = bounds | ({} if most is None or most >= MOST_SAMPLES else {"most": most})
+            within = ", ".join(f"{SIGNS[name]}{bound:,}" for name, bound in bounds.items())
+            yield (
+                f"{prefix}{declared.name}",
+                declared.metadata["help"] + (f" ({within})" if within else ""),
+            )

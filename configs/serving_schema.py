@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from configs.schema import option, require
+from configs.schema import Section, option, require
 
 URL = "http://127.0.0.1:8000"
 MOST_REQUESTS = 512
@@ -34,7 +34,7 @@ class DenseType(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class ModelExportConfig:
+class ModelExportConfig(Section):
     """Export of a checkpoint as a model directory."""
 
     checkpoint: str | None = option(
@@ -63,7 +63,7 @@ class ModelExportConfig:
         path=True,
     )
     split: str = option("test", "split of these rows")
-    rows: int = option(4096, "rows to compare with the training path", most=1 << 24)
+    rows: int = option(4096, "rows to compare with the training path", most=1 << 24, gt=0)
     name: str | None = option(None, "name of the model in requests; null: that of model.name")
     onnx: bool = option(False, "write the dense component as ONNX too")
     aoti: Device | None = option(
@@ -71,8 +71,8 @@ class ModelExportConfig:
     )
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         _require_set(self, checkpoint="a run's checkpoints/best", output="a directory")
-        require(self.rows > 0, f"rows must be positive, got {self.rows}")
         if self.name is not None:
             require_model_name(self.name)
 
@@ -86,7 +86,7 @@ def require_model_name(name: str) -> None:
 
 
 @dataclass(kw_only=True, slots=True)
-class ServerConfig:
+class ServerConfig(Section):
     """The embedded server."""
 
     model: str | None = option(
@@ -100,6 +100,7 @@ class ServerConfig:
         None,
         "GiB of tables in the GPU's memory with device=cuda; the first rows of each table, which are the most frequent values, "
         "lie there, the others in pinned host memory; null: 80 % of what is free",
+        gt=0,
     )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
     port: int = option(8000, "port to listen on; 0 takes a free one", most=65_535)
@@ -138,19 +139,17 @@ class ServerConfig:
         None,
         "threads of a batch; null: one per core, and at most 4 with device=cuda",
         most=4096,
+        gt=0,
     )
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         _require_set(self, model="a model directory")
         for name in ("max_batch", "max_queue", "max_body_mib", "max_connections"):
             require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
         require(
             self.max_memory_mib >= self.max_body_mib,
             f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}",
-        )
-        require(
-            self.table_gib is None or self.table_gib > 0,
-            f"table_gib must be positive or null, got {self.table_gib}",
         )
         if self.device is Device.cpu:
             for name, is_set in (
@@ -164,10 +163,6 @@ class ServerConfig:
             require(
                 getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}"
             )
-        require(
-            self.threads is None or self.threads > 0,
-            f"threads must be positive or null, got {self.threads}",
-        )
 
 
 class Layout(Enum):
@@ -185,7 +180,7 @@ class DenseFormat(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class TritonConfig:
+class TritonConfig(Section):
     """A model repository for the Triton inference server."""
 
     model: str | None = option(None, "model directory (required)", path=True)
@@ -202,7 +197,7 @@ class TritonConfig:
     )
     name: str | None = option(None, "name of the model; null: that of the model directory")
     max_batch: int = option(32_768, "rows of the largest batch", most=65_536)
-    batch_delay_ms: float = option(0.1, "longest time that a request waits for others")
+    batch_delay_ms: float = option(0.1, "longest time that a request waits for others", ge=0)
     instances: int = option(1, "processes per model", most=256)
     threads: int = option(
         1,
@@ -226,13 +221,10 @@ class TritonConfig:
     )
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         _require_set(self, model="a model directory", output="a directory")
         for name in ("max_batch", "instances", "threads"):
             require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
-        require(
-            self.batch_delay_ms >= 0,
-            f"batch_delay_ms must not be negative, got {self.batch_delay_ms}",
-        )
         is_ensemble = self.layout is Layout.ensemble
         require(
             not (
@@ -303,7 +295,7 @@ class ApplyConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class AccuracyConfig:
+class AccuracyConfig(Section):
     """Accuracy of a split as a server scores it."""
 
     model: str | None = option(None, "name of the model at the server (required)")
@@ -315,21 +307,18 @@ class AccuracyConfig:
     split: str = option("test", "split to score; it needs labels")
     batch_size: int = option(4096, "rows per request", most=65_536)
     concurrency: int = option(1, "requests at a time", most=MOST_REQUESTS)
-    max_steps: int | None = option(None, "requests at most; null: all rows", most=1 << 40)
+    max_steps: int | None = option(None, "requests at most; null: all rows", most=1 << 40, gt=0)
     output: str | None = option(None, "file for the numbers as JSON", path=True)
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         _require_server(self.model, self.data_path)
         for name in ("batch_size", "concurrency"):
             require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
-        require(
-            self.max_steps is None or self.max_steps > 0,
-            f"max_steps must be positive or null, got {self.max_steps}",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
-class LatencyConfig:
+class LatencyConfig(Section):
     """Latency and throughput of a server under load."""
 
     model: str | None = option(None, "name of the model at the server (required)")
@@ -350,14 +339,15 @@ class LatencyConfig:
     rates: list[float] = option(
         [], "requests per second, one load per number; a latency begins when its request is due"
     )
-    seconds: float = option(5.0, "time of each load")
-    warmup_s: float = option(1.0, "time before it that is not measured")
+    seconds: float = option(5.0, "time of each load", gt=0)
+    warmup_s: float = option(1.0, "time before it that is not measured", ge=0)
     shared_memory: bool = option(
         False, "hand inputs over in shared memory; for Triton on this machine"
     )
     output: str | None = option(None, "folder for latency.csv and latency.png", path=True)
 
     def __post_init__(self) -> None:
+        Section.__post_init__(self)
         _require_server(self.model, self.data_path)
         for name, most in (("batch_sizes", 65_536), ("concurrency", MOST_REQUESTS)):
             for value in getattr(self, name):
@@ -368,8 +358,6 @@ class LatencyConfig:
         require(
             bool(self.concurrency or self.rates), "concurrency and rates are empty; name a load"
         )
-        require(self.seconds > 0, f"seconds must be positive, got {self.seconds}")
-        require(self.warmup_s >= 0, f"warmup_s must not be negative, got {self.warmup_s}")
 
 
 def _require_server(model: str | None, data: str | None) -> None:

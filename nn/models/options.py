@@ -11,9 +11,9 @@ from typing import Any
 from configs.schema import (
     MOST_COLUMNS,
     ModelConfig,
+    Section,
     option,
     require,
-    require_rate,
     require_widths,
 )
 
@@ -22,26 +22,21 @@ MOST_WIDTH = 2**20
 SMALL_INIT = 0.01
 
 
-def require_hidden(name: str, widths: Sequence[int]) -> None:
-    """Raise `ValueError` unless `widths`, of the option `name`, are those of hidden layers; there may be none."""
-    require(
-        all(width > 0 for width in widths),
-        f"{name} must name positive widths, or none for no hidden layer, got {widths}",
-    )
-
-
 @dataclass(kw_only=True, slots=True)
 class _TwoMLPOptions(ModelConfig):
     """Options of a model with a bottom and a top MLP."""
 
     bottom_mlp: list[int] = option(
-        [512, 256, 128], "widths of the bottom MLP's layers", most=MOST_WIDTH
+        [512, 256, 128], "widths of the bottom MLP's layers", most=MOST_WIDTH, gt=0
     )
     top_mlp: list[int] = option(
-        [1024, 1024, 512, 256, 1], "widths of the top MLP's layers", most=MOST_WIDTH
+        [1024, 1024, 512, 256, 1], "widths of the top MLP's layers", most=MOST_WIDTH, gt=0
     )
     dropout: float = option(
-        0.0, "rate of the dropout after each hidden layer of the top MLP, in training; 0 for none"
+        0.0,
+        "rate of the dropout after each hidden layer of the top MLP, in training; 0 for none",
+        ge=0,
+        lt=1,
     )
 
     batch_norm: bool = option(
@@ -57,7 +52,6 @@ class _TwoMLPOptions(ModelConfig):
             self.top_mlp[-1] == 1,
             f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
         )
-        require_rate("model.dropout", self.dropout)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,27 +75,19 @@ class CrossStructure(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class CrossConfig:
+class CrossConfig(Section):
     """The cross network of DCNv2."""
 
-    num_layers: int = option(3, "cross layers", most=1024)
+    section = "model.cross"
+
+    num_layers: int = option(3, "cross layers", most=1024, gt=0)
     projection_dim: int | None = option(
-        512, "rank of each cross layer's weight; null is full rank", most=MOST_WIDTH
+        512, "rank of each cross layer's weight; null is full rank", most=MOST_WIDTH, gt=0
     )
     structure: CrossStructure = option(
         CrossStructure.stacked,
         "stacked: cross, then top MLP; parallel: side by side, then one layer",
     )
-
-    def __post_init__(self) -> None:
-        require(
-            self.num_layers > 0,
-            f"model.cross.num_layers must be positive, got {self.num_layers}",
-        )
-        require(
-            self.projection_dim is None or self.projection_dim > 0,
-            f"model.cross.projection_dim must be positive or null, got {self.projection_dim}",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,17 +102,12 @@ class _DeepOptions(ModelConfig):
     """Options of the hidden layers of a model's MLPs."""
 
     hidden: list[int] = option(
-        [400, 400, 400], "widths of the MLP's hidden layers", most=MOST_WIDTH
+        [400, 400, 400], "widths of the MLP's hidden layers", most=MOST_WIDTH, gt=0
     )
-    dropout: float = option(0.0, "rate of the dropout after every hidden layer")
+    dropout: float = option(0.0, "rate of the dropout after every hidden layer", ge=0, lt=1)
     batch_norm: bool = option(
         False, "normalise hidden layers over the rows of the global batch, before their ReLU"
     )
-
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
-        require_hidden("model.hidden", self.hidden)
-        require_rate("model.dropout", self.dropout)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -206,23 +187,25 @@ class FinalMLPOptions(ModelConfig):
     """Options of FinalMLP."""
 
     embedding_dim: int = option(10, "columns of every feature's vector", most=MOST_COLUMNS)
-    hidden_1: list[int] = option([400, 400, 400], "widths of the first stream", most=MOST_WIDTH)
-    hidden_2: list[int] = option([800], "widths of the second stream", most=MOST_WIDTH)
-    gate_hidden: list[int] = option([800], "widths of a gate's hidden layers", most=MOST_WIDTH)
+    hidden_1: list[int] = option(
+        [400, 400, 400], "widths of the first stream", most=MOST_WIDTH, gt=0
+    )
+    hidden_2: list[int] = option([800], "widths of the second stream", most=MOST_WIDTH, gt=0)
+    gate_hidden: list[int] = option(
+        [800], "widths of a gate's hidden layers", most=MOST_WIDTH, gt=0
+    )
     gate_features_1: list[str] = option(
         [], "features that control the gate of the first stream; []: a learned constant"
     )
     gate_features_2: list[str] = option([], "the same for the second stream")
     heads: int = option(10, "heads of the fusion; they divide both streams' last widths", most=1024)
-    dropout: float = option(0.0, "rate of the dropout after every layer of the streams")
+    dropout: float = option(0.0, "rate of the dropout after every layer of the streams", ge=0, lt=1)
     batch_norm: bool = option(False, "normalise the streams' layers over the global batch")
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
         require_widths("model.hidden_1", self.hidden_1)
         require_widths("model.hidden_2", self.hidden_2)
-        require_hidden("model.gate_hidden", self.gate_hidden)
-        require_rate("model.dropout", self.dropout)
         last = self.hidden_1[-1], self.hidden_2[-1]
         require(
             self.heads > 0 and not any(width % self.heads for width in last),
@@ -245,22 +228,23 @@ class MaskNetOptions(ModelConfig):
     structure: MaskStructure = option(
         MaskStructure.serial, "serial: block after block; parallel: side by side, then an MLP"
     )
-    blocks: list[int] = option([400, 400, 400], "width of every mask block", most=MOST_WIDTH)
+    blocks: list[int] = option([400, 400, 400], "width of every mask block", most=MOST_WIDTH, gt=0)
     reduction_ratio: float = option(
         2.0, "columns of a mask's first layer, as a multiple of its second's", most=1024
     )
     hidden: list[int] = option(
-        [400, 400], "widths of the hidden layers after parallel blocks", most=MOST_WIDTH
+        [400, 400], "widths of the hidden layers after parallel blocks", most=MOST_WIDTH, gt=0
     )
     dropout: float = option(
-        0.0, "rate of the dropout after every serial block, or after those hidden layers"
+        0.0,
+        "rate of the dropout after every serial block, or after those hidden layers",
+        ge=0,
+        lt=1,
     )
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
         require_widths("model.blocks", self.blocks)
-        require_hidden("model.hidden", self.hidden)
-        require_rate("model.dropout", self.dropout)
         require(
             self.reduction_ratio > 0 and round(min(self.blocks) * self.reduction_ratio) > 0,
             "model.reduction_ratio must leave at least one column of every block's width, got "
@@ -273,27 +257,32 @@ class WuKongOptions(ModelConfig):
     """Options of WuKong."""
 
     embedding_dim: int = option(16, "columns of every vector", most=MOST_COLUMNS)
-    layers: int = option(2, "interaction layers, the paper's l", most=1024)
-    fm_vectors: int = option(8, "vectors of a factorization machine block, n_F", most=MOST_COLUMNS)
-    linear_vectors: int = option(8, "vectors of a linear compression block, n_L", most=MOST_COLUMNS)
-    compression: int = option(8, "columns of the compressed products, k", most=MOST_COLUMNS)
+    layers: int = option(2, "interaction layers, the paper's l", most=1024, gt=0)
+    fm_vectors: int = option(
+        8, "vectors of a factorization machine block, n_F", most=MOST_COLUMNS, gt=0
+    )
+    linear_vectors: int = option(
+        8, "vectors of a linear compression block, n_L", most=MOST_COLUMNS, gt=0
+    )
+    compression: int = option(8, "columns of the compressed products, k", most=MOST_COLUMNS, gt=0)
     fm_hidden: list[int] = option(
-        [256], "widths of the hidden layers of a factorization machine block", most=MOST_WIDTH
+        [256], "widths of the hidden layers of a factorization machine block", most=MOST_WIDTH, gt=0
     )
     numerical_hidden: list[int] = option(
-        [256], "widths of the hidden layers before the vector of the numericals", most=MOST_WIDTH
+        [256],
+        "widths of the hidden layers before the vector of the numericals",
+        most=MOST_WIDTH,
+        gt=0,
     )
-    hidden: list[int] = option([256], "widths of the last MLP's hidden layers", most=MOST_WIDTH)
-    dropout: float = option(0.0, "rate of the dropout after the hidden layers of blocks and top")
+    hidden: list[int] = option(
+        [256], "widths of the last MLP's hidden layers", most=MOST_WIDTH, gt=0
+    )
+    dropout: float = option(
+        0.0, "rate of the dropout after the hidden layers of blocks and top", ge=0, lt=1
+    )
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
-        for name in ("layers", "fm_vectors", "linear_vectors", "compression"):
-            value = getattr(self, name)
-            require(value > 0, f"model.{name} must be positive, got {value}")
-        for name in ("fm_hidden", "numerical_hidden", "hidden"):
-            require_hidden(f"model.{name}", getattr(self, name))
-        require_rate("model.dropout", self.dropout)
 
 
 class AdaptiveActivation(Enum):
@@ -326,31 +315,28 @@ class DINOptions(ModelConfig):
         "null: all histories are full",
     )
     history_positions: int | None = option(
-        None, "positions of the history to attend to, the first ones; null: all", most=MOST_COLUMNS
+        None,
+        "positions of the history to attend to, the first ones; null: all",
+        most=MOST_COLUMNS,
+        gt=0,
     )
     attention_hidden: list[int] = option(
-        [80, 40], "widths of the attention's hidden layers", most=MOST_WIDTH
+        [80, 40], "widths of the attention's hidden layers", most=MOST_WIDTH, gt=0
     )
     attention_pooling: AttentionPooling = option(
         AttentionPooling.sum,
         "sum: weights as they are, the paper's; mean: divided by the number of items; softmax: over the items",
     )
-    hidden: list[int] = option([200, 80], "widths of the MLP's hidden layers", most=MOST_WIDTH)
+    hidden: list[int] = option(
+        [200, 80], "widths of the MLP's hidden layers", most=MOST_WIDTH, gt=0
+    )
     activation: AdaptiveActivation = option(
         AdaptiveActivation.prelu,
         "activation of the MLP: prelu, or dice, whose step lies at the mean of the global batch",
     )
-    dropout: float = option(0.0, "rate of the dropout after every hidden layer of the MLP")
-
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
-        require_hidden("model.attention_hidden", self.attention_hidden)
-        require(
-            self.history_positions is None or self.history_positions > 0,
-            f"model.history_positions must be positive or null, got {self.history_positions}",
-        )
-        require_hidden("model.hidden", self.hidden)
-        require_rate("model.dropout", self.dropout)
+    dropout: float = option(
+        0.0, "rate of the dropout after every hidden layer of the MLP", ge=0, lt=1
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -359,24 +345,19 @@ class _TaskOptions(ModelConfig):
 
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     tower_hidden: list[int] = option(
-        [64], "widths of the hidden layers of every task's tower", most=MOST_WIDTH
+        [64], "widths of the hidden layers of every task's tower", most=MOST_WIDTH, gt=0
     )
-    dropout: float = option(0.0, "rate of the dropout after every hidden layer")
+    dropout: float = option(0.0, "rate of the dropout after every hidden layer", ge=0, lt=1)
     batch_norm: bool = option(
         False, "normalise hidden layers over the rows of the global batch, before their ReLU"
     )
-
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
-        require_hidden("model.tower_hidden", self.tower_hidden)
-        require_rate("model.dropout", self.dropout)
 
 
 @dataclass(kw_only=True, slots=True)
 class SharedBottomOptions(_TaskOptions):
     """Options of the shared-bottom model."""
 
-    hidden: list[int] = option([256, 128], "widths of the shared layers", most=MOST_WIDTH)
+    hidden: list[int] = option([256, 128], "widths of the shared layers", most=MOST_WIDTH, gt=0)
 
     def __post_init__(self) -> None:
         _TaskOptions.__post_init__(self)
@@ -387,14 +368,13 @@ class SharedBottomOptions(_TaskOptions):
 class MMoEOptions(_TaskOptions):
     """Options of MMoE."""
 
-    experts: int = option(8, "number of experts", most=1024)
+    experts: int = option(8, "number of experts", most=1024, gt=0)
     expert_hidden: list[int] = option(
-        [256, 128], "widths of every expert's layers", most=MOST_WIDTH
+        [256, 128], "widths of every expert's layers", most=MOST_WIDTH, gt=0
     )
 
     def __post_init__(self) -> None:
         _TaskOptions.__post_init__(self)
-        require(self.experts > 0, f"model.experts must be positive, got {self.experts}")
         require_widths("model.expert_hidden", self.expert_hidden)
 
 
@@ -402,18 +382,15 @@ class MMoEOptions(_TaskOptions):
 class PLEOptions(_TaskOptions):
     """Options of PLE."""
 
-    levels: int = option(2, "levels of extraction; 1 is CGC", most=1024)
-    task_experts: int = option(4, "experts of every task in a level", most=1024)
-    shared_experts: int = option(4, "experts in a level that all tasks share", most=1024)
+    levels: int = option(2, "levels of extraction; 1 is CGC", most=1024, gt=0)
+    task_experts: int = option(4, "experts of every task in a level", most=1024, gt=0)
+    shared_experts: int = option(4, "experts in a level that all tasks share", most=1024, gt=0)
     expert_hidden: list[int] = option(
-        [256, 128], "widths of every expert's layers", most=MOST_WIDTH
+        [256, 128], "widths of every expert's layers", most=MOST_WIDTH, gt=0
     )
 
     def __post_init__(self) -> None:
         _TaskOptions.__post_init__(self)
-        for name in ("levels", "task_experts", "shared_experts"):
-            value = getattr(self, name)
-            require(value > 0, f"model.{name} must be positive, got {value}")
         require_widths("model.expert_hidden", self.expert_hidden)
 
 
