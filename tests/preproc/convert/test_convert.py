@@ -617,6 +617,15 @@ def test_an_npy_array_of_another_kind_is_refused(tmp_path, name, array, message)
     assert message in error_of(root, tmp_path / "out")
 
 
+def test_npy_files_without_numericals_are_read(tmp_path):
+    root = write_npy(tmp_path / "npy", False)
+    want = data_files(convert(root, tmp_path / "want"))
+    for path in root.glob("day_*_dense.npy"):
+        np.save(path, np.load(path)[:, :0])
+    found = data_files(convert(root, tmp_path / "out"))
+    assert found == {name: data for name, data in want.items() if "numerical" not in name}
+
+
 def test_npy_files_in_column_order_are_read(tmp_path):
     root = write_npy(tmp_path / "npy", False)
     want = data_files(convert(root, tmp_path / "want"))
