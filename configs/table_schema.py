@@ -221,6 +221,13 @@ class SplitRule:
         )
 
     @property
+    def unused(self) -> list[str]:
+        """Return the keys that are set and that `by` does not read."""
+        reads = {"fraction": ["train"], "random": ["train", "validation"], "column": ["expression"]}
+        is_set = {key for key in ("train", "validation", "expression") if getattr(self, key)}
+        return sorted(is_set.difference(reads.get(self.by, [])))
+
+    @property
     def needs_file(self) -> bool:
         """Return whether it divides the rows by the files that they are from."""
         return self.by == "last_file" or re.search(r"\bfile_\b", self.expression) is not None

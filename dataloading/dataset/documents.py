@@ -85,9 +85,10 @@ def read_regular(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
-    """Return the text of a regular file; errors as of `read_regular`, and a ValueError if it is not UTF-8."""
+    """Return the text of a regular file, without a byte order mark; errors as of `read_regular`, a ValueError if not UTF-8."""
     try:
-        return read_regular(path, max_bytes).decode("utf-8")
+        # A mark would be a part of the first word, such as that of the first feature of a schema.
+        return read_regular(path, max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text: {shortened(str(error))}") from None
 

@@ -107,7 +107,7 @@ class NpyRows:
             for rows, ids in day.ids(start, stop):
                 yield Chunk(
                     day.labels[rows].reshape(-1),
-                    day.dense[rows],
+                    day.dense[rows] if day.num_numerical else None,
                     {f"cat_{i}": values for i, values in enumerate(ids)},
                     {},
                 )

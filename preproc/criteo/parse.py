@@ -11,6 +11,7 @@ Nothing is lost, and no dictionary has to fit in memory.
 
 import os
 import time
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,7 +149,9 @@ def _parse_file(
             number = writer.state["lines"] + index + 1
             if config.on_bad is OnBad.fail:
                 if number == 1 and not line[:1].isdigit() and b"\t" in line:
-                    reason += " (a header line? on_bad=skip leaves it out)"
+                    is_marked = line.startswith(BOM_UTF8)
+                    cause = "a byte order mark? remove the first three bytes" * is_marked
+                    reason += f" ({cause or 'a header line? on_bad=skip leaves it out'})"
                 raise ValueError(f"{file.path}, line {number}: {reason}")
             if config.on_bad is OnBad.quarantine:
                 writer.quarantine(file.path, number, reason, line)

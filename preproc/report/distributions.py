@@ -72,11 +72,13 @@ def _distribution(values: np.ndarray) -> Distribution:
     # numpy makes no bins between equal ends.
     span, num_bins = (low, high) if high > low else (low - 0.5, low + 0.5), NUM_BINS
     if high > low and (values == np.floor(values)).all():
-        first, whole = math.floor(low), math.ceil(high) - math.floor(low) + 1
+        start, whole = math.floor(low), math.ceil(high) - math.floor(low) + 1
         width = math.ceil(whole / NUM_BINS)
         num_bins = math.ceil(whole / width)
-        span = (first - 0.5, first + num_bins * width - 0.5)
-    counts, _ = np.histogram(values.clip(*span), num_bins, span)
+        span = (start - 0.5, start + num_bins * width - 0.5)
+    # From the lower end on: beyond 2**53 numpy refuses bins that are narrower than the distance of two numbers.
+    first, last = span
+    counts, _ = np.histogram(values.clip(first, last) - first, num_bins, (0.0, last - first))
     return Distribution(
         rows=len(values),
         mean=_rounded(values.mean()),

@@ -488,7 +488,7 @@ def _explained(file: RawFile | None, error: duckdb.Error, *, may_skip: bool) -> 
     message = str(error)
     if "GZIP" in message and file:
         return ValueError(cut_short(file.path))
-    if is_disk_error(error) and "CSV" not in message:
+    if is_disk_error(error) and "CSV" not in message and "GZIP" not in message:
         return error
     named = re.search(r"^\s*file = (.+)$", message, flags=re.MULTILINE)
     line = re.search(r"Error on Line: (\d+)", message)
@@ -505,6 +505,8 @@ def _explained(file: RawFile | None, error: duckdb.Error, *, may_skip: bool) -> 
         )
     reason = re.sub(r"^(\w+ )+Error: ", "", first_line(message))
     reason = shortened(printable(reason.rstrip("!")), 300)
+    if "Parallel CSV Reader" in reason:
+        reason = "a line of many million bytes"
     if file:
         return ValueError(f"{file.path}: {reason}")
     lacks_column = re.match(r"Referenced column .* not found", reason)

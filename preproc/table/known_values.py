@@ -39,7 +39,9 @@ def text_of_five(kind: str) -> str | None:
         return None
     name, scale = (found[1] or found[4]).lower(), int(found[3] or found[6] or 0)
     if name == "decimal":
-        return f"5.{'0' * scale}" if scale else "5"
+        # DuckDB writes no 0 before the point if all digits are behind it.
+        whole = "5" if int(found[2] or found[5] or 18) > scale else ""
+        return f"{whole}.{'0' * scale}" if scale else "5"
     if name in ("float", "double"):
         return "5.0"
     return (

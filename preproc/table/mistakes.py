@@ -45,7 +45,7 @@ def bad_row(
         remedy += f"; if {value!r} means a missing value, set table.missing: ['{value}']"
     elif reason == "the label is missing" and not is_fit:
         remedy += "; rows to be scored need no label: drop its column from the source"
-    elif reason.startswith("the label is ") and value:
+    elif reason.startswith("the label is ") and value and table.label[0].kind == "binary":
         name = printable(quoted(table.label[0].name))
         remedy += (
             "; or map values to 0 and 1 by table.label.expression, such as "

@@ -558,7 +558,9 @@ class _Run:
             is_its_query=self._fitted is not None
             and self._fitted.query in (None, self.table.query),
         )
-        if self._fitted is not None:
+        if self._fitted is None:
+            staging.refuse_no_text()
+        else:
             refuse_other_numbers(staging.five, self._fitted.five)
         self.work.state["five"] = staging.five
         for name, five in staging.five.items():

@@ -234,7 +234,13 @@ def _rule(config: PreprocConfig, table: TableConfig) -> SplitRule:
         raise ValueError(
             f"{each} each divide the rows; keep one, and unset the other as by {last}=null"
         )
-    return SplitRule(by=by) if by is not None and table.split == SplitRule() else table.split
+    rule = SplitRule(by=by) if by is not None and table.split == SplitRule() else table.split
+    require(
+        not rule.unused,
+        f"table.split: by: {rule.by} does not read {' and '.join(rule.unused)}; drop it, or set another by: fraction reads "
+        "train, random train and validation, column expression",
+    )
+    return rule
 
 
 def _test_files(config: PreprocConfig, table: TableConfig) -> tuple[str, list[str]]:

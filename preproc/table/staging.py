@@ -35,6 +35,12 @@ OWN_COLUMN = re.compile(r"(file|order)_(_\d+)?")
 FLOAT_TYPES = ("float", "double")
 # Types of numbers that become doubles without NaN.
 # Parquet, as DuckDB writes it, would round a hugeint.
+# Values, and items of lists, whose text would be the engine's own: DuckDB writes \\xC3\\xA9 for the bytes of an é.
+NO_TEXT_TYPE = re.compile(
+    r"(blob|binary)(\[\d*\])?|(struct|map|union)\(.*\)\[\d*\]|.*\]\[\d*\]"
+    r'|array .*"elementtype":(\{|"binary").*',
+    re.DOTALL,
+)
 TIME_TYPE = re.compile(r"u?(tiny|small|big)?int(eger)?|decimal.*|float|double|date|timestamp.*")
 # Types that Parquet stores as they stand, and both engines alike.
 KEPT_TYPE = re.compile(
@@ -195,6 +201,25 @@ class Staging:
             query = self.table.query.strip().removesuffix(";")
             refuse_text_order(self._engine, "table.query", query, None)
 
+    def refuse_no_text(self) -> None:
+        """Raise ValueError for a category that is bytes, or a list of bytes, lists or structs."""
+        kinds = {
+            name.lower(): kind.lower() for name, kind in self._engine.columns(self._base_query)
+        }
+        for i, feature in enumerate(self.table.categorical):
+            for kind in [
+                self._kinds[f"c{i}"],
+                *(kinds[name.lower()] for name in feature.cross or []),
+            ]:
+                if NO_TEXT_TYPE.fullmatch(kind):
+                    what, remedy = "a list with lists or structs", "flatten(...)"
+                    if kind.startswith(("blob", "binary")) or '"binary"' in kind:
+                        what, remedy = "bytes", "decode(...) of UTF-8, or hex(...)"
+                    raise ValueError(
+                        f"table.categorical: {shown(feature.name)}: a value is {what}, want text or numbers; make such of it "
+                        f"in an expression or in table.query, as by {remedy}"
+                    )
+
     @property
     def column_roles(self) -> dict[str, str]:
         """Role of every column, that of the first expression that reads it, else unused.
@@ -258,6 +283,15 @@ class Staging:
     def refuse(self, error: QueryError) -> None:
         """Raise ValueError that names the expression or the file for which a run of the query has failed."""
         base = self._base()
+        for name, files in self.sources.items():
+            for number, file in enumerate(files.files):
+                try:
+                    rows = f"SELECT order_ FROM {quoted(name)} WHERE file_ = {number}"
+                    self._engine.rows(f"SELECT count(order_) FROM ({rows})")
+                except QueryError as unread:
+                    raise ValueError(
+                        f"{file.path}: {unread}; correct it, or write it again"
+                    ) from None
         self._refuse_expression(
             base,
             lambda query: bool(self._engine.rows(f"SELECT count(x_) FROM ({query})")),
@@ -366,9 +400,10 @@ class Staging:
             else:
                 columns.append(f"{engine.without_nan(number, 'double')} AS n{i}")
                 bad = not_a_number(f"n{i}", number)
+            hint = " such as epoch(...) of it" * kind.startswith(("date", "timestamp"))
             reasons.append(
                 f"WHEN {bad} THEN {text(numerical.name + ' is ')} || {shown_value(f'n{i}')} "
-                "|| ', wanted a number'"
+                f"|| ', wanted a number{hint}'"
             )
         for i, feature in enumerate(table.categorical):
             _check_kind(feature, kinds[f"c{i}"])
@@ -573,7 +608,9 @@ def _check_kind(feature: Categorical, kind: str) -> None:
     """Raise ValueError if a categorical feature wants lists and has none, or the other way round."""
     is_list = kind.startswith("array ") or kind.endswith("]")
     where = f"table.categorical: {shown(feature.name)}"
-    if feature.list and not is_list:
+    if (
+        feature.list and not is_list and kind != '"null"'
+    ):  # as of a table whose lists are all missing
         raise ValueError(
             f"{where}: list is set, but a value is {kind.partition(' ')[0]}, no list; drop it, or set separator for several "
             "values within a text"

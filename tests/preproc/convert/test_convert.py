@@ -617,6 +617,15 @@ def test_an_npy_array_of_another_kind_is_refused(tmp_path, name, array, message)
     assert message in error_of(root, tmp_path / "out")
 
 
+def test_npy_files_without_numericals_are_read(tmp_path):
+    root = write_npy(tmp_path / "npy", False)
+    want = data_files(convert(root, tmp_path / "want"))
+    for path in root.glob("day_*_dense.npy"):
+        np.save(path, np.load(path)[:, :0])
+    found = data_files(convert(root, tmp_path / "out"))
+    assert found == {name: data for name, data in want.items() if "numerical" not in name}
+
+
 def test_npy_files_in_column_order_are_read(tmp_path):
     root = write_npy(tmp_path / "npy", False)
     want = data_files(convert(root, tmp_path / "want"))
@@ -675,6 +684,9 @@ def test_merlins_file_list_has_the_order_and_the_names(tmp_path):
     file_list.write_text("2\n/gone/train/part_1.parquet\n/gone/train/part_0.parquet\n")
     out = convert(root, tmp_path / "out")
     assert columns_of(out, "train").ids[1].tolist() == [1, 5, 3, 1, 5, 2]
+    for path in (file_list, root / "schema.pbtxt"):
+        path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert data_files(convert(root, tmp_path / "marked")) == data_files(out)
     file_list.write_text("2\npart_1.parquet\npart_2.parquet\n")
     message = error_of(root, tmp_path / "missing")
     assert message.startswith(

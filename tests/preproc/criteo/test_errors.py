@@ -488,6 +488,15 @@ def test_a_header_line_is_named(tmp_path, output):
     )
 
 
+def test_a_byte_order_mark_is_named(tmp_path, output):
+    (source := tmp_path / "raw.tsv").write_text("\n".join(GOOD), encoding="utf-8-sig")
+    fails(
+        rf"{source}, line 1: column 1 .* \(a byte order mark\? remove the first three bytes\)",
+        f"source={source}",
+        f"output={output}",
+    )
+
+
 def test_a_gap_is_found_however_far_the_numbers_reach():
     files = [RawFile(Path(f"day_{number}"), "none") for number in (10**15, 2, 10**15 + 1, 1)]
     assert find_gap(files) == (

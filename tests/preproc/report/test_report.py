@@ -55,6 +55,9 @@ def test_a_distribution_has_quantiles_and_all_values(tmp_path):
     assert found.mean == pytest.approx(values.mean(), rel=1e-4)
     constant = distribution(tmp_path, [7] * 9)
     assert (constant.low, constant.high, sum(constant.counts)) == (7, 7, 9)
+    # Half less is the same number, of this size.
+    large = distribution(tmp_path, [2.0**64] * 9)
+    assert (large.low, sum(large.counts)) == (large.high, 9)
 
 
 @pytest.mark.parametrize("numbers", [24, 100, 2000])

@@ -16,7 +16,7 @@ def described(tmp_path, values: pa.Array, **feature) -> dict:
     return {
         "sources": {"t": {"files": str(tmp_path / "a.parquet")}},
         "label": {"name": "y"},
-        "categorical": [{"name": "user", **feature}],
+        "categorical": [{"name": "user"} | feature],
         "split": {"train": 0.5},
     }
 
@@ -42,6 +42,38 @@ def test_values_with_a_point_have_a_note(tmp_path, kind, five, capsys):
     files = build(tmp_path / "whole", whole)
     assert "note: the values" not in capsys.readouterr().out
     assert files == build(tmp_path / "integers", described(tmp_path, values.cast(pa.int64())))
+
+
+@pytest.mark.parametrize(
+    ("kind", "feature", "what"),
+    [
+        (pa.binary(), {}, "bytes"),
+        (pa.binary(2), {"expression": "user", "buckets": 9}, "bytes"),
+        (pa.list_(pa.binary()), {"list": True}, "bytes"),
+        (pa.binary(), {"name": "pair", "cross": ["user", "y"]}, "bytes"),
+        (pa.list_(pa.list_(pa.int64())), {"list": True}, "a list with lists or structs"),
+        (pa.list_(pa.struct({"a": pa.int64()})), {"list": True}, "a list with lists or structs"),
+    ],
+)
+def test_values_without_a_text_of_their_own_are_refused(tmp_path, kind, feature, what):
+    table = described(tmp_path, pa.nulls(40, kind), **feature)
+    with pytest.raises(Refused, match=f": a value is {what}, want text or numbers; .* as by"):
+        build(tmp_path / "out", table)
+
+
+def test_bytes_of_utf8_are_decoded_and_items_with_a_scale_are_values(tmp_path):
+    text = described(tmp_path, pa.array(["é"] * 40).cast(pa.binary()), expression="decode(user)")
+    build(tmp_path / "out", text)
+    assert pq.read_table(tmp_path / "out/vocabulary/user.parquet")["value"].to_pylist() == ["é"]
+    prices = pa.array([[1]] * 40).cast(pa.list_(pa.decimal128(22, 2)))
+    build(tmp_path / "prices", described(tmp_path, prices, list=True))
+
+
+def test_a_time_is_no_number(tmp_path):
+    table = described(tmp_path, pa.array([0] * 40, pa.timestamp("us")))
+    table |= {"categorical": [{"name": "c", "expression": "y"}], "numerical": ["user"]}
+    with pytest.raises(Refused, match=r"wanted a number such as epoch\(...\) of it; correct"):
+        build(tmp_path / "out", table)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import yaml
 from dataloading.dataset.feature_spec import FeatureSpec
 from preproc.dataset_writer import checksum
 from preproc.fitted_state import FITTED
+from preproc.raw_tables import RawTables
 from preproc.transformed_rows import open_transformed_rows
 from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues
@@ -133,6 +134,11 @@ def test_predicted_and_served_rows_have_the_features_of_preprocessing(made):
     for name in ("tags", "list"):
         assert rows.ragged[name].values.tolist() == [i for row in found[name] for i in row]
         assert rows.ragged[name].lengths.tolist() == [len(row) for row in found[name]]
+
+
+def test_a_table_whose_lists_are_all_missing_has_empty_ones(made):
+    found = RawTables(made[0] / "data").transformed(pa.table({"tags": ["a"], "list": pa.nulls(1)}))
+    assert (found["tags"].to_pylist(), found["list"].to_pylist()) == ([[1]], [[]])
 
 
 def test_a_fit_of_an_earlier_version_keeps_its_empty_items(made, capsys):

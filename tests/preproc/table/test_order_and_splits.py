@@ -156,6 +156,16 @@ def test_what_divides_the_rows_twice_or_not_at_all_is_refused(tmp_path):
             "for train of 40 by last_file, which wants two files",
         ),
         (
+            table_of(first, split={"train": 0.5, "validation": 0.3}),
+            [],
+            "table.split: by: fraction does not read validation; drop it, or .* random train and validation",
+        ),
+        (
+            table_of([first, second], split={"by": "last_file", "train": 0.5, "expression": "y"}),
+            [],
+            "by: last_file does not read expression and train",
+        ),
+        (
             table_of(first) | of_query,
             from_first,
             "result of table.query has no column file_; select",

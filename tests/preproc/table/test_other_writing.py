@@ -10,7 +10,7 @@ import pytest
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from preproc.raw_tables import RawTables
-from preproc.table.known_values import written_alike
+from preproc.table.known_values import text_of_five, written_alike
 from preproc.transformed_rows import open_transformed_rows
 from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues
@@ -53,6 +53,15 @@ def fits(tmp_path_factory):
     for name, file in (("integers", "a.parquet"), ("texts", "a.csv")):
         build(root / name, described(write(root / file, ITEMS)), "rare_counts=true")
     return root
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero"), [("decimal(4,2)", "0.00"), ("DECIMAL(2,2)", ".00"), ("decimal(2,2)[]", ".00")]
+)
+def test_decimals_without_a_whole_digit_have_another_text(kind, zero):
+    ((found,),) = duckdb.sql(f"SELECT CAST(0 AS {kind.removesuffix('[]')})::VARCHAR").fetchall()
+    assert found == zero
+    assert text_of_five(kind) == zero.replace("0.", "5.")
 
 
 @pytest.mark.parametrize("kind", KINDS)

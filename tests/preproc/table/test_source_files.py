@@ -109,6 +109,24 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
         build(tmp_path / "out", table)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (gzip.compress(ROWS.encode(), mtime=0) + bytes(99), "Input is not a GZIP stream"),
+        (ROWS.replace("a", "a" * 40_000_000, 1).encode(), "a line of many million bytes"),
+    ],
+    ids=["zeros", "line"],
+)
+def test_text_that_cannot_be_read_is_named_by_its_file(tmp_path, content, reason):
+    (tmp_path / "a.csv").write_text(ROWS)
+    (tmp_path / "b.csv").write_bytes(content)
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    with pytest.raises(
+        Refused, match=f"error: {files[1]}: {reason}; correct it, or write it again"
+    ):
+        build(tmp_path / "out", described(files))
+
+
 def test_blanks_of_a_header_are_seen_in_the_message(tmp_path):
     (tmp_path / "a.csv").write_text("y, c,x 1\n0,a,1\n1,b,2\n")
     with pytest.raises(
@@ -204,6 +222,10 @@ def test_files_whose_columns_are_in_another_order_are_one_table(tmp_path):
         (
             {"label": {"name": "c"}, "categorical": ["x"], "numerical": []},
             ".*, row 1: the label is a, wanted 0 or 1; .*table.label.expression, such as CASE \"c\" WHEN 'yes'.*",
+        ),
+        (
+            {"label": {"name": "z", "kind": "regression", "expression": "c"}},
+            ".*, row 1: the label is a, wanted a finite number; correct or remove it, or set on_bad=quarantine",
         ),
     ],
 )
