@@ -43,7 +43,7 @@ SHORT_FLAGS = {
     **{"-c": "--cfg", "-i": "--info", "-p": "--package"},
     **{"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"},
 }
-ONE_RUN = "only --multirun makes a run of each"
+ONE_RUN = "only --multirun of a training makes a run of each"
 REFUSED_FLAGS = {
     "--experimental-rerun": "it would unpickle a file; name the options of that run again"
 }

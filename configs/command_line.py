@@ -101,6 +101,10 @@ def composed_command(
         choices = Choices(schema, groups, likely, configs)
         words, arguments = help_words(sys.argv[1:], choices)
         sys.argv[1:] = hydra_arguments(arguments, choices)
+        if read_saved is None and {"--multirun", "hydra.mode=MULTIRUN"} & set(sys.argv):
+            raise ValueError(
+                "--multirun makes runs of a training, and this command is none; start it once for each value"
+            )
         if words:
             sys.argv.append("hydra.help.template=${option_help:}")
         if "--version" in sys.argv[1:]:
