@@ -98,13 +98,9 @@ def composed_command(
         os.environ["HYDRA_FULL_ERROR"] = "1"
         likely = _keys_of_yaml(config_name, open_sections(schema))
         configs = _configs_with(schema_name)
-        choices = Choices(schema, groups, likely, configs)
+        choices = Choices(schema, groups, likely, configs, read_saved is not None)
         words, arguments = help_words(sys.argv[1:], choices)
         sys.argv[1:] = hydra_arguments(arguments, choices)
-        if read_saved is None and {"--multirun", "hydra.mode=MULTIRUN"} & set(sys.argv):
-            raise ValueError(
-                "--multirun makes runs of a training, and this command is none; start it once for each value"
-            )
         if words:
             sys.argv.append("hydra.help.template=${option_help:}")
         if "--version" in sys.argv[1:]:

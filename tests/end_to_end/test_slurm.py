@@ -20,7 +20,8 @@ FAKE_SCONTROL = """\
 #!/bin/sh
 case "$*" in
     "show hostnames gpu[07-09]") printf "127.0.0.1\\ngpu08\\ngpu09\\n" ;;
-    "--oneliner show job"*) echo "JobId=$4 BatchFlag=${BATCH_FLAG:-1} TimeLimit=${TIME_LIMIT:-1-00:00:00} TimeMin=N/A Requeue=${REQUEUE:-1}" ;;
+    "--oneliner show job"*)
+        echo "JobId=$4 Requeue=${REQUEUE:-1} BatchFlag=${BATCH_FLAG:-1} TimeLimit=${TIME_LIMIT:-1-00:00:00} TimeMin=N/A" ;;
     requeue*) echo "$2" > requeued.txt ;;
 esac
 """
