@@ -223,7 +223,11 @@ def _predict(config: Config) -> None:
         from preproc.transformed_rows import open_transformed_rows
 
         sources, warn = [Path(config.source)], make_logger(console).warning
-        raw = open_transformed_rows(Path(config.fitted), sources, config.predict.columns, warn)
+        try:
+            raw = open_transformed_rows(Path(config.fitted), sources, config.predict.columns, warn)
+        except ValueError as error:  # preprocessing keeps columns that its description names
+            text = str(error).replace("table.keep: ", "predict.columns: ")
+            raise ValueError(text) from None
     print_scores(console, config, predict(config, console, raw))
 
 
