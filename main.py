@@ -57,6 +57,7 @@ from nn.distributed.errors import (
 )
 from nn.distributed.launcher import (
     ask_launcher_to_end,
+    check_variables,
     end_with_launcher,
     is_launched,
     is_node_leader,
@@ -77,6 +78,10 @@ def _process() -> Iterator[None]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     end_with_launcher()
     signal.signal(signal.SIGUSR1, _stop_at_once)
+    try:
+        check_variables()
+    except ValueError as error:
+        _end(str(error), USER_ERROR_EXIT_CODE)  # every process reports its own
     try:
         refuse_elastic_nodes()
         yield
@@ -218,7 +223,11 @@ def _predict(config: Config) -> None:
         from preproc.transformed_rows import open_transformed_rows
 
         sources, warn = [Path(config.source)], make_logger(console).warning
-        raw = open_transformed_rows(Path(config.fitted), sources, config.predict.columns, warn)
+        try:
+            raw = open_transformed_rows(Path(config.fitted), sources, config.predict.columns, warn)
+        except ValueError as error:  # preprocessing keeps columns that its description names
+            text = str(error).replace("table.keep: ", "predict.columns: ")
+            raise ValueError(text) from None
     print_scores(console, config, predict(config, console, raw))
 
 

@@ -34,7 +34,12 @@ fail() {
 }
 
 [[ $# -gt 0 ]] || fail "no recipe; write sbatch -N 2 slurm_multinode.sh dlrm.py [options]"
-[[ -n ${SLURM_JOB_ID:-} ]] || fail "not a job; submit it with sbatch -N 2 slurm_multinode.sh $1"
+[[ ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] || fail "not a job; submit it with sbatch -N 2 slurm_multinode.sh $1"
+# A step of srun holds what a step below it would wait for. The shell of salloc may be one too, with a special number.
+[[ ! ${SLURM_STEP_ID:-none} =~ ^[0-9]{1,9}$ ]] ||
+    fail "inside srun, which holds the nodes; write sbatch -N 2 slurm_multinode.sh $1, or salloc -N 2 ./slurm_multinode.sh $1"
+[[ -z ${SLURM_HET_SIZE:-} ]] ||
+    fail "a heterogeneous job, of which only the first component would train; ask for equal nodes, without ':'"
 
 # SLURM sends USR1 to this script before the time limit. The signal interrupts `wait` only; the trap forwards it to the step.
 step=
@@ -43,6 +48,8 @@ cancelled=false
 trap 'warned=true; [[ -z $step ]] || kill -s USR1 "$step" || true' USR1
 trap 'cancelled=true' TERM
 
+[[ ${RANKS_PER_NODE:-gpu} =~ ^(gpu|cpu|auto|0*[1-9][0-9]*)$ ]] ||
+    fail "RANKS_PER_NODE is a number of ranks, or gpu for one per GPU, not '$RANKS_PER_NODE'"
 for count in "${MAX_RESTARTS:-3}" "${MAX_REQUEUES:-10}"; do
     [[ $count =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS and MAX_REQUEUES are numbers, not '$count'"
 done
@@ -59,6 +66,8 @@ seconds_of() {
 # SBATCH_SIGNAL replaces; that of the command line is not to be seen here.
 job=$(scontrol --oneliner show job "$SLURM_JOB_ID" || true)
 signal=${SBATCH_SIGNAL:-$(sed -n 's/^#SBATCH --signal=//p' "$0")}
+[[ $job != *BatchFlag=1* || ${signal^^} =~ (USR1|(^|:)10)(@|$) ]] ||
+    fail "SBATCH_SIGNAL=$signal: the warning before the time limit is USR1, as in B:USR1@300"
 if [[ $job == *BatchFlag=1* && $signal == *@* && $job =~ TimeLimit=([0-9:-]+) ]]; then
     limit=$(IFS=: && seconds_of "${BASH_REMATCH[1]}")
     ((limit > ${signal##*@})) || fail "--time ($limit s) is not longer than the warning before it (${signal##*@} s), so" \
@@ -86,8 +95,8 @@ fi
 
 # The first node is the rendezvous endpoint. Jobs may share a node, and other programs may hold a port: it depends on the job
 # and the start, the first one that nobody listens to is taken, and Linux gives none below 32768 to a client.
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-[[ ${#nodes[@]} -gt 0 ]] || fail "scontrol names no host in SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
+mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}")
+[[ ${#nodes[@]} -gt 0 ]] || fail "scontrol names no host in SLURM_JOB_NODELIST=${SLURM_JOB_NODELIST:-}"
 for try in {0..99}; do
     port=$((20000 + (SLURM_JOB_ID + 7919 * ${SLURM_RESTART_COUNT:-0} + try) % 12768))
     # shellcheck disable=SC2016
@@ -104,7 +113,7 @@ ended_with=$runs/${logs#runs/}/ended_with
 arguments=("$@")
 named=false
 for argument in "$@"; do
-    [[ $argument != run_dir=* ]] || named=true
+    [[ ! $argument =~ ^(--|\+*)run_dir= ]] || named=true
 done
 $named || arguments+=("run_dir=$run_dir")
 
@@ -158,9 +167,9 @@ done
 [[ ! -s $ended_with ]] || code=$(< "$ended_with")
 case $code in 0 | 2 | 3 | 130) exit "$code" ;; esac
 ! $cancelled || exit "$code"
-if [[ $job == *BatchFlag=0* ]]; then
-    echo "slurm_multinode.sh: the ranks ended with $code; the job of salloc is not requeued, and the same command with the" \
-        "same run_dir resumes" >&2
+if [[ $job == *BatchFlag=0* || $job == *Requeue=0* ]]; then
+    echo "slurm_multinode.sh: the ranks ended with $code; a job of salloc or with --no-requeue is not requeued, and the same" \
+        "command with the same run_dir resumes" >&2
     exit "$code"
 fi
 # Failures in a row. The launcher counts the starts in a row of a training that trained nothing; 75 says that it ran.
@@ -169,7 +178,7 @@ mkdir -p "$job_dir"
 failures=0
 [[ $code == 75 ]] || failures=$(($(cat "$record" 2> /dev/null || echo 0) + 1))
 echo "$failures" > "$record"
-if ((failures > ${MAX_REQUEUES:-10})); then
+if ((failures > 10#${MAX_REQUEUES:-10})); then
     echo "slurm_multinode.sh: the ranks ended with $code, requeued ${MAX_REQUEUES:-10} times in a row; the job ends" >&2
     exit "$code"
 fi

@@ -39,6 +39,7 @@ def compare(config: CompareConfig) -> None:
         ValueError: there is no run, or none has the metric.
         OSError: a file cannot be read or written.
     """
+    _check_outputs(config)
     found = [RunRecord.read(path) for path in find_runs(config.runs)]
     trained = [run for run in found if run.is_training]
     if not trained:
@@ -84,6 +85,23 @@ def compare(config: CompareConfig) -> None:
         draw_runs(runs, labels(runs), metric, Path(config.picture))
         if len(groups) > 1:
             say(f"{config.picture} shows the first table; name its runs or others to draw those")
+
+
+def _check_outputs(config: CompareConfig) -> None:
+    """Raise `ValueError` unless all files may be written, before the runs are read."""
+    named = {
+        key: Path(path) for key in ("csv", "json", "picture") if (path := getattr(config, key))
+    }
+    for key, path in named.items():
+        if not path.parent.is_dir():
+            raise ValueError(
+                f"{key}={path}: there is no directory {path.parent}; make it, or set another {key}"
+            )
+        if path.is_dir():
+            raise ValueError(f"{key}={path} is a directory; name a file")
+        same = [other for other in named if named[other].resolve() == path.resolve()]
+        if same != [key]:
+            raise ValueError(f"{' and '.join(same)} name the same file, {path}; set another {key}")
 
 
 def run(composed: DictConfig) -> None:

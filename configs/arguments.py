@@ -43,7 +43,7 @@ SHORT_FLAGS = {
     **{"-c": "--cfg", "-i": "--info", "-p": "--package"},
     **{"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"},
 }
-ONE_RUN = "only --multirun makes a run of each"
+ONE_RUN = "only --multirun of a training makes a run of each"
 REFUSED_FLAGS = {
     "--experimental-rerun": "it would unpickle a file; name the options of that run again"
 }
@@ -60,12 +60,14 @@ class Choices:
         groups: config groups, such as `experiment`.
         likely: options of open sections, to which a mistyped one may be close.
         configs: configs of this command that --config-name may name; empty if any.
+        has_jobs: whether --multirun has a job for each value; only trainings do.
     """
 
     schema: type
     groups: Sequence[str] = ()
     likely: Sequence[str] = ()
     configs: Sequence[str] = ()
+    has_jobs: bool = True
 
 
 def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
@@ -85,6 +87,10 @@ def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
     else:
         options = hints(choices.schema)
         may_sweep = "--multirun" in flags or "hydra.mode=MULTIRUN" in overrides
+        if may_sweep and not choices.has_jobs:
+            raise ValueError(
+                "--multirun makes runs of a training, and this command is none; start it once for each value"
+            )
         checked = [_override(override, options, choices, may_sweep) for override in overrides]
         overrides = [part for override in checked for part in _replacing(override, options)]
     written = [flag if value is None else f"{flag}={value}" for flag, value in flags.items()]

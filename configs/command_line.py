@@ -98,7 +98,7 @@ def composed_command(
         os.environ["HYDRA_FULL_ERROR"] = "1"
         likely = _keys_of_yaml(config_name, open_sections(schema))
         configs = _configs_with(schema_name)
-        choices = Choices(schema, groups, likely, configs)
+        choices = Choices(schema, groups, likely, configs, read_saved is not None)
         words, arguments = help_words(sys.argv[1:], choices)
         sys.argv[1:] = hydra_arguments(arguments, choices)
         if words:

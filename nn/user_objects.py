@@ -19,7 +19,7 @@ def load_user_object(path: str, option: str) -> Any:
     module, _, name = path.partition(":")
     try:
         content = import_module(module)
-    except Exception as error:  # the module is not ours, and may raise anything
+    except (Exception, SystemExit) as error:  # the module is not ours, and may raise anything
         if module.split(".")[0] == __name__.split(".")[0]:
             raise  # a fault of the project or of its installation
         first_line = (str(error).splitlines() or [""])[0]

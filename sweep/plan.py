@@ -149,6 +149,7 @@ def _same_yardstick(config: Config, before: dict[str, Any] | None) -> dict[str, 
     found = {f"data.{name}": data[name] for name in ("path", "feature_spec", "validation_fraction")}
     if config.data.path is None:
         found |= {f"data.synthetic.{name}": value for name, value in data["synthetic"].items()}
+        found["seed"] = config.seed  # of other clicks, and of labels by another rule
     names = ("split", "best_metric", "group", "max_steps", "final_max_steps")
     found |= {f"eval.{name}": evaluation[name] for name in names}
     if config.eval.max_steps is not None:

@@ -35,6 +35,39 @@ def is_node_leader() -> bool:
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
+def check_variables() -> None:
+    """Check the variables with which a launcher numbers its ranks; a job or a shell may have left some of them.
+
+    Raises:
+        ValueError: they are not those of one rank: it would train something else, or wait for others without end.
+    """
+    problems = []
+    counts = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    for name, default in counts.items():
+        text = os.environ.get(name, str(default))
+        if text.isascii() and text.isdecimal():
+            counts[name] = int(text)
+        else:
+            problems.append(f"{name} is {text!r}, which is no number")
+    for name, limit in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if counts[name] >= counts[limit]:
+            unset = "" if limit in os.environ else ", which is not set"
+            problems.append(f"{name} is {counts[name]}, and {limit} {counts[limit]}{unset}")
+    world_size = counts["WORLD_SIZE"]
+    if counts["LOCAL_WORLD_SIZE"] > world_size:
+        problems.append("LOCAL_WORLD_SIZE is larger than WORLD_SIZE")
+    if world_size > 1:
+        missing = [
+            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+        ]
+        problems += [f"WORLD_SIZE is {world_size}, and {name} is not set" for name in missing]
+    if problems:
+        raise ValueError(
+            f"the environment is not that of a rank: {problems[0]}; start the ranks with torchrun, which sets RANK, WORLD_SIZE, "
+            "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset these to train with one process"
+        )
+
+
 def refuse_elastic_nodes(launcher: Path = Path(f"/proc/{PARENT_PID}/cmdline")) -> None:
     """Refuse a launcher whose number of nodes may change: at a change the ranks would stop instead of starting again.
 

@@ -104,7 +104,7 @@ def shows_progress(arguments: Sequence[str]) -> bool:
     Only a training does. With a mirror the directory may be one of the node, and empty on the next; `mode=predict` resumes
     within its file of scores.
     """
-    named = dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
+    named = dict(argument.lstrip("+-").partition("=")[::2] for argument in arguments)
     saved = ""
     with suppress(OSError):  # the recipe reports a file that cannot be read
         saved = Path(named.get("config", "").strip("'\"")).read_text(errors="replace")
@@ -121,7 +121,8 @@ def shows_progress(arguments: Sequence[str]) -> bool:
 
 def newest_step(arguments: Sequence[str]) -> int:
     """Return the step of the newest checkpoint in the `run_dir` of a recipe's arguments; 0 without one."""
-    named = [argument[8:].strip("'\"") for argument in arguments if argument.startswith("run_dir=")]
+    pairs = [argument.lstrip("+-").partition("=")[::2] for argument in arguments]
+    named = [value.strip("'\"") for key, value in pairs if key == "run_dir"]
     found = Path(named[-1], "checkpoints").glob("step_*") if named else ()
     return max((int(step) for path in found if (step := path.name[5:]).isdecimal()), default=0)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from configs.messages import os_error_text
 from nn.distributed.errors import Rank0Error, RankError
+from nn.distributed.launcher import check_variables, is_launched
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # Ranks may take very different times to write their files of a checkpoint. Lost ranks are noticed at once anyway.
@@ -141,8 +142,9 @@ def ranks_from_environment(device_type: str) -> Ranks:
         device_type: `cpu` or `cuda`.
 
     Raises:
-        ValueError: the node has fewer GPUs than ranks.
+        ValueError: the variables are not those of a rank, or the node has fewer GPUs than ranks.
     """
+    check_variables()
     rank = process_rank()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world_size, local_world_size = launched_world()
@@ -253,7 +255,7 @@ def _open(ranks: Ranks) -> None:
     else:
         options = {"backend": "gloo"}
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if ranks.world_size == 1 and "MASTER_ADDR" not in os.environ:
+    if ranks.world_size == 1 and not is_launched():
         # TorchRec requires a process group even for a single process without a launcher.
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     elif restart != "0" and ranks.local_world_size == ranks.world_size:

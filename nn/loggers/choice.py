@@ -41,7 +41,13 @@ def make_loggers(names: Sequence[str], logger: Logger) -> Loggers:
 
 def _made(name: str) -> RunLogger:
     make = load_user_object(LOGGERS.get(name, name), "log.loggers")
-    made = make() if callable(make) else make
+    try:
+        made = make() if callable(make) else make
+    except (Exception, SystemExit) as error:  # it is not ours, and may raise anything
+        problem = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"log.loggers={name} cannot be made ({type(error).__name__}: {problem}); correct it, or leave it out"
+        ) from error
     missing = [method for method in METHODS if not callable(getattr(made, method, None))]
     if missing:
         raise ValueError(

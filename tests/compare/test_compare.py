@@ -273,6 +273,10 @@ def test_a_path_with_an_equals_sign_is_a_directory(runs):
         (["{runs}/a/x"], "/a/x holds no run: no directory there has config.yaml and metrics.jsonl"),
         (["{runs}", "metric=gauc"], "error: metric=gauc is in none of the runs; they have auc, log_loss"),
         (["metrik=auc"], "error: there is no option metrik; did you mean metric?"),
+        (["{runs}", "csv={runs}/o", "json={runs}/a/../o"], "error: csv and json name the same file, {runs}/o"),
+        (["{runs}", "picture={runs}/no/a.png"], "error: picture={runs}/no/a.png: there is no directory {runs}/no; make"),
+        (["{runs}", "csv={runs}/a"], "error: csv={runs}/a is a directory; name a file"),
+        (["{runs}", "--multirun", "metric=auc,log_loss"], "error: --multirun makes runs of a training, and this command is"),
         (["{runs}", "picture=a.pdf"], "picture=a.pdf: the picture is a PNG; want a name that ends with .png"),
     ],
 )  # fmt: skip
@@ -280,5 +284,6 @@ def test_bad_input_is_one_line(runs, arguments, message):
     (runs / "a/x").mkdir()
     ended = compare(*(text.format(runs=runs) for text in arguments))
     assert ended.exit_code == 2
-    assert message in ended.err
+    assert message.format(runs=runs) in ended.err
     assert ended.err.count("\n") == 1
+    assert not (runs / "o").exists()

@@ -117,7 +117,7 @@ def test_flags_may_stand_anywhere():
 def test_a_sweep_is_kept_for_multirun_only():
     for flag in ("--multirun", "-m"):
         assert hydra_arguments([flag, "seed=1,2"], TRAINING) == ["--multirun", "seed=1,2"]
-    with pytest.raises(ValueError, match=r"^seed: got several values, and only --multirun makes"):
+    with pytest.raises(ValueError, match=r"^seed: got several values, and only --multirun of a tr"):
         hydra_arguments(["seed=1,2"], TRAINING)
 
 
@@ -162,7 +162,7 @@ REFUSED = [
     (TRAINING, "--shell-completion", "--shell-completion needs install=bash"),
     (PREPROCESSING, "threads=x(", "threads: got 'x(', which Hydra's grammar cannot read; want an integer or null"),
     (PREPROCESSING, "table.query=SELECT 'a' FROM t", "and a text in quotes"),
-    (EXPORT, "tables=cat_0,cat_1", "tables: got several values, and only --multirun makes a run of each; want a list"),
+    (EXPORT, "tables=cat_0,cat_1", "tables: got several values, and only --multirun of a training makes a run"),
     (EXPORT, "formt=npy", "there is no option formt; did you mean format?"),
 ]  # fmt: skip
 

@@ -350,7 +350,9 @@ def test_a_system_error_without_a_file_is_reported(monkeypatch, tmp_path):
 
 
 def test_ranks_that_do_not_divide_the_batch_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     message = refused(*TINY, f"run_dir={tmp_path / 'run'}")
     assert message.startswith(
         "train.batch_size=64 does not divide evenly over 3 ranks; want a positive"

@@ -20,7 +20,8 @@ FAKE_SCONTROL = """\
 #!/bin/sh
 case "$*" in
     "show hostnames gpu[07-09]") printf "127.0.0.1\\ngpu08\\ngpu09\\n" ;;
-    "--oneliner show job"*) echo "JobId=$4 BatchFlag=${BATCH_FLAG:-1} TimeLimit=${TIME_LIMIT:-1-00:00:00} TimeMin=N/A" ;;
+    "--oneliner show job"*)
+        echo "JobId=$4 Requeue=${REQUEUE:-1} BatchFlag=${BATCH_FLAG:-1} TimeLimit=${TIME_LIMIT:-1-00:00:00} TimeMin=N/A" ;;
     requeue*) echo "$2" > requeued.txt ;;
 esac
 """
@@ -121,7 +122,10 @@ def test_a_recipe_of_a_checkout_elsewhere_runs_there(checkout, tmp_path):
 
 def test_a_short_job_with_a_shorter_warning_starts(checkout):
     assert launched(checkout, "dlrm.py", TIME_LIMIT="00:05:00", SBATCH_SIGNAL="B:USR1@299")
-    assert launched(checkout, "dlrm.py", TIME_LIMIT="UNLIMITED", SBATCH_SIGNAL="B:USR1@299")
+    assert launched(checkout, "dlrm.py", TIME_LIMIT="UNLIMITED", SBATCH_SIGNAL="B:SIGUSR1@299")
+    assert launched(checkout, "dlrm.py", SBATCH_SIGNAL="10")
+    # The shell of an interactive salloc is a step.
+    assert launched(checkout, "dlrm.py", SLURM_STEP_ID="4294967290")
     # Directives do not count in salloc.
     assert launched(checkout, "dlrm.py", TIME_LIMIT="00:05:00", BATCH_FLAG="0")
 
@@ -152,6 +156,8 @@ def test_a_node_without_the_environment_ends_the_job(checkout):
 def test_a_run_directory_of_ones_own_is_kept(checkout):
     srun_arguments = launched(checkout, "dlrm.py", "run_dir=/runs/mine", "seed=2")
     assert srun_arguments[-3:] == ["dlrm.py", "run_dir=/runs/mine", "seed=2"]
+    for form in ("++run_dir=/runs/mine", "--run_dir=/runs/mine"):
+        assert launched(checkout, "dlrm.py", form)[-1] == form
 
 
 def test_a_requeued_job_keeps_its_run_directory_and_writes_new_logs(checkout):
@@ -211,6 +217,27 @@ def test_a_container_runs_its_own_python(checkout):
             "too)",
         ),
         (
+            ["dlrm.py"],
+            JOB | {"SLURM_STEP_ID": "0"},
+            "inside srun, which holds the nodes; write sbatch -N 2 slurm_multinode.sh dlrm.py, or salloc -N 2 "
+            "./slurm_multinode.sh dlrm.py",
+        ),
+        (
+            ["dlrm.py"],
+            JOB | {"SLURM_HET_SIZE": "2"},
+            "a heterogeneous job, of which only the first component would train; ask for equal nodes, without ':'",
+        ),
+        (
+            ["dlrm.py"],
+            JOB | {"RANKS_PER_NODE": "0"},
+            "RANKS_PER_NODE is a number of ranks, or gpu for one per GPU, not '0'",
+        ),
+        (
+            ["dlrm.py"],
+            JOB | {"SBATCH_SIGNAL": "B:TERM@60"},
+            "SBATCH_SIGNAL=B:TERM@60: the warning before the time limit is USR1, as in B:USR1@300",
+        ),
+        (
             ["other/dlrm.py"],
             JOB,
             "neither {checkout}/elsewhere nor {checkout}/elsewhere/other is a checkout (no nn/distributed); submit from the root "
@@ -259,6 +286,8 @@ def test_the_number_of_requeues_in_a_row_is_limited(checkout):
         f"slurm_multinode.sh: {message}\n",
     )
     assert end_with(checkout, "exit 1", MAX_REQUEUES="0")[:2] == (1, False)
+    (checkout / "runs/dlrm/job_40017/failures").write_text("8")
+    assert end_with(checkout, "exit 1", MAX_REQUEUES="08")[:2] == (1, False)
 
 
 def test_a_warning_is_forwarded_and_awaited_and_is_not_a_failure(checkout):
@@ -276,12 +305,13 @@ def test_a_task_of_an_array_is_requeued_alone(checkout):
     assert (checkout / "requeued.txt").read_text() == "40017_3\n"
 
 
-def test_a_job_of_salloc_is_not_requeued(checkout):
-    code, requeued, err = end_with(checkout, "exit 75", BATCH_FLAG="0")
+@pytest.mark.parametrize("variables", [{"BATCH_FLAG": "0"}, {"REQUEUE": "0"}])
+def test_a_job_of_salloc_or_that_may_not_be_is_not_requeued(checkout, variables):
+    code, requeued, err = end_with(checkout, "exit 75", **variables)
     assert (code, requeued) == (75, False)
     assert err == (
-        "slurm_multinode.sh: the ranks ended with 75; the job of salloc is not requeued, and the same command with the same "
-        "run_dir resumes\n"
+        "slurm_multinode.sh: the ranks ended with 75; a job of salloc or with --no-requeue is not requeued, and the same "
+        "command with the same run_dir resumes\n"
     )
 
 

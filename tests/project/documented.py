@@ -148,7 +148,7 @@ LAUNCHER_FLAGS = {
         "master-addr",
         "numa-binding",
     ],
-    "sbatch": ["N", "gpus-per-node", "time", "signal", "exclude", "array"],
+    "sbatch": ["N", "gpus-per-node", "time", "signal", "exclude", "array", "no-requeue"],
     "spark-submit": ["master", "jars", "conf"],
     "nsys": ["trace", "cuda-graph-trace", "capture-range", "capture-range-end", "output"],
 }

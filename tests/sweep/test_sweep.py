@@ -34,7 +34,7 @@ from tests.helpers.datasets import write_clicks
 from tests.helpers.runs import Killed
 from tests.sweep import fake_run
 
-SPACE = "optimizer.lr: {low: 0.001, high: 10, log: true}\nseed: [1, 2]\n"
+SPACE = "optimizer.lr: {low: 0.001, high: 10, log: true}\ncheckpoint.keep: [1, 2]\n"
 
 
 class Starts:
@@ -115,7 +115,7 @@ def test_the_best_trial_is_tested_once_and_results_are_left(space, output):
     assert f"best        trial {best['trial']}: validation auc {best['value']:.4f}" in text
     for name in ("parallel_coordinates.png", "importances.png"):
         assert imread(output / name)[..., :3].std() > 0.05
-    assert result["importances"].keys() == {"optimizer.lr", "seed"}
+    assert result["importances"].keys() == {"optimizer.lr", "checkpoint.keep"}
     assert sum(result["importances"].values()) == pytest.approx(1)
     # The same command has nothing left to do.
     again = Starts()
@@ -193,9 +193,9 @@ def test_a_trial_worse_than_the_others_is_pruned(tmp_path, output):
 def test_the_default_sampler_begins_with_the_recipe_and_spreads_values(space, output):
     sweep(space, output, trials=2, parallel=1, sampler=Sampler.gp)
     trials = json.loads((output / "sweep.json").read_text())["trials"]
-    assert (trials[0]["optimizer.lr"], trials[0]["seed"]) == (0.02, "1")
+    assert (trials[0]["optimizer.lr"], trials[0]["checkpoint.keep"]) == (0.02, "2")
     drawn = spread_values(read_space(str(space))[1], 1, seed=0)
-    assert (trials[1]["optimizer.lr"], trials[1]["seed"]) == (drawn["optimizer.lr"], drawn["seed"])
+    assert (trials[1]["optimizer.lr"], trials[1]["checkpoint.keep"]) == (*drawn.values(),)
 
 
 def test_a_trial_that_cannot_reach_the_best_is_pruned():
@@ -368,6 +368,7 @@ def test_data_that_changed_end_a_sweep(space, output, tmp_path):
         ("eval.split: [test]", "eval.split cannot differ between trials"),
         ("config: [a.yaml, b.yaml]", "config cannot differ between trials"),
         ("eval.max_steps: [1, 2]", "trials with eval.max_steps=1 and with 2 would be measured on dif"),
+        ("seed: [1, 2]", "trials with seed=1 and with 2 would be measured on different rows or labels"),
         ("data.synthetic.exponent: [0.0, 3.0]", "trials with data.synthetic.exponent=0.0 and with"),
         ("tasks: ['{label: {keep_rate: 0.5}}', '{label: {keep_rate: 0.1}}']", "keep_rate=0.5 and with 0"),
         ("hello", "the space is 'hello'; want options with values"),
@@ -390,7 +391,7 @@ def test_a_bad_space_is_refused_before_anything_starts(space, output, content, m
         ({"metric": "aucc"}, "eval.best_metric=aucc is not measured"),
         ({"sampler": Sampler.grid}, "sampler=grid needs choices or a step, and optimizer.lr is"),
         ({"overrides": ["eval.split=test"]}, "eval.split=test: trials chosen by the test split"),
-        ({"overrides": ["seed=3"]}, "seed is in the space and among the options of all trials"),
+        ({"overrides": ["checkpoint.keep=3"]}, "checkpoint.keep is in the space and among the options of all trials"),
         ({"overrides": ["checkpoint.save=false"]}, "checkpoint.save=false: the best trial is tested"),
         ({"overrides": ["model.hidden=[8]"]}, "model.hidden is an option of wide_deep, deepfm, "),
         ({"overrides": ["optimizer.lrr=3"]}, "there is no option optimizer.lrr; did you mean"),

@@ -4,10 +4,11 @@ import sys
 
 import pytest
 
-from nn.distributed.launcher import refuse_elastic_nodes
-from tests.helpers.command import ROOT, start_command
+from nn.distributed.launcher import check_variables, refuse_elastic_nodes
+from tests.helpers.command import ROOT, run_command, start_command
 from tests.helpers.distributed import free_port
 
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ELASTIC = "nodes cannot join or leave a run yet; write --nnodes=2 (or 1)"
 
 
@@ -42,6 +43,45 @@ def test_a_launcher_that_cannot_be_read_is_accepted(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     refuse_elastic_nodes(tmp_path / "ended")
     refuse_elastic_nodes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ("RANK=1", "RANK is 1, and WORLD_SIZE 1, which is not set"),
+        ("RANK=5 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "RANK is 5, and WORLD_SIZE 2"),
+        ("RANK=x WORLD_SIZE=2", "RANK is 'x', which is no number"),
+        ("RANK= WORLD_SIZE=", "RANK is '', which is no number"),
+        ("WORLD_SIZE=0", "RANK is 0, and WORLD_SIZE 0"),
+        ("WORLD_SIZE=2", "WORLD_SIZE is 2, and RANK is not set"),
+        ("RANK=0 WORLD_SIZE=2", "WORLD_SIZE is 2, and MASTER_ADDR is not set"),
+        ("LOCAL_RANK=3", "LOCAL_RANK is 3, and LOCAL_WORLD_SIZE 1, which is not set"),
+        ("LOCAL_WORLD_SIZE=0", "LOCAL_RANK is 0, and LOCAL_WORLD_SIZE 0"),
+        ("LOCAL_WORLD_SIZE=4", "LOCAL_WORLD_SIZE is larger than WORLD_SIZE"),
+        ("MASTER_ADDR=a MASTER_PORT=tcp://b:80", None),  # of Kubernetes' service `master`
+        ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", None),
+        ("RANK=3 WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=1", None),  # one rank on each node
+    ],
+)
+def test_variables_that_are_not_those_of_a_rank_are_refused(variables, problem, monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for text in variables.split():
+        monkeypatch.setenv(*text.split("=", 1))
+    if problem is None:
+        check_variables()
+        return
+    with pytest.raises(ValueError, match="the environment") as error:
+        check_variables()
+    assert str(error.value).startswith(f"the environment is not that of a rank: {problem}; start")
+
+
+def test_a_process_without_a_node_leader_reports_its_variables(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    ended = run_command("train.batch_size=-1")
+    assert (ended.exit_code, ended.out) == (2, "")
+    assert ended.err.startswith("error: the environment is not that of a rank: LOCAL_RANK is 3")
+    assert ended.err.count("\n") == 1
 
 
 @pytest.mark.doors

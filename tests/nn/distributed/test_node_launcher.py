@@ -118,6 +118,7 @@ def test_starts_that_train_nothing_are_counted(tmp_path):
     for name in ("step_90", "step_120", ".step_130.unfinished", "step_130.damaged"):
         (run_dir / "checkpoints" / name).mkdir(parents=True)
     assert newest_step(arguments) == 120
+    assert newest_step([*arguments[:-1], f"++{arguments[-1]}"]) == 120
     for step in (0, 0, 60, 60):
         count_start(tmp_path / "job", step, max_requeues=2)
     count_start(tmp_path / "job", 120, 2)

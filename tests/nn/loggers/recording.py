@@ -46,3 +46,10 @@ class NoLogger:
 
     def start(self, run):
         pass
+
+
+class NotMade(Recording):
+    """Logger that needs what its environment lacks."""
+
+    def __init__(self) -> None:
+        raise KeyError("TOKEN")

@@ -149,6 +149,10 @@ def test_training_does_not_wait_for_a_slow_logger(calls, caplog):
         ("[tensorboard,tensorboard]", "log.loggers names tensorboard twice"),
         (f"['{HERE}:Missing']", f"{HERE} has no Missing; correct the name"),
         (f"['{HERE}:NoLogger']", "is no logger: it has no method record"),
+        (
+            f"['{HERE}:NotMade']",
+            f"log.loggers={HERE}:NotMade cannot be made (KeyError: 'TOKEN'); cor",
+        ),
         ("[wandb]", "log.loggers=wandb needs the package wandb, which is not installed: `uv sync"),
     ],
 )

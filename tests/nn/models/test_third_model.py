@@ -332,6 +332,7 @@ class NoColumns(DeepFM):
             "no_such.module cannot be imported (ModuleNotFoundError: No module named 'no_such')",
         ),
         (f"{HERE}:Nobody", f"{HERE} has no Nobody"),
+        ("ending_script:Class", "ending_script cannot be imported (SystemExit: usage: x, at "),
         (f"{HERE}:NoModel", "it is no subclass of nn.models.model.Model"),
         (f"{HERE}:NoOptions", "it has no Options, a dataclass"),
         (f"{HERE}:NoBuild", "it has no class method build(options, spec)"),
@@ -355,6 +356,8 @@ def test_an_invalid_model_ends_the_command_with_one_line(name, message, tmp_path
         raise AssertionError("a process group was opened")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", refused)
+    (tmp_path / "ending_script.py").write_text("import sys\nsys.exit('usage: x')\n")
+    monkeypatch.syspath_prepend(tmp_path)
     ended = run_command(f"model.name={name}", *CASE[1:], f"run_dir={tmp_path}/run")
     assert (ended.exit_code, ended.out) == (2, "")
     assert message in ended.err

@@ -146,7 +146,7 @@ REFUSALS = {
     "source=null": "source names raw files, and fitted the dataset whose fit transforms them; set both, or data.path",
     "source=nowhere.csv": "nowhere.csv",
     "fitted=nowhere": "nowhere/feature_spec.yaml: no such file",
-    "predict.columns=[number]": "number",
+    "predict.columns=[number]": "predict.columns: 'number': got column 'number'",
     "predict.split=test": "exclude each other: predict.split is of rows that are a dataset already",
 }
 
