@@ -120,7 +120,6 @@ FAST = {
     "serving/client/test_clients.py",
     "serving/triton/test_repository.py",
     "serving/server/test_protocol.py",
-    "installs/test_constraints.py",
     "project/test_layers.py",
     "project/test_layout.py",
     "project/test_words.py",

@@ -152,7 +152,8 @@ def fast_tests(checkout: Path, venv: Path, requirements: list[str], *options: st
         "fbgemm-gpu-cpu==1.8.*",
         cwd=venv.parent,
     )
-    succeeds(venv / "bin/python", "-m", "pytest", "-q", "-m", "fast", cwd=checkout, minutes=8)
+    fast = (venv / "bin/python", "-m", "pytest", "-q", "-m", "fast")
+    succeeds(*fast, cwd=checkout, minutes=8, PYTHONPATH=str(checkout))
 
 
 def asked() -> tuple[list[str], list[str]]:
@@ -169,9 +170,16 @@ def asked() -> tuple[list[str], list[str]]:
 
 def test_the_fast_tests_pass_with_the_lowest_allowed_versions(checkout, venv):
     needed, tools = asked()
-    pins = {line.partition("==")[0]: line for line in FILE.read_text().splitlines()}
+    pins = {
+        line.partition("==")[0]: line.partition("==")[2] for line in FILE.read_text().splitlines()
+    }
     # The newest pandas asks for more than the lowest NumPy.
-    kept = [text if text.startswith("pandas") else pins[Requirement(text).name] for text in tools]
+    kept = [
+        text
+        if text.startswith("pandas")
+        else f"{text.partition('>=')[0]}=={pins[Requirement(text).name]}"
+        for text in tools
+    ]
     fast_tests(checkout, venv, [*needed, *kept], "--resolution=lowest-direct")
 
 
