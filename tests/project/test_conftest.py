@@ -14,11 +14,11 @@ from tests.conftest import (
 )
 
 TESTS = Path(__file__).resolve().parents[1]
-# Every folder of tests but those that run whole commands and fuzzers.
+# Every folder of tests but those that run whole commands, fuzzers and installs.
 ROOMS = {
     path.parent.relative_to(TESTS).as_posix()
     for path in TESTS.rglob("test_*.py")
-    if path.parent.name not in ("end_to_end", "fuzz")
+    if path.parent.name not in ("end_to_end", "fuzz", "installs")
 }
 
 
