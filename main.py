@@ -189,13 +189,14 @@ def _run(composed: DictConfig) -> None:
             overrides = texts_of(HydraConfig.get().overrides.task)
             drop_replaced(composed, overrides, Config)
             written = written_options(overrides, HydraConfig.get())
-        check_inputs(to_config(composed))
+        config = to_config(composed)
+        check_inputs(config)
         require_stack()
         quiet_libraries()
         if sys.stdout.isatty() and is_node_leader():
             # Importing takes five to ten seconds; the next line overwrites this one.
             print("loading torch and TorchRec ...", end="\r", flush=True)
-        config = typed_config(composed, written)
+        config = typed_config(composed, written, config)
         composed.model = OmegaConf.structured(config.model)
         from nn.build import global_batch_size
 

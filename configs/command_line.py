@@ -201,10 +201,10 @@ def _files_of(hydra: HydraConf) -> Iterator[list[WrittenOption]]:
         for folder, schema in folders:
             path = folder / f"{item.config_path}.yaml"
             if path.is_file():
-                content = OmegaConf.to_container(OmegaConf.load(path))
+                content = OmegaConf.load(path) if schema == "file" else _content(path)
                 yield [
                     WrittenOption(key, f"{item.config_path}.yaml: ", schema == "file")
-                    for key in _dotted(content, item.package)
+                    for key in _dotted(OmegaConf.to_container(content), item.package)
                 ]
                 break
 
@@ -216,6 +216,8 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
         ValueError: the file holds no such options, or the command line chooses a recipe too.
     """
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    if not any(text.lstrip("+~").startswith("config") for text in overrides):
+        return
     parsed = [OverridesParser.create().parse_override(text) for text in overrides]
     named = [override for override in parsed if override.key_or_group == "config"]
     if not named or named[-1].value() is None:
@@ -298,15 +300,22 @@ def errors_end_command(
 
 def _keys_of_yaml(config_name: str, sections: Sequence[str]) -> list[str]:
     """Return the dotted keys that a yaml file of `configs/` sets in some of its sections."""
-    content = OmegaConf.to_container(OmegaConf.load(Path(__file__).parent / f"{config_name}.yaml"))
+    content = OmegaConf.to_container(_content(Path(__file__).parent / f"{config_name}.yaml"))
     assert isinstance(content, dict)
     return [key for name in sections for key in _dotted(content.get(name), name)]
+
+
+# Reading one takes some milliseconds.
+@cache
+def _content(path: Path) -> Any:
+    """Return the content of a yaml file of `configs/`; do not change it."""
+    return OmegaConf.load(path)
 
 
 @cache
 def _configs_with(schema_name: str) -> list[str]:
     """Return the yaml files of `configs/` whose defaults name a schema, directly or through another of them."""
-    contents = {path.stem: OmegaConf.load(path) for path in Path(__file__).parent.glob("*.yaml")}
+    contents = {path.stem: _content(path) for path in Path(__file__).parent.glob("*.yaml")}
     found = {schema_name}
     while True:
         named = {name for name, content in contents.items() if found & _defaults(content)}

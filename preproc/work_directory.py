@@ -71,7 +71,7 @@ class Work:
         # Syncing the directory also covers the names of all files that the state lists.
         path = self.directory / STATE
         text = json.dumps(self.state)
-        record = json.dumps({"crc32": zlib.crc32(text.encode()), "state": self.state})
+        record = f'{{"crc32": {zlib.crc32(text.encode())}, "state": {text}}}'
         replace_text(path, record, self.directory / f"{STATE}.new")
 
     def synced_records(self, path: Path) -> dict[str, list[list[int]]]:

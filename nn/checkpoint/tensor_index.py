@@ -15,8 +15,9 @@ import math
 import os
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -161,9 +162,10 @@ def parse_index(directory: Path, data: bytes) -> TensorIndex:
                 f"it has format {shown(document['format'])}, and this version reads {FORMAT}; use the version it "
                 "was written with"
             )
+        # Many chunks lie in few files, whose links are followed one folder after another.
+        inside = cache(partial(file_inside, directory))
         tensors = {
-            name: _stored_tensor(directory, name, entry)
-            for name, entry in document["tensors"].items()
+            name: _stored_tensor(inside, name, entry) for name, entry in document["tensors"].items()
         }
         tables = tuple(_checked(name, str) for name in document["tables"])
         if len(set(tables)) < len(tables):
@@ -176,7 +178,9 @@ def parse_index(directory: Path, data: bytes) -> TensorIndex:
     return TensorIndex(tables, tensors)
 
 
-def _stored_tensor(directory: Path, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+def _stored_tensor(
+    inside: Callable[[str], Path], name: str, entry: Mapping[str, Any]
+) -> StoredTensor:
     dtype, size = entry["dtype"], _counts(entry["size"])
     if dtype not in DTYPES:
         raise ValueError(f"{name}: got dtype {shown(dtype)}, want one of {', '.join(DTYPES)}")
@@ -194,7 +198,7 @@ def _stored_tensor(directory: Path, name: str, entry: Mapping[str, Any]) -> Stor
                 f"{name}: a chunk of {shown(sizes)} at {shown(offsets)} lies outside of {shown(size)}"
             )
         (start,) = _counts([chunk["start"]])
-        file = file_inside(directory, chunk["file"])
+        file = inside(check_plain_name(chunk["file"]))
         num_bytes = math.prod(sizes) * DTYPES[dtype].itemsize
         checksums = _counts(chunk["crc32"])[: -(-num_bytes // CHECKSUM_BYTES)]
         if len(checksums) * CHECKSUM_BYTES < num_bytes:

@@ -119,19 +119,24 @@ def _missing_declaration(model: Any) -> str | None:
     return None
 
 
-def typed_config(composed: DictConfig, written: Sequence[WrittenOption] = ()) -> Config:
+def typed_config(
+    composed: DictConfig,
+    written: Sequence[WrittenOption] = (),
+    common: Config | None = None,
+) -> Config:
     """Return the typed options of a run, including those of its model; every check of options runs here.
 
     Args:
         composed: all options.
         written: options that were written for this model; others of the model may be left from another one's recipe.
+        common: what `to_config` returns of `composed`; it becomes the result.
 
     Raises:
         ValueError: an invalid value, an unknown option, or an unknown model; or an option of `written` is one of other models
             only, or the user's has no effect.
     """
     written = [option for option in written if option.key.startswith("model.")]
-    config = to_config(composed)
+    config = common or to_config(composed)
     _refuse_options_of_others(composed.model.name, written)
     config.model = model_options(composed.model)
     for name, reason in without_effect(config.model).items():

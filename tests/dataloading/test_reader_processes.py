@@ -7,7 +7,6 @@ import faulthandler
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 from itertools import islice
 
@@ -28,6 +27,7 @@ from nn.build import Loaders, open_source
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.datasets import make_loader
+from tests.helpers.forks import python
 from tests.helpers.rank_processes import has_ended, wait_until
 from tests.helpers.runs import records
 
@@ -318,7 +318,7 @@ def test_readers_end_with_the_process_that_forked_them():
         print(*loader.reader_pids, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
+    command = [python(), "-c", textwrap.dedent(script)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == -signal.SIGKILL
     pids = [int(word) for word in ended.stdout.split()]

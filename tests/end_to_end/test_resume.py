@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import cache
@@ -80,7 +81,10 @@ def train_and_kill(after_step: int, run_dir: Path) -> None:
 
 def train_case(recipe: str, rule: str, run_dir: Path, kill_at: int | None) -> None:
     """Start a run without the command line, whose parsing would take longer than the training."""
-    config = replace(configuration(recipe, rule), run_dir=str(run_dir))
+    config = configuration(recipe, rule)
+    # The second epoch begins after step 12.
+    train = replace(config.train, max_steps=16)
+    config = replace(config, run_dir=str(run_dir), train=train)
     with (
         patch("nn.observability.run_directory.draw_curves"),
         nullcontext() if kill_at is None else killed_at(kill_at),
@@ -154,13 +158,11 @@ def test_the_best_model_may_be_that_before_the_first_step(tmp_path):
     assert found["test_auc"] == found["untrained_test_auc"] == found["best_test_auc"]
 
 
-def test_a_resumed_run_prints_and_records_its_checkpoint(tmp_path):
-    run_dir = tmp_path / "run"
-    train_and_kill(11, run_dir)
+def test_a_resumed_run_prints_and_records_its_checkpoint(run_dir):
     ended = train(run_dir)
-    assert f"resumes    {run_dir / 'checkpoints' / 'step_8'}, 8 steps" in ended.out
+    assert f"resumes    {run_dir / 'checkpoints' / 'step_20'}, 20 steps" in ended.out
     (line,) = (run_dir / "restarts.jsonl").read_text().splitlines()
-    assert json.loads(line)["step"] == 8
+    assert json.loads(line)["step"] == 20
     assert len(list((run_dir / "checkpoints").glob(".step*"))) == 0
 
 
@@ -345,27 +347,39 @@ def test_changed_settings_are_refused_by_name(uninterrupted, change, difference)
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
 
-def test_a_run_that_is_shortened_evaluates_the_model_that_it_ends_with(tmp_path):
-    # Its latest checkpoint is of step 8, the latest evaluation before it of step 6.
-    train_and_kill(11, tmp_path / "run")
-    assert train(tmp_path / "run", "train.max_steps=8").err == ""
-    found = summary(tmp_path / "run")
-    assert (found["steps"], found["stopped"]) == (8, "all steps done")
-    last = records(tmp_path / "run")[-1]
-    assert (last["step"], last["test_auc"]) == (8, found["test_auc"])
-    facts = read_facts(tmp_path / "run" / "checkpoints" / "step_8")["trainer"]
-    assert facts["test"]["step"] == 8
+def test_a_run_that_is_shortened_evaluates_the_model_that_it_ends_with(run_dir, tmp_path):
+    # Its latest checkpoint is of step 20, the latest evaluation before it of step 18.
+    assert train(run_dir, "train.max_steps=20").err == ""
+    found = summary(run_dir)
+    assert (found["steps"], found["stopped"]) == (20, "all steps done")
+    last = records(run_dir)[-1]
+    assert (last["step"], last["test_auc"]) == (20, found["test_auc"])
+    facts = read_facts(run_dir / "checkpoints" / "step_20")["trainer"]
+    assert facts["test"]["step"] == 20
     assert facts["best_step"] == found["best_step"]
-    config = ("mode=eval", f"checkpoint.restore={tmp_path / 'run' / 'checkpoints' / 'step_8'}")
+    config = ("mode=eval", f"checkpoint.restore={run_dir / 'checkpoints' / 'step_20'}")
     assert train(tmp_path / "eval", *config).err == ""
     assert summary(tmp_path / "eval")["test_auc"] == found["test_auc"]
-    assert "nothing to do" in train(tmp_path / "run", "train.max_steps=8").out
+    assert "nothing to do" in train(run_dir, "train.max_steps=20").out
 
 
-def test_the_result_of_a_shortened_run_is_of_the_rows_that_it_asks_for(tmp_path):
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory) -> Callable[..., Path]:
+    """Return a function that returns a run with these options that was killed at step 14, once for equal ones."""
+
+    @cache
+    def killed(*options: str) -> Path:
+        run_dir = tmp_path_factory.mktemp("killed_at_14") / "run"
+        with patch("nn.observability.run_directory.draw_curves"), killed_at(14):
+            train(run_dir, "eval.per_epoch=3", *options)
+        return run_dir
+
+    return killed
+
+
+def test_the_result_of_a_shortened_run_is_of_the_rows_that_it_asks_for(killed_runs, tmp_path):
     # Step 12 was evaluated before it was saved.
-    with killed_at(14):
-        train(tmp_path / "run", "eval.per_epoch=3")
+    shutil.copytree(killed_runs(), tmp_path / "run", symlinks=True)
     before = read_facts(tmp_path / "run" / "checkpoints" / "step_12")["trainer"]["test"]
     assert before["step"] == 12
     shorter = ("eval.per_epoch=3", "train.max_steps=12", "eval.batch_size=100", "eval.max_steps=1")
@@ -377,9 +391,8 @@ def test_the_result_of_a_shortened_run_is_of_the_rows_that_it_asks_for(tmp_path)
     assert found["test_auc"] != before["test_auc"]
 
 
-def test_other_groups_are_measured_again_where_they_decide_nothing(tmp_path):
-    with killed_at(14):
-        train(tmp_path / "run", "eval.per_epoch=3", "eval.group=cat_0")
+def test_other_groups_are_measured_again_where_they_decide_nothing(killed_runs, tmp_path):
+    shutil.copytree(killed_runs("eval.group=cat_0"), tmp_path / "run", symlinks=True)
     shorter = ("eval.per_epoch=3", "train.max_steps=12", "eval.group=cat_2")
     ended = train(tmp_path / "run", *shorter)
     assert (ended.err, "the best one is chosen among" in ended.out) == ("", False)
@@ -388,16 +401,14 @@ def test_other_groups_are_measured_again_where_they_decide_nothing(tmp_path):
     assert summary(tmp_path / "run")["test_gauc"] == summary(tmp_path / "eval")["test_gauc"]
 
 
-def test_a_note_names_no_groups_that_were_not_there(tmp_path):
-    with killed_at(14):
-        train(tmp_path / "run", "eval.per_epoch=3", "eval.group=cat_0")
+def test_a_note_names_no_groups_that_were_not_there(killed_runs, tmp_path):
+    shutil.copytree(killed_runs("eval.group=cat_0"), tmp_path / "run", symlinks=True)
     ended = train(tmp_path / "run", "eval.per_epoch=3", "eval.group=cat_0", "eval.best_metric=gauc")
     assert "by auc of 256 rows of split 'test': the best one is chosen among" in ended.out
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_is_loaded_at_its_best(tmp_path):
-    with killed_at(14):
-        train(tmp_path / "run", "eval.per_epoch=3")
+def test_a_run_whose_newest_checkpoint_is_damaged_is_loaded_at_its_best(killed_runs, tmp_path):
+    shutil.copytree(killed_runs(), tmp_path / "run", symlinks=True)
     best = os.readlink(tmp_path / "run" / "checkpoints" / "best")
     newest = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
     if newest.name == best:
@@ -431,20 +442,17 @@ def test_the_best_evaluation_of_other_rows_is_no_longer_the_best(uninterrupted, 
     assert found["best_test_auc"] == max(record["test_auc"] for record in coming)
 
 
-def test_changed_settings_are_accepted_with_allow_changes(tmp_path):
-    assert train(tmp_path / "run", "train.max_steps=6").err == ""
-    more = ["train.max_steps=8", "data.shuffle_block=0", "checkpoint.allow_changes=true"]
-    assert train(tmp_path / "run", *more).err == ""
-    assert summary(tmp_path / "run")["steps"] == 8
+def test_changed_settings_are_accepted_with_allow_changes(run_dir):
+    more = ["train.max_steps=22", "data.shuffle_block=0", "checkpoint.allow_changes=true"]
+    assert train(run_dir, *more).err == ""
+    assert summary(run_dir)["steps"] == 22
 
 
-def test_records_after_the_checkpoint_are_replaced(tmp_path):
-    train_and_kill(23, tmp_path / "run")
-    path = tmp_path / "run" / "metrics.jsonl"
-    with path.open("a") as stream:
+def test_records_after_the_checkpoint_are_replaced(run_dir):
+    with (run_dir / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 23, "lo')
-    assert train(tmp_path / "run").err == ""
-    steps = [(record["step"], "loss" in record) for record in records(tmp_path / "run")]
+    assert train(run_dir).err == ""
+    steps = [(record["step"], "loss" in record) for record in records(run_dir)]
     assert len(set(steps)) == len(steps)
     assert [step for step, is_train in steps if is_train] == [5, 10, 15, 20, 24]
     assert [step for step, is_train in steps if not is_train] == [0, 6, 12, 18, 24]
@@ -467,9 +475,7 @@ def plant_byte(path: Path, line: int) -> None:
     path.write_bytes(b"".join(lines))
 
 
-def test_a_damaged_record_is_refused_with_its_line_and_changes_nothing(killed, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(killed, run_dir, symlinks=True)
+def test_a_damaged_record_is_refused_with_its_line_and_changes_nothing(run_dir):
     plant_byte(run_dir / "metrics.jsonl", 4)
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     ended = train(run_dir)
@@ -479,9 +485,7 @@ def test_a_damaged_record_is_refused_with_its_line_and_changes_nothing(killed, t
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
-def test_missing_records_are_reported_and_cost_no_step(uninterrupted, killed, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(killed, run_dir, symlinks=True)
+def test_missing_records_are_reported_and_cost_no_step(uninterrupted, run_dir):
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines[:-2]))
@@ -506,6 +510,12 @@ def killed(tmp_path_factory) -> Path:
     return run_dir
 
 
+@pytest.fixture
+def run_dir(killed, tmp_path) -> Path:
+    """Return a copy of that run."""
+    return Path(shutil.copytree(killed, tmp_path / "run", symlinks=True))
+
+
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
@@ -518,10 +528,8 @@ def killed(tmp_path_factory) -> Path:
     ],
 )
 def test_a_damaged_checkpoint_costs_the_steps_since_the_previous_one(
-    uninterrupted, killed, tmp_path, damage, name
+    uninterrupted, run_dir, damage, name
 ):
-    run_dir = tmp_path / "run"
-    shutil.copytree(killed, run_dir, symlinks=True)
     damage(run_dir / "checkpoints" / "step_20" / name)
     ended = train(run_dir)
     assert (ended.exit_code, ended.err) == (0, "")
@@ -531,30 +539,23 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_previous_one(
     assert differences(uninterrupted, run_dir) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
+def test_an_unreadable_file_is_not_damage_and_costs_no_step(uninterrupted, run_dir):
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    for name, number in (
         ("step_20/run.json", errno.EACCES),
         ("step_20/tensors.json", errno.ESTALE),
         ("step_20/rank_00000.bin", errno.EIO),
         ("", errno.EACCES),
-    ],
-)
-def test_an_unreadable_file_is_not_damage_and_costs_no_step(
-    uninterrupted, killed, tmp_path, name, number
-):
-    run_dir = tmp_path / "run"
-    shutil.copytree(killed, run_dir, symlinks=True)
-    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    path = run_dir / "checkpoints" / name
-    with unreadable(path, number):
-        ended = train(run_dir)
-    assert ended.exit_code == 2
-    assert ended.err == (
-        f"error: run_dir={run_dir}: {path} cannot be read ({os.strerror(number)}); nothing was changed there. Make it "
-        "readable and rerun the same command, or set another run_dir\n"
-    )
-    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+    ):
+        path = run_dir / "checkpoints" / name
+        with unreadable(path, number):
+            ended = train(run_dir)
+        assert ended.exit_code == 2
+        assert ended.err == (
+            f"error: run_dir={run_dir}: {path} cannot be read ({os.strerror(number)}); nothing was changed there. Make it "
+            "readable and rerun the same command, or set another run_dir\n"
+        )
+        assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
     ended = train(run_dir)
     assert "step_20, 20 steps" in ended.out
     assert differences(uninterrupted, run_dir) == []
@@ -564,8 +565,8 @@ def test_a_run_with_only_damaged_checkpoints_restarts_as_at_first(tmp_path):
     """Restart from the checkpoint of `checkpoint.restore`, not from the seed's weights."""
     assert train(tmp_path / "before", "train.max_steps=4").err == ""
     first = f"checkpoint.restore={tmp_path / 'before' / 'checkpoints' / 'step_4'}"
-    for name in ("uninterrupted", "run"):
-        assert train(tmp_path / name, first, "train.max_steps=8").err == ""
+    assert train(tmp_path / "uninterrupted", first, "train.max_steps=8").err == ""
+    shutil.copytree(tmp_path / "uninterrupted", tmp_path / "run", symlinks=True)
     (tmp_path / "run" / "summary.json").unlink()
     damaged = list_checkpoints(tmp_path / "run" / "checkpoints")
     for path in damaged:
@@ -589,7 +590,7 @@ def test_a_finished_run_with_only_damaged_checkpoints_is_refused(tmp_path):
             f"runs/<recipe>/<time>, or delete {run_dir / 'metrics.jsonl'} to restart there\n"
         )
     (run_dir / "metrics.jsonl").unlink()
-    assert train(run_dir).err == ""
+    assert train(run_dir, "train.max_steps=4").err == ""
 
 
 def test_the_best_checkpoint_is_kept_beside_the_latest(uninterrupted):
@@ -600,13 +601,12 @@ def test_the_best_checkpoint_is_kept_beside_the_latest(uninterrupted):
     assert names == {f"step_{best}", "step_20", "step_24"}
 
 
-def test_a_newer_format_is_refused(tmp_path):
-    assert train(tmp_path / "run", "train.max_steps=4").err == ""
-    path = tmp_path / "run" / "checkpoints" / "step_4" / "run.json"
+def test_a_newer_format_is_refused(run_dir):
+    path = run_dir / "checkpoints" / "step_20" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
-    ended = train(tmp_path / "run")
+    ended = train(run_dir)
     assert ended.exit_code == 2
-    assert "step_4: it has format 2, and this version reads up to 1" in ended.err
+    assert "step_20: it has format 2, and this version reads up to 1" in ended.err
     assert path.exists()
 
 
@@ -768,20 +768,19 @@ def test_a_finished_run_removes_checkpoints_only_if_it_saves_some(tmp_path, save
     assert left == (["step_24", "step_16"] if saves else ["step_24", "step_16", "step_8"])
 
 
-def test_a_run_directory_is_locked(tmp_path):
-    train_and_kill(11, tmp_path / "run")
-    descriptor = os.open(tmp_path / "run", os.O_RDONLY)
+def test_a_run_directory_is_locked(run_dir):
+    descriptor = os.open(run_dir, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    flip(tmp_path / "run" / "checkpoints" / "step_8" / "rank_00000.bin")
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    ended = train(tmp_path / "run")
+    flip(run_dir / "checkpoints" / "step_20" / "rank_00000.bin")
+    before = (run_dir / "metrics.jsonl").read_text()
+    ended = train(run_dir)
     os.close(descriptor)
     # The damage of the latest checkpoint would be found, and the checkpoint renamed, beside the run that holds the lock.
     assert "is not used" not in ended.out
-    assert list_checkpoints(tmp_path / "run" / "checkpoints")[0].name == "step_8"
+    assert list_checkpoints(run_dir / "checkpoints")[0].name == "step_20"
     assert ended.exit_code == 2
     assert f"is in use: process {os.getpid()} is writing to it; wait until it ends" in ended.err
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert (run_dir / "metrics.jsonl").read_text() == before
 
 
 def test_restarts_need_a_named_run_directory(monkeypatch):
@@ -821,17 +820,16 @@ def test_evaluation_requires_a_checkpoint_and_names_the_latest(tmp_path, has_che
         named_resume_point(config, open_source(config))
 
 
-def test_a_run_with_the_old_option_threads_resumes(tmp_path):
-    run_dir = tmp_path / "run"
-    assert run_command(*RUN, f"run_dir={run_dir}", "train.max_steps=8").exit_code == 0
-    path = run_dir / "checkpoints" / "step_8" / "run.json"
+def test_a_run_with_the_old_option_threads_resumes(run_dir):
+    path = run_dir / "checkpoints" / "step_20" / "run.json"
     facts = json.loads(path.read_text())
     del facts["crc32"]
     facts["config"]["data"]["threads"] = facts["config"]["data"].pop("workers")
     crc32 = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
     path.write_text(json.dumps(facts | {"crc32": crc32}))
-    ended = run_command(*RUN, f"run_dir={run_dir}", "train.max_steps=16")
+    ended = train(run_dir)
     assert ended.exit_code == 0
+    assert "step_20, 20 steps" in ended.out
     assert "is not used" not in ended.out
 
 

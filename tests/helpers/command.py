@@ -20,6 +20,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 
 from configs.command_line import SAVED
@@ -66,6 +67,7 @@ def _run(run: Callable[..., object], *words: str) -> Ended:
     exit_code = 0
     with (
         kept_signals(),
+        hydra_that_parses_once(),
         redirect_stdout(out),
         redirect_stderr(err),
         patch.object(sys, "argv", [*words]),
@@ -133,6 +135,36 @@ def _mode_without_files(hydra: Hydra, config_name: str | None, overrides: list[s
 
 
 _get_mode = Hydra.get_mode
+
+
+@contextmanager
+def hydra_that_parses_once() -> Iterator[None]:
+    """Let Hydra parse each override once, which takes milliseconds, and look for a search path only where there may be one."""
+    with (
+        patch.object(OverridesParser, "parse_rule", _parsed_rule),
+        patch.object(ConfigLoaderImpl, "_process_config_searchpath", _process_searchpath),
+    ):
+        yield
+
+
+def _parsed_rule(parser: OverridesParser, text: str, rule: str) -> Any:
+    if (text, rule) not in _parsed:
+        _parsed[text, rule] = _parse_rule(parser, text, rule)
+    # Who asks changes it: it gets its parser's loader, and some of its lists are composed.
+    return deepcopy(_parsed[text, rule])
+
+
+def _process_searchpath(
+    loader: ConfigLoaderImpl, name: str | None, parsed: list[Override], repo: Any
+) -> None:
+    """Do what Hydra does; none of the project's files has a search path."""
+    if any("hydra" in override.key_or_group for override in parsed) or not _is_known(repo, name):
+        _process_config_searchpath(loader, name, parsed, repo)
+
+
+_parsed: dict[tuple[str, str], Any] = {}
+_parse_rule = OverridesParser.parse_rule
+_process_config_searchpath = ConfigLoaderImpl._process_config_searchpath
 
 
 def start_command(*command: str, directory: Path, program: str | None = None) -> Ended:

@@ -56,20 +56,30 @@ def trained(tmp_path_factory) -> Path:
     return root / "run/checkpoints/step_18"
 
 
+@pytest.fixture(scope="module")
+def from_checkpoint(trained, tmp_path_factory) -> tuple[list[dict], dict[str, bytes]]:
+    """Return records and arrays of a run that begins with it."""
+    return results_from(trained, tmp_path_factory.mktemp("from_checkpoint"))
+
+
+def results_from(path: Path, directory: Path) -> tuple[list[dict], dict[str, bytes]]:
+    out = directory / "run"
+    run("train.max_steps=30", f"checkpoint.restore={path}", f"run_dir={out}")
+    return metrics(out), tensors(out / "checkpoints/step_30", directory / "arrays")
+
+
 @pytest.mark.parametrize("format", [ExportFormat.npy, ExportFormat.safetensors])
-def test_a_run_from_exported_files_equals_one_from_the_checkpoint(trained, tmp_path, format):
+def test_a_run_from_exported_files_equals_one_from_the_checkpoint(
+    trained, from_checkpoint, tmp_path, format
+):
     record = export_tables(trained, tmp_path / "files", ALL, format=format)
     assert record["dense"] == [
         *("dense.safetensors", "dense_ema.safetensors", "dense_optimizer.safetensors"),
         "trainer.safetensors",
     ]
-    found = {}
-    for name, path in (("checkpoint", trained), ("files", tmp_path / "files")):
-        out = tmp_path / f"run_{name}"
-        run("train.max_steps=30", f"checkpoint.restore={path}", f"run_dir={out}")
-        found[name] = metrics(out), tensors(out / "checkpoints/step_30", tmp_path / f"t_{name}")
-    assert found["files"] == found["checkpoint"]
-    records = found["files"][0]
+    found = results_from(tmp_path / "files", tmp_path)
+    assert found == from_checkpoint
+    records = found[0]
     assert any(record["test_auc"] for record in records)
     assert any(record["train_auc"] and record["loss"] for record in records)
 

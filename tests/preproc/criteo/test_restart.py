@@ -8,7 +8,7 @@ import socket
 import tracemalloc
 import weakref
 from contextlib import suppress
-from itertools import count
+from itertools import count, permutations
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,12 @@ from preproc.report.console import Stage
 from preproc.work_directory import Work
 from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
 from tests.preproc.table.test_pipeline import _hydra
+
+
+@pytest.fixture(autouse=True)
+def without_columns(monkeypatch) -> None:
+    """Skip the printed table of 40 columns, which takes a fourth of the time of such a run."""
+    monkeypatch.setattr("preproc.complete_dataset.print_columns", lambda *_: None)
 
 
 def noise(num_rows: int, seed: int = 0) -> list[str]:
@@ -96,9 +102,17 @@ def test_a_run_stopped_within_a_file_resumes_after_its_last_checkpoint(tmp_path,
     assert all_files(output) == all_files(tmp_path / "wanted")
 
 
-def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(tmp_path, monkeypatch):
-    source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
-    preproc(f"source={source}", f"output={tmp_path / 'wanted'}")
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
+    """Return raw rows, and the files that an uninterrupted run writes."""
+    directory = tmp_path_factory.mktemp("wanted")
+    source = write_lines(directory / "raw.tsv", noise(500))
+    preproc(f"source={source}", f"output={directory / 'out'}")
+    return source, all_files(directory / "out")
+
+
+def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(wanted, tmp_path, monkeypatch):
+    source, output = wanted[0], tmp_path / "out"
 
     def killed(_spec, directory):
         for name in (".feature_spec.yaml.partial", "feature_spec.yaml"):
@@ -110,7 +124,7 @@ def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(tmp_path, mo
         with pytest.raises(Refused):
             preproc(f"source={source}", f"output={output}")
     preproc(f"source={source}", f"output={output}")
-    assert all_files(output) == all_files(tmp_path / "wanted")
+    assert all_files(output) == wanted[1]
 
 
 @pytest.mark.parametrize("job", [raw_logs, any_table])
@@ -214,17 +228,16 @@ def test_a_run_to_another_output_does_not_resume_from_the_files_of_the_first(tmp
 @pytest.mark.parametrize(
     "lost", ["train/cat_3.bin", "vocabulary/cat_0.parquet", "test/label.bin", ""]
 )
-def test_a_run_whose_files_were_removed_writes_them_again(tmp_path, monkeypatch, lost):
-    options = [f"source={write_lines(tmp_path / 'raw.tsv', noise(500))}"]
-    preproc(*options, f"output={tmp_path / 'wanted'}")
-    stopped_at("complete_dataset", monkeypatch, *options, f"output={tmp_path / 'out'}")
+def test_a_run_whose_files_were_removed_writes_them_again(wanted, tmp_path, monkeypatch, lost):
+    options = [f"source={wanted[0]}", f"output={tmp_path / 'out'}"]
+    stopped_at("complete_dataset", monkeypatch, *options)
     [dataset] = tmp_path.glob(".out.partial-*")
     if lost:
         (dataset / lost).unlink()
     else:
         shutil.rmtree(dataset)
-    preproc(*options, f"output={tmp_path / 'out'}")
-    assert all_files(tmp_path / "out") == all_files(tmp_path / "wanted")
+    preproc(*options)
+    assert all_files(tmp_path / "out") == wanted[1]
 
 
 def test_runs_that_work_in_two_places_never_share_a_dataset(tmp_path, monkeypatch):
@@ -284,18 +297,17 @@ def test_a_directory_that_appears_at_the_output_meanwhile_is_kept(tmp_path, monk
     assert [path.name for path in output.iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("before", ["first", "last", None])
-def test_other_test_rows_leave_nothing_of_the_splits_before(tmp_path, monkeypatch, before):
+def test_other_test_rows_leave_nothing_of_the_splits_before(tmp_path, monkeypatch):
     files = [write_lines(tmp_path / f"day_{day}", noise(300 + day, day)) for day in range(4)]
     options = ["dataset=criteo_1tb", "frequency_limit=1", f"source=[{files[0]},{files[1]}]"]
     tests = {"first": [f"test_source={files[2]}"], "last": [f"test_source={files[3]}"], None: []}
-    for wanted in {*tests} - {before}:
-        name = f"{wanted}"
-        preproc(*options, *tests[wanted], f"output={tmp_path / 'wanted' / name}")
-        output = f"output={tmp_path / 'out' / name}"
-        stopped_at("complete_dataset", monkeypatch, *options, *tests[before], output)
-        preproc(*options, *tests[wanted], output)
-        assert all_files(tmp_path / "out" / name) == all_files(tmp_path / "wanted" / name)
+    for name, test in tests.items():
+        preproc(*options, *test, f"output={tmp_path / 'wanted' / str(name)}")
+    for before, wanted in permutations(tests, 2):
+        out = tmp_path / "out" / f"{before}_{wanted}"
+        stopped_at("complete_dataset", monkeypatch, *options, *tests[before], f"output={out}")
+        preproc(*options, *tests[wanted], f"output={out}")
+        assert all_files(out) == all_files(tmp_path / "wanted" / str(wanted)), (before, wanted)
 
 
 def test_shuffling_moves_complete_training_rows_and_nothing_else(tmp_path):
