@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING as DATACLASS_MISSING
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum, StrEnum
+from functools import cache
 from math import isfinite
 from typing import Any, get_type_hints
 
@@ -49,6 +50,10 @@ LEAST_GIB = 2**-20
 
 OPEN_SECTION = {"open": True}
 """Metadata of a section with further options, whose class is known only once the section's values are."""
+
+
+type_hints = cache(get_type_hints)
+"""Types of a dataclass's fields, by name; a command asks for them some hundred times."""
 
 
 def open_sections(config: type) -> list[str]:
@@ -1374,7 +1379,7 @@ def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def replaced_options(config: type, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted keys (replacing option, replaced option) of every option that replaces another."""
-    types = get_type_hints(config)
+    types = type_hints(config)
     for declared in fields(config):
         if is_dataclass(types[declared.name]):
             yield from replaced_options(types[declared.name], f"{prefix}{declared.name}.")
@@ -1392,7 +1397,7 @@ def describe(
         prefix: prefix of every key.
         sections: classes of open sections, where they are known.
     """
-    types = get_type_hints(config) | dict(sections or {})
+    types = type_hints(config) | dict(sections or {})
     for declared in fields(config):
         if is_dataclass(types[declared.name]):
             yield from describe(types[declared.name], f"{prefix}{declared.name}.")
