@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from types import NoneType
 from typing import Any
 
@@ -346,7 +347,8 @@ def _quoted_list(text: str) -> str | None:
     return match and f"[{','.join(quoted(item.strip()) for item in match[1].split(','))}]"
 
 
-def _options(schema: type) -> list[str]:
+@cache
+def _options(schema: type) -> Sequence[str]:
     return [key for key, _ in describe(schema)]
 
 

@@ -5,13 +5,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin
 
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 
 from configs.messages import shown
-from configs.schema import require
+from configs.schema import require, type_hints
 
 INT64_MAX = 2**63 - 1
 # The normal numbers of float32, in which weights, learning rates and losses are computed; GPUs may flush smaller ones to zero.
@@ -30,7 +31,7 @@ def check_values(values: Mapping[Any, Any], schema: type, prefix: str = "") -> N
         ValueError: a value of another kind, an integer beyond 64 bits or the option's `most`, a number that is not finite or
             that float32 cannot hold, or a text that no file can hold.
     """
-    types = get_type_hints(schema)
+    types = type_hints(schema)
     for declared in fields(schema):
         if declared.name not in values:
             continue
@@ -177,10 +178,11 @@ def _expanded(key: str, path: str) -> str:
     return expanded
 
 
-def hints(schema: type, prefix: str = "") -> dict[str, Any]:
+@cache
+def hints(schema: type, prefix: str = "") -> Mapping[str, Any]:
     """Return the type of every section and option, by dotted key."""
     found: dict[str, Any] = {}
-    types = get_type_hints(schema)
+    types = type_hints(schema)
     for declared in fields(schema):
         key, hint = f"{prefix}{declared.name}", types[declared.name]
         is_path = declared.metadata.get("path")

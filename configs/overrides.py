@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any, NamedTuple, get_type_hints
+from functools import cache
+from typing import Any, NamedTuple
 
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -16,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.messages import printable, shortened, shown
 from configs.option_values import check_values, expand_home
-from configs.schema import describe, open_sections, replaced_options
+from configs.schema import describe, open_sections, replaced_options, type_hints
 
 
 class WrittenOption(NamedTuple):
@@ -58,7 +59,7 @@ def to_config(composed: DictConfig) -> Any:
     assert isinstance(values, dict)
     check_values(values, schema)
     for name in open_sections(schema):
-        common = {key.partition(".")[0] for key in _options(get_type_hints(schema)[name])}
+        common = {key.partition(".")[0] for key in _options(type_hints(schema)[name])}
         for key in set(composed[name]) - common:
             del composed[name][key]
     try:
@@ -262,7 +263,8 @@ def _joined(text: str) -> str:
     return "; ".join(line.rstrip(".:;") for line in lines if line and not line.startswith(details))
 
 
-def _options(schema: type) -> list[str]:
+@cache
+def _options(schema: type) -> Sequence[str]:
     return [key for key, _ in describe(schema)]
 
 
@@ -277,7 +279,7 @@ def _likely_option(key: str, options: Sequence[str]) -> str | None:
 
 def unknown_keys(composed: DictConfig, schema: type, prefix: str = "") -> Iterator[str]:
     """Yield the dotted keys that `schema` lacks; open sections are left out."""
-    types, opened = get_type_hints(schema), open_sections(schema)
+    types, opened = type_hints(schema), open_sections(schema)
     known = {declared.name: types[declared.name] for declared in fields(schema)}
     for key in composed:
         if key not in known:

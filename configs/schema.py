@@ -124,6 +124,10 @@ OPEN_SECTION = {"open": True}
 """Metadata of a section with further options, whose class is known only once the section's values are."""
 
 
+type_hints = cache(get_type_hints)
+"""Types of a dataclass's fields, by name; a command asks for them some hundred times."""
+
+
 def open_sections(config: type) -> list[str]:
     """Return the names of the sections of `config` that are open."""
     return [declared.name for declared in fields(config) if declared.metadata.get("open")]
@@ -1367,7 +1371,7 @@ def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def replaced_options(config: type, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted keys (replacing option, replaced option) of every option that replaces another."""
-    types = get_type_hints(config)
+    types = type_hints(config)
     for declared in fields(config):
         if is_dataclass(types[declared.name]):
             yield from replaced_options(types[declared.name], f"{prefix}{declared.name}.")
@@ -1385,7 +1389,7 @@ def describe(
         prefix: prefix of every key.
         sections: classes of open sections, where they are known.
     """
-    types = get_type_hints(config) | dict(sections or {})
+    types = type_hints(config) | dict(sections or {})
     for declared in fields(config):
         if is_dataclass(types[declared.name]):
             yield from describe(types[declared.name], f"{prefix}{declared.name}.")

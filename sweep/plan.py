@@ -253,6 +253,7 @@ class _Composition:
         self._overrides = overrides
         self._written = hydra_arguments(overrides, CHOICES)
         self._composed = _composed(recipe, overrides)
+        self._configs: dict[str, Config] = {}
 
     def config(self, values: Mapping[str, Any], written: Iterable[str] = ()) -> Config:
         """Return the checked options of a run with further values.
@@ -264,6 +265,12 @@ class _Composition:
         Raises:
             ValueError: an option does not exist, or has an invalid value, or no effect.
         """
+        key = str((dict(values), list(written)))
+        if key not in self._configs:
+            self._configs[key] = self._checked(values, written)
+        return self._configs[key]
+
+    def _checked(self, values: Mapping[str, Any], written: Iterable[str]) -> Config:
         added = [as_override(key, value) for key, value in values.items()]
         # One value may be several arguments.
         arguments = hydra_arguments(added, CHOICES)

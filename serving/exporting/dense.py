@@ -164,9 +164,7 @@ def load_aoti(directory: Path, device: Device) -> Forward:
     path = str(directory / AOTI)
     # First in a process of its own: torch 2.11 has died of code for a GPU, and this process would leave its files.
     program = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
-    tried = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, path], capture_output=True, text=True
-    )
+    tried = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True)
     if tried.returncode:
         is_killed = tried.returncode < 0
         cause = f"signal {-tried.returncode}" if is_killed else _last_line(tried.stderr)

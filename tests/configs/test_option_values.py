@@ -36,6 +36,11 @@ COMMANDS = {
     "export": (Choices(ExportConfig), "export_schema", to_config, ("checkpoint=x", "output=y")),
 }
 BEYOND_INT64 = str(2**63)
+# Refused for the type alone, so tried on the first option of each type of a command.
+OF_TYPE = {
+    *("true", "x", "[1]", "{a:1}", "'1,5'", "0x10", "1,2", "[true]", "{a:true}", "true,false"),
+    *("[a]", "a,b", "[null]", "[[1]]", "[{a:1}]", "[x]"),
+}  # fmt: skip
 NUMBERS = ["true", "x", "", "[1]", "{a:1}", "'1,5'", "???", "0x10", "nan", "inf", "-inf", "1,2"]
 WRONG: dict[Any, list[str]] = {
     int: [*NUMBERS, "1.5", "1.0", "1e3", "-1", BEYOND_INT64, f"-{BEYOND_INT64}", "9" * 5000],
@@ -90,7 +95,7 @@ def refusal(command: str, argument: str) -> str | None:
 
 def options(command: str) -> Iterator[tuple[str, Any]]:
     """Yield key and type of every option."""
-    found = hints(COMMANDS[command][0].schema)
+    found = dict(hints(COMMANDS[command][0].schema))
     if command == "dcnv2":
         found |= hints(DCNv2Options, "model.")
     yield from ((key, hint) for key, hint in found.items() if not is_dataclass(hint))
@@ -127,7 +132,10 @@ ALL = [(command, key, hint) for command in COMMANDS for key, hint in options(com
 @pytest.mark.parametrize(("command", "key", "hint"), ALL, ids=[f"{c}:{k}" for c, k, _ in ALL])
 def test_an_option_refuses_what_it_cannot_be_in_one_line_with_its_key(command, key, hint):
     accepted = []
+    is_first = (command, key, hint) == next(case for case in ALL if case[::2] == (command, hint))
     for value in wrong_values(key, hint):
+        if value in OF_TYPE and not is_first:
+            continue
         message = refusal(command, f"{key}={value}")
         if message is None:
             accepted.append(value)

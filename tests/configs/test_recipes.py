@@ -71,14 +71,15 @@ def train(experiment: str, run_dir: Path, *overrides: str) -> dict:
 
 
 def test_wide_and_deep_learns_the_cross(criteo, tmp_path):
-    result = train("wide_deep_criteo", tmp_path / "run", f"data.path={criteo}", "train.epochs=12")
-    assert result["steps"] == 12 * 5
+    options = (f"data.path={criteo}", "train.batch_size=256", "train.epochs=4")
+    result = train("wide_deep_criteo", tmp_path / "run", *options)
+    assert result["steps"] == 4 * 19
     assert result["test_auc"] > 0.95
 
 
 def test_the_movielens_mlp_is_evaluated_every_200_steps(movielens, tmp_path):
-    path = f"data.path={movielens}/movielens"
-    result = train("embedding_mlp_movielens", tmp_path / "run", path, "train.max_steps=210")
+    options = (f"data.path={movielens}/movielens", "train.batch_size=512", "train.max_steps=210")
+    result = train("embedding_mlp_movielens", tmp_path / "run", *options)
     evaluated = [record["step"] for record in records(tmp_path / "run") if "test_auc" in record]
     assert evaluated == [200, 210]
     assert result["test_auc"] > 0.9

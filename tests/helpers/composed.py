@@ -33,6 +33,7 @@ from nn.models.registry import declared_tables, typed_config
 from nn.sharding.sharded_tables import ShardedTables
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
+from tests.helpers.command import uncopied_schemas
 
 TINY = [
     "data.synthetic.train_rows=2048",
@@ -62,7 +63,7 @@ def tiny(model: str) -> list[str]:
 def compose_with_hydra(*overrides: str, recipe: str = "dlrm") -> DictConfig:
     """Return Hydra's configuration of `<recipe>.py <overrides>`; it takes a tenth of a second."""
     register(Config, "schema")
-    with initialize_config_module("configs", version_base="1.3"):
+    with uncopied_schemas(), initialize_config_module("configs", version_base="1.3"):
         return compose(recipe, list(overrides))
 
 

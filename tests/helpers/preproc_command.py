@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.command_line import register
 from configs.preproc_schema import PreprocConfig
 from preproc.__main__ import run
+from tests.helpers.command import uncopied_schemas
 
 NUM_COLUMNS = 40
 
@@ -65,7 +66,7 @@ def compose_preproc(*overrides: str) -> DictConfig:
 def compose_preproc_with_hydra(*overrides: str) -> DictConfig:
     """Return Hydra's configuration of `python -m preproc <overrides>`."""
     register(PreprocConfig, "preproc_schema")
-    with initialize_config_module("configs", version_base="1.3"):
+    with uncopied_schemas(), initialize_config_module("configs", version_base="1.3"):
         return compose("preproc", overrides=list(overrides))
 
 

@@ -14,11 +14,9 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
-from unittest.mock import patch
 
 import hydra
 import yaml
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -41,6 +39,7 @@ from configs.serving_schema import (
     TritonConfig,
 )
 from nn.models.registry import OPTIONS, typed_config
+from tests.helpers.command import uncopied_schemas
 from tests.project.layout import is_ours
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -429,9 +428,7 @@ def _composed(command: Command, overrides: tuple[str, ...], table: str | None) -
 @cache
 def _composed_files(command: Command, choices: tuple[str, ...]) -> DictConfig:
     register(command.schema, command.schema_name)
-    # Hydra copies all schemas for each group of options, and again whatever it reads of them.
-    kept = patch.object(ConfigStore, "__deepcopy__", lambda store, memo: store, create=True)
-    with kept, hydra.initialize_config_module("configs", version_base="1.3"):
+    with uncopied_schemas(), hydra.initialize_config_module("configs", version_base="1.3"):
         return hydra.compose(command.config_name, list(choices))
 
 

@@ -24,12 +24,18 @@ from configs.schema import Config
 from nn.build import build_train_loader, open_source
 from nn.models.registry import declared_tables
 from nn.step_floor import floor_of, power_law_shares
-from tests.helpers.command import run_command
+from tests.helpers.command import hydra_that_reads_once, run_command
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
 from tests.helpers.rank_processes import has_ended, wait_until
 from tests.helpers.runs import summary
 
 ROW = Row("dlrm", 1, "none", "none")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def reads_once():
+    with hydra_that_reads_once():
+        yield
 
 
 @pytest.fixture(scope="module")

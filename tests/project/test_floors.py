@@ -22,6 +22,7 @@ from nn.step_floor import (
     unique_rows,
 )
 from nn.tiers.traffic import counted_share, power_law_share
+from tests.helpers.command import hydra_that_reads_once
 from tests.nn.models.test_kinds_of_tables import Kinds
 
 # 3 numerical features, 2 tables of 100 and 50 rows, 8 columns, hotness 1 and 3.
@@ -49,6 +50,12 @@ MLPERF = [
     "model.cross.num_layers=3",
     "model.cross.projection_dim=512",
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def reads_once():
+    with hydra_that_reads_once():
+        yield
 
 
 def composed(*overrides: str, recipe: str = "dlrm"):

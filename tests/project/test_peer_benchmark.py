@@ -2,6 +2,7 @@
 
 import math
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from benchmarks.peers.with_fuxictr import COMMON, PAIRS, Results
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.models.registry import build_dense
 from tests.helpers.composed import compose_config
+from tests.helpers.forks import python
 from tests.helpers.preproc_command import raw_line, write_lines
 
 
@@ -25,7 +27,8 @@ def data(tmp_path_factory):
         for row, value in enumerate(integers)
     ]
     source = write_lines(folder / "logs.tsv", lines)
-    return integers, with_fuxictr.preprocess(source, folder, validate=False)
+    with patch.object(sys, "executable", python()):
+        return integers, with_fuxictr.preprocess(source, folder, validate=False)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -48,7 +51,8 @@ def test_integers_become_buckets_and_train_rows_are_the_first(data):
     assert len(read_columns(directory, "test")[LABEL]) == 20
 
 
-def test_validation_reads_training_lines_only(tmp_path):
+def test_validation_reads_training_lines_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", python())
     lines = [raw_line(row % 2, c1="ab", i1=row // 180) for row in range(200)]
     source = write_lines(tmp_path / "logs.tsv", lines)
     directory = with_fuxictr.preprocess(source, tmp_path, validate=True)

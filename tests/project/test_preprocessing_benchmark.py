@@ -29,25 +29,37 @@ def ours(source: Path, output: Path, dataset: str, limit: int) -> dict[str, byte
     return data_files(output)
 
 
+@pytest.fixture(scope="module", params=["criteo_1tb", "criteo_kaggle"])
+def of_days(request, tmp_path_factory) -> tuple[str, Path, dict[str, bytes]]:
+    """Return a dataset, its logs and our files of them."""
+    folder = tmp_path_factory.mktemp("days")
+    list(write_days(folder / "logs", 3, 501))
+    source = folder / "logs/day_*"
+    return request.param, source, ours(source, folder / "ours", request.param, 3)
+
+
 @pytest.mark.parametrize("name", ["polars", "pandas"])
-@pytest.mark.parametrize("dataset", ["criteo_1tb", "criteo_kaggle"])
-def test_a_peer_writes_the_same_bytes(name, dataset, tmp_path):
-    list(write_days(tmp_path / "logs", 3, 501))
-    source = tmp_path / "logs/day_*"
-    want = ours(source, tmp_path / "ours", dataset, 3)
+def test_a_peer_writes_the_same_bytes(name, of_days, tmp_path):
+    dataset, source, want = of_days
     assert peer(name, source, tmp_path / "work/out", dataset, 3) == want
     assert len(want) == 28 * (3 if dataset == "criteo_1tb" else 2)
 
 
-@pytest.mark.parametrize("name", ["polars", "pandas"])
-def test_a_peer_agrees_on_ties_odd_values_and_negative_numbers(name, tmp_path):
+@pytest.fixture(scope="module")
+def of_odd_values(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
+    folder = tmp_path_factory.mktemp("odd")
     values = ["b", "a", "B", "é", "NA", "null", "\U0001f600", "\uffee", "0", "-0", "00"]
     lines = [
         raw_line(i % 2, c1=values[i % 11], c2=values[i % 5], i1=[-4, -3, -2, 0, 10**7][i % 5])
         for i in range(110)
     ]
-    source = write_lines(tmp_path / "raw.tsv", lines)
-    want = ours(source, tmp_path / "ours", "criteo_kaggle", 1)
+    source = write_lines(folder / "raw.tsv", lines)
+    return source, ours(source, folder / "ours", "criteo_kaggle", 1)
+
+
+@pytest.mark.parametrize("name", ["polars", "pandas"])
+def test_a_peer_agrees_on_ties_odd_values_and_negative_numbers(name, of_odd_values, tmp_path):
+    source, want = of_odd_values
     assert peer(name, source, tmp_path / "work/out", "criteo_kaggle", 1) == want
 
 

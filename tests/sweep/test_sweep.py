@@ -7,8 +7,9 @@ import math
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import optuna
@@ -30,6 +31,7 @@ from sweep.run import run_sweep
 from sweep.space import Range, as_override, read_space
 from sweep.trial import Ending, RunningTrial
 from sweep.trial_process import start_process
+from tests.helpers.command import hydra_that_reads_once
 from tests.helpers.datasets import write_clicks
 from tests.helpers.runs import Killed
 from tests.sweep import fake_run
@@ -62,6 +64,8 @@ class Starts:
 def quick(monkeypatch):
     monkeypatch.setattr("sweep.driver.POLL_SECONDS", 0.02)
     monkeypatch.setattr("sweep.results.POLL_SECONDS", 0.02)
+    with hydra_that_reads_once():
+        yield
 
 
 @pytest.fixture
@@ -76,14 +80,19 @@ def output(tmp_path) -> Path:
     return tmp_path / "sweep"
 
 
-def sweep(space: Path, output: Path, starts: Starts | None = None, **changes) -> str:
-    """Run a sweep; return what it prints."""
+def sweep(
+    space: Path, output: Path, starts: Starts | None = None, *, draws: bool = False, **changes
+) -> str:
+    """Run a sweep; return what it prints. Its pictures take a second."""
     overrides = ["device=cpu", *changes.pop("overrides", [])]
     text = io.StringIO()
     # The Gaussian process takes seconds, and few tests are about it.
     settings = {"trials": 4, "parallel": 2, "pruner": Pruner.none, "sampler": Sampler.tpe} | changes
     config = SweepConfig(space=str(space), output=str(output), overrides=overrides, **settings)
-    run_sweep(config, Console(file=text, width=200), starts or Starts())
+    with ExitStack() as stack:
+        for name in () if draws else ("draw_coordinates", "draw_importances"):
+            stack.enter_context(patch(f"sweep.run.{name}"))
+        run_sweep(config, Console(file=text, width=200), starts or Starts())
     return text.getvalue()
 
 
@@ -95,7 +104,7 @@ def starts_of(output: Path) -> dict[str, int]:
 
 def test_the_best_trial_is_tested_once_and_results_are_left(space, output):
     starts = Starts()
-    text = sweep(space, output, starts, trials=5)
+    text = sweep(space, output, starts, draws=True, trials=5)
     result = json.loads((output / "sweep.json").read_text())
     rows = list(csv.DictReader((output / "trials.csv").open()))
     assert [row["trial"] for row in rows] == [
@@ -154,14 +163,17 @@ def test_a_killed_trial_resumes_and_then_fails(space, output, tmp_path):
         "complete"
     }
     with pytest.raises(ValueError, match="none of the 1 trials is complete"):
-        sweep(space, tmp_path / "b", overrides=["recipe=always_killed"], trials=1, restarts=1)
+        sweep(
+            *(space, tmp_path / "b"),
+            **{"draws": True, "overrides": ["recipe=always_killed"], "trials": 1, "restarts": 1},
+        )
     assert starts_of(tmp_path / "b") == {"00": 2}
 
 
 def test_a_trial_that_diverges_is_recorded_and_ends_no_other(tmp_path, output):
     space = tmp_path / "space.yaml"
     space.write_text("optimizer.lr: [0.1, 5.0]\n")
-    text = sweep(space, output, overrides=["recipe=diverge"], sampler=Sampler.grid)
+    text = sweep(space, output, draws=True, overrides=["recipe=diverge"], sampler=Sampler.grid)
     trials = json.loads((output / "sweep.json").read_text())["trials"]
     assert [(trial["state"], trial["problem"]) for trial in trials] == [
         ("complete", ""),
@@ -182,6 +194,7 @@ def test_a_trial_worse_than_the_others_is_pruned(tmp_path, output):
         space,
         output,
         lambda command, environment, log: original([*command, "recipe=slow"], environment, log),
+        draws=True,
         **options,
     )
     trials = json.loads((output / "sweep.json").read_text())["trials"]
@@ -411,7 +424,8 @@ def test_a_space_that_chooses_the_model_may_have_options_of_each(space, output):
         "optimizer.lr: [0.1]\n"
     )
     starts = Starts()
-    sweep(space, output, starts, sampler=Sampler.grid, trials=8, overrides=["model.dropout=0.1"])
+    overrides = ["model.dropout=0.1"]
+    sweep(space, output, starts, draws=True, sampler=Sampler.grid, trials=8, overrides=overrides)
     rows = list(csv.DictReader((output / "trials.csv").open()))
     assert {
         tuple(row[f"model.{key}"] for key in ("name", "top_mlp", "structure", "hidden"))

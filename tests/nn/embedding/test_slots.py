@@ -14,7 +14,7 @@ from tests.nn.embedding.fixed_blocks import fixed_blocks
 
 pytest.importorskip("triton")
 
-ROWS, SLOTS, WIDTH, SAMPLES = 400, 90, 8, 70
+ROWS, SLOTS, WIDTH, SAMPLES = 400, 90, 8, 24
 FIRST_ROW = 1000
 """Of the table that is shared with other ranks."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.row_columns import RowColumn
+from nn.build import open_source
 from nn.export.tables import export_tables
 from nn.models.registry import MODELS, OPTIONS, declared_tables, find_model
 from tests.end_to_end.test_gpu_capture import losses_around_an_evaluation
@@ -321,8 +322,7 @@ def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, two_labels, tmp_p
         "tables"
     ]
     config = compose_config(*case.overrides(two_labels))
-    with ranks_of_cpu():
-        spec = build(config).source.spec
+    spec = open_source(config).spec
     for table in declared_tables(config.model, spec):
         assert table.name in written
         weight = np.load(tmp_path / "out" / f"{table.name}.weight.npy")

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from serving.inference.versions import load_version
 from serving.manifest import AOTI, DENSE, MACHINE_CODE, MANIFEST, ONNX, Manifest, ModelError
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu, tiny
 from tests.helpers.distributed import run_distributed
+from tests.helpers.forks import python
 from tests.helpers.gpus import needs_gpus
 from tests.nn.models.test_family_training import CASES, two_labels  # noqa: F401
 from tests.nn.training.test_ragged import dataset as ragged_data  # noqa: F401
@@ -76,19 +78,26 @@ def test_the_cases_have_every_model():
 
 
 @pytest.fixture(scope="module")
-def model(runs, tmp_path_factory) -> Path:
-    """Return the model directory of DLRM."""
-    path = tmp_path_factory.mktemp("model") / "dlrm"
-    export(runs["dlrm"][0], path)
-    return path
+def models(runs, tmp_path_factory) -> dict[str, Path]:
+    """Return the model directory of every case, and one of bf16."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, (checkpoint, _) in runs.items():
+        export(checkpoint, folder / name)
+    export(runs["kinds on two ranks"][0], folder / "narrow", dtype=TableType.bf16)
+    return {name: folder / name for name in [*runs, "narrow"]}
 
 
-def test_models_score_as_their_training_step(runs, tmp_path):
+@pytest.fixture(scope="module")
+def model(models) -> Path:
+    return models["dlrm"]
+
+
+def test_models_score_as_their_training_step(runs, models):
     for name, (checkpoint, logits) in runs.items():
-        manifest = export(checkpoint, tmp_path / name)
+        manifest = Manifest.read(models[name])
         assert manifest.proof["largest_difference"] <= 1e-6, name
         wanted = sigmoid(logits - np.log(10) if name == "bf16" else logits)
-        scores = served_scores(tmp_path / name, checkpoint)
+        scores = served_scores(models[name], checkpoint)
         np.testing.assert_allclose(scores, wanted, rtol=0, atol=1e-6, err_msg=name)
         assert np.unique(scores).size > 10, name
 
@@ -117,6 +126,7 @@ def test_onnx_is_proven(runs, tmp_path, monkeypatch):
     assert proof["largest_difference"] <= proof["limit"] == 2e-5
     assert proof["rows"] == manifest.proof["rows"]
     assert [line.split()[0] for line in report(manifest)] == ["model", "tables", "proof", "onnx"]
+    monkeypatch.setattr(run, "export_onnx", lambda *_: None)
     monkeypatch.setattr(
         run, "load_onnx", lambda _: lambda numerical, _: torch.zeros(len(numerical))
     )
@@ -154,12 +164,15 @@ def test_an_onnx_file_that_cannot_be_loaded_is_refused(tmp_path):
         ),
     ],
 )
-def test_machine_code_computes_the_same(runs, device, limit, tmp_path):
-    # A quarter of the time.
+def test_machine_code_computes_the_same(runs, device, limit, tmp_path, monkeypatch):
+    # A quarter of the time, and no process for other compilations.
     fast = {
         "aot_inductor.precompile_headers": False,
         "aot_inductor.compile_wrapper_opt_level": "O0",
+        "compile_threads": 1,
     }
+    # Torch asks Python what the CPU can, and our own loader whether it can load.
+    monkeypatch.setattr(sys, "executable", python())
     # A training run in this process allows TF32.
     torch.set_float32_matmul_precision("highest")
     with torch._inductor.config.patch(fast):
@@ -193,17 +206,21 @@ def test_machine_code_of_a_missing_gpu_is_refused():
         check_aoti(Device.cuda)
 
 
-def test_machine_code_that_cannot_be_loaded_is_named(tmp_path):
+def test_machine_code_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", python())
     (tmp_path / AOTI).write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"aoti=cpu: torch .* cannot load what its compiler has"):
         load_aoti(tmp_path, Device.cpu)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_narrow_tables_score_nearly_the_same(runs, dtype, tmp_path):
+def test_narrow_tables_score_nearly_the_same(runs, models, dtype, tmp_path):
     checkpoint, logits = runs["kinds on two ranks"]
-    manifest = export(checkpoint, tmp_path / "model", dtype=TableType[dtype])
-    found = served_scores(tmp_path / "model", checkpoint)
+    path = models["narrow"] if dtype == "bf16" else tmp_path / "model"
+    if dtype == "int8":
+        export(checkpoint, path, dtype=TableType.int8)
+    manifest = Manifest.read(path)
+    found = served_scores(path, checkpoint)
     difference = np.abs(found - sigmoid(logits)).max()
     assert 1e-6 < difference <= 2e-3
     assert manifest.proof["largest_difference"] == pytest.approx(difference, abs=1e-6)
@@ -226,11 +243,9 @@ def test_an_export_that_differs_is_refused_and_leaves_nothing(runs, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_refused_int8_export_names_what_bf16_would_differ_by(runs, tmp_path, monkeypatch):
+def test_a_refused_int8_export_names_what_bf16_would_differ_by(runs, models, tmp_path, monkeypatch):
     checkpoint = runs["kinds on two ranks"][0]
-    of_bf16 = export(checkpoint, tmp_path / "bf16", dtype=TableType.bf16).proof[
-        "largest_difference"
-    ]
+    of_bf16 = Manifest.read(models["narrow"]).proof["largest_difference"]
     monkeypatch.setitem(proof.LIMITS, "int8", of_bf16 * 1.01)
     monkeypatch.setattr(
         tables, "quantize", lambda rows: (rows.sign().to(torch.int8), rows[:, 0].clone())

@@ -24,6 +24,7 @@ from serving.manifest import MANIFEST, Manifest
 from serving.versions import withdraw
 from tests.helpers.command import ROOT
 from tests.helpers.composed import TINY, ranks_of_cpu
+from tests.helpers.forks import python
 from tests.serving.served_models import Client, export, save_run, served_scores, serving, tensor
 
 INFER = "/v2/models/dlrm/infer"
@@ -478,7 +479,7 @@ def test_draining_answers_what_has_begun(models):
 
 
 def test_the_command_ends_though_nobody_reads_what_it_says(models):
-    command = [sys.executable, "-m", "serving.run", f"model={models['one']}", "port=0"]
+    command = [python(), "-m", "serving.run", f"model={models['one']}", "port=0"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr.readline().startswith("ready")
