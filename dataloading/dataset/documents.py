@@ -248,7 +248,7 @@ def _limited_yaml(text: str) -> Any:
             raise ValueError(f"nested deeper than {MAX_NESTING} levels")
         if levels[-1].num_nodes > MAX_NODES:
             raise ValueError(f"more than {MAX_NODES:,} values once its aliases are written out")
-    return yaml.load(text, Loader=YamlLoader)
+    return YamlLoader(text).get_single_data()
 
 
 @dataclass(slots=True)

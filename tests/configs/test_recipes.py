@@ -70,6 +70,7 @@ def train(experiment: str, run_dir: Path, *overrides: str) -> dict:
     return summary(run_dir)
 
 
+@pytest.mark.doors
 def test_wide_and_deep_learns_the_cross(criteo, tmp_path):
     options = (f"data.path={criteo}", "train.batch_size=256", "train.epochs=4")
     result = train("wide_deep_criteo", tmp_path / "run", *options)
@@ -77,6 +78,7 @@ def test_wide_and_deep_learns_the_cross(criteo, tmp_path):
     assert result["test_auc"] > 0.95
 
 
+@pytest.mark.doors
 def test_the_movielens_mlp_is_evaluated_every_200_steps(movielens, tmp_path):
     options = (f"data.path={movielens}/movielens", "train.batch_size=512", "train.max_steps=210")
     result = train("embedding_mlp_movielens", tmp_path / "run", *options)
@@ -85,6 +87,7 @@ def test_the_movielens_mlp_is_evaluated_every_200_steps(movielens, tmp_path):
     assert result["test_auc"] > 0.9
 
 
+@pytest.mark.doors
 def test_din_reads_the_history_of_the_dataset(movielens, tmp_path):
     path = f"data.path={movielens}/movielens_history"
     result = train(
@@ -121,6 +124,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("experiment", SMALL)
+@pytest.mark.doors
 def test_a_recipe_trains_without_data(experiment, tmp_path):
     overrides = (*SMALL[experiment], "train.max_steps=4")
     assert train(experiment, tmp_path / "run", *overrides)["steps"] == 4

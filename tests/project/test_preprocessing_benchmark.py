@@ -39,6 +39,7 @@ def of_days(request, tmp_path_factory) -> tuple[str, Path, dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("name", ["polars", "pandas"])
+@pytest.mark.doors
 def test_a_peer_writes_the_same_bytes(name, of_days, tmp_path):
     dataset, source, want = of_days
     assert peer(name, source, tmp_path / "work/out", dataset, 3) == want

@@ -221,6 +221,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
         pass
 
 
+@pytest.mark.doors
 def test_the_script_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "docs/library.py"), run_name="__main__")

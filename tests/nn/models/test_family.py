@@ -252,6 +252,7 @@ def test_bf16_autocast_gives_float32_logits_close_to_the_exact_ones(case):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.doors
 def test_the_dense_component_exports_for_any_batch_size(case):
     model = built(case).eval()
     any_size = {0: torch.export.Dim("batch")}
@@ -264,6 +265,7 @@ def test_the_dense_component_exports_for_any_batch_size(case):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.doors
 def test_the_dense_component_compiles_without_a_graph_break(case):
     torch.compiler.reset()
     model = built(case)

@@ -629,6 +629,7 @@ def test_help_lists_every_option_with_its_meaning(tmp_path):
         assert f" {meaning}" in text
 
 
+@pytest.mark.doors
 def test_hydra_writes_nothing_of_its_own(tmp_path):
     source = write_lines(tmp_path / "raw.tsv", GOOD)
     subprocess.run(

@@ -103,6 +103,7 @@ def test_models_score_as_their_training_step(runs, models):
 
 
 @pytest.mark.parametrize("name", [*DENSE_ONLY, "dcnv2"])
+@pytest.mark.doors
 def test_every_dense_component_is_exported_for_any_number_of_rows(name, two_labels, tmp_path):  # noqa: F811
     case = tiny("dcnv2") if name == "dcnv2" else CASES[name].overrides(two_labels)
     config = compose_config(*case)
@@ -119,6 +120,7 @@ def test_every_dense_component_is_exported_for_any_number_of_rows(name, two_labe
         torch.testing.assert_close(by_onnx(*inputs), dense(*inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.doors
 def test_onnx_is_proven(runs, tmp_path, monkeypatch):
     manifest = export(runs["dlrm"][0], tmp_path / "model", onnx=True)
     assert ONNX in manifest.files
@@ -164,6 +166,7 @@ def test_an_onnx_file_that_cannot_be_loaded_is_refused(tmp_path):
         ),
     ],
 )
+@pytest.mark.doors
 def test_machine_code_computes_the_same(runs, device, limit, tmp_path, monkeypatch):
     # A quarter of the time, and no process for other compilations.
     fast = {

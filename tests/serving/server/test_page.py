@@ -21,6 +21,8 @@ from tests.helpers.command import ROOT, run_command
 from tests.preproc.table.test_pipeline import build
 from tests.serving.served_models import export, serving
 
+pytestmark = pytest.mark.doors
+
 SMALL = ["model.embedding_dim=8", "model.bottom_mlp=[8]", "model.top_mlp=[8,1]", "device=cpu"]
 
 
