@@ -35,11 +35,10 @@ fail() {
 
 [[ $# -gt 0 ]] || fail "no recipe; write sbatch -N 2 slurm_multinode.sh dlrm.py [options]"
 [[ ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] || fail "not a job; submit it with sbatch -N 2 slurm_multinode.sh $1"
-# A step of srun holds what a step below it would wait for. The shell of salloc may be one too, with a special number.
-[[ ! ${SLURM_STEP_ID:-none} =~ ^[0-9]{1,9}$ ]] ||
+# A step of srun holds what a step below it would wait for. The shell of salloc may be one too, with a special number. A job that
+# sbatch was given within a step inherits the step's variables; SLURM runs its script under this name.
+[[ ${0##*/} == slurm_script || ! ${SLURM_STEP_ID:-none} =~ ^[0-9]{1,9}$ ]] ||
     fail "inside srun, which holds the nodes; write sbatch -N 2 slurm_multinode.sh $1, or salloc -N 2 ./slurm_multinode.sh $1"
-[[ -z ${SLURM_HET_SIZE:-} ]] ||
-    fail "a heterogeneous job, of which only the first component would train; ask for equal nodes, without ':'"
 
 # SLURM sends USR1 to this script before the time limit. The signal interrupts `wait` only; the trap forwards it to the step.
 step=
@@ -65,6 +64,8 @@ seconds_of() {
 # A start that is warned before it trains would be requeued without end. SLURM runs a copy of this script, whose directive
 # SBATCH_SIGNAL replaces; that of the command line is not to be seen here.
 job=$(scontrol --oneliner show job "$SLURM_JOB_ID" || true)
+[[ $job != *HetJobId=* ]] ||
+    fail "a heterogeneous job, of which only the first component would train; ask for equal nodes, without ':'"
 signal=${SBATCH_SIGNAL:-$(sed -n 's/^#SBATCH --signal=//p' "$0")}
 [[ $job != *BatchFlag=1* || ${signal^^} =~ (USR1|(^|:)10)(@|$) ]] ||
     fail "SBATCH_SIGNAL=$signal: the warning before the time limit is USR1, as in B:USR1@300"

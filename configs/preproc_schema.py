@@ -144,7 +144,7 @@ class PreprocConfig(Section):
         "mode=fit does",
     )
     train_fraction: float = option(
-        0.9, "fraction of the lines in the training split, with split=fraction", gt=0, lt=1
+        0.9, "fraction of the lines in the training split, with split=fraction"
     )
     test_source: Any = option(
         None, "files of the test split, written like source; then all of source trains", path=True
@@ -205,6 +205,10 @@ class PreprocConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
+        require(
+            0 < self.train_fraction < 1,
+            f"train_fraction must lie between 0 and 1, got {self.train_fraction}; to test on other files set test_source",
+        )
         require(
             all(rows > 0 for rows in self.table_rows or []),
             f"table_rows must all be positive, got {self.table_rows}",

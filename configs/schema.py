@@ -65,9 +65,17 @@ class Section:
     section: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        for name, (hint, bounds) in _bounds_of(self.__class__).items():  # type: ignore[arg-type]
-            key = f"{self.section}.{name}".lstrip(".")
-            _check_bounds(key, getattr(self, name), bounds, hint)
+        _check_section(self, self.section)
+
+
+def _check_section(options: Any, section: str) -> None:
+    for name, (hint, bounds) in _bounds_of(type(options)).items():
+        _check_bounds(f"{section}.{name}".lstrip("."), getattr(options, name), bounds, hint)
+    for declared in fields(options):
+        value = getattr(options, declared.name)
+        # A section within one, of a model of the user, need not be derived from `Section`.
+        if is_dataclass(value) and not isinstance(value, Section):
+            _check_section(value, f"{section}.{declared.name}".lstrip("."))
 
 
 @cache
@@ -88,7 +96,7 @@ def _check_bounds(key: str, value: Any, bounds: Mapping[str, float], hint: Any) 
         _COMPARED[name](number, bound) for number in values for name, bound in bounds.items()
     ):
         of_all = "all " * isinstance(value, list)
-        or_null = " or null" * (NoneType in get_args(hint))
+        or_null = (" or be null" if "lt" in bounds else " or null") * (NoneType in get_args(hint))
         raise ValueError(f"{key} must {of_all}{_in_words(bounds)}{or_null}, got {value}")
 
 
@@ -98,18 +106,16 @@ SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "most": "<="}
 
 def _in_words(bounds: Mapping[str, float]) -> str:
     """Return what an option must do by its bounds."""
-    match dict(bounds):
-        case {"gt": 0, "lt": most}:
+    match list(bounds.items()):
+        case [("gt", 0), ("lt", most)]:
             return f"lie between 0 and {most}"
-        case {"ge": least, "lt": most}:
+        case [("ge", least), ("lt", most)]:
             return f"lie in [{least}, {most})"
-        case {"gt": 0}:
+        case [("gt", 0)]:
             return "be positive"
-        case {"ge": 0}:
+        case [("ge", 0)]:
             return "not be negative"
-        case {"ge": least}:
-            return f"be at least {least}"
-    raise AssertionError(bounds)
+    return "be " + " and ".join(f"{SIGNS[name]} {bound}" for name, bound in bounds.items())
 
 
 # Largest values of options: a mistyped number ends with a message instead of filling the memory.
@@ -832,17 +838,17 @@ class InferenceConfig(Section):
     section = "inference"
 
     batch_sizes: list[int] = option(
-        [1, 64, 512, 2048, 8192, 32768, 65536], "global batch sizes to time", most=MOST_SAMPLES
+        [1, 64, 512, 2048, 8192, 32768, 65536],
+        "global batch sizes to time",
+        most=MOST_SAMPLES,
+        gt=0,
     )
     steps: int = option(200, "timed forward passes per batch size", most=10**6, gt=0)
     warmup_steps: int = option(20, "untimed forward passes before the timed ones", most=10**6, ge=0)
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        require(
-            bool(self.batch_sizes) and all(b > 0 for b in self.batch_sizes),
-            f"inference.batch_sizes must name positive sizes, got {self.batch_sizes}",
-        )
+        require(bool(self.batch_sizes), "inference.batch_sizes must name at least one size")
 
 
 @dataclass(kw_only=True, slots=True)

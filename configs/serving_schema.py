@@ -103,34 +103,39 @@ class ServerConfig(Section):
         gt=0,
     )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
-    port: int = option(8000, "port to listen on; 0 takes a free one", most=65_535)
+    port: int = option(8000, "port to listen on; 0 takes a free one", most=65_535, ge=0)
     token_file: str | None = option(
         None, "file with a token that requests must bear (Authorization: Bearer TOKEN)", path=True
     )
     max_batch: int = option(
-        4096, "rows of the largest batch; larger requests are split", most=65_536
+        4096, "rows of the largest batch; larger requests are split", most=65_536, gt=0
     )
     batch_delay_ms: float = option(
         0.0,
         "longest time that a request waits for others to share its batch; 0: only those that came while the last was scored",
+        ge=0,
     )
     max_queue: int = option(
-        65_536, "rows that may wait; a request that finds more is refused with 429", most=1 << 28
+        65_536,
+        "rows that may wait; a request that finds more is refused with 429",
+        most=1 << 28,
+        gt=0,
     )
     deadline_ms: float = option(
         1000.0,
         "a request that has waited longer is refused with 503 instead of being scored too late",
+        gt=0,
     )
-    max_body_mib: int = option(64, "largest body of a request in MiB", most=4096)
+    max_body_mib: int = option(64, "largest body of a request in MiB", most=4096, gt=0)
     max_memory_mib: int = option(512, "bodies of all requests together in MiB", most=1 << 20)
     max_connections: int = option(
-        1024, "connections at a time; further ones are refused with 503", most=65_536
+        1024, "connections at a time; further ones are refused with 503", most=65_536, gt=0
     )
     timeout_s: float = option(
-        30.0, "longest time that a client may take to send a request or to read its answer"
+        30.0, "longest time that a client may take to send a request or to read its answer", gt=0
     )
-    drain_s: float = option(20.0, "time to answer accepted requests after SIGTERM")
-    poll_s: float = option(1.0, "time between two looks for a new version")
+    drain_s: float = option(20.0, "time to answer accepted requests after SIGTERM", ge=0)
+    poll_s: float = option(1.0, "time between two looks for a new version", gt=0)
     verify: bool = option(
         True,
         "compare the SHA-256 of every file before a version serves; false: sizes alone, for tables of many GiB",
@@ -145,8 +150,6 @@ class ServerConfig(Section):
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         _require_set(self, model="a model directory")
-        for name in ("max_batch", "max_queue", "max_body_mib", "max_connections"):
-            require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
         require(
             self.max_memory_mib >= self.max_body_mib,
             f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}",
@@ -157,12 +160,6 @@ class ServerConfig(Section):
                 ("dense_dtype", self.dense_dtype is not DenseType.fp32),
             ):
                 require(not is_set, f"{name} is of device=cuda; set that, or leave {name} out")
-        for name in ("deadline_ms", "timeout_s", "poll_s"):
-            require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("batch_delay_ms", "drain_s", "port"):
-            require(
-                getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}"
-            )
 
 
 class Layout(Enum):
@@ -196,13 +193,14 @@ class TritonConfig(Section):
         "of the dense model of an ensemble: onnx, for Triton's ONNX Runtime backend, or pytorch, for its Python backend",
     )
     name: str | None = option(None, "name of the model; null: that of the model directory")
-    max_batch: int = option(32_768, "rows of the largest batch", most=65_536)
+    max_batch: int = option(32_768, "rows of the largest batch", most=65_536, gt=0)
     batch_delay_ms: float = option(0.1, "longest time that a request waits for others", ge=0)
-    instances: int = option(1, "processes per model", most=256)
+    instances: int = option(1, "processes per model", most=256, gt=0)
     threads: int = option(
         1,
         "threads of a process; with more, they wait for each other where cores are busy",
         most=4096,
+        gt=0,
     )
     device: Device = option(
         Device.cpu, "cuda: on GPUs; of an ensemble the dense model alone, which must be onnx"
@@ -223,8 +221,6 @@ class TritonConfig(Section):
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         _require_set(self, model="a model directory", output="a directory")
-        for name in ("max_batch", "instances", "threads"):
-            require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
         is_ensemble = self.layout is Layout.ensemble
         require(
             not (
@@ -305,16 +301,14 @@ class AccuracyConfig(Section):
     url: str = option(URL, "address of the server: the embedded one, or Triton's HTTP")
     token_file: str | None = option(None, "file with the token that the server wants", path=True)
     split: str = option("test", "split to score; it needs labels")
-    batch_size: int = option(4096, "rows per request", most=65_536)
-    concurrency: int = option(1, "requests at a time", most=MOST_REQUESTS)
+    batch_size: int = option(4096, "rows per request", most=65_536, gt=0)
+    concurrency: int = option(1, "requests at a time", most=MOST_REQUESTS, gt=0)
     max_steps: int | None = option(None, "requests at most; null: all rows", most=1 << 40, gt=0)
     output: str | None = option(None, "file for the numbers as JSON", path=True)
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         _require_server(self.model, self.data_path)
-        for name in ("batch_size", "concurrency"):
-            require(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -61,6 +61,9 @@ def check_variables() -> None:
             name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
         ]
         problems += [f"WORLD_SIZE is {world_size}, and {name} is not set" for name in missing]
+        if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
+            # On all ranks alike: one that passes would wait for those that do not.
+            problems.insert(0, "LOCAL_RANK is set, and LOCAL_WORLD_SIZE is not")
     if problems:
         raise ValueError(
             f"the environment is not that of a rank: {problems[0]}; start the ranks with torchrun, which sets RANK, WORLD_SIZE, "

@@ -43,7 +43,9 @@ def _made(name: str) -> RunLogger:
     make = load_user_object(LOGGERS.get(name, name), "log.loggers")
     try:
         made = make() if callable(make) else make
-    except (Exception, SystemExit) as error:  # it is not ours, and may raise anything
+    except (Exception, SystemExit) as error:  # one of the user may raise anything
+        if name in LOGGERS or isinstance(error, OSError):
+            raise
         problem = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"log.loggers={name} cannot be made ({type(error).__name__}: {problem}); correct it, or leave it out"

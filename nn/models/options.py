@@ -281,9 +281,6 @@ class WuKongOptions(ModelConfig):
         0.0, "rate of the dropout after the hidden layers of blocks and top", ge=0, lt=1
     )
 
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
-
 
 class AdaptiveActivation(Enum):
     """Learned activations of DIN's MLP (section 5.2)."""

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,15 +21,12 @@ from preproc.table.extension import DAYS_COLUMNS
 from preproc.table.transformation import stored_ids, stored_lists, stored_numericals
 from preproc.work_directory import Work, small_database
 
-if TYPE_CHECKING:  # 25 MB of memory that other commands do not need
-    import pyarrow as pa
-
 ZERO_BYTES = 1 << 20
 CHUNK_ROWS = 1 << 20
 # Kept columns may be long texts.
 KEPT_CHUNK_ROWS = 1 << 18
 GROUP_ROWS = 122_880
-"""Rows of a row group of Parquet."""
+"""Rows of a row group of Parquet: a multiple of the 2,048 in which DuckDB computes."""
 WrittenIds = dict[str, tuple[int, int]]
 """Ids of a feature that are not 0, and those that are, per split."""
 
@@ -359,22 +356,9 @@ class TableFiles:
             with pq.ParquetWriter(
                 self._dataset / name, batches.schema, compression="zstd"
             ) as writer:
-                for group in _in_groups(batches):
-                    writer.write_table(group, GROUP_ROWS)
-
-
-def _in_groups(batches: "pa.RecordBatchReader") -> Iterator["pa.Table"]:
-    """Yield tables of GROUP_ROWS rows, the last of fewer; how many rows a batch has depends on the files that are read."""
-    import pyarrow as pa
-
-    rest = batches.schema.empty_table()
-    for batch in batches:
-        rest = pa.concat_tables([rest, pa.Table.from_batches([batch])])
-        if len(rest) >= GROUP_ROWS:
-            yield rest.slice(0, GROUP_ROWS)
-            rest = rest.slice(GROUP_ROWS)
-    if len(rest):
-        yield rest
+                # One thread fills each batch, but the last, whatever files it reads.
+                for batch in batches:
+                    writer.write_batch(batch)
 
 
 def _expect(is_right: bool | np.bool_, what: str) -> None:

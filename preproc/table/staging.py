@@ -35,13 +35,13 @@ OWN_COLUMN = re.compile(r"(file|order)_(_\d+)?")
 FLOAT_TYPES = ("float", "double")
 # Types of numbers that become doubles without NaN.
 # Parquet, as DuckDB writes it, would round a hugeint.
+TIME_TYPE = re.compile(r"u?(tiny|small|big)?int(eger)?|decimal.*|float|double|date|timestamp.*")
 # Values, and items of lists, whose text would be the engine's own: DuckDB writes \\xC3\\xA9 for the bytes of an é.
 NO_TEXT_TYPE = re.compile(
     r"(blob|binary)(\[\d*\])?|(struct|map|union)\(.*\)\[\d*\]|.*\]\[\d*\]"
     r'|array .*"elementtype":(\{|"binary").*',
     re.DOTALL,
 )
-TIME_TYPE = re.compile(r"u?(tiny|small|big)?int(eger)?|decimal.*|float|double|date|timestamp.*")
 # Types that Parquet stores as they stand, and both engines alike.
 KEPT_TYPE = re.compile(
     r"u?(tiny|small|big)?int(eger)?|boolean|decimal.*|float|double|varchar|string|date|timestamp.*"
@@ -202,23 +202,24 @@ class Staging:
             refuse_text_order(self._engine, "table.query", query, None)
 
     def refuse_no_text(self) -> None:
-        """Raise ValueError for a category that is bytes, or a list of bytes, lists or structs."""
-        kinds = {
-            name.lower(): kind.lower() for name, kind in self._engine.columns(self._base_query)
-        }
+        """Raise ValueError for categories that are bytes, or lists of bytes, lists or structs."""
+        columns = self._engine.columns(self._base_query)
+        kinds = {name.lower(): kind.lower() for name, kind in columns}
+        found: dict[str, list[str]] = {}
         for i, feature in enumerate(self.table.categorical):
-            for kind in [
-                self._kinds[f"c{i}"],
-                *(kinds[name.lower()] for name in feature.cross or []),
-            ]:
-                if NO_TEXT_TYPE.fullmatch(kind):
-                    what, remedy = "a list with lists or structs", "flatten(...)"
-                    if kind.startswith(("blob", "binary")) or '"binary"' in kind:
-                        what, remedy = "bytes", "decode(...) of UTF-8, or hex(...)"
-                    raise ValueError(
-                        f"table.categorical: {shown(feature.name)}: a value is {what}, want text or numbers; make such of it "
-                        f"in an expression or in table.query, as by {remedy}"
-                    )
+            crossed = [kinds[name.lower()] for name in feature.cross or []]
+            for kind in filter(NO_TEXT_TYPE.fullmatch, [self._kinds[f"c{i}"], *crossed]):
+                is_bytes = kind.startswith(("blob", "binary")) or '"binary"' in kind
+                what = (
+                    "bytes, want text or numbers; make such of it, as by decode(...) of UTF-8 or hex(...)"
+                    if is_bytes
+                    else "a list with lists or structs, want text or numbers; make such of it, as by flatten(...)"
+                )
+                found.setdefault(what, []).append(shown(feature.name))
+        for what, names in found.items():
+            raise ValueError(
+                f"table.categorical: {', '.join(names)}: a value is {what}, in an expression or in table.query"
+            )
 
     @property
     def column_roles(self) -> dict[str, str]:
@@ -280,17 +281,25 @@ class Staging:
                 continue  # refused later, by name
         return self.table.without(absent)
 
+    def _unread(self, rows: str) -> QueryError | None:
+        """Return why rows of a source cannot be read, if so."""
+        try:
+            self._engine.rows(f"SELECT count(order_) FROM (SELECT order_ FROM {rows})")
+        except QueryError as error:
+            return error
+        return None
+
     def refuse(self, error: QueryError) -> None:
         """Raise ValueError that names the expression or the file for which a run of the query has failed."""
         base = self._base()
         for name, files in self.sources.items():
+            if self._unread(quoted(name)) is None:
+                continue
             for number, file in enumerate(files.files):
-                try:
-                    rows = f"SELECT order_ FROM {quoted(name)} WHERE file_ = {number}"
-                    self._engine.rows(f"SELECT count(order_) FROM ({rows})")
-                except QueryError as unread:
+                reason = self._unread(f"{quoted(name)} WHERE file_ = {number}")
+                if reason is not None:
                     raise ValueError(
-                        f"{file.path}: {unread}; correct it, or write it again"
+                        f"{file.path}: {reason}; correct it, or write it again"
                     ) from None
         self._refuse_expression(
             base,

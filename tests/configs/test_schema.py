@@ -2,7 +2,7 @@
 
 import ast
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
@@ -34,6 +34,7 @@ from configs.schema import (
     Tier,
     TrainConfig,
     describe,
+    option,
 )
 from nn.embedding.optimizer import TABLE_RULES
 from nn.models.options import (
@@ -177,14 +178,14 @@ REFUSED = [
     (TrainConfig, {"clip_norm": 1.0, "freeze": [Component.dense]},
      "train.clip_norm=1.0 clips the gradient of the dense component, which train.freeze keeps from being trained; set "
      "train.clip_norm=null, or train it"),
-    (TrainConfig, {"ema_decay": 1.0}, "train.ema_decay must lie between 0 and 1 or null, got 1.0"),
+    (TrainConfig, {"ema_decay": 1.0}, "train.ema_decay must lie between 0 and 1 or be null, got 1.0"),
     (TrainConfig, {"ema_decay": 0.9, "freeze": [Component.dense]},
      "train.ema_decay=0.9 averages the weights of the dense component, which train.freeze keeps as they are; set "
      "train.ema_decay=null, or train it"),
     (EvalConfig, {"batch_size": 0}, "eval.batch_size must be positive, got 0"),
     (EvalConfig, {"per_epoch": 0}, "eval.per_epoch must be positive, got 0"),
-    (EvalConfig, {"auc_threshold": 1.0}, "eval.auc_threshold must lie between 0 and 1 or null, got 1.0"),
-    (DataConfig, {"validation_fraction": 1.0}, "data.validation_fraction must lie between 0 and 1 or null, got 1.0"),
+    (EvalConfig, {"auc_threshold": 1.0}, "eval.auc_threshold must lie between 0 and 1 or be null, got 1.0"),
+    (DataConfig, {"validation_fraction": 1.0}, "data.validation_fraction must lie between 0 and 1 or be null, got 1.0"),
     (CheckpointConfig, {"mirror": "/mnt/a"}, "checkpoint.mirror=/mnt/a is no address of an object store; write it as "
         "s3://BUCKET/FOLDER, or copy a directory by other means"),
     (LogConfig, {"loggers": ["tensorbord"]}, "log.loggers names tensorbord, which is none of tensorboard, wandb, mlflow, nor "
@@ -199,8 +200,8 @@ REFUSED = [
     (EvalConfig, {"importance_repeats": 0}, "eval.importance_repeats must be positive, got 0"),
     (EvalConfig, {"metrics": ["ndcg"]},
      "eval.metrics names ndcg, which is none of normalised_entropy, calibration, mae"),
-    (InferenceConfig, {"batch_sizes": []}, "inference.batch_sizes must name positive sizes, got []"),
-    (InferenceConfig, {"batch_sizes": [64, 0]}, "inference.batch_sizes must name positive sizes, got [64, 0]"),
+    (InferenceConfig, {"batch_sizes": []}, "inference.batch_sizes must name at least one size"),
+    (InferenceConfig, {"batch_sizes": [64, 0]}, "inference.batch_sizes must all be positive, got [64, 0]"),
     (InferenceConfig, {"steps": 0}, "inference.steps must be positive, got 0"),
     (InferenceConfig, {"warmup_steps": -1}, "inference.warmup_steps must not be negative, got -1"),
     (ShardingConfig, {"types": []}, "sharding.types must name at least one sharding type"),
@@ -266,6 +267,31 @@ def made(section: type, options: dict):
 def test_an_invalid_value_is_refused_with_its_name(section, options, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         made(section, options)
+
+
+@dataclass(kw_only=True)
+class InnerOptions:
+    width: int = option(3, "of a model of the user", ge=2, lt=9)
+
+
+@dataclass(kw_only=True)
+class OwnOptions(ModelConfig):
+    embedding_dim: int = option(8, "declared again, so all its bounds hold", ge=4)
+    share: float = option(1.5, "", gt=1)
+    inner: InnerOptions = field(default_factory=InnerOptions)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"share": 1}, "model.share must be > 1, got 1"),
+        ({"embedding_dim": 2}, "model.embedding_dim must be > 0 and >= 4, got 2"),
+        ({"inner": InnerOptions(width=9)}, "model.inner.width must lie in [2, 9), got 9"),
+    ],
+)
+def test_any_bounds_of_a_model_of_the_user_hold(options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        OwnOptions(**options)
 
 
 def test_every_check_is_tried():

@@ -21,7 +21,7 @@ FAKE_SCONTROL = """\
 case "$*" in
     "show hostnames gpu[07-09]") printf "127.0.0.1\\ngpu08\\ngpu09\\n" ;;
     "--oneliner show job"*)
-        echo "JobId=$4 Requeue=${REQUEUE:-1} BatchFlag=${BATCH_FLAG:-1} TimeLimit=${TIME_LIMIT:-1-00:00:00} TimeMin=N/A" ;;
+        echo "JobId=$4 $HET Requeue=${REQUEUE:-1} BatchFlag=${BATCH_FLAG:-1} TimeLimit=${TIME_LIMIT:-1-00:00:00} TimeMin=N/A" ;;
     requeue*) echo "$2" > requeued.txt ;;
 esac
 """
@@ -47,13 +47,17 @@ def checkout(tmp_path):
 
 
 def submit(
-    checkout: Path, *arguments: str, cwd: Path | None = None, **environment: str
+    checkout: Path,
+    *arguments: str,
+    cwd: Path | None = None,
+    script: Path = SCRIPT,
+    **environment: str,
 ) -> subprocess.CompletedProcess:
     """Run the script with the job's environment, as SLURM runs it on the first node."""
     inherited = {name: value for name, value in os.environ.items() if "SLURM" not in name}
     path = f"{checkout / 'bin'}:{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", str(SCRIPT), *arguments],
+        ["bash", str(script), *arguments],
         cwd=cwd or checkout,
         env=inherited | {"PATH": path} | environment,
         capture_output=True,
@@ -100,6 +104,14 @@ def test_the_environment_of_the_checkout_is_used(checkout):
     interpreter.parent.mkdir(parents=True)
     interpreter.symlink_to(sys.executable)
     assert str(interpreter) in launched(checkout, "dlrm.py")
+
+
+def test_a_job_that_was_submitted_within_a_step_starts(checkout):
+    """It inherits the variables of the step; SLURM runs its script under this name."""
+    script = Path(shutil.copy(SCRIPT, checkout / "slurm_script"))
+    inherited = {"SLURM_STEP_ID": "0", "SLURM_HET_SIZE": "2"}
+    done = submit(checkout, "dlrm.py", script=script, **JOB, **inherited)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_ranks_binding_and_restarts_can_be_set(checkout):
@@ -224,7 +236,7 @@ def test_a_container_runs_its_own_python(checkout):
         ),
         (
             ["dlrm.py"],
-            JOB | {"SLURM_HET_SIZE": "2"},
+            JOB | {"HET": "HetJobId=40017 HetJobOffset=0"},
             "a heterogeneous job, of which only the first component would train; ask for equal nodes, without ':'",
         ),
         (

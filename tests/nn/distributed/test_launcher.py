@@ -58,6 +58,10 @@ def test_a_launcher_that_cannot_be_read_is_accepted(tmp_path, monkeypatch):
         ("LOCAL_RANK=3", "LOCAL_RANK is 3, and LOCAL_WORLD_SIZE 1, which is not set"),
         ("LOCAL_WORLD_SIZE=0", "LOCAL_RANK is 0, and LOCAL_WORLD_SIZE 0"),
         ("LOCAL_WORLD_SIZE=4", "LOCAL_WORLD_SIZE is larger than WORLD_SIZE"),
+        (
+            "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=1",
+            "LOCAL_RANK is set, and LOCAL_WORLD_SIZE is not",
+        ),
         ("MASTER_ADDR=a MASTER_PORT=tcp://b:80", None),  # of Kubernetes' service `master`
         ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", None),
         ("RANK=3 WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=1", None),  # one rank on each node

@@ -176,8 +176,8 @@ def test_a_full_disk_is_an_error_where_ids_are_mapped(tmp_path, monkeypatch):
 
 def test_a_vocabulary_has_the_same_bytes_from_any_number_of_files(tmp_path, monkeypatch):
     """An engine may write a relation as several files, of any number of rows in any order."""
-    monkeypatch.setattr(output_files, "GROUP_ROWS", 3000)
-    ids = np.arange(1, 8001)
+    monkeypatch.setattr(output_files, "GROUP_ROWS", 4096)
+    ids = np.arange(1, 10_001)
     rows = pa.table({"value": [f"v{i:05}" for i in ids], "id": ids, "count": ids[::-1]})
     written = []
     for name, starts in (("one", [0]), ("three", [3001, 0, 7000])):
