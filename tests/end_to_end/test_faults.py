@@ -25,6 +25,8 @@ from tests.helpers.rank_processes import RUN, has_ended, start, trains, wait_unt
 from tests.helpers.runs import at_step, differences, records, stored_bytes, wait_for_writer
 from tests.helpers.slurm_cluster import missing_commands
 
+pytestmark = pytest.mark.doors
+
 SHORT = [*TINY, "log.loggers=[]", "train.tf32=false", "checkpoint.save_every=4"]
 
 

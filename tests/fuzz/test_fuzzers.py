@@ -17,6 +17,8 @@ from tests.fuzz import harness
 from tests.fuzz.all_fuzzers import FUZZERS
 from tests.fuzz.harness import Fuzzer, Report, fuzz, prepared
 
+pytestmark = pytest.mark.doors
+
 SEED = 1
 SHORT = FUZZERS[::6]
 """All of them took a tenth of CI's time; `python -m tests.fuzz` runs them."""

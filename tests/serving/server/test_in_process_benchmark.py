@@ -8,6 +8,8 @@ import pytest
 
 from tests.helpers.command import ROOT
 
+pytestmark = pytest.mark.doors
+
 OPTIONS = "--device cpu --dense fp32 --experiment dlrm_criteo_kaggle --shrink 1000 --batches 64"
 LOAD = "--seconds 0.2 --threads 1 --concurrency 8 --clients 1"
 
