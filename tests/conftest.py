@@ -97,7 +97,6 @@ FAST = {
     "sweep/test_sweep.py",
     "dataloading/dataset/test_feature_spec.py",
     "dataloading/test_partition.py",
-    "dataloading/test_synthetic.py",
     "nn/checkpoint/test_tensor_index.py",
     "nn/deltas/test_replay.py",
     "nn/distributed/test_process_group.py",
@@ -132,7 +131,6 @@ FAST = {
     "serving/client/test_clients.py",
     "serving/triton/test_repository.py",
     "serving/server/test_protocol.py",
-    "project/test_layers.py",
     "project/test_readme.py",
 }
 

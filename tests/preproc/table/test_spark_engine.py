@@ -59,7 +59,7 @@ def large_files(spark):
 
 
 def both(tmp_path, *overrides: str) -> dict[str, bytes]:
-    """Run with each engine, compare all bytes but those of Parquet, and return them."""
+    """Run with each engine, compare all bytes but those of Parquet, and the specs, and return the bytes."""
     files = {}
     for engine in ("duckdb", "spark"):
         preproc(*overrides, f"engine={engine}", f"output={tmp_path / engine}")
@@ -70,6 +70,15 @@ def both(tmp_path, *overrides: str) -> dict[str, bytes]:
     ]
     for spec in specs:  # the engines word their reasons differently
         spec["metadata"]["files"].pop("bad_rows.tsv", None)
+    if "dataset=any" not in overrides:
+        # DuckDB's engine has a pipeline of its own for Criteo's logs, which counts less and writes Parquet itself.
+        for name in [n for n in specs[0]["metadata"]["files"] if n.startswith("vocabulary/")]:
+            tables = [pq.read_table(tmp_path / engine / name) for engine in files]
+            assert tables[0].to_pydict() == tables[1].to_pydict()
+            for spec in specs:
+                del spec["metadata"]["files"][name]
+        for spec in specs:
+            del spec["metadata"]["files"]["report.json"]
     assert specs[0] == specs[1]
     return files["spark"]
 
