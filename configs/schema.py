@@ -69,7 +69,8 @@ class Section:
 
 
 def _check_section(options: Any, section: str) -> None:
-    for name, (hint, bounds) in _bounds_of(type(options)).items():
+    kind: Any = type(options)
+    for name, (hint, bounds) in _bounds_of(kind).items():
         _check_bounds(f"{section}.{name}".lstrip("."), getattr(options, name), bounds, hint)
     for declared in fields(options):
         value = getattr(options, declared.name)
