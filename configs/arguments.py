@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
 from types import NoneType
 from typing import Any
 
@@ -21,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.messages import printable, shown
 from configs.option_values import FLOAT32_MAX, hints, takes, wanted
 from configs.overrides import no_option, no_variable
-from configs.schema import describe, open_sections
+from configs.schema import open_sections, option_keys
 
 MAX_NESTING = 64
 CFG_KINDS = ("job", "hydra", "all")
@@ -139,7 +138,7 @@ def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str |
 
     Services that tune hyperparameters write an option as `--optimizer.lr=0.01`.
     """
-    example = f"{_options(choices.schema)[0]}=..."
+    example = f"{option_keys(choices.schema)[0]}=..."
     flags: dict[str, str | None] = {}
     overrides = []
     rest = list(arguments)
@@ -172,7 +171,7 @@ def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str |
 
 def _is_option(key: str, choices: Choices) -> bool:
     """Return whether a dotted key is an option, or lies in an open section."""
-    is_known = key in _options(choices.schema) or key in choices.groups
+    is_known = key in option_keys(choices.schema) or key in choices.groups
     return is_known or any(_is_below(key, opened) for opened in _below(choices.schema))
 
 
@@ -219,7 +218,7 @@ def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_s
     _check_sign(sign, key, options)
     is_known = key in options or group in choices.groups or key.startswith(("hydra.", "hydra/"))
     if not is_known and not any(_is_below(key, opened) for opened in _below(choices.schema)):
-        raise no_option(printable(key), [*_options(choices.schema), *choices.likely])
+        raise no_option(printable(key), [*option_keys(choices.schema), *choices.likely])
     if not (equals or sign == "~"):
         raise ValueError(f"{shown(key)} has no value; write {key}=VALUE")
     if not equals:
@@ -345,11 +344,6 @@ def _quoted_list(text: str) -> str | None:
     """Return a flat list with its texts in quotes, or None if the text is no such list."""
     match = re.fullmatch(r"\[([^][{}'\"]*)\]", text)
     return match and f"[{','.join(quoted(item.strip()) for item in match[1].split(','))}]"
-
-
-@cache
-def _options(schema: type) -> Sequence[str]:
-    return [key for key, _ in describe(schema)]
 
 
 def _below(schema: type) -> list[str]:

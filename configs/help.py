@@ -22,13 +22,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
-from typing import get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
 from configs.messages import shown
 from configs.option_values import written
-from configs.schema import describe
+from configs.schema import describe, type_hints
 
 NOT_COMPOSED = object()
 WIDTH = 100
@@ -137,7 +136,7 @@ def option_help(
 
 def _titles(schema: type, sections: Mapping[str, type]) -> dict[str, str]:
     """Return the title of every section: its name, and the first sentence of its class's docstring."""
-    types = get_type_hints(schema) | dict(sections)
+    types = type_hints(schema) | dict(sections)
     found = {}
     for declared in fields(schema):
         section = types[declared.name]

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
 from typing import Any, NamedTuple
 
 from hydra.errors import MissingConfigException
@@ -17,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.messages import printable, shortened, shown
 from configs.option_values import check_values, expand_home
-from configs.schema import describe, open_sections, replaced_options, type_hints
+from configs.schema import open_sections, option_keys, replaced_options, type_hints
 
 
 class WrittenOption(NamedTuple):
@@ -55,11 +54,11 @@ def to_config(composed: DictConfig) -> Any:
     except OmegaConfBaseException as error:
         raise ValueError(one_line(error)) from None
     for key in unknown_keys(composed, schema):
-        raise no_option(key, _options(schema))
+        raise no_option(key, option_keys(schema))
     assert isinstance(values, dict)
     check_values(values, schema)
     for name in open_sections(schema):
-        common = {key.partition(".")[0] for key in _options(type_hints(schema)[name])}
+        common = {key.partition(".")[0] for key in option_keys(type_hints(schema)[name])}
         for key in set(composed[name]) - common:
             del composed[name][key]
     try:
@@ -75,7 +74,7 @@ def refuse_unresolved(composed: DictConfig, schema: type) -> None:
         composed: composed options.
         schema: class of the options, of which one may have been meant.
     """
-    options = _options(schema)
+    options = option_keys(schema)
     problems = []
     for key, text, error in _unresolved(composed, OmegaConf.to_container(composed), ""):
         reason = _why_unresolved(text, error, options)
@@ -187,7 +186,7 @@ def to_section(composed: DictConfig, schema: type, name: str) -> Any:
         ValueError: an invalid value, or an option that does not exist.
     """
     for key in unknown_keys(composed, schema, f"{name}."):
-        raise no_option(key, [option for option, _ in describe(schema, f"{name}.")])
+        raise no_option(key, option_keys(schema, f"{name}."))
     try:
         values = OmegaConf.to_container(composed, resolve=True)
         assert isinstance(values, dict)
@@ -261,11 +260,6 @@ def _joined(text: str) -> str:
     details = ("full_key:", "reference_type=", "object_type=", "See https:")
     lines = [line.strip() for line in text.splitlines()]
     return "; ".join(line.rstrip(".:;") for line in lines if line and not line.startswith(details))
-
-
-@cache
-def _options(schema: type) -> Sequence[str]:
-    return [key for key, _ in describe(schema)]
 
 
 def _likely_option(key: str, options: Sequence[str]) -> str | None:

@@ -1386,6 +1386,12 @@ def replaced_options(config: type, prefix: str = "") -> Iterator[tuple[str, str]
             yield f"{prefix}{declared.name}", f"{prefix}{declared.metadata['replaces']}"
 
 
+@cache
+def option_keys(config: type, prefix: str = "") -> Sequence[str]:
+    """Return the dotted key of every option below `config`, in the order of declaration."""
+    return [key for key, _ in describe(config, prefix)]
+
+
 def describe(
     config: type, prefix: str = "", sections: Mapping[str, type] | None = None
 ) -> Iterator[tuple[str, str]]:
