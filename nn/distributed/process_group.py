@@ -6,10 +6,11 @@ receives a `Ranks`.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from configs.messages import os_error_text
 from nn.distributed.errors import Rank0Error, RankError
 from nn.distributed.launcher import check_variables, is_launched
+from nn.ops.cuda_graph import close_graphs
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # Ranks may take very different times to write their files of a checkpoint. Lost ranks are noticed at once anyway.
 HOST_TIMEOUT = timedelta(hours=2)
+ABORT_S = 30.0
+"""Time for NCCL to abort its communicators."""
 SHARED_MEMORY = "/dev/shm"
 """Directory of the memory in which the ranks of a node exchange data by NCCL."""
 
@@ -235,16 +239,30 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         try:
             yield
         except BaseException:
+            close_graphs()
             if ranks.device.type == "cuda":
-                for group in (*_channels.values(), dist.group.WORLD):
-                    assert group is not None, "the default group is open inside this block"
-                    group.abort()
+                assert dist.group.WORLD is not None, "the default group is open inside this block"
+                _abort([*_channels.values(), dist.group.WORLD])
             else:
                 dist.destroy_process_group()
             raise
         finally:
             _channels.clear()
+        # A graph that somebody still refers to, or a cycle that is not collected yet, would hold this rank here for ever.
+        close_graphs()
         dist.destroy_process_group()
+
+
+def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort NCCL's communicators; leave them after `ABORT_S`: NCCL waits ten minutes for a GPU that has failed."""
+
+    def abort() -> None:
+        for group in groups:
+            group.abort()
+
+    thread = Thread(target=abort, daemon=True)
+    thread.start()
+    thread.join(ABORT_S)
 
 
 def _open(ranks: Ranks) -> None:

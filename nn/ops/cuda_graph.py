@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class CudaGraph(Generic[Outputs]):
         current.wait_stream(stream)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
+        _open.add(self)
         pool = None if beside is None else beside._graph.pool()
         # Thread-local: the loader's threads continue to allocate pinned memory meanwhile.
         with torch.cuda.graph(
@@ -69,10 +71,20 @@ class CudaGraph(Generic[Outputs]):
         return self.outputs
 
     def close(self) -> None:
-        """Release the graph and its memory even while this object is referenced; NCCL waits for open graphs when it closes."""
+        """Release the graph and its memory even while this object is referenced."""
         self._graph.reset()
         self._function = self.outputs = None
         self._inputs = []
+
+
+_open: WeakSet[CudaGraph] = WeakSet()
+
+
+def close_graphs() -> None:
+    """Close all graphs of this process. A communicator of NCCL waits without end for graphs that captured its collectives."""
+    for graph in list(_open):
+        graph.close()
+    _open.clear()
 
 
 @cache

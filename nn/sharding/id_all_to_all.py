@@ -117,7 +117,7 @@ class CapturedIdAllToAll:
         return self._arrived, self._flag
 
     def close(self) -> None:
-        """Release the CUDA graph, even while its ids are referenced: NCCL waits for it when its group is closed."""
+        """Release the CUDA graph, even while its ids are referenced."""
         self._graph.close()
         # The tables' memory.
         del self._send, self._arrived, self._flag

@@ -216,7 +216,7 @@ class TrainStep:
             self._average.use(not mode)
 
     def close(self) -> None:
-        """Release the CUDA graphs, for which NCCL would wait forever when its group is closed, and files of tables on disk."""
+        """Release the CUDA graphs with their memory, and the files of tables on disk."""
         self.path.close()
         self.tables.close()
 

@@ -201,3 +201,19 @@ def test_a_waiting_batch_keeps_its_ids_during_an_evaluation(world_size):
     cases = [[*same_size, f"train.capture={capture}"] for capture in ("true", "false")]
     captured, launched = run_distributed(losses_around_another_prefetcher, world_size, cases)[0]
     assert captured == pytest.approx(launched, rel=2e-5)
+
+
+def left_open(case: list[str]) -> tuple[int, bool]:
+    """Train with graphs that are referenced beyond the end of the group; return their number, and whether all are closed."""
+    with process_group(ranks_from_environment("cuda")):
+        built = build(compose_config(*case))
+        built.train(0, NUM_STEPS)
+        graphs = [step_pass.graph for step_pass in built.step.path._passes.values()]
+    return len(graphs), all(graph.outputs is None for graph in graphs)
+
+
+@pytest.mark.parametrize("world_size", worlds(1, 2))
+def test_a_group_ends_although_somebody_still_refers_to_its_graphs(world_size):
+    options = [*case("dlrm", "multi_hot", "sgd", "table_wise"), *ON_GPU, "train.capture=true"]
+    # NCCL would wait for the graphs: no rank would answer.
+    assert run_distributed(left_open, world_size, options) == [(1, True)] * world_size

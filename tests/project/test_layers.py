@@ -67,7 +67,7 @@ ROOMS = {
         "dataloading.reader_processes",
     },
     # The launcher of a node checks the versions before it imports torch.
-    "nn.distributed": {"nn.versions"},
+    "nn.distributed": {"nn.ops", "nn.versions"},
     "nn.ops": set(),
     "nn.ops.triton": {"nn.ops"},
     "nn.ops.triton.fp8": {"nn.ops", "nn.ops.triton"},

@@ -4,13 +4,15 @@ import json
 import os
 import re
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from nn.distributed.errors import RankError
-from nn.distributed.process_group import process_group, ranks_from_environment
+from nn.distributed.process_group import _abort, process_group, ranks_from_environment
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import TINY, ranks_of_cpu
 from tests.helpers.datasets import plant, write_clicks
@@ -95,6 +97,14 @@ def test_the_group_is_closed_when_a_run_fails():
     with ranks_of_cpu():
         assert dist.is_initialized()
     assert not dist.is_initialized()
+
+
+def test_communicators_of_a_gpu_that_has_failed_are_left_after_a_while(monkeypatch):
+    monkeypatch.setattr("nn.distributed.process_group.ABORT_S", 0.05)
+    waits, ended = Event(), []
+    _abort([SimpleNamespace(abort=waits.wait), SimpleNamespace(abort=lambda: ended.append(1))])
+    assert not ended, "the first one still waits"
+    waits.set()
 
 
 def test_a_small_shared_memory_is_named():

@@ -68,10 +68,13 @@ def errors(results: list[Tensor], name: str, x: Tensor) -> list[float]:
     ]
 
 
-def assert_as_exact_as_plain(fused: list[Tensor], plain: list[Tensor], name: str, x: Tensor):
+def assert_as_exact_as_plain(
+    fused: list[Tensor], plain: list[Tensor], name: str, x: Tensor, dtype: torch.dtype
+):
+    # The roundings of one row do not average out: those of plain torch may happen to be small. One rounding is allowed then.
+    factor, rounding = (2, 0.0) if len(x) > 1 else (4, torch.finfo(dtype).eps / 2)
     for ours, theirs in zip(errors(fused, name, x), errors(plain, name, x), strict=True):
-        # Roundings of few rows do not average out.
-        assert ours < (2 if len(x) > 1 else 4) * theirs + 1e-6, (name, len(x), ours, theirs)
+        assert ours < max(factor * theirs, rounding) + 1e-6, (name, len(x), ours, theirs)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
@@ -81,7 +84,8 @@ def test_the_interpreted_functions_are_as_exact_as_plain_torch(name):
     for num_rows in BATCH_SIZES:
         x = draw(name, num_rows)
         fused = outcome(module._forward_fused, module, x)
-        assert_as_exact_as_plain(fused, outcome(module.forward_plain, module, x), name, x)
+        plain = outcome(module.forward_plain, module, x)
+        assert_as_exact_as_plain(fused, plain, name, x, torch.float32)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -110,7 +114,7 @@ def test_on_a_gpu_the_fused_functions_are_as_exact_as_plain_torch(name, dtype):
         # A fused layer with one output gives what a loss reads.
         out = torch.float32 if name.endswith("one-logit") else plain[0].dtype
         assert [tensor.dtype for tensor in fused] == [out, *(tensor.dtype for tensor in plain[1:])]
-        assert_as_exact_as_plain(fused, plain, name, x)
+        assert_as_exact_as_plain(fused, plain, name, x, dtype)
 
 
 @pytest.mark.gpu

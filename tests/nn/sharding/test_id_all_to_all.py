@@ -10,6 +10,7 @@ from torch import Tensor, tensor
 
 from nn.sharding.id_all_to_all import CapturedIdAllToAll
 from nn.sharding.local_ids import LocalIds
+from tests.helpers.composed import ranks_of_cpu
 
 
 class FakeGraph:
@@ -64,3 +65,9 @@ def test_a_closed_exchange_is_free_while_its_ids_are_referenced(exchange):
     assert held.release is not None
     assert exchange._graph._graph.is_reset
     assert exchange._graph._function is None, "it would keep the tables' memory"
+
+
+def test_the_end_of_a_process_group_closes_graphs_that_are_still_referenced(exchange):
+    with ranks_of_cpu():
+        exchange(tensor([2]))
+    assert exchange._graph._graph.is_reset
