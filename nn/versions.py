@@ -1,4 +1,4 @@
-"""The combinations of torch, TorchRec and FBGEMM that are tested, and the build of FBGEMM that this machine can load."""
+"""The versions of torch, TorchRec and FBGEMM that are tested together, and the build of FBGEMM that this machine can load."""
 
 import ctypes
 import sys
@@ -7,25 +7,24 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # FBGEMM's wheels are built for one torch, and TorchRec calls one FBGEMM; an incompatible pair fails with an undefined symbol.
-TESTED = [("2.13", "1.8", "1.8"), ("2.11", "1.6", "1.6")]
+TESTED = ("2.13", "1.8", "1.8")
 CPU_BUILD, CUDA_BUILD = "fbgemm-gpu-cpu", "fbgemm-gpu"
 
 
 def require_stack() -> None:
-    """Raise `ValueError` unless torch, TorchRec and FBGEMM are a tested combination that loads here; import none of them."""
+    """Raise `ValueError` unless torch, TorchRec and FBGEMM have the tested versions and load here; import none of them."""
     installed = (_minor("torch"), _minor("torchrec"), _minor(CUDA_BUILD, CPU_BUILD))
-    if installed not in TESTED:
+    if installed != TESTED:
         names = ("torch", "torchrec", CUDA_BUILD)
-        tested = " or ".join(
-            ", ".join(f"{name} {wanted}" for name, wanted in zip(names, trio, strict=True))
-            for trio in TESTED
-        )
-        present = ", ".join(
-            f"{name} {minor or 'missing'}" for name, minor in zip(names, installed, strict=True)
+        wanted, present = (
+            ", ".join(
+                f"{name} {minor or 'missing'}" for name, minor in zip(names, trio, strict=True)
+            )
+            for trio in (TESTED, installed)
         )
         raise ValueError(
-            f"these versions do not work together: {present}; install {tested} "
-            "(`uv sync --extra cpu`, or `--extra cuda` on a GPU machine, takes the first)"
+            f"these versions do not work together: {present}; install {wanted}: `uv sync --extra cpu`, or `--extra cuda` on a GPU "
+            "machine"
         )
     _require_build(f"{installed[2]}.*")
 

@@ -248,7 +248,7 @@ def process_group(ranks: Ranks) -> Iterator[None]:
             raise
         finally:
             _channels.clear()
-        # A graph that somebody still refers to, or a cycle that is not collected yet, would hold this rank here for ever.
+        # A graph that somebody still refers to, or a cycle that is not collected yet, would hold this rank here without end.
         close_graphs()
         dist.destroy_process_group()
 

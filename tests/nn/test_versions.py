@@ -30,7 +30,7 @@ def installed(monkeypatch):
     return packages
 
 
-def test_the_installed_stack_is_a_tested_one():
+def test_the_installed_versions_are_the_tested_ones():
     require_stack()
 
 
@@ -39,10 +39,9 @@ def test_the_installed_stack_is_a_tested_one():
     [
         {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"},
         {"torch": "2.13.1", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.2"},
-        {"torch": "2.11.0+cu128", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"},
     ],
 )
-def test_tested_trios_pass(installed, versions):
+def test_the_tested_versions_pass(installed, versions):
     installed |= versions
     require_stack()
 
@@ -55,8 +54,8 @@ def test_tested_trios_pass(installed, versions):
             "torch 2.13, torchrec 1.8, fbgemm-gpu 1.9",
         ),
         (
-            {"torch": "2.11.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"},
-            "torch 2.11, torchrec 1.8, fbgemm-gpu 1.8",
+            {"torch": "2.11.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"},
+            "torch 2.11, torchrec 1.6, fbgemm-gpu 1.6",
         ),
         (
             {"torch": "2.13.0", "torchrec": "1.8.0"},
@@ -64,14 +63,13 @@ def test_tested_trios_pass(installed, versions):
         ),
     ],
 )
-def test_other_trios_are_named_with_the_right_ones(installed, versions, have):
+def test_other_versions_are_named_with_the_right_ones(installed, versions, have):
     installed |= versions
     with pytest.raises(ValueError, match="do not work together") as caught:
         require_stack()
     assert str(caught.value) == (
         f"these versions do not work together: {have}; install torch 2.13, torchrec 1.8, "
-        "fbgemm-gpu 1.8 or torch 2.11, torchrec 1.6, fbgemm-gpu 1.6 (`uv sync --extra cpu`, or "
-        "`--extra cuda` on a GPU machine, takes the first)"
+        "fbgemm-gpu 1.8: `uv sync --extra cpu`, or `--extra cuda` on a GPU machine"
     )
 
 
@@ -82,16 +80,16 @@ def test_a_command_says_so_before_it_imports_any_of_them(installed):
     assert ended.err.startswith("error: these versions do not work together: torch 2.9, torchrec")
 
 
-def test_the_project_installs_the_first_tested_trio():
+def test_the_project_installs_the_tested_versions():
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     pins = dict(
         requirement.split("==") for requirement in project["dependencies"] if "==" in requirement
     )
     extras = project["optional-dependencies"]
-    assert pins["fbgemm-gpu"] == f"{TESTED[0][2]}.*"  # TorchRec asks for any
+    assert pins["fbgemm-gpu"] == f"{TESTED[2]}.*"  # TorchRec asks for any
     for extra, package in (("cpu", "fbgemm-gpu-cpu"), ("cuda", "fbgemm-gpu")):
         fbgemm = dict(requirement.split("==") for requirement in extras[extra])[package]
-        assert (pins["torch"], pins["torchrec"], fbgemm) == tuple(f"{v}.*" for v in TESTED[0])
+        assert (pins["torch"], pins["torchrec"], fbgemm) == tuple(f"{v}.*" for v in TESTED)
 
 
 @pytest.fixture
