@@ -23,8 +23,8 @@ def require_stack() -> None:
             for trio in (TESTED, installed)
         )
         raise ValueError(
-            f"these versions do not work together: {present}; install {wanted}: `uv sync --extra cpu`, or `--extra cuda` on a GPU "
-            "machine"
+            f"these versions do not work together: {present}; install {wanted}: `uv sync --extra cpu`, or `--extra cuda` on a "
+            "GPU machine"
         )
     _require_build(f"{installed[2]}.*")
 
