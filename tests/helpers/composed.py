@@ -1,10 +1,15 @@
 """Configurations and small runs, built as by the command line."""
 
+import os
+import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from hydra import compose, initialize_config_module
@@ -34,6 +39,7 @@ from nn.sharding.sharded_tables import ShardedTables
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
 from tests.helpers.command import uncopied_schemas
+from tests.helpers.forks import COMPOSED_VARIABLE
 
 TINY = [
     "data.synthetic.train_rows=2048",
@@ -78,6 +84,25 @@ def compose_config(*overrides: str, recipe: str = "dlrm") -> Config:
 
 @cache
 def _typed(overrides: tuple[str, ...], recipe: str) -> Config:
+    """Return what another process of this session has composed already, or compose."""
+    if COMPOSED_VARIABLE not in os.environ:
+        return _compose(overrides, recipe)
+    name = sha256(repr((overrides, recipe)).encode()).hexdigest()
+    stored = Path(os.environ[COMPOSED_VARIABLE]) / name
+    if stored.exists():
+        return pickle.loads(stored.read_bytes())
+    config = _compose(overrides, recipe)
+    with (
+        suppress(pickle.PicklingError, AttributeError),
+        NamedTemporaryFile(dir=stored.parent, delete=False) as file,
+    ):
+        file.write(pickle.dumps(config))
+        file.flush()
+        os.replace(file.name, stored)
+    return config
+
+
+def _compose(overrides: tuple[str, ...], recipe: str) -> Config:
     parsed = [_parse(text) for text in overrides]
     choices = [override.input_line for override in parsed if override.key_or_group in GROUPS]
     config = deepcopy(_compose_files(*choices, recipe=recipe))
@@ -93,6 +118,19 @@ _compose_files = cache(compose_with_hydra)
 @cache
 def _parse(override: str) -> Override:
     return OverridesParser.create().parse_override(override)
+
+
+_synthetic: dict[str, Source] = {}
+
+
+def _source(config: Config) -> Source:
+    """Return the data of a configuration; synthetic clicks, whose teacher takes longer than a small run, once per process."""
+    if config.data.path is not None:
+        return open_source(config)
+    key = repr((config.data, config.seed, config.mode, config.predict.split))
+    if key not in _synthetic:
+        _synthetic[key] = open_source(config)
+    return _synthetic[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +168,7 @@ class Built:
 def build(config: Config, source: Source | None = None) -> Built:
     """Build a run on `source` (default: the data of the configuration); needs a process group."""
     ranks = ranks_from_environment(device_type(config))
-    source = source or open_source(config)
+    source = source or _source(config)
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
     plan, _ = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
     key_maps = build_key_maps(config, source.spec, ranks)

@@ -13,6 +13,8 @@ from pathlib import Path
 from tests.helpers.forking.forked_python import serve
 
 PYTHON_VARIABLE = "FORKED_PYTHON"
+COMPOSED_VARIABLE = "COMPOSED_CONFIGURATIONS"
+"""Directory of the configurations that the processes of a session have composed, each once."""
 IMPORTS = [
     "nn.run",
     "preproc.criteo.pipeline",
@@ -29,6 +31,9 @@ def start_servers(directory: Path) -> None:
     again. What forks print goes to `forks.log` in `directory`.
     """
     resource_tracker.ensure_running()
+    composed = directory / "composed"
+    composed.mkdir()
+    os.environ[COMPOSED_VARIABLE] = str(composed)
     alive, held = os.pipe()
     address = _fork_server(partial(_serve_ranks, alive), directory, held)
     _fork_server(partial(serve, alive=alive, python=directory / "python"), directory, held)

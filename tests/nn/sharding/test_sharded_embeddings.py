@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.composed import losses_of_cases, tiny
 from tests.helpers.distributed import run_distributed
 
-NUM_STEPS = 10
+NUM_STEPS = 6
 HOTNESS = {"one_hot": [], "multi_hot": ["data.synthetic.hotness=[3,1,2,5,1]"]}
 LAYOUTS = ["table_wise", "column_wise", "row_wise", "data_parallel"]
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}

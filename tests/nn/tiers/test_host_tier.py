@@ -25,7 +25,8 @@ SMALL = [
     "eval.batch_size=32",
     "checkpoint.delta_every=4",
 ]
-HALF = 20  # with the end of an epoch in each, and long enough that rows leave for the disk
+# Steps of half a run: with ends of epochs of four; so many that rows leave for the disk.
+HALF, HALF_ON_DISK = 8, 20
 KINDS = "model.name=tests.nn.models.test_kinds_of_tables:Kinds"
 
 
@@ -260,11 +261,12 @@ def trained_both_ways(
         Way -> (losses, this rank's state); and the traffic of the first half.
     """
     results = {}
+    half = HALF_ON_DISK if any(option.startswith("sharding.disk_path") for option in base) else HALF
     plain, tiered = (build(compose_config(*base, override)) for override in (without, with_host))
-    losses = {"plain": first_half(plain), "tiered": first_half(tiered)}
+    losses = {"plain": first_half(plain, half), "tiered": first_half(tiered, half)}
     if directory is not None:
         saved = {
-            way: checkpoint.save(directory / way, built.step, HALF, built.source.spec, built.ranks)
+            way: checkpoint.save(directory / way, built.step, half, built.source.spec, built.ranks)
             for way, built in (("plain", plain), ("tiered", tiered))
         }
         ways = {
@@ -275,22 +277,22 @@ def trained_both_ways(
         for way, (origin, override) in ways.items():
             other = build(compose_config(*base, override))
             checkpoint.restore(saved[origin], other.step, with_optimizer=True)
-            results[way] = losses["tiered"], second_half(other)
-    traffic = tiered.step.tables.host_traffic(HALF)
+            results[way] = losses["tiered"], second_half(other, half)
+    traffic = tiered.step.tables.host_traffic(half)
     for way, built in (("plain", plain), ("tiered", tiered)):
-        results[way] = losses[way], second_half(built)
+        results[way] = losses[way], second_half(built, half)
     return results | {"traffic": traffic}
 
 
-def first_half(built: Built) -> list[float]:
-    losses = built.train(0, HALF)
+def first_half(built: Built, half: int) -> list[float]:
+    losses = built.train(0, half)
     built.score(3)
     return losses
 
 
-def second_half(built: Built) -> tuple[list[float], dict[str, list[torch.Tensor]]]:
+def second_half(built: Built, half: int) -> tuple[list[float], dict[str, list[torch.Tensor]]]:
     built.step.tables.clear_touched()
-    losses = built.train(HALF, HALF)
+    losses = built.train(half, half)
     state = {
         name: [tensor.detach().cpu().clone() for tensor in local_tensors(value)]
         for name, value in built.step.state_dict().items()
