@@ -50,7 +50,7 @@ class CudaGraph(Generic[Outputs]):
         current.wait_stream(stream)
         torch.cuda.synchronize()
         # cuBLAS has one workspace for each stream, and torch frees it with the first graph of the stream that is closed
-        # (pytorch/pytorch#193402). Without one the capture takes its own from the graph's memory, which lives as long as the graph.
+        # (pytorch/pytorch#193402). Without one the capture takes its own from the graph's memory, which is kept.
         torch._C._cuda_clearCublasWorkspaces()
         self._graph = torch.cuda.CUDAGraph()
         _open.add(self)
