@@ -98,6 +98,7 @@ def uninterrupted(days, tmp_path_factory) -> Path:
     return run_dir
 
 
+@pytest.mark.doors
 def test_killed_days_equal_uninterrupted_ones_bit_by_bit(days, uninterrupted, tmp_path):
     # At step 18 the new day was evaluated, and nothing of it saved; at step 41 some of it was.
     for data, step in zip(days, (6, 18, 41), strict=True):
@@ -106,6 +107,7 @@ def test_killed_days_equal_uninterrupted_ones_bit_by_bit(days, uninterrupted, tm
     assert differences(uninterrupted, tmp_path / "run") == []
 
 
+@pytest.mark.doors
 def test_days_on_other_numbers_of_ranks(days, uninterrupted, tmp_path):
     sharded = "sharding.tables={user_id:row_wise,item:table_wise}"
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -29,6 +29,8 @@ from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
 from tests.helpers.rank_processes import has_ended, wait_until
 from tests.helpers.runs import summary
 
+pytestmark = pytest.mark.doors
+
 ROW = Row("dlrm", 1, "none", "none")
 
 

@@ -29,6 +29,7 @@ def test_the_page_has_an_optimizer():
     assert len(COMMANDS) == 1
 
 
+@pytest.mark.doors
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_example_trains(examples, command):
     options = [option.strip('"') for option in command.split()]
@@ -37,6 +38,7 @@ def test_an_example_trains(examples, command):
     assert (examples / "run/checkpoints/step_4").exists()
 
 
+@pytest.mark.doors
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
 def test_the_kernel_of_the_optimizer_equals_its_update(examples):
     pytest.importorskip("triton")

@@ -331,6 +331,7 @@ def test_ranks_share_the_work():
     assert alone.flops_per_s == 2 * rates[0] > 2 * rates[1]
 
 
+@pytest.mark.doors
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_of_the_benchmark_composes(name):
     row = ROWS[name]

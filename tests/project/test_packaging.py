@@ -71,6 +71,7 @@ def test_the_wheel_says_what_it_is(wheel):
     assert minors == [minor for minor in range(30) if f"3.{minor}" in supported]
 
 
+@pytest.mark.doors
 @pytest.mark.parametrize("module", ["dlrm", "dcnv2", "preproc", "nn.export"])
 def test_an_installed_command_finds_its_own_modules_from_anywhere(wheel, module, tmp_path):
     """Also where the user has a `main.py` and a package `configs`."""

@@ -16,6 +16,8 @@ from tests.helpers.composed import compose_config
 from tests.helpers.forks import python
 from tests.helpers.preproc_command import raw_line, write_lines
 
+pytestmark = pytest.mark.doors
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):

@@ -132,6 +132,7 @@ def test_the_best_trial_is_tested_once_and_results_are_left(space, output):
     assert again.commands == []
 
 
+@pytest.mark.doors
 def test_after_a_kill_of_the_sweep_no_trial_is_lost_or_run_twice(space, output):
     starts = Starts()
     starts.kill_at = 3
@@ -155,6 +156,7 @@ def test_after_a_kill_of_the_sweep_no_trial_is_lost_or_run_twice(space, output):
         assert steps == [10, 20, 30, 40]
 
 
+@pytest.mark.doors
 def test_a_killed_trial_resumes_and_then_fails(space, output, tmp_path):
     text = sweep(space, output, overrides=["recipe=killed"], trials=2)
     assert "its process was killed; it resumes" in text
@@ -170,6 +172,7 @@ def test_a_killed_trial_resumes_and_then_fails(space, output, tmp_path):
     assert starts_of(tmp_path / "b") == {"00": 2}
 
 
+@pytest.mark.doors
 def test_a_trial_that_diverges_is_recorded_and_ends_no_other(tmp_path, output):
     space = tmp_path / "space.yaml"
     space.write_text("optimizer.lr: [0.1, 5.0]\n")
@@ -182,6 +185,7 @@ def test_a_trial_that_diverges_is_recorded_and_ends_no_other(tmp_path, output):
     assert "trial 1 failed: diverged: the loss is nan" in text
 
 
+@pytest.mark.doors
 def test_a_trial_worse_than_the_others_is_pruned(tmp_path, output):
     space = tmp_path / "space.yaml"
     space.write_text(f"optimizer.lr: {[*(0.1 + 0.001 * number for number in range(6)), 9.0]}\n")
@@ -203,6 +207,7 @@ def test_a_trial_worse_than_the_others_is_pruned(tmp_path, output):
     assert RunRecord.read(output / trials[6]["run_dir"]).state is State.pruned
 
 
+@pytest.mark.doors
 def test_the_default_sampler_begins_with_the_recipe_and_spreads_values(space, output):
     sweep(space, output, trials=2, parallel=1, sampler=Sampler.gp)
     trials = json.loads((output / "sweep.json").read_text())["trials"]
@@ -278,6 +283,7 @@ def test_the_most_promising_values_lie_between_the_best_ones():
     assert promising_values(trials[:0], space, "maximize", seed=0) is None
 
 
+@pytest.mark.doors
 def test_each_trial_that_runs_at_once_has_a_gpu_of_its_own(space, output, monkeypatch):
     monkeypatch.setattr("sweep.run.visible_gpus", lambda: ["3", "5"])
     sweep(space, output, trials=2, overrides=["device=auto"])
@@ -287,6 +293,7 @@ def test_each_trial_that_runs_at_once_has_a_gpu_of_its_own(space, output, monkey
         sweep(space, output, parallel=3, overrides=["device=auto"])
 
 
+@pytest.mark.doors
 def test_a_signal_stops_the_trials_and_the_same_command_resumes(space, output):
     starts = Starts()
 
@@ -305,6 +312,7 @@ def test_a_signal_stops_the_trials_and_the_same_command_resumes(space, output):
     assert sorted({name[:2] for name in starts_of(output)}) == ["00", "01", "02", "03"]
 
 
+@pytest.mark.doors
 def test_one_directory_holds_one_sweep_at_a_time_and_one_space(space, output, tmp_path):
     sweep(space, output, trials=1)
     with hold(output, "is sweeping there"), pytest.raises(ValueError, match="is sweeping in"):
@@ -324,6 +332,7 @@ def test_one_directory_holds_one_sweep_at_a_time_and_one_space(space, output, tm
         sweep(space, tmp_path / "full")
 
 
+@pytest.mark.doors
 def test_data_that_changed_end_a_sweep(space, output, tmp_path):
     """Trials of one table are measured on the same rows; here every label was inverted."""
     root = write_clicks(tmp_path / "clicks")
@@ -417,6 +426,7 @@ def test_bad_options_are_refused_before_anything_starts(space, output, changes, 
     assert not output.exists()
 
 
+@pytest.mark.doors
 def test_a_space_that_chooses_the_model_may_have_options_of_each(space, output):
     """A trial has, names and lists those of its own model only: its command would refuse the others."""
     space.write_text(

@@ -32,6 +32,7 @@ SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names}
 }
 
 
+@pytest.mark.doors
 def test_kernels_compile_for_a_gpu_that_is_not_there():
     # Triton decides at its import whether it interprets, so it takes a process.
     done = subprocess.run(

@@ -261,6 +261,7 @@ def test_one_rank_holds_every_table_whole_and_fused():
     }
 
 
+@pytest.mark.doors
 def test_every_kernel_is_one_that_the_wheels_hold():
     """Unified memory is slow and SSD tables are not built: only these two kernels are ever planned."""
     for world_size in (2, 4, 8):

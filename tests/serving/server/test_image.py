@@ -4,6 +4,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers.command import ROOT
 from tests.serving.handmade_model import write_model
 
@@ -29,6 +31,7 @@ print(service.title)
 """
 
 
+@pytest.mark.doors
 def test_the_image_has_what_the_server_imports(tmp_path):
     packages = set(re.findall(r'"([a-z-]+)[=<>]', TEXT))
     assert {"torch", "numpy", "hydra-core", "omegaconf", "pyyaml"} <= packages
