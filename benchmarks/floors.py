@@ -1,7 +1,8 @@
-"""Lower bounds of the time of a training step on an H200 for each row of the benchmark.
+"""Lower bounds of the time of a training step for each row of the benchmark, on an H200 or an H100.
 
     python -m benchmarks.floors                          all rows as a table
     python -m benchmarks.floors dlrm_t15_4 --explain     all terms of the count
+    python -m benchmarks.floors dlrm_t15_1 --gpu H100    of another card
 
 What is counted, and what burst and sustained are, `nn/step_floor.py` says. Tables that the row's plan replicates are not sent.
 """
@@ -11,14 +12,14 @@ import argparse
 from benchmarks.rows import ROWS, Row
 from nn.build import build_plan, model_spec, open_source
 from nn.planning.plan import Hardware, replicated_tables
-from nn.step_floor import Floor, floor_of, power_law_shares
+from nn.step_floor import HBM_BYTES_PER_S, Floor, floor_of, power_law_shares
 
 H200_BYTES, HOST_BYTES = 139 * 2**30, 512 * 2**30
 """Memory of the machines of the benchmark: of a GPU, and of the host."""
 
 
-def floor_of_row(row: Row) -> Floor:
-    """Count a step of a row of the benchmark."""
+def floor_of_row(row: Row, gpu: str = "") -> Floor:
+    """Count a step of a row of the benchmark on a card of this name."""
     config = row.config()
     source = open_source(config)
     replicated: list[str] = []
@@ -27,7 +28,7 @@ def floor_of_row(row: Row) -> Floor:
         _, plan = build_plan(config, source, hardware)
         replicated = replicated_tables(plan)
     spec = model_spec(config, source)
-    return floor_of(config, spec, row.world_size, power_law_shares(row.exponent), replicated)
+    return floor_of(config, spec, row.world_size, power_law_shares(row.exponent), replicated, gpu)
 
 
 def main() -> None:
@@ -37,6 +38,7 @@ def main() -> None:
     )
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"any of {', '.join(ROWS)}")
     parser.add_argument("--explain", action="store_true", help="print every term")
+    parser.add_argument("--gpu", default="H200", choices=[*HBM_BYTES_PER_S], help="the card")
     args = parser.parse_args()
     unknown = [name for name in args.rows if name not in ROWS]
     if unknown:
@@ -45,7 +47,7 @@ def main() -> None:
         "| row | GPUs | global batch | FLOPs ms: burst | sustained | HBM ms | all-to-all ms | M samples/s at most: burst | "
         "sustained |\n|---|---|---|---|---|---|---|---|---|"
     )
-    floors = {name: floor_of_row(ROWS[name]) for name in args.rows or ROWS}
+    floors = {name: floor_of_row(ROWS[name], args.gpu) for name in args.rows or ROWS}
     for name, floor in floors.items():
         flops, *others = (
             f"**{ms:.2f}**" if resource == floor.bound else f"{ms:.2f}"

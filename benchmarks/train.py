@@ -63,7 +63,7 @@ def main() -> None:
             if not _run(name, ROWS[name], args, run_dir):
                 failed.append(name)
                 continue
-            result = read_result(name, ROWS[name], run_dir, floor_of_row(ROWS[name]))
+            result = read_result(name, ROWS[name], run_dir)
             (args.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
             results.append(result)
             print(speed_line(result), flush=True)
@@ -107,19 +107,20 @@ def _run(name: str, row: Row, args: argparse.Namespace, run_dir: Path) -> bool:
     return True
 
 
-def read_result(name: str, row: Row, run_dir: Path, floor: Floor) -> dict[str, Any]:
+def read_result(name: str, row: Row, run_dir: Path, floor: Floor | None = None) -> dict[str, Any]:
     """Read the result of a finished run.
 
     Args:
         name: name of the row.
         row: the row.
         run_dir: run directory.
-        floor: lower bound of the row's step.
+        floor: lower bound of the row's step; None for that of the card that it ran on.
 
     Returns:
         Speeds in samples per second, times in ms per step, memory of rank 0 in bytes (None without a GPU).
     """
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    floor = floor or floor_of_row(row, lines[0].get("gpu") or "")
     # The first record includes compilation and capture. A record of profiled steps only has no speed.
     records = [line for line in lines if line.get("samples_per_s") is not None][1:]
     breakdown = json.loads((run_dir / "profile/summary.json").read_text())

@@ -58,11 +58,17 @@ def register(
         section_classes: per open section of the schema, the function that returns its class; used by the help.
         topics: the part of the help to print; None for everything.
     """
+    ConfigStore.instance().store(name=name, node=_node(schema))
+    register_option_help(schema, section_classes, topics)
+
+
+@cache
+def _node(schema: type) -> DictConfig:
+    """Return the schema as Hydra stores it; each composition copies it."""
     node = OmegaConf.structured(schema)
     for section in open_sections(schema):
         OmegaConf.set_struct(node[section], False)
-    ConfigStore.instance().store(name=name, node=node)
-    register_option_help(schema, section_classes, topics)
+    return node
 
 
 def composed_command(

@@ -1,7 +1,7 @@
-"""Lower bounds of the time of a training step on an H200, whatever the code.
+"""Lower bounds of the time of a training step on an H200 or an H100, whatever the code.
 
 A step computes its matrix products, moves its bytes through the GPU's memory, and sends embeddings and gradients between
-GPUs. Each amount is divided by the best rate measured for it on an H200. The largest of the three times is the floor, since
+GPUs. Each amount is divided by the best rate measured for it on that card. The largest of the three times is the floor, since
 the three may overlap completely. Work that a better program could avoid is not counted; each function lists it.
 
 There are two floors. The burst floor takes the rate of products on a GPU that was idle before. Within 0.2 s the GPU reaches its
@@ -36,7 +36,8 @@ FP32_FLOPS_PER_S = 67e12
 FP8_SPEEDUP = 2
 FP8 = "cross and first top layer in fp8"
 """Term of the products of `train.fp8`."""
-HBM_BYTES_PER_S = 4.3e12
+HBM_BYTES_PER_S = {"H200": 4.3e12, "H100": 3.0e12}
+"""A copy, bytes read plus bytes written. The processor and the links of the two are the same."""
 ALL_TO_ALL_BYTES_PER_S = 394e9
 
 ID_BYTES = 4  # the largest table has fewer than 2^31 rows
@@ -59,6 +60,7 @@ class Floor:
         flops_per_s: rate of the matrix products in the row's precision, on a GPU that was idle before.
         global_batch_size: rows per step, over all ranks.
         sustained_share: of that rate at the power limit.
+        hbm_bytes_per_s: rate of the card's memory.
     """
 
     flops: dict[str, float]
@@ -67,6 +69,7 @@ class Floor:
     flops_per_s: float
     global_batch_size: int
     sustained_share: float = SUSTAINED_SHARE
+    hbm_bytes_per_s: float = HBM_BYTES_PER_S["H200"]
 
     @property
     def times_ms(self) -> dict[str, float]:
@@ -83,7 +86,7 @@ class Floor:
         flops = sum(self.flops.values()) - in_fp8 * (1 - 1 / fp8_speedup)
         return {
             "FLOPs": flops / flops_per_s * 1e3,
-            "HBM": sum(self.hbm.values()) / HBM_BYTES_PER_S * 1e3,
+            "HBM": sum(self.hbm.values()) / self.hbm_bytes_per_s * 1e3,
             "all-to-all": sum(self.all_to_all.values()) / ALL_TO_ALL_BYTES_PER_S * 1e3,
         }
 
@@ -114,6 +117,7 @@ def floor_of(
     world_size: int,
     share_of: ShareOf,
     replicated: Collection[str] = (),
+    gpu: str = "",
 ) -> Floor:
     """Count a training step.
 
@@ -125,7 +129,9 @@ def floor_of(
         share_of: how often the stored ids of a table occur.
         replicated: tables of which every rank has a replica, so that their ids and vectors are not sent. Their rows count as
             those of the others, which is less than a replica's work.
+        gpu: name of the card, as torch gives it; one that is not known counts as an H200.
     """
+    card = next((name for name in HBM_BYTES_PER_S if name in gpu), "H200")
     expands = config.data.multi_hot.hotness is not None
     batch = config.train.batch_size / world_size
     tables = declared_tables(config.model, spec)
@@ -151,6 +157,7 @@ def floor_of(
         flops_per_s=_flops_per_s(config),
         global_batch_size=config.train.batch_size,
         sustained_share=1 if _is_plain_fp32(config) else SUSTAINED_SHARE,
+        hbm_bytes_per_s=HBM_BYTES_PER_S[card],
     )
 
 

@@ -270,6 +270,17 @@ def test_the_floor_is_the_slowest_of_three_resources():
     assert floor.samples_per_s == pytest.approx(1e5)
 
 
+def test_the_memory_is_that_of_the_card_that_ran():
+    case = composed()
+    of_cards = [
+        floor_of(*case, 1, power_law_shares(0), gpu=gpu).times_ms
+        for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "")
+    ]
+    assert of_cards[0] == of_cards[2]
+    assert of_cards[1]["HBM"] == pytest.approx(of_cards[0]["HBM"] * 4.3 / 3.0)
+    assert of_cards[1]["FLOPs"] == of_cards[0]["FLOPs"]
+
+
 def test_the_sustained_floor_has_the_rates_of_the_power_limit():
     floor = Floor(
         flops={"a": 2e9, FP8: 2e9},
