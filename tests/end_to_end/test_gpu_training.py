@@ -10,6 +10,7 @@ from tests.helpers.gpus import (
     CASES,
     NUM_STEPS,
     ON_GPU,
+    SEED,
     TWO_EPOCHS,
     TWO_EPOCHS_STEPS,
     gpu_cases,
@@ -52,7 +53,7 @@ def test_many_gpus_train_as_one(one_gpu, world_size, amp):
 @needs_one_gpu
 def test_a_gpu_trains_as_the_cpu(one_gpu):
     cpu = losses_and_changes_of_cases(
-        [case(*chosen_case[:3], "table_wise") for chosen_case in CASES], NUM_STEPS
+        [[*case(*chosen_case[:3], "table_wise"), SEED] for chosen_case in CASES], NUM_STEPS
     )
     for chosen_case, (losses, changes), (expected, wanted) in zip(
         CASES, one_gpu["off"], cpu, strict=True
