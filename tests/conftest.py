@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from collections import Counter
-from functools import cache
 from pathlib import Path
 
 # Tests start some hundred processes. Without stored bytecode each would compile torch, TorchRec and the project again.
@@ -16,9 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from nn.observability import run_directory
 from tests.helpers.forking.workers import run_files
 from tests.helpers.forks import other_threads, start_servers
+from tests.helpers.made_once import make_once
 
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)
@@ -182,9 +181,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if not torch.cuda.is_available() and not session.config.option.collectonly:
-        # Git looks at every file of the checkout, for each run.
-        run_directory.git_commit = cache(run_directory.git_commit)
-        run_directory.git_commit(Path(run_directory.__file__).parents[2])
+        make_once()
         threads = other_threads()
         assert not threads, f"forks are not safe: an import of a test file starts {threads}"
         start_servers(session.config._tmp_path_factory.getbasetemp())

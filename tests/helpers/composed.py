@@ -120,19 +120,6 @@ def _parse(override: str) -> Override:
     return OverridesParser.create().parse_override(override)
 
 
-_synthetic: dict[str, Source] = {}
-
-
-def _source(config: Config) -> Source:
-    """Return the data of a configuration; synthetic clicks, whose teacher takes longer than a small run, once per process."""
-    if config.data.path is not None:
-        return open_source(config)
-    key = repr((config.data, config.seed, config.mode, config.predict.split))
-    if key not in _synthetic:
-        _synthetic[key] = open_source(config)
-    return _synthetic[key]
-
-
 @dataclass(frozen=True, slots=True)
 class Built:
     """The objects of a run."""
@@ -168,7 +155,7 @@ class Built:
 def build(config: Config, source: Source | None = None) -> Built:
     """Build a run on `source` (default: the data of the configuration); needs a process group."""
     ranks = ranks_from_environment(device_type(config))
-    source = source or _source(config)
+    source = source or open_source(config)
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
     plan, _ = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
     key_maps = build_key_maps(config, source.spec, ranks)

@@ -1,0 +1,29 @@
+"""What every small run would make again, and takes a tenth of its time: it is made once per process, before the forks if it can be."""
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dataloading.synthetic import SyntheticSource
+from nn.observability import run_directory
+
+
+def make_once() -> None:
+    """Let all runs of this process and of its forks share git's answer, for which it looks at every file, and synthetic clicks."""
+    run_directory.git_commit = cache(run_directory.git_commit)
+    run_directory.git_commit(Path(run_directory.__file__).parents[2])
+    # Its import takes seconds, which the fast tests do not need.
+    if "nn.build" in sys.modules:
+        sys.modules["nn.build"].SyntheticSource = _clicks  # type: ignore[attr-defined]
+
+
+_made: dict[str, SyntheticSource] = {}
+
+
+def _clicks(**options: Any) -> SyntheticSource:
+    """Return clicks, which nothing changes; making their teacher takes longer than a few steps."""
+    key = repr(sorted(options.items()))
+    if key not in _made:
+        _made[key] = SyntheticSource(**options)
+    return _made[key]
