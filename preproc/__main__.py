@@ -19,7 +19,7 @@ from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command
 from configs.console import LiteralConsole
 from configs.messages import require_package
 from configs.overrides import place_of, texts_of, to_config
-from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig
+from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig, Split
 from configs.schema import require
 from configs.stop_signals import restore_signals
 from configs.table_schema import TableConfig
@@ -156,19 +156,27 @@ def run(composed: DictConfig) -> None:
 
 
 def refuse_idle_split(config: PreprocConfig, typed: Sequence[str]) -> None:
-    """Raise ValueError if the command line divides rows that all become one split; a description may do so (`one_split`).
+    """Raise ValueError if an option of the command line divides no rows; one of a description may (`one_split`).
 
     Args:
         config: the options.
         typed: those of the command line, as `key=value`.
     """
-    for text in typed if config.one_split is not None else ():
+    by_files = "test_source" if config.test_source is not None else "split=last_file"
+    is_by_files = config.test_source is not None or config.split is Split.last_file
+    for text in typed:
         key, _, value = text.lstrip("+").partition("=")
+        if value == "null":
+            continue
+        divides = key in ("split", "train_fraction") or f"{key}.".startswith("table.split.")
         require(
-            value == "null"
-            or not (key in ("split", "train_fraction") or f"{key}.".startswith("table.split.")),
+            config.one_split is None or not divides,
             f"{text} divides no rows, as mode=transform makes all of them one split ({config.one_split}); set split_name=null "
             f"to divide them, or leave {key} out",
+        )
+        require(
+            not (is_by_files and key == "train_fraction"),
+            f"{text} divides no rows: with {by_files} the test rows are those of files; leave train_fraction out",
         )
 
 

@@ -75,6 +75,10 @@ class TableRule:
             raise ValueError(
                 f"table optimizer {self.name} has {len(self.states)} states, at most 2 are supported"
             )
+        if len(set(self.state_names)) < len(self.states):
+            raise ValueError(
+                f"table optimizer {self.name} has two states {self.state_names[0]}, one name in a checkpoint; give each its own"
+            )
         if {"weight", "iter"} & {field.name for field in self.states}:
             raise ValueError(
                 f"table optimizer {self.name} calls a state weight or iter; both have a meaning already"

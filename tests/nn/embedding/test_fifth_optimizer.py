@@ -155,6 +155,11 @@ def test_a_table_whose_rows_have_one_state_is_not_cut_by_columns():
         run_plan("MOMENTUM", "sharding.tables={cat_0:column_wise}", "sharding.world_size=2")
 
 
+def test_two_states_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="twice has two states a, one name in a checkpoint"):
+        TableRule(name="twice", update=_momentum, states=(StateField("a"), StateField("a")))
+
+
 def test_a_rule_without_kernel_is_planned_for_cpus_only():
     on_cpus = compose_config(*options("SIGN"), "mode=plan", "device=cpu")
     check_optimizers(on_cpus)

@@ -133,7 +133,17 @@ def test_a_typed_split_of_rows_that_become_one_is_refused():
         with pytest.raises(ValueError, match=r"divides no rows.* set split_name=null"):
             refuse_idle_split(config, [*new, typed])
         for more in ("split_name=null", "test_source=d"):
-            refuse_idle_split(to_config(compose_preproc(*new, more)), [*new, more, typed])
+            if not typed.startswith("train_fraction"):
+                refuse_idle_split(to_config(compose_preproc(*new, more)), [*new, more, typed])
+
+
+@pytest.mark.parametrize("by_files", ["test_source=d", "split=last_file"])
+def test_a_typed_fraction_beside_test_rows_of_files_is_refused(by_files):
+    options = ["dataset=criteo_1tb", "source=a", "output=b", by_files]
+    config = to_config(compose_preproc(*options))
+    refuse_idle_split(config, options)
+    with pytest.raises(ValueError, match=rf"with {by_files.partition('=d')[0]} the test rows"):
+        refuse_idle_split(config, [*options, "train_fraction=0.8"])
 
 
 def test_rows_without_a_label_give_the_features_of_rows_with_one(root, tmp_path, capsys):
