@@ -17,7 +17,6 @@ import torch
 
 from tests.helpers.forking.workers import run_files
 from tests.helpers.forks import other_threads, start_servers
-from tests.helpers.made_once import make_once
 
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)
@@ -181,6 +180,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if not torch.cuda.is_available() and not session.config.option.collectonly:
+        # After TRITON_INTERPRET was set: Triton reads it when something imports it.
+        from tests.helpers.made_once import make_once
+
         make_once()
         threads = other_threads()
         assert not threads, f"forks are not safe: an import of a test file starts {threads}"

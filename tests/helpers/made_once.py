@@ -1,4 +1,4 @@
-"""What every small run would make again, and takes a tenth of its time: it is made once per process, before the forks if it can be."""
+"""Parts of small runs that take a tenth of their time, made once per process, before the forks if they can be."""
 
 import sys
 from functools import cache
@@ -10,7 +10,7 @@ from nn.observability import run_directory
 
 
 def make_once() -> None:
-    """Let all runs of this process and of its forks share git's answer, for which it looks at every file, and synthetic clicks."""
+    """Let the runs of this process and of its forks share git's answer, for which it looks at every file, and clicks."""
     run_directory.git_commit = cache(run_directory.git_commit)
     run_directory.git_commit(Path(run_directory.__file__).parents[2])
     # Its import takes seconds, which the fast tests do not need.
