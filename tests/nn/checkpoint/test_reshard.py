@@ -28,7 +28,7 @@ WORLDS = [1, 2, 4]
 MOVES = list(product(WORLDS, WORLDS))
 KINDS = [*product(["rows"], RATES), ("whole", "adam")]
 SAVED_AT, STEPS = 2, 3
-# A third of the moves for each kind: each is saved on and restored on every number of ranks, and each move occurs with row-wise tables.
+# A third of the moves for each kind: each kind is saved and restored on every number of ranks, and rows make each move.
 KINDS_AND_MOVES = [
     (kind, move)
     for index, kind in enumerate(KINDS)
