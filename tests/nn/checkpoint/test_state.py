@@ -5,7 +5,6 @@ import re
 import shutil
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from threading import Thread
 
@@ -32,7 +31,14 @@ from tests.helpers.distributed import run_distributed
 
 RATES = {"sgd": 0.5, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 0.005}
 LAYOUTS = ["table_wise", "row_wise", "column_wise", "data_parallel"]
-CASES = [pair for pair in product(RATES, LAYOUTS) if pair != ("rowwise_adagrad", "column_wise")]
+# Each kind of state and each sharding; tests/nn/checkpoint/test_reshard.py moves each optimizer between all shardings.
+CASES = [
+    ("sgd", "table_wise"),
+    ("adagrad", "data_parallel"),
+    ("rowwise_adagrad", "row_wise"),
+    ("adam", "row_wise"),
+    ("adam", "column_wise"),
+]
 
 
 def case(rule: str, layout: str = "table_wise") -> list[str]:
@@ -127,11 +133,13 @@ def test_one_rank_restores_all_state_that_two_ranks_saved_with_any_sharding(move
         assert built.train(3, 3) == losses[rule]
 
 
-@pytest.mark.parametrize("layout", ["row_wise", "column_wise", "data_parallel"])
+@pytest.mark.parametrize("layout", ["row_wise", "column_wise", "table_wise"])
 def test_one_rank_restores_with_another_sharding(moved, layout):
     directory, _, losses, _ = moved
     with ranks_of_cpu():
-        built = restored(directory / "adagrad" / "table_wise" / "step_3", *case("adagrad", layout))
+        built = restored(
+            directory / "adagrad" / "data_parallel" / "step_3", *case("adagrad", layout)
+        )
         assert built.train(3, 3) == pytest.approx(losses["adagrad"], rel=1e-6)
 
 

@@ -193,7 +193,8 @@ def test_plain_lookups_and_updates_equal_autograd(case, rule):
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_kernels_equal_autograd(case):
     pytest.importorskip("triton")
-    compare(case, OptimizerName.rowwise_adagrad, 20, "cpu", fused=True)
+    # Unpooled and ragged features have several blocks of 32 ids.
+    compare(case, OptimizerName.rowwise_adagrad, 10, "cpu", fused=True)
 
 
 @pytest.mark.gpu

@@ -15,18 +15,21 @@ from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import ON_GPU, needs_one_gpu, worlds
 
-# 197 rows in batches of 16 leave 5 for the tail, so that the last batch of an epoch is padded.
+# 69 rows in batches of 16 leave 5 for the tail, so that the last batch of an epoch is padded.
 SMALL = [
     *TINY,
     "data.synthetic.cardinalities=[5000,40,7,300,3000]",
-    "data.synthetic.train_rows=197",
+    "data.synthetic.train_rows=69",
     "train.epochs=9",
     "train.batch_size=16",
     "eval.batch_size=32",
     "checkpoint.delta_every=4",
 ]
-# Steps of half a run: with ends of epochs of four; so many that rows leave for the disk.
-HALF, HALF_ON_DISK = 8, 20
+# Steps of half a run: with an end of an epoch in the second one; with more rows, so many that rows leave for the disk.
+HALF, HALF_ON_DISK = 4, 14
+MORE_ROWS = "data.synthetic.train_rows=197"
+# Of GPUs; and, on disk, of them and of rows of few bytes.
+HALF_ON_GPU, LONG_HALF_ON_DISK = 8, 20
 KINDS = "model.name=tests.nn.models.test_kinds_of_tables:Kinds"
 
 
@@ -87,9 +90,6 @@ REQUESTED = (
     "sharding.tables={cat_0: {type: row_wise, tier: host, cache: 0.1}, cat_2: {type: table_wise, tier: host, cache: 1}, "
     "cat_3: row_wise, cat_4: {type: row_wise, tier: host, cache: 0.11}}",
 )
-# One with a state per row, and one with two per element.
-OPTIMIZERS = ("rowwise_adagrad", "adam")
-
 
 # Host memory in GiB that has room for the rows of the device and of a few batches: rows leave it, and return.
 STAGED = {"one-hot": 0.00003, "kinds": 0.00015, "rows": 0.00002}
@@ -102,7 +102,7 @@ def on_disk(
     base, without, with_host = case
     disk = [f"sharding.disk_path={directory / 'disk'}", f"sharding.staged_gib={gib}"]
     with_disk = with_host.replace("tier: host", "tier: disk")
-    return [*base, *disk, "data.synthetic.exponent=0"], without, with_disk
+    return [*base, *disk, MORE_ROWS, "data.synthetic.exponent=0"], without, with_disk
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def with_kernels() -> list[tuple[list[float], list[torch.Tensor]]]:
         patched.setattr(LocalEmbeddingBags, "__init__", make_with_kernels)
         patched.setattr("nn.tiers.host_tier.maps_by_kernels", lambda device: True)
         for way in ways:
-            built = build(compose_config(*base, *rule("adagrad"), way))
+            built = build(compose_config(*base, *rule("adagrad"), "train.batch_size=4", way))
             losses = built.train(0, 2)
             tables = built.step.tables
             found.append((losses, [shard.weight.clone() for shard in tables.shards()]))
@@ -225,23 +225,24 @@ def with_kernels() -> list[tuple[list[float], list[torch.Tensor]]]:
 def on_gpu(base: list[str], without: str, with_host: str, directory: Path) -> dict:
     from nn.distributed.process_group import process_group, ranks_from_environment
 
+    half = LONG_HALF_ON_DISK if is_on_disk(base) else HALF_ON_GPU
     with process_group(ranks_from_environment("cuda")):
-        return trained_both_ways(base, without, with_host, directory)
+        return trained_both_ways([*base, MORE_ROWS], without, with_host, directory, half)
 
 
 def every_sharded_case(directory: Path) -> list[dict]:
     with ranks_of_cpu():
         found = [trained_both_ways(*case, directory / name) for name, case in SHARDED.items()]
         disk = on_disk(SHARDED["rows"], STAGED["rows"], directory)
-        return [*found, trained_both_ways(*disk)]
+        return [*found, trained_both_ways(*disk, half=LONG_HALF_ON_DISK)]
 
 
 def every_requested_case(directory: Path) -> list[dict]:
-    """Train with each kind of state, through checkpoints with one; then with a table on disk, and batches of other ids."""
+    """Train with each kind of state, through checkpoints with one; then with a table on disk, and without room for requests."""
     base, *ways = REQUESTED
     with ranks_of_cpu():
-        found = [trained_both_ways([*base, *rule("adagrad")], *ways, directory / "host")]
-        found += [trained_both_ways([*base, *rule(name)], *ways) for name in OPTIMIZERS]
+        found = [trained_both_ways([*base, *rule("adam")], *ways, directory / "host")]
+        found.append(trained_both_ways([*base, *rule("rowwise_adagrad")], *ways))
         disk = on_disk(REQUESTED, 0.00002, directory)
         way = disk[2].replace("tier: disk", "tier: host", 1)
         found.append(trained_both_ways(disk[0], disk[1], way, directory / "disk"))
@@ -253,7 +254,11 @@ def every_requested_case(directory: Path) -> list[dict]:
 
 
 def trained_both_ways(
-    base: list[str], without: str, with_host: str, directory: Path | None = None
+    base: list[str],
+    without: str,
+    with_host: str,
+    directory: Path | None = None,
+    half: int | None = None,
 ) -> dict:
     """Train without and with tables in host memory, and through checkpoints from each to the other, with an evaluation between.
 
@@ -261,7 +266,7 @@ def trained_both_ways(
         Way -> (losses, this rank's state); and the traffic of the first half.
     """
     results = {}
-    half = HALF_ON_DISK if any(option.startswith("sharding.disk_path") for option in base) else HALF
+    half = half or (HALF_ON_DISK if is_on_disk(base) else HALF)
     plain, tiered = (build(compose_config(*base, override)) for override in (without, with_host))
     losses = {"plain": first_half(plain, half), "tiered": first_half(tiered, half)}
     if directory is not None:
@@ -282,6 +287,10 @@ def trained_both_ways(
     for way, built in (("plain", plain), ("tiered", tiered)):
         results[way] = losses[way], second_half(built, half)
     return results | {"traffic": traffic}
+
+
+def is_on_disk(base: list[str]) -> bool:
+    return any(option.startswith("sharding.disk_path") for option in base)
 
 
 def first_half(built: Built, half: int) -> list[float]:

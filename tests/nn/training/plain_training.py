@@ -15,7 +15,7 @@ from tests.nn.checkpoint.test_state import restored, save
 from tests.nn.training.test_train_step import parts, reference_of, whole
 from tests.reference import Reference
 
-NUM_STEPS = 20
+NUM_STEPS = 6
 TOLERANCE = 1e-6
 RESUMED_STEPS = 6
 

@@ -36,13 +36,24 @@ MODELS = {
     "dcnv2": DCNV2,
     "parallel": [*DCNV2, "model.cross.structure=parallel"],
 }
-CASES = list(product(LAYERS, MODELS, LAYOUTS))
+# On two ranks, every two of layer, model and layout occur together.
+ON_TWO = [
+    (layer, model, LAYOUTS[index % 2])
+    for index, (layer, model) in enumerate(product(LAYERS, MODELS))
+]
+# Both layouts of each layer, of each model.
+BOTH_LAYOUTS = list(zip(LAYERS, MODELS, strict=True))
+ON_ONE = list(
+    dict.fromkeys([*ON_TWO, *((*each, layout) for each in BOTH_LAYOUTS for layout in LAYOUTS)])
+)
+# Two full batches and the tail of 5 rows, twice; GPUs train TWO_EPOCHS.
+SHORT, NUM_STEPS = ["data.synthetic.train_rows=133", "train.epochs=2"], 6
 
 
 def options(layer: str, model: str, layout: str) -> list[str]:
     return [
         *TINY,
-        *TWO_EPOCHS,
+        *SHORT,
         *MODELS[model],
         *LAYERS.get(layer, []),
         "model.top_mlp=[32,16,1]",
@@ -54,53 +65,63 @@ def options(layer: str, model: str, layout: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def losses() -> dict[int, list[list[float]]]:
+def losses() -> dict[int, dict[tuple[str, str, str], list[float]]]:
     """World size -> case -> losses."""
-    cases = [options(*case) for case in CASES]
-    one = losses_of_cases(cases, TWO_EPOCHS_STEPS)
-    two = run_distributed(losses_of_cases, 2, cases, TWO_EPOCHS_STEPS)
+    one = losses_of_cases([options(*case) for case in ON_ONE], NUM_STEPS)
+    two = run_distributed(losses_of_cases, 2, [options(*case) for case in ON_TWO], NUM_STEPS)
     assert two[0] == two[1], "ranks disagree about the global loss"
-    return {1: one, 2: two[0]}
+    return {1: dict(zip(ON_ONE, one, strict=True)), 2: dict(zip(ON_TWO, two[0], strict=True))}
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_two_ranks_train_as_one_and_unlike_without_the_layer(losses, case):
-    index = CASES.index(case)
-    assert losses[2][index] == pytest.approx(losses[1][index], rel=1e-6)
-    assert losses[1][index][0] != losses_of_cases([options("none", *case[1:])], 1)[0][0]
+@pytest.fixture(scope="module")
+def without() -> dict[str, float]:
+    """Model -> first loss without a layer."""
+    first = losses_of_cases([options("none", model, "table_wise") for model in MODELS], 1)
+    return {model: loss for model, (loss,) in zip(MODELS, first, strict=True)}
 
 
-@pytest.mark.parametrize(("layer", "model"), list(product(LAYERS, MODELS)))
+@pytest.mark.parametrize("case", ON_TWO, ids="-".join)
+def test_two_ranks_train_as_one_and_unlike_without_the_layer(losses, without, case):
+    assert losses[2][case] == pytest.approx(losses[1][case], rel=1e-6)
+    assert losses[1][case][0] != pytest.approx(without[case[1]], rel=1e-6)
+
+
+@pytest.mark.parametrize(("layer", "model"), BOTH_LAYOUTS)
 def test_both_paths_train_alike(losses, layer, model):
-    static, dynamic = (losses[1][CASES.index((layer, model, layout))] for layout in LAYOUTS)
+    static, dynamic = (losses[1][layer, model, layout] for layout in LAYOUTS)
     assert dynamic == pytest.approx(static, rel=1e-6)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_an_evaluation_between_steps_changes_nothing(losses, layer):
-    case = (layer, "dlrm", "table_wise")
+    case = next(each for each in ON_TWO if each[:2] == (layer, "dlrm"))
     with ranks_of_cpu():
         built = build(compose_config(*options(*case)))
-        measured = built.train(0, 3)
-        built.score(2)
-        measured += built.train(3, TWO_EPOCHS_STEPS - 3)
-    assert measured == losses[1][CASES.index(case)]
+        measured = built.train(0, 2)
+        built.score(1)
+        measured += built.train(2, NUM_STEPS - 2)
+    assert measured == losses[1][case]
+
+
+def run_of_both(layout: str, run_dir: Path, num_steps: int) -> Path:
+    case = options("both", "dlrm", layout)
+    ended = run_command(*case, "log.every=4", f"run_dir={run_dir}", f"train.max_steps={num_steps}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory) -> dict[str, Path]:
+    """Layout -> run of both layers over five steps."""
+    root = tmp_path_factory.mktemp("complete")
+    return {layout: run_of_both(layout, root / layout, 5) for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_with_both_layers_resumes_bit_by_bit(layout, tmp_path):
-    case = ("both", "dlrm", layout)
-
-    def run(name: str, steps: int) -> bytes:
-        ended = run_command(
-            *options(*case), "log.every=4", f"run_dir={tmp_path}/{name}", f"train.max_steps={steps}"
-        )
-        assert (ended.exit_code, ended.err) == (0, "")
-        return stored_bytes(tmp_path / name)
-
-    complete = run("complete", 7)
-    assert run("resumed", 3) != complete
-    assert run("resumed", 7) == complete
+def test_a_run_with_both_layers_resumes_bit_by_bit(complete, layout, tmp_path):
+    wanted = stored_bytes(complete[layout])
+    assert stored_bytes(run_of_both(layout, tmp_path / "run", 2)) != wanted
+    assert stored_bytes(run_of_both(layout, tmp_path / "run", 5)) == wanted
 
 
 def buffers_of_cases(cases: list[list[str]], num_steps: int) -> list[dict[str, torch.Tensor]]:
@@ -132,8 +153,8 @@ def assert_alike(one: list[dict], other: list[dict], tolerance: float) -> None:
 
 def test_ranks_and_paths_have_the_same_running_statistics():
     cases = [options("batch_norm", "dlrm", layout) for layout in LAYOUTS]
-    one = buffers_of_cases(cases, TWO_EPOCHS_STEPS)
-    two = run_distributed(buffers_of_cases, 2, cases, TWO_EPOCHS_STEPS)
+    one = buffers_of_cases(cases, NUM_STEPS)
+    two = run_distributed(buffers_of_cases, 2, cases, NUM_STEPS)
     assert_alike(one, two[0], 1e-6)
     for first, second in zip(*two, strict=True):
         assert all(torch.equal(value, second[name]) for name, value in first.items())
@@ -145,12 +166,12 @@ def test_ranks_and_paths_have_the_same_running_statistics():
 def test_a_step_that_is_not_applied_changes_no_running_statistics(layout):
     with ranks_of_cpu():
         built = build(compose_config(*options("batch_norm", "dlrm", layout)))
-        built.train(0, 2)
+        built.train(0, 1)
         before = buffers(built)
         with torch.no_grad():
             built.step.dense.top.layers[-1].bias.fill_(torch.inf)
         with pytest.raises(DivergedError):
-            built.train(2, 1)
+            built.train(1, 1)
         after = buffers(built)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
@@ -162,12 +183,10 @@ def test_a_frozen_dense_component_keeps_its_running_statistics():
     assert torch.equal(kept["top.norms.0.running_var"], torch.ones(32))
 
 
-def test_a_saved_model_is_evaluated_with_its_running_statistics(tmp_path):
+def test_a_saved_model_is_evaluated_with_its_running_statistics(complete, tmp_path):
     case = [*options("both", "dlrm", "table_wise"), "log.every=4"]
-    ended = run_command(*case, f"run_dir={tmp_path}/run", "train.max_steps=7")
-    assert (ended.exit_code, ended.err) == (0, "")
-    wanted = summary(tmp_path / "run")
-    restore = f"checkpoint.restore={tmp_path}/run/checkpoints/step_7"
+    wanted = summary(complete["table_wise"])
+    restore = f"checkpoint.restore={complete['table_wise']}/checkpoints/step_5"
     ended = run_command(*case, "mode=eval", restore, f"run_dir={tmp_path}/eval")
     assert (ended.exit_code, ended.err) == (0, "")
     evaluated = summary(tmp_path / "eval")
@@ -213,7 +232,7 @@ def test_a_checkpoint_without_batch_normalization_is_refused(tmp_path):
 
 @pytest.mark.parametrize("world_size", worlds(1, 2))
 def test_capturing_changes_no_running_statistics(world_size):
-    each = [*options("batch_norm", "dlrm", "table_wise"), *ON_GPU]
+    each = [*options("batch_norm", "dlrm", "table_wise"), *ON_GPU, *TWO_EPOCHS]
     cases = [[*each, f"train.capture={capture}"] for capture in ("true", "false")]
     measured = run_distributed(buffers_of_cases, world_size, cases, TWO_EPOCHS_STEPS)[0]
     assert_alike(measured[:1], measured[1:], 2e-5)
@@ -226,6 +245,7 @@ def test_a_captured_step_equals_a_launched_one(world_size):
         [
             *options(layer, model, "table_wise"),
             *ON_GPU,
+            *TWO_EPOCHS,
             f"train.amp={amp}",
             f"train.capture={capture}",
         ]
@@ -239,7 +259,10 @@ def test_a_captured_step_equals_a_launched_one(world_size):
 
 @pytest.mark.parametrize("world_size", worlds(1, 2))
 def test_a_gpu_trains_as_a_cpu(world_size):
-    cases = [options(layer, model, "table_wise") for layer, model in product(LAYERS, MODELS)]
+    cases = [
+        [*options(layer, model, "table_wise"), *TWO_EPOCHS]
+        for layer, model in product(LAYERS, MODELS)
+    ]
     on_gpus = [[*case, *ON_GPU] for case in cases]
     measured = run_distributed(losses_of_cases, world_size, on_gpus, TWO_EPOCHS_STEPS)[0]
     expected = losses_of_cases(cases, TWO_EPOCHS_STEPS)

@@ -1,7 +1,6 @@
 """Ragged features in the static path, against plain PyTorch: at any fill of their capacity, and beyond it."""
 
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +97,8 @@ LAYOUTS = {
     "mixed": ["sharding.tables={genres: row_wise, item: table_wise, pair: data_parallel}"],
 }
 RULES = {"adagrad": 0.05, "adam": 0.01}
-CASES = list(product(RULES, LAYOUTS))
+# tests/nn/training/test_train_step.py trains ragged features with Adagrad in each sharding.
+CASES = list(zip(["adagrad", "adam", "adam", "adagrad"], LAYOUTS, strict=True))
 
 
 def overrides_of(dataset: Path, rule: str, layout: str) -> list[str]:
@@ -113,6 +113,12 @@ def overrides_of(dataset: Path, rule: str, layout: str) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def wanted(dataset) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
+    """Losses of plain PyTorch, and the tables after them, by optimizer."""
+    return {rule: plain_losses(overrides_of(dataset, rule, "planned")) for rule in RULES}
+
+
 def sharded_with(capacity: float, spread: float, cases: list[list[str]]) -> list:
     declared_tables.CAPACITY, declared_tables.SPREAD = capacity, spread
     # The same share of the rows of row-wise tables that a batch asks for.
@@ -122,12 +128,11 @@ def sharded_with(capacity: float, spread: float, cases: list[list[str]]) -> list
 
 @pytest.mark.parametrize(
     ("world_size", "capacity", "spread"),
-    [(1, 1.125, 6.0), (1, 0.3, 0.0), (1, 9.0, 0.0), (2, 0.3, 0.0), (2, 9.0, 0.0)],
+    [(1, 1.125, 6.0), (1, 0.3, 0.0), (2, 0.3, 0.0), (2, 9.0, 0.0)],
 )
-def test_it_trains_as_plain_pytorch_at_any_fill(dataset, world_size, capacity, spread):
+def test_it_trains_as_plain_pytorch_at_any_fill(dataset, wanted, world_size, capacity, spread):
     """With 0.3 of the expected ids every batch takes a larger capacity; with 9 times of them most positions are empty."""
     cases = [overrides_of(dataset, *case) for case in CASES]
-    wanted = {rule: plain_losses(overrides_of(dataset, rule, "planned")) for rule in RULES}
     results = run_distributed(sharded_with, world_size, capacity, spread, cases)
     for of_rank in results:
         for (rule, layout), (losses, shards) in zip(CASES, of_rank, strict=True):

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -34,9 +33,8 @@ TABLES = {
     },
     "whole": {"cat_0": "table_wise", "cat_1": "data_parallel"},
 }
-# 197 rows in batches of 64 leave 5 for the tail: 3 for one rank, 2 for the other. Of 193, one rank gets none.
-EPOCHS = {"uneven_tail": 197, "tail_of_one": 193}
-STEPS = 8
+# 133 rows in batches of 64 leave 5 for the tail: 3 for one rank, 2 for the other. Of 129, one rank gets none.
+EPOCHS = {"uneven_tail": 133, "tail_of_one": 129}
 
 
 def rule(name: str) -> list[str]:
@@ -96,7 +94,12 @@ def train_cases(cases: list[list[str]]) -> list[tuple[list[float], dict]]:
     return results
 
 
-CASES = list(product(RATES, EPOCHS, TABLES))
+# Every two of optimizer, tail and way occur together.
+CASES = [
+    (name, list(EPOCHS)[(number + way) % 2], list(TABLES)[way])
+    for number, name in enumerate(RATES)
+    for way in range(2)
+]
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +153,7 @@ RAGGED = [("ragged", layout) for layout in ("table_wise", "row_wise", "data_para
 @pytest.mark.parametrize("case", [*CASES, *RAGGED], ids="-".join)
 def test_two_ranks_train_two_epochs_with_their_tails_as_one_does(trained, case):
     (losses, weights), (wanted_losses, wanted) = trained[2][case], trained[1][case]
-    assert len(losses) == STEPS
+    assert len(losses) == (8 if case in RAGGED else 6)
     assert losses == pytest.approx(wanted_losses, rel=1e-5)
     assert set(weights) == set(wanted)
     for name, weight in wanted.items():
@@ -255,10 +258,12 @@ def test_bf16_trains_close_to_fp32():
 
 def test_a_compiled_dense_half_trains_alike_and_keeps_its_names():
     losses, names = {}, {}
+    # Each further layer is another start of the C++ compiler.
+    small = ["model.bottom_mlp=[8]", "model.top_mlp=[1]"]
     # To try vector instructions, the compiler would start processes that import torch. Scalar code does here.
     with ranks_of_cpu(), inductor_config.patch("cpp.vec_isa_ok", False):
         for compiled in ("false", "true"):
-            built = build(compose_config(*TINY, f"train.compile={compiled}"))
+            built = build(compose_config(*TINY, *small, f"train.compile={compiled}"))
             losses[compiled] = built.train(0, 4)
             names[compiled] = [name for name, _ in built.step.dense.named_parameters()]
             is_compiled = built.step.dense._compiled_call_impl is not None
