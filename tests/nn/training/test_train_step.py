@@ -256,6 +256,7 @@ def test_bf16_trains_close_to_fp32():
     assert sum(losses["bf16"][-5:]) < sum(losses["bf16"][:5])
 
 
+@pytest.mark.doors
 def test_a_compiled_dense_half_trains_alike_and_keeps_its_names():
     losses, names = {}, {}
     # Each further layer is another start of the C++ compiler.
