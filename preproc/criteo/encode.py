@@ -94,7 +94,9 @@ class ColumnEncoder:
                 cursor, number, name, column
             )
             feature = CategoricalFeature.of(name, kept + 1)
-            files, zeros = self._encode(cursor, number, name, column, feature.dtype, has_non_hex)
+            files, zeros = self._encode(
+                cursor, number, name, column, feature.dtype, has_non_hex, kept
+            )
             cursor.execute(f"DROP TABLE IF EXISTS vocabulary_{name}")
         written = f"vocabulary/{name}.parquet"
         files[written] = checksum(self._dataset / written)
@@ -128,34 +130,33 @@ class ColumnEncoder:
             keep(counter.add(codes))
         keep(counter.take())
         has_non_hex = counter.has_non_hex
-        counts_of = merge_counts(f"partial_{name}")
-        if has_non_hex:
-            first, last = self._counted.start, self._counted.stop
-            counts_of = merge_counts(
-                f"(SELECT printf('%08x', value) AS value, count FROM partial_{name} UNION ALL "
-                f'SELECT value, 1 AS count FROM non_hex WHERE "column" = {number} '
-                f'AND "row" >= {first} AND "row" < {last})'
-            )
-        cursor.execute(f"CREATE OR REPLACE TEMP TABLE counts_{name} AS {counts_of}")
-        cursor.execute(f"DROP TABLE partial_{name}")
-        cursor.execute(
-            f"CREATE OR REPLACE TEMP TABLE vocabulary_{name} AS "
-            f"{vocabulary(f'counts_{name}', self._limit)}"
-        )
-        # Of an empty column the sums are 0, and the query takes a third of its time.
+        # Of an empty column the sums are 0; counting it takes as long as the rest.
+        counts = f"partial_{name}"
         sums = (0,) * (2 + 2 * len(COVERAGE_LIMITS))
         if held or has_non_hex:
-            (sums,) = cursor.execute(coverage(f"counts_{name}", COVERAGE_LIMITS)).fetchall()
+            counts, counts_of = f"counts_{name}", merge_counts(counts)
+            if has_non_hex:
+                first, last = self._counted.start, self._counted.stop
+                counts_of = merge_counts(
+                    f"(SELECT printf('%08x', value) AS value, count FROM partial_{name} UNION ALL "
+                    f'SELECT value, 1 AS count FROM non_hex WHERE "column" = {number} '
+                    f'AND "row" >= {first} AND "row" < {last})'
+                )
+            cursor.execute(f"CREATE OR REPLACE TEMP TABLE {counts} AS {counts_of}")
+            cursor.execute(f"DROP TABLE partial_{name}")
+            (sums,) = cursor.execute(coverage(counts, COVERAGE_LIMITS)).fetchall()
         distinct, seen, *covered = [int(number or 0) for number in sums]
-        cursor.execute(f"DROP TABLE counts_{name}")
-        ((kept,),) = cursor.execute(f"SELECT count(*) FROM vocabulary_{name}").fetchall()
+        cursor.execute(
+            f"CREATE OR REPLACE TEMP TABLE vocabulary_{name} AS {vocabulary(counts, self._limit)}"
+        )
+        cursor.execute(f"DROP TABLE {counts}")
         path = self._dataset / "vocabulary" / f"{name}.parquet"
         quoted = str(path).replace("'", "''")
         text = "value" if has_non_hex else "printf('%08x', value)"
-        cursor.execute(
+        ((kept,),) = cursor.execute(
             f"COPY (SELECT {text} AS value, id, count FROM vocabulary_{name} ORDER BY id) "
             f"TO '{quoted}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 122880)"
-        )
+        ).fetchall()
         sync_file(path)
         sync_directory(path.parent)
         pairs = [list(pair) for pair in zip(covered[::2], covered[1::2], strict=True)]
@@ -169,8 +170,9 @@ class ColumnEncoder:
         column: StoredColumn,
         dtype: np.dtype,
         has_non_hex: bool,
+        last: int,
     ) -> tuple[dict[str, dict], dict[str, int]]:
-        """Write the ids of every split; return the files and how many ids are 0."""
+        """Write the ids of every split, up to `last`; return the files and how many ids are 0."""
         # Only values with a code; `_patch` adds the others.
         values = f"(SELECT value, id FROM vocabulary_{name})"
         if has_non_hex:
@@ -178,7 +180,7 @@ class ColumnEncoder:
                 f"(SELECT CAST('0x' || value AS UINTEGER) AS value, id FROM vocabulary_{name} "
                 f"WHERE regexp_full_match(value, '[0-9a-f]{{8}}') AND value < '{NON_HEX:08x}')"
             )
-        ((last,),) = cursor.execute(f"SELECT coalesce(max(id), 0) FROM {values}").fetchall()
+            ((last,),) = cursor.execute(f"SELECT coalesce(max(id), 0) FROM {values}").fetchall()
         pieces = max(1, -(-last // self._piece))
         partial_ids: dict[str, Path] = {}
         lookup: Lookup | None = None

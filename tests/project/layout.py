@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -14,6 +15,7 @@ LONGEST_FUNCTION = 60
 MOST_ARGUMENTS = 7
 
 Graph = dict[str, set[str]]
+HOLD_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 @cache
@@ -41,12 +43,26 @@ def modules_of(tree: Path) -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def statements_in(source: str) -> Iterator[ast.AST]:
+    """Yield a file's statements, which are definitions and imports too; expressions, most of the nodes, hold none."""
+    open_ends: list[ast.AST] = [parsed(source)]
+    while open_ends:
+        node = open_ends.pop()
+        yield node
+        open_ends += [n for n in ast.iter_child_nodes(node) if isinstance(n, HOLD_STATEMENTS)]
+
+
 def imports_of(modules: dict[str, Path]) -> Graph:
     """Module -> modules of the tree that it imports, inside functions too."""
     graph: Graph = {}
     for name, path in modules.items():
         targets = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements_in(path.read_text()):
             if isinstance(node, ast.Import):
                 targets |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -83,7 +99,7 @@ def long_functions(modules: dict[str, Path]) -> list[tuple[int, str]]:
     """Lines and names of functions over the limit, longest first."""
     found = []
     for name, path in modules.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements_in(path.read_text()):
             if isinstance(node, ast.FunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 if length > LONGEST_FUNCTION:
@@ -95,7 +111,7 @@ def wide_constructors(modules: dict[str, Path]) -> list[tuple[int, str]]:
     """Arguments and names of constructors with more than the limit."""
     found = []
     for name, path in modules.items():
-        for owner in ast.walk(ast.parse(path.read_text())):
+        for owner in statements_in(path.read_text()):
             if not isinstance(owner, ast.ClassDef):
                 continue
             for node in owner.body:

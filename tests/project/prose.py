@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.project.layout import ROOT, is_ours
+from tests.project.layout import ROOT, is_ours, parsed
 
 WIDTH = 120
 """Of README and docs."""
@@ -160,7 +160,7 @@ def questions_in(source: str) -> Iterator[tuple[int, str, str]]:
     """Docstrings that begin as a question does."""
     if not QUOTED_QUESTION.search(source):
         return
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             title = (ast.get_docstring(node) or "").partition("\n")[0]
             if QUESTION.match(title):
@@ -179,7 +179,7 @@ def names_in(source: str) -> Iterator[tuple[int, str, str]]:
     """Variables, arguments, functions and classes that have a name of the list."""
     if not NAMED.search(source):
         return
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.Name(id=name, ctx=ast.Store()):
                 pass

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nn.models.registry import MODELS
-from tests.project.layout import is_ours
+from tests.project.layout import HOLD_STATEMENTS, is_ours, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -366,17 +366,11 @@ def imports_in(source: str) -> list[Import]:
             found.append(Import(module, tuple(each.name for each in node.names), lazy))
         lazy |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_types_only(node)
         open_ends.extend(
-            (child, lazy) for child in ast.iter_child_nodes(node) if isinstance(child, HOLD_IMPORTS)
+            (child, lazy)
+            for child in ast.iter_child_nodes(node)
+            if isinstance(child, HOLD_STATEMENTS)
         )
     return found
-
-
-HOLD_IMPORTS = (ast.stmt, ast.excepthandler, ast.match_case)
-
-
-@cache
-def parsed(source: str) -> ast.Module:
-    return ast.parse(source)
 
 
 def _is_for_types_only(node: ast.AST) -> bool:

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from logging import Logger
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nn.build import model_spec, open_source
+from nn.build import model_spec
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.directory import RUN_FILE, commit
 from nn.checkpoint.tensor_index import INDEX_FILE, Chunk, _any_overlap, parse_index
 from nn.checkpoint.tf2 import tf2_index
 from nn.distributed.errors import SharedError
-from nn.distributed.process_group import HostChannel
+from nn.distributed.process_group import HostChannel, Ranks
+from nn.embedding.declared_tables import table_of_feature
 from nn.export.tables import export_tables
+from nn.models.registry import declared_tables
 from nn.resume import load, own_resume_point
-from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu, table_map
+from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 
 TRAINER = {
     "loss_sum": 0.5,
@@ -33,10 +35,16 @@ TRAINER = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[Ranks]:
+    """Open one process group for all readers."""
+    with ranks_of_cpu() as ranks:
+        yield ranks
+
+
 @pytest.fixture(scope="module")
-def built() -> Built:
-    with ranks_of_cpu():
-        return build(compose_config(*TINY))
+def built(ranks) -> Built:
+    return build(compose_config(*TINY))
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +52,9 @@ def original(tmp_path_factory, built) -> Path:
     """Return a checkpoint as a run writes it."""
     directory = tmp_path_factory.mktemp("original")
     config, spec = built.config, model_spec(built.config, built.source)
-    with ranks_of_cpu():
-        built.train(0, 1)
-        state = built.step.state_dict()
-        checkpoint.write(directory, 1, state, built.step.table_names, HostChannel())
+    built.train(0, 1)
+    state = built.step.state_dict()
+    checkpoint.write(directory, 1, state, built.step.table_names, HostChannel())
     facts = checkpoint.facts_of(config, spec, built.ranks)
     return commit(directory, 1, facts | {"num_steps": 1, "trainer": TRAINER})
 
@@ -90,17 +97,17 @@ def one_line(message: str) -> str:
 def restore_and_export(path: Path, built: Built, output: Path) -> list[str]:
     """Return the refusals of a checkpoint that is named, by each reader."""
     messages = []
-    with ranks_of_cpu():
-        for read in (
-            lambda: checkpoint.check(path, built.source.spec, table_map(built.config)),
-            lambda: checkpoint.restore(path, built.step, with_optimizer=True),
-            lambda: checkpoint.trainer_rows(path),
-            lambda: export_tables(path, output),
-        ):
-            try:
-                read()
-            except ValueError as error:
-                messages.append(one_line(str(error)))
+    tables = table_of_feature(declared_tables(built.config.model, built.source.spec))
+    for read in (
+        lambda: checkpoint.check(path, built.source.spec, tables),
+        lambda: checkpoint.restore(path, built.step, with_optimizer=True),
+        lambda: checkpoint.trainer_rows(path),
+        lambda: export_tables(path, output),
+    ):
+        try:
+            read()
+        except ValueError as error:
+            messages.append(one_line(str(error)))
     return messages
 
 
@@ -110,11 +117,10 @@ def resume(path: Path, built: Built) -> tuple[list[str], bool]:
     logger, messages = Logger("hostile"), []
     logger.addFilter(lambda record: messages.append(one_line(record.getMessage())))
     try:
-        with ranks_of_cpu() as ranks:
-            start = own_resume_point(config, open_source(config), ranks, logger)
-            assert start is not None
-            if start.is_continuation:
-                load(config, start, built.step, logger)
+        start = own_resume_point(config, built.source, built.ranks, logger)
+        assert start is not None
+        if start.is_continuation:
+            load(config, start, built.step, logger)
     except (ValueError, SharedError) as error:
         return [one_line(str(error))], False
     return messages, start.is_continuation

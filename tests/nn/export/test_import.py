@@ -21,7 +21,7 @@ MODEL = (
     *("model.bottom_mlp=[16,8]", "model.top_mlp=[16,1]", "model.batch_norm=true"),
     *("train.ema_decay=0.9", "eval.per_epoch=4", "log.every=5", "seed=3"),
     *("data.synthetic.cardinalities=[50,20,7]", "data.synthetic.num_numerical=3"),
-    *("data.synthetic.train_rows=4096", "data.synthetic.test_rows=1024"),
+    *("data.synthetic.train_rows=4096", "data.synthetic.test_rows=1024", "log.pictures=false"),
 )
 ALL = Selection(parts=list(Component))
 
@@ -118,7 +118,7 @@ def test_raw_values_stand_beside_the_rows(tmp_path):
         "{name:last,vocabulary_of:item},{name:other,buckets:5}]}"
     )
     preproc("dataset=any", table, f"output={tmp_path / 'data'}")
-    options = (f"data.path={tmp_path / 'data'}", "train.batch_size=64")
+    options = (f"data.path={tmp_path / 'data'}", "train.batch_size=64", "log.pictures=false")
     model = ("model.name=deepfm", "model.embedding_dim=4", "model.hidden=[8]")
     ended = run_command(*options, *model, "train.max_steps=2", f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 0, ended.err

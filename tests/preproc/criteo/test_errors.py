@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,10 +35,12 @@ ARGUMENTS = ["-m", "preproc"]
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(autouse=True)
-def without_columns(monkeypatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def without_columns() -> Iterator[None]:
     """Skip the printed table of 40 columns, which takes a fourth of the time of such a run."""
-    monkeypatch.setattr("preproc.complete_dataset.print_columns", lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("preproc.complete_dataset.print_columns", lambda *_: None)
+        yield
 
 
 def fails(message: str, *overrides: str) -> None:
@@ -101,12 +104,13 @@ def test_a_label_that_is_not_0_or_1_is_named(tmp_path, output, label):
     )
 
 
-def test_line_numbers_count_blank_lines_and_all_of_a_large_file(tmp_path, output):
-    lines = GOOD * 1500
+def test_line_numbers_count_blank_lines_and_all_blocks_of_a_file(tmp_path, output, monkeypatch):
+    monkeypatch.setattr(parse, "BLOCK_BYTES", 10_000)
+    lines = GOOD * 15
     lines[10] = ""
-    lines[123_455] = GOOD[0].replace("0", "x", 1)
+    lines[1233] = GOOD[0].replace("0", "x", 1)
     source = write_lines(tmp_path / "raw.tsv.gz", lines, compress=True)
-    fails(f"{source}, line 123456: column 1 .*", f"source={source}", f"output={output}")
+    fails(f"{source}, line 1234: column 1 .*", f"source={source}", f"output={output}")
 
 
 def test_the_file_among_many_is_named_and_only_it_is_read_again(tmp_path, monkeypatch):
@@ -536,20 +540,24 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(
-    ("on_bad", "packed"), [("skip", False), ("quarantine", False), ("quarantine", True)]
-)
-def test_bad_rows_are_left_out_counted_and_quarantined(tmp_path, on_bad, packed):
+@pytest.fixture(scope="module")
+def without_bad(tmp_path_factory) -> dict[str, bytes]:
+    """Return what the good lines become."""
+    directory = tmp_path_factory.mktemp("good")
+    lines = [line for number, line in enumerate(GOOD, start=1) if number not in BAD]
+    source = write_lines(directory / "good", lines)
+    preproc(f"source={source}", f"output={directory / 'out'}")
+    return data_files(directory / "out")
+
+
+@pytest.mark.parametrize(("on_bad", "packed"), [("skip", False), ("quarantine", True)])
+def test_bad_rows_are_left_out_counted_and_quarantined(tmp_path, without_bad, on_bad, packed):
     lines = [BAD.get(number, line.encode()) for number, line in enumerate(GOOD, start=1)]
     source = tmp_path / "raw.tsv"
     text = b"\r\n".join(lines)
     source.write_bytes(pa.compress(text, "zstd", asbytes=True) if packed else text)
     preproc(f"source={source}", f"output={tmp_path / 'out'}", f"on_bad={on_bad}")
-    good = write_lines(
-        tmp_path / "good", [line for n, line in enumerate(GOOD, start=1) if n not in BAD]
-    )
-    preproc(f"source={good}", f"output={tmp_path / 'wanted'}")
-    assert data_files(tmp_path / "out") == data_files(tmp_path / "wanted")
+    assert data_files(tmp_path / "out") == without_bad
     assert json.loads((tmp_path / "out/report.json").read_text())["rows"]["bad"] == len(BAD)
     aside = tmp_path / "out" / "bad_rows.tsv"
     if on_bad == "skip":

@@ -101,31 +101,34 @@ def stored(output: Path, name: str = "past") -> tuple[list[list[int]], list[int]
     )
 
 
-def check(output: Path, wanted: list[list[str]], length: int) -> None:
+def check(output: Path, wanted: list[list[str]], length: int, name: str = "past") -> None:
     """Compare ids and lengths of a dataset with histories of items."""
     vocabulary = duckdb.sql(f"SELECT value, id FROM '{output}/vocabulary/item.parquet'")
     ids = dict(vocabulary.fetchall())
     padded = [[*(ids.get(v, 0) for v in past), *[0] * (length - len(past))] for past in wanted]
-    assert stored(output) == (padded, [len(past) for past in wanted])
+    assert stored(output, name) == (padded, [len(past) for past in wanted])
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("length", [1, 3, 200])
-def test_histories_are_those_of_the_reference(tmp_path, seed, length):
+def test_histories_are_those_of_the_reference(tmp_path, seed):
     rows = random_rows(seed)
-    table = described(write_rows(tmp_path / "t.csv", rows), length=length)
+    table = described(write_rows(tmp_path / "t.csv", rows))
+    lengths = {"past_1": 1, "past_3": 3, "past_200": 200}
+    [history] = table["history"]
+    table["history"] = [history | {"name": name, "length": of} for name, of in lengths.items()]
     # A rare value is an item with id 0; the length tells it from the end of the history.
     build(tmp_path / "out", table, "frequency_limit=3")
-    wanted = reference(rows, length)
-    longest = max(map(len, wanted))
-    assert 0 in map(len, wanted)
-    assert longest == length if length < 200 else longest < length
-    check(tmp_path / "out", wanted, length)
     spec = FeatureSpec.load(tmp_path / "out")
-    item, past = spec.categorical[1:]
-    assert (past.hotness, past.table, past.cardinality) == (length, "item", item.cardinality)
-    assert spec.table_features["item"] == (item, past)
-    assert not (tmp_path / "out/vocabulary/past.parquet").exists()
+    item, *pasts = spec.categorical[1:]
+    assert spec.table_features["item"] == (item, *pasts)
+    for (name, length), past in zip(lengths.items(), pasts, strict=True):
+        wanted = reference(rows, length)
+        longest = max(map(len, wanted))
+        assert 0 in map(len, wanted)
+        assert longest == length if length < 200 else longest < length
+        check(tmp_path / "out", wanted, length, name)
+        assert (past.hotness, past.table, past.cardinality) == (length, "item", item.cardinality)
+        assert not (tmp_path / f"out/vocabulary/{name}.parquet").exists()
     preproc("mode=verify", f"path={tmp_path / 'out'}")
 
 
@@ -162,13 +165,13 @@ def test_rows_that_the_filter_leaves_out_see_a_history_but_are_in_none(tmp_path)
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("shuffle", ["true", "false"])
-@pytest.mark.parametrize("only_train", [True, False])
-def test_splits_and_shuffles_change_no_history(tmp_path, options, shuffle, only_train):
+def test_splits_and_shuffles_change_no_history(tmp_path, options, shuffle):
     rows = random_rows(12)
     table = described(write_rows(tmp_path / "t.csv", rows), **options)
     # The number of the row is a feature, so that rows are found again.
     table["categorical"].append({"name": "row", "expression": "order_"})
-    table["history"][0]["rows"] = "train" if only_train else "all"
+    [history] = table["history"]
+    table["history"] = [history | {"name": of, "rows": of} for of in ("train", "all")]
     build(tmp_path / "out", table, f"shuffle={shuffle}", "vocabulary=all")
     vocabulary = duckdb.sql(f"SELECT id, value FROM '{tmp_path}/out/vocabulary/row.parquet'")
     number_of = {i: int(value) - 1 for i, value in vocabulary.fetchall()}
@@ -177,8 +180,10 @@ def test_splits_and_shuffles_change_no_history(tmp_path, options, shuffle, only_
         for split in SPLITS
     }
     train = set(written["train"])
-    wanted = reference(rows, 3, lambda number, _: number in train or not only_train)
-    check(tmp_path / "out", [wanted[n] for split in SPLITS for n in written[split]], 3)
+    for name in ("train", "all"):
+        wanted = reference(rows, 3, lambda number, _, name=name: number in train or name == "all")
+        seen = [wanted[n] for split in SPLITS for n in written[split]]
+        check(tmp_path / "out", seen, 3, name)
     if "expression" in table["split"]:  # rows that are left out are in histories
         assert len(rows) > len(train) + len(written["test"])
 

@@ -222,14 +222,11 @@ def test_new_rows_become_the_features_of_the_fit(fit, kind, tmp_path):
     }
     build(tmp_path / "out", table, *OPTIONS, "mode=transform", f"fitted={fit.root}")
     assert features_of(tmp_path / "out") == fit.wanted
+    if fit.is_text == (kind == "csv"):
+        return  # rows of the kind of the fit; those of the other kind show the rest
     # What was no value in the fit is none where the description leaves it out.
-    build(
-        tmp_path / "bare",
-        table | {"missing": ["?"]},
-        *OPTIONS,
-        "mode=transform",
-        f"fitted={fit.root}",
-    )
+    bare = table | {"missing": ["?"]}
+    build(tmp_path / "bare", bare, *OPTIONS, "mode=transform", f"fitted={fit.root}")
     assert features_of(tmp_path / "bare") == fit.wanted
     # A fit of a fit.
     build(tmp_path / "again", table, *OPTIONS, "mode=transform", f"fitted={tmp_path / 'bare'}")
