@@ -18,7 +18,7 @@ RUN = [
     *("model.embedding_dim=8", "model.bottom_mlp=[16,8]", "model.top_mlp=[16,1]"),
     *("train.batch_size=64", "eval.batch_size=128", "eval.per_epoch=3", "optimizer.name=adagrad"),
     *("optimizer.lr=0.05", "log.every=7", "log.loggers=[]", "train.tf32=false"),
-    *("checkpoint.save_every=10",),
+    *("checkpoint.save_every=10", "log.pictures=false"),
 ]
 
 

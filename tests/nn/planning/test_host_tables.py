@@ -340,6 +340,7 @@ def test_the_plan_has_the_ring_and_the_places_of_the_tier(tmp_path, monkeypatch)
     assert group.map.num_ring in (640, 641)
 
 
+@pytest.mark.doors
 def test_a_run_moves_what_its_plan_expects(tmp_path):
     """Rows fetched by two tables, and rows from disk of one of them."""
     run = tmp_path / "run"

@@ -76,7 +76,12 @@ class Trained:
             *(f"device={device}", TWO_HEADS, f"data.path={self.root}", "model.embedding_dim=4"),
             *("optimizer.name=sgd", "optimizer.lr=0.5", "train.epochs=2", "train.ema_decay=0.8"),
             *(f"train.batch_size={BATCH}", f"eval.batch_size={BATCH}", "data.shuffle_block=8"),
-            *("log.loggers=[]", "eval.metrics=[calibration]", "train.tf32=false", "log.pictures=false"),
+            *(
+                "log.loggers=[]",
+                "eval.metrics=[calibration]",
+                "train.tf32=false",
+                "log.pictures=false",
+            ),
         ]
         ended = run_command(*self.options, f"run_dir={directory / 'run'}")
         assert ended.exit_code == 0, ended.err

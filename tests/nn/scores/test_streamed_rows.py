@@ -42,7 +42,12 @@ class Shop:
                 "model.bottom_mlp=[8,4]",
                 "model.top_mlp=[8,1]",
             ),
-            *("train.batch_size=32", f"eval.batch_size={BATCH}", "log.loggers=[]", "log.pictures=false"),
+            *(
+                "train.batch_size=32",
+                f"eval.batch_size={BATCH}",
+                "log.loggers=[]",
+                "log.pictures=false",
+            ),
         ]
         run = f"run_dir={root / 'run'}"
         ended = run_command(*self.options, f"data.path={root / 'fit'}", run, "train.epochs=3")

@@ -16,7 +16,10 @@ from tests.preproc.table.test_pipeline import build
 from tests.serving.served_models import export, serving, tensor
 
 LENGTH = 3
-SMALL = ["model.embedding_dim=8", "model.bottom_mlp=[8]", "model.top_mlp=[8,1]", "device=cpu"]
+SMALL = [
+    *("model.embedding_dim=8", "model.bottom_mlp=[8]", "model.top_mlp=[8,1]", "device=cpu"),
+    "log.pictures=false",
+]
 
 
 @pytest.fixture(scope="module")
