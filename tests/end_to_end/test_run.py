@@ -100,6 +100,7 @@ def test_the_run_directory_is_complete(dlrm):
     } <= set(summary_of(run_dir))
 
 
+@pytest.mark.doors
 def test_two_ranks_under_torchrun_reach_the_metrics_of_one(dlrm, tmp_path):
     _, run_dir = dlrm
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -256,6 +256,7 @@ def test_a_run_is_loaded_at_its_latest_day(tmp_path):
     assert Run.load(tmp_path / "run", checkpoint="best").num_steps == best
 
 
+@pytest.mark.doors
 def test_the_best_of_the_day_before_stays_until_a_day_has_one(days, tmp_path):
     run_dir = tmp_path / "run"
     options = [*OPTIONS, "checkpoint.keep=2", "eval.per_epoch=1", f"run_dir={run_dir}"]
@@ -286,6 +287,7 @@ def test_tables_grow_in_place(days, uninterrupted):
     assert read_facts(path)["stage"]["number"] == 2
 
 
+@pytest.mark.doors
 def test_deltas_continue_over_days_and_name_retired_rows(days, tmp_path):
     gone = tmp_path / "gone"
     table = table_of(days[0].parent / "1.csv")
@@ -397,6 +399,7 @@ def test_days_of_a_pattern_are_trained_in_their_order(days, uninterrupted, tmp_p
     assert re.fullmatch(r"error: days: \S+/a and \S+/d follow the same day; .*\n", ended.err)
 
 
+@pytest.mark.doors
 def test_tables_in_host_memory_grow_too(days, tmp_path):
     """Days with most rows in host memory, one of them interrupted, have the bits of days without."""
     small = ["train.batch_size=4", "eval.batch_size=4", "train.max_steps=8", "eval.max_steps=2"]

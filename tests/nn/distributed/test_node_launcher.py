@@ -206,6 +206,7 @@ def test_a_final_error_is_not_restarted(tmp_path):
     )
 
 
+@pytest.mark.doors
 def test_a_killed_rank_is_restarted_with_the_others(tmp_path):
     """Rank 0 holds the rendezvous of the process group."""
     code, out = ended(tmp_path, "kill", "0")

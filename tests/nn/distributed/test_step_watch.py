@@ -85,6 +85,7 @@ def test_the_same_command_resumes_after_it(hung):
     assert "checkpoints/step_100, 100 steps" in log
 
 
+@pytest.mark.doors
 def test_a_rank_that_is_late_outside_of_a_step_ends_nothing(tmp_path):
     options = [
         *RUN,
@@ -98,6 +99,7 @@ def test_a_rank_that_is_late_outside_of_a_step_ends_nothing(tmp_path):
     assert not (tmp_path / "run/stacks").exists()
 
 
+@pytest.mark.doors
 def test_a_rank_that_was_stopped_gives_no_answer(tmp_path):
     options = [*RUN, f"run_dir={tmp_path / 'run'}", *RARE]
     ranks = start(options, 2, tmp_path / "log", prepare=shorten)

@@ -29,6 +29,8 @@ CASES = [
     each
     for each in product(["dlrm", "dcnv2"], HOTNESS, RATES, LAYOUTS)
     if each[2:] != ("rowwise_adagrad", "column_wise")
+    # Tables know nothing of the model above them: with the second one each rule and each layout once or twice.
+    and (each[0] == "dlrm" or (list(RATES).index(each[2]) + LAYOUTS.index(each[3])) % 4 == 1)
 ]
 
 

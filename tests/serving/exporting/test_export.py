@@ -137,6 +137,7 @@ def test_onnx_is_proven(runs, tmp_path, monkeypatch):
     assert not (tmp_path / "wrong").exists()
 
 
+@pytest.mark.doors
 def test_an_onnx_file_that_cannot_be_loaded_is_refused(tmp_path):
     class Squeezes(torch.nn.Module):
         def forward(self, numerical: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:

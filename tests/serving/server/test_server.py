@@ -490,6 +490,7 @@ def test_the_command_ends_though_nobody_reads_what_it_says(models):
         process.kill()
 
 
+@pytest.mark.doors
 def test_the_command_serves_until_sigterm(models):
     command = [sys.executable, "-m", "serving.run", f"model={models['one']}", "port=0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
