@@ -32,6 +32,7 @@ from hypothesis.strategies import SearchStrategy
 
 from configs.exit_codes import USER_ERROR_EXIT_CODE
 from nn.library_warnings import quiet_libraries
+from tests.helpers.forks import COMPOSED_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT_S = 30.0
@@ -263,6 +264,8 @@ class _Place:
             outside = real.startswith(f"{self._directory}/outside")
             # Numba's and matplotlib's caches.
             cached = "__pycache__" in real or "/matplotlib" in real
+            # Configurations that the session's processes share.
+            cached |= real.startswith(os.environ.get(COMPOSED_VARIABLE, "/dev/null"))
             allowed = inside or cached or real.startswith(("/dev/", "/proc/"))
             if outside or (writes and not allowed):
                 return f"{'wrote' if writes else 'read'} {path.replace(str(self._room), 'ROOM')}"

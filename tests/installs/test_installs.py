@@ -25,12 +25,12 @@ QUICK = ["train.max_steps=8", "data.synthetic.train_rows=16384", "data.synthetic
 MINUTE_S = 60
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> Path:
-    """The files that git has, as a clone has them: an install may write into its checkout."""
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """The files that git has, as a clone has them: an install writes `build/` into its checkout."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    place = tmp_path_factory.mktemp("installs") / "a checkout"
+    place = tmp_path / "a checkout"
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
