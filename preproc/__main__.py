@@ -162,8 +162,9 @@ def refuse_idle_split(config: PreprocConfig, typed: Sequence[str]) -> None:
         config: the options.
         typed: those of the command line, as `key=value`.
     """
-    by_files = "test_source" if config.test_source is not None else "split=last_file"
-    is_by_files = config.test_source is not None or config.split is Split.last_file
+    by_files = "split=last_file" if config.split is Split.last_file else None
+    if config.test_source is not None:
+        by_files = "test_source"
     for text in typed:
         key, _, value = text.lstrip("+").partition("=")
         if value == "null":
@@ -175,7 +176,7 @@ def refuse_idle_split(config: PreprocConfig, typed: Sequence[str]) -> None:
             f"to divide them, or leave {key} out",
         )
         require(
-            not (is_by_files and key == "train_fraction"),
+            by_files is None or key != "train_fraction",
             f"{text} divides no rows: with {by_files} the test rows are those of files; leave train_fraction out",
         )
 

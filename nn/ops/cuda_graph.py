@@ -75,6 +75,7 @@ class CudaGraph(Generic[Outputs]):
 
     def close(self) -> None:
         """Release the graph and its memory even while this object is referenced."""
+        _open.discard(self)
         self._graph.reset()
         self._function = self.outputs = None
         self._inputs = []
@@ -87,7 +88,6 @@ def close_graphs() -> None:
     """Close all graphs of this process. A communicator of NCCL waits without end for graphs that captured its collectives."""
     for graph in list(_open):
         graph.close()
-    _open.clear()
 
 
 @cache

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,14 +32,6 @@ GOOD = [raw_line(i % 2, i1=i, c1=f"{i % 7:08x}") for i in range(100)]
 INTERRUPTED = "interrupted: nothing was written to output; rerun the same command to resume"
 ARGUMENTS = ["-m", "preproc"]
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_columns() -> Iterator[None]:
-    """Skip the printed table of 40 columns, which takes a fourth of the time of such a run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("preproc.complete_dataset.print_columns", lambda *_: None)
-        yield
 
 
 def fails(message: str, *overrides: str) -> None:

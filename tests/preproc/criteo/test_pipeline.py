@@ -6,7 +6,6 @@ import random
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -20,14 +19,6 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
 
 KAGGLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_columns() -> Iterator[None]:
-    """Skip the printed table of 40 columns, which takes a fourth of the time of such a run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("preproc.complete_dataset.print_columns", lambda *_: None)
-        yield
 
 
 def reference(lines, num_train, frequency_limit, counted=None):

@@ -7,7 +7,6 @@ import shutil
 import socket
 import tracemalloc
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -25,14 +24,6 @@ from preproc.report.console import Stage
 from preproc.work_directory import Work
 from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
 from tests.preproc.table.test_pipeline import _hydra
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_columns() -> Iterator[None]:
-    """Skip the printed table of 40 columns, which takes a fourth of the time of such a run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("preproc.complete_dataset.print_columns", lambda *_: None)
-        yield
 
 
 def noise(num_rows: int, seed: int = 0) -> list[str]:
