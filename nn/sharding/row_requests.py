@@ -17,12 +17,10 @@ from nn.embedding.id_blocks import NO_ID, IdBlock
 from nn.embedding.local_tables import LocalTable, SlotRows, SortedIds, addition_scalars
 from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
-from nn.sharding.placement import RankTables, RequestedTables
+from nn.sharding.placement import BLOCK, RankTables, RequestedTables
 from nn.sharding.request_keys import RequestKeys, RowRoom
 
 # K: ids of all lookups of a rank's samples, W: ranks, R: rows that a rank has room for, of all owners, D: columns
-
-BLOCK = "rows"
 
 
 class RowRequests:
