@@ -7,7 +7,6 @@ waits for them in every step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from nn.embedding.id_blocks import IdCount
 from nn.ops.cuda_graph import CudaGraph
+from nn.sharding.batch_rows import BatchRows
 from nn.sharding.local_ids import LocalIds
 
 
@@ -103,18 +103,18 @@ class CapturedIdAllToAll:
         self._graph = CudaGraph(exchange, ids, stream=torch.cuda.current_stream())
         assert self._graph.outputs is not None, "the graph is open"
         example, self._flag = results.pop()
-        self._arrived = replace(example.of_tensors(self._graph.outputs), release=self._release)
+        self._arrived = example.of_tensors(self._graph.outputs)
 
-    def __call__(self, ids: Tensor) -> tuple[LocalIds, Tensor | None]:
+    def __call__(self, ids: Tensor) -> BatchRows:
         """Exchange the next ids."""
         if self._is_held:
             # Two prefetchers are active: evaluation runs while the next training batch waits.
-            return self._send(ids)
+            return BatchRows(*self._send(ids))
         self._is_held = True
         torch.cuda.current_stream().wait_event(self._released)
         self._graph.load(ids)
         self._graph.replay()
-        return self._arrived, self._flag
+        return BatchRows(self._arrived, self._flag, self._release)
 
     def close(self) -> None:
         """Release the CUDA graph, even while its ids are referenced."""

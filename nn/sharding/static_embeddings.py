@@ -4,7 +4,7 @@ Buffers are allocated once per batch size; the host reads nothing back.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -24,6 +24,7 @@ from nn.sharding.local_ids import LocalIds, Room
 from nn.sharding.placement import RankTables
 from nn.sharding.request_keys import RequestKeys
 from nn.sharding.row_requests import RowRequests
+from nn.tiers.live_batches import Hold
 from nn.tiers.slot_ids import SlotIds
 from nn.tiers.stager import Need
 
@@ -191,19 +192,17 @@ class StaticEmbeddings:
         )
         return local, lacks_room
 
-    def with_slots(self, ids: LocalIds, need: Need | None = None) -> LocalIds:
+    def hold_rows(self, ids: LocalIds, need: Need | None = None) -> Hold | None:
         """Turn the ids of tables in host memory into slots, in place, and fetch their rows; nothing is captured here.
 
-        Args:
-            ids: of a batch.
-            need: result of `needed_rows`, if it was called.
+        `need` is the result of `needed_rows`, if it was called.
         """
         if self._tier is None:
-            return ids
-        return replace(ids, hold=self._tier.map(ids.owned, self._slots.tier_ids, need))
+            return None
+        return self._tier.map(ids.owned, self._slots.tier_ids, need)
 
     def needed_rows(self, ids: LocalIds) -> Need | None:
-        """Return the rows of this rank's tables on disk that a batch needs, before `with_slots`."""
+        """Return the rows of this rank's tables on disk that a batch needs, before `hold_rows`."""
         return None if self._tier is None else self._tier.announce(ids.owned, self._slots.tier_ids)
 
     @cached_property

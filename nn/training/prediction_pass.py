@@ -25,8 +25,8 @@ def predictions(
     """
     step.set_training(False)
     prefetcher = Prefetcher(batches, step.path, device)
-    for batch, ids in prefetcher:
-        logits = step.predict(batch, ids)
+    for batch, rows in prefetcher:
+        logits = step.predict(batch, rows)
         prefetcher.start_next()
         yield batch, logits
     step.set_training(True)

@@ -108,7 +108,8 @@ class StaticPass:
         if context.dense_update is not None:
             self._wait_for(checked)
             context.dense_update.apply()
-        self._join(ids)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
         return logits.detach()
 
     def _embeddings(
@@ -144,17 +145,9 @@ class StaticPass:
         counts = self._counts(len(labels))
         return loss_share(context.tasks, logits, labels, *counts, weights, total_weight)
 
-    def _join(self, ids: LocalIds) -> None:
-        """Let the main stream wait for that of the tables, and release the ids."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        if ids.release is not None:
-            ids.release()
-
     def _begin(self, ids: LocalIds, *, look_up: bool) -> tuple[torch.cuda.Event | None, Any, Any]:
         """Look up and sort; return the event of the embeddings' arrival, and the sorted ids of owned and replicated tables."""
         sorted_owned = sorted_replicated = None
-        ids.rows_arrive()
         with self._beside():
             if look_up:
                 with annotate("lookup"):
@@ -225,7 +218,6 @@ class StaticForward:
     @torch.no_grad()
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
         """Return the logits."""
-        ids.rows_arrive()
         rows = self._tables.rows(ids)
         # Of a kernel that takes rows itself, nothing is looked up before.
         values = self._tables.look_up(ids) if rows is None else None
@@ -235,10 +227,7 @@ class StaticForward:
                 lambda: self._tables.look_up(ids) if values is None else values,
                 rows,
             )
-            logits = self._context.dense(batch.numerical, embeddings)
-        if ids.release is not None:
-            ids.release()
-        return logits
+            return self._context.dense(batch.numerical, embeddings)
 
     def without_updates(self) -> AbstractContextManager:
         """Return a null context: a forward pass changes no weight."""

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from configs.schema import Config, Mode
 from dataloading.batch import Batch
 from nn.ops.cuda_graph import CudaGraph
-from nn.ops.host_copy import HostCopy
+from nn.sharding.batch_rows import BatchRows
 from nn.sharding.id_all_to_all import CapturedIdAllToAll
 from nn.sharding.local_ids import LocalIds, Room
 from nn.sharding.placement import RankTables
@@ -28,19 +27,27 @@ from nn.training.static_pass import StaticForward, StaticPass
 class Pass(Protocol):
     """A function on the device with constant shapes and addresses; the host reads nothing back."""
 
-    @property
-    def graph(self) -> CudaGraph | None:
-        """Its CUDA graph, if it is captured."""
-
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
-        """Return the logits, and release the ids."""
-
-
-class PlainPass(Pass, Protocol):
-    """A pass that is launched, or captured by `CapturedPass`."""
+        """Return the logits."""
 
     def without_updates(self) -> AbstractContextManager:
         """Let `run` change no weight while the context is open."""
+
+
+class LaunchedPass:
+    """A pass whose operations are launched one by one."""
+
+    graph = None
+
+    def __init__(self, function: Pass) -> None:
+        self._function = function
+
+    def run(self, rows: BatchRows, batch: Batch) -> Tensor:
+        """Run the pass on the rows of a batch."""
+        rows.arrive()
+        logits = self._function.run(rows.ids, batch)
+        rows.ids_are_read()
+        return logits
 
 
 class CapturedPass:
@@ -50,16 +57,17 @@ class CapturedPass:
     memory.
 
     Args:
-        plain: the pass to capture.
-        ids: example input.
+        function: the pass to capture.
+        rows: of an example.
         batch: example input.
         beside: the graph of another pass, whose memory is shared.
     """
 
     def __init__(
-        self, plain: PlainPass, ids: LocalIds, batch: Batch, beside: CudaGraph | None = None
+        self, function: Pass, rows: BatchRows, batch: Batch, beside: CudaGraph | None = None
     ) -> None:
-        ids.rows_arrive()
+        rows.arrive()
+        ids = rows.ids
         is_in_one = batch.memory is not None and ids.owned is batch.ids.values()
         self._example = batch if is_in_one else None
         count = len(ids.tensors)
@@ -67,12 +75,12 @@ class CapturedPass:
         def run(*inputs: Tensor) -> Tensor:
             if is_in_one:
                 mine = batch.at(*inputs)
-                return plain.run(ids.of_tensors([mine.ids.values(), ids.replicated]), mine)
+                return function.run(ids.of_tensors([mine.ids.values(), ids.replicated]), mine)
             tensors, columns = inputs[:count], inputs[count:]
-            return plain.run(ids.of_tensors(tensors), batch.with_columns(columns))
+            return function.run(ids.of_tensors(tensors), batch.with_columns(columns))
 
         self.graph: CudaGraph[Tensor] = CudaGraph(
-            run, *self._inputs(ids, batch), warm_up=plain.without_updates(), beside=beside
+            run, *self._inputs(ids, batch), warm_up=function.without_updates(), beside=beside
         )
 
     def _inputs(self, ids: LocalIds, batch: Batch) -> Sequence[Tensor]:
@@ -81,14 +89,16 @@ class CapturedPass:
             return (*ids.tensors, *batch.columns)
         return (batch.packed_as(self._example),)
 
-    def run(self, ids: LocalIds, batch: Batch) -> Tensor:
+    def run(self, rows: BatchRows, batch: Batch) -> Tensor:
         """Replay the pass on new inputs; the next call overwrites the logits."""
-        self.graph.load(*self._inputs(ids, batch))
+        self.graph.load(*self._inputs(rows.ids, batch))
         # Before the replay and the wait for rows, so that the next batch's exchange and mapping need not wait for them.
-        if ids.release is not None:
-            ids.release()
-        ids.rows_arrive()
+        rows.ids_are_read()
+        rows.arrive()
         return self.graph.replay()
+
+
+AnyPass = LaunchedPass | CapturedPass
 
 
 class StaticPath:
@@ -123,8 +133,8 @@ class StaticPath:
             self.captured_sizes = frozenset(size // context.ranks.world_size for size in sizes)
         # Keys: rows per rank.
         self._exchanges: dict[int, CapturedIdAllToAll] = {}
-        self._passes: dict[int, Pass] = {}
-        self.forwards: dict[int, Pass] = {}
+        self._passes: dict[int, AnyPass] = {}
+        self.forwards: dict[int, AnyPass] = {}
         # Keys: rows per rank, and room for their ids.
         self._embeddings: dict[tuple[int, Room], StaticEmbeddings] = {}
         self._batch_ids = BatchIds(tables, context.ranks)
@@ -145,10 +155,9 @@ class StaticPath:
 
     def announce(self, batch: Batch) -> Need | None:
         """Send the ids of a batch that comes later; return the rows on disk that this rank needs for it."""
-        ids = self._send(batch)
-        need = self.embeddings(len(batch.labels), ids.room).needed_rows(ids)
-        if ids.release is not None:
-            ids.release()
+        rows = self._send(batch)
+        need = self.embeddings(len(batch.labels), rows.ids.room).needed_rows(rows.ids)
+        rows.ids_are_read()
         return need
 
     def start_pass(self, needs: Sequence[Need | None]) -> None:
@@ -157,15 +166,16 @@ class StaticPath:
         if own and self._tables.tier is not None and self._tables.tier.stager is not None:
             self._tables.tier.stager.start_pass(own)
 
-    def start(self, batch: Batch, need: Need | None = None) -> LocalIds:
+    def start(self, batch: Batch, need: Need | None = None) -> BatchRows:
         """Send the ids to their tables, and fetch the rows of those in host memory.
 
         Args:
             batch: on the device.
             need: result of `announce`, if it was called.
         """
-        ids = self._send(batch)
-        return ids if not self.has_host_tables else self._with_slots(batch, ids, need)
+        rows = self._send(batch)
+        self._hold(batch, rows, need)
+        return rows
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
         """Let the current stream wait for the one on which batches are started."""
@@ -174,45 +184,41 @@ class StaticPath:
         else:
             torch.cuda.current_stream(self._context.ranks.device).wait_stream(stream)
 
-    def _with_slots(self, batch: Batch, ids: LocalIds, need: Need | None = None) -> LocalIds:
-        return self.embeddings(len(batch.labels), ids.room).with_slots(ids, need)
+    def _hold(self, batch: Batch, rows: BatchRows, need: Need | None = None) -> None:
+        """Fetch the rows of tables in host memory; their ids become slots."""
+        if self.has_host_tables:
+            tables = self.embeddings(len(batch.labels), rows.ids.room)
+            rows.keep(tables.hold_rows(rows.ids, need))
 
-    def _send(self, batch: Batch) -> LocalIds:
+    def _send(self, batch: Batch) -> BatchRows:
         size = len(batch.labels)
         level = self._batch_ids.level(batch)
         ids = self._batch_ids.flat(batch, level)
         if level or not self._is_full(batch):
             return self._send_exactly(batch, ids, level)
         if self._ids_are_here:
-            return LocalIds(ids, self._no_ids, release=_keep)
+            return BatchRows(LocalIds(ids, self._no_ids), release=_keep)
         room = self._request_room.usual(size, ids)
         if size not in self.captured_sizes:
-            return _watched(*self.embeddings(size, room).send_ids(ids))
+            return BatchRows(*self.embeddings(size, room).send_ids(ids))
         if size not in self._exchanges:
             self._exchanges[size] = CapturedIdAllToAll(self.embeddings(size, room).send_ids, ids)
-        return _watched(*self._exchanges[size](ids))
+        return self._exchanges[size](ids)
 
     def _is_full(self, batch: Batch) -> bool:
         return batch.global_valid == len(batch.labels) * self._context.ranks.world_size
 
-    def _send_exactly(self, batch: Batch, ids: Tensor, level: int) -> LocalIds:
+    def _send_exactly(self, batch: Batch, ids: Tensor, level: int) -> BatchRows:
         """Send the ids of an unusual batch, with room for them alone."""
         size = len(batch.labels)
         num_valid = None if self._is_full(batch) else batch.global_valid
         room = self._request_room.exact(size, ids, level, num_valid)
-        return self.embeddings(size, room).send_ids(ids, num_valid)[0]
+        return BatchRows(self.embeddings(size, room).send_ids(ids, num_valid)[0])
 
-    def _ready(self, batch: Batch, ids: LocalIds) -> LocalIds:
-        """Return ids that have room, once all their rows have places on the device."""
-        ids = self._with_room(batch, ids)
-        if ids.hold is not None:
-            ids.hold.check()
-        return ids
-
-    def _with_room(self, batch: Batch, ids: LocalIds) -> LocalIds:
-        """Return ids that have room: those given, or, if a rank asked for more rows than it has room for, others."""
-        if ids.lacks_room is None or not ids.lacks_room.read().item():
-            return ids
+    def _with_room(self, batch: Batch, rows: BatchRows) -> BatchRows:
+        """Return rows that have room: those given, or, if a rank asked for more than it has room for, others."""
+        if not rows.lack_room():
+            return rows
         if not self._has_warned:
             self._has_warned = True
             if self._context.ranks.is_rank0:
@@ -220,16 +226,14 @@ class StaticPath:
                     "a batch asks for more distinct rows of row-wise tables than the captured step has room for; such batches "
                     "are trained operation by operation, which is slower. Shuffle the rows, if their ids follow their order"
                 )
-        if ids.release is not None:
-            ids.release()
-        level = ids.room.level
+        rows.ids_are_read()
+        level = rows.ids.room.level
         sent = self._send_exactly(batch, self._batch_ids.flat(batch, level), level)
-        if not self.has_host_tables:
-            return sent
-        # Rows move on the prefetcher's stream otherwise.
-        self._synchronize()
-        sent = self._with_slots(batch, sent)
-        self._synchronize()
+        if self.has_host_tables:
+            # Rows move on the prefetcher's stream otherwise.
+            self._synchronize()
+            self._hold(batch, sent)
+            self._synchronize()
         return sent
 
     def _synchronize(self) -> None:
@@ -240,25 +244,21 @@ class StaticPath:
         """Set learning rate and step count in device memory."""
         self._tables.prepare_update(step, lr)
 
-    def forward_backward(self, batch: Batch, ids: LocalIds) -> Tensor:
+    def forward_backward(self, batch: Batch, rows: BatchRows) -> Tensor:
         """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too."""
-        ids = self._ready(batch, ids)
-        logits = self._pass(batch, ids).run(ids, batch)
-        if ids.hold is not None:
-            ids.hold.release(is_trained=self._context.update_tables)
-        return logits
+        rows = self._with_room(batch, rows)
+        with rows.used(is_trained=self._context.update_tables):
+            return self._pass(batch, rows).run(rows, batch)
 
     def update(self) -> None:
         """Update the replicated tables."""
         self._tables.update_replicated(self._context.gradients.further)
 
-    def predict(self, batch: Batch, ids: LocalIds) -> Tensor:
+    def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
         """Return the logits [B]; the next call overwrites them."""
-        ids = self._ready(batch, ids)
-        logits = self._forward(batch, ids).run(ids, batch)
-        if ids.hold is not None:
-            ids.hold.release(is_trained=False)
-        return logits
+        rows = self._with_room(batch, rows)
+        with rows.used(is_trained=False):
+            return self._forward(batch, rows).run(rows, batch)
 
     def close(self) -> None:
         """Release the CUDA graphs."""
@@ -292,32 +292,33 @@ class StaticPath:
         for key in unusual:
             del self._embeddings[key]
 
-    def _pass(self, batch: Batch, ids: LocalIds) -> Pass:
+    def _pass(self, batch: Batch, rows: BatchRows) -> AnyPass:
         """Return the pass for batches of this size; only full training batches justify the memory of a graph."""
-        size = len(batch.labels)
-        tables = self.embeddings(size, ids.room)
+        size, room = len(batch.labels), rows.ids.room
+        tables = self.embeddings(size, room)
         if not self._is_full(batch):
-            return StaticPass(tables, self._context, batch.num_valid, batch.global_valid)
-        if not ids.room.is_usual:
-            return StaticPass(tables, self._context)
+            function = StaticPass(tables, self._context, batch.num_valid, batch.global_valid)
+            return LaunchedPass(function)
+        if not room.is_usual:
+            return LaunchedPass(StaticPass(tables, self._context))
         if size not in self._passes:
-            plain = StaticPass(tables, self._context)
             is_full = batch.global_valid == self._train_size
-            self._passes[size] = self._captured(plain, batch, ids) if is_full else plain
+            function = StaticPass(tables, self._context)
+            self._passes[size] = self._built(function, batch, rows, captured=is_full)
         return self._passes[size]
 
-    def _forward(self, batch: Batch, ids: LocalIds) -> Pass:
+    def _forward(self, batch: Batch, rows: BatchRows) -> AnyPass:
         """Return the forward pass for batches of this size; full batches have a graph, for one size at a time."""
-        size = len(batch.labels)
-        tables = self.embeddings(size, ids.room)
-        if not ids.room.is_usual:
-            return StaticForward(tables, self._context)
+        size, room = len(batch.labels), rows.ids.room
+        tables = self.embeddings(size, room)
+        if not room.is_usual:
+            return LaunchedPass(StaticForward(tables, self._context))
         if size not in self.forwards:
             is_full = batch.global_valid in self._forward_sizes
             if is_full:
                 self._drop_forwards()
-            plain = StaticForward(tables, self._context)
-            self.forwards[size] = self._captured(plain, batch, ids) if is_full else plain
+            function = StaticForward(tables, self._context)
+            self.forwards[size] = self._built(function, batch, rows, captured=is_full)
         return self.forwards[size]
 
     def _drop_forwards(self) -> None:
@@ -331,12 +332,12 @@ class StaticPath:
                 self._exchanges.pop(size).close()
         _close(self.forwards)
 
-    def _captured(self, plain: PlainPass, batch: Batch, ids: LocalIds) -> Pass:
-        if not self._capture:
-            return plain
+    def _built(self, function: Pass, batch: Batch, rows: BatchRows, *, captured: bool) -> AnyPass:
+        if not (captured and self._capture):
+            return LaunchedPass(function)
         others = (*self._passes.values(), *self.forwards.values())
         beside = next((other.graph for other in others if other.graph is not None), None)
-        return CapturedPass(plain, ids, batch, beside)
+        return CapturedPass(function, rows, batch, beside)
 
 
 def _arrive_as_they_are(tables: RankTables) -> bool:
@@ -358,12 +359,7 @@ def _keep() -> None:
     """Release nothing: the ids are those of the batch."""
 
 
-def _watched(ids: LocalIds, lacks_room: Tensor | None) -> LocalIds:
-    """Return ids with the flag that they lack room, which the host reads when it uses them."""
-    return ids if lacks_room is None else replace(ids, lacks_room=HostCopy(lacks_room))
-
-
-def _close(passes: dict[int, Pass]) -> None:
+def _close(passes: dict[int, AnyPass]) -> None:
     for pass_ in passes.values():
         if pass_.graph is not None:
             pass_.graph.close()

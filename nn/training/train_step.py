@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from nn.layers.pass_state import PassLayer, PassState, attach
 from nn.models.model import Model
 from nn.models.tasks import Task
 from nn.observability.annotations import annotate
+from nn.sharding.batch_rows import BatchRows
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import local_tensors
 from nn.training.dense_optimizer import DenseUpdate
@@ -169,14 +170,14 @@ class TrainStep:
         # Before the batch is taken: a schedule of the caller's own may be corrected.
         factor = self._factor_of(step)
         with self.watch:
-            batch, ids = next(prefetcher)
+            batch, rows = next(prefetcher)
             if self.key_maps is not None and Component.tables not in self.frozen:
                 self.tables.write_new_rows(self.key_maps.take_new_rows())
             self._set_learning_rate(step, factor)
             if self._pass_layers:
                 self._pass_state.set(step, len(batch.labels), batch.num_valid, batch.global_valid)
             with annotate("pass"):
-                logits = self.path.forward_backward(batch, ids)
+                logits = self.path.forward_backward(batch, rows)
             prefetcher.start_next()
             # The only point where the host waits for the device, whose backward pass is still to come.
             loss, is_good = self._readback.wait()
@@ -199,14 +200,9 @@ class TrainStep:
         )
 
     @torch.no_grad()
-    def predict(self, batch: Batch, ids: Any) -> Tensor:
-        """Return the logits [B] of a batch, without training; the next call overwrites them.
-
-        Args:
-            batch: on the device.
-            ids: of the batch, exchanged by `path`.
-        """
-        return self.path.predict(batch, ids)
+    def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
+        """Return the logits [B] of a batch, without training; the next call overwrites them."""
+        return self.path.predict(batch, rows)
 
     def set_training(self, mode: bool) -> None:
         """Switch tables and dense component between training and evaluation, which uses the average if there is one."""
