@@ -17,7 +17,7 @@ from nn.observability.annotations import annotate
 from nn.observability.trace_breakdown import DATA_WAIT
 from nn.sharding.batch_rows import BatchRows
 from nn.tiers.look_ahead import Ahead, LookAhead
-from nn.training.static_path import StaticPath
+from nn.training.step_runner import StepRunner
 
 
 class Prefetcher:
@@ -40,7 +40,7 @@ class Prefetcher:
     def __init__(
         self,
         batches: Iterator[Batch],
-        path: StaticPath,
+        path: StepRunner,
         device: torch.device,
         loading: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:

@@ -31,7 +31,7 @@ from nn.training.loss_readback import LossReadback
 from nn.training.lr_scheduler import learning_rate_factor
 from nn.training.pass_context import PassContext
 from nn.training.prefetch import Prefetcher
-from nn.training.static_path import StaticPath
+from nn.training.step_runner import StepRunner
 
 if TYPE_CHECKING:
     # Numba is imported only where there are keys.
@@ -152,7 +152,7 @@ class TrainStep:
         self._pass_state = _pass_state(dense, config.seed, ranks)
         self._pass_layers = attach(dense, self._pass_state)
         self.capture_blocker = capture_blocker(config, ranks)
-        self.path = StaticPath(tables, context, config, capture=self.capture_blocker is None)
+        self.path = StepRunner(tables, context, config, capture=self.capture_blocker is None)
         self.watch: AbstractContextManager = nullcontext()
         self.loading: Callable[[], AbstractContextManager] = nullcontext
 

@@ -313,7 +313,7 @@ KNOWS_RANKS = {
     "nn.sharding.placement",
     "nn.sharding.planned_tables",
     "nn.sharding.row_requests",
-    "nn.sharding.static_embeddings",
+    "nn.sharding.sharded_lookup",
     "nn.planning.host_tables",
     "nn.planning.planner",
     "nn.checkpoint.state",

@@ -59,7 +59,7 @@ class OwnedGradients:
     requested: list[Tensor]
 
 
-class StaticEmbeddings:
+class ShardedLookup:
     """The tables, for batches of one size.
 
     Args:
