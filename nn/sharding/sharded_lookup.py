@@ -5,7 +5,7 @@ Buffers are allocated once per batch size; the host reads nothing back.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 
 import torch
@@ -72,6 +72,7 @@ class ShardedLookup:
 
     Attributes:
         layout: of the result of `look_up`.
+        batch_size: B.
     """
 
     def __init__(
@@ -127,8 +128,9 @@ class ShardedLookup:
         placement, ranks = tables.placement, tables.ranks
         world_size = ranks.world_size
         widths = [sum(shard.width for shard in shards) for shards in placement.owned_by_rank]
-        partial = [shard for shard in placement.owned_by_rank[0] if shard.is_partial]
-        self._partial_columns = sum(shard.width for shard in partial)
+        self._partial_columns = sum(
+            shard.width for shard in placement.owned_by_rank[0] if shard.is_partial
+        )
         replicated_columns = sum(shard.width for shard in placement.replicated)
         is_alone = world_size == 1 and not replicated_columns
         self._prefix_columns = prefix_columns if is_alone else 0
@@ -142,12 +144,10 @@ class ShardedLookup:
         sizes = [batch_size * columns for columns in further]
         self._further_starts = list(accumulate(sizes, initial=self._starts[-1]))
         self._replicated_start = self._further_starts[-2]
-        self.layout = _layout(
-            tables,
-            [*self._starts[:-1], *self._further_starts[:-1]],
-            [*widths, *further],
-            self._prefix_columns,
-        )
+        self.batch_size = batch_size
+        self._columns = [self._prefix_columns + width for width in widths] + further
+        self._layout_of = cache(partial(_layout, tables, self._columns, self._prefix_columns))
+        self.layout = self._layout_of(batch_size)
         self._local = torch.empty(
             self._further_starts[-1],
             dtype=tables.dtype,
@@ -246,6 +246,15 @@ class ShardedLookup:
     def memory(self) -> Tensor:
         """Return the memory that `layout` describes, which `look_up` fills."""
         return self._local
+
+    def layout_of(self, num_samples: int) -> EmbeddingLayout:
+        """Return the layout of some samples whose vectors are in memory of their own."""
+        return self._layout_of(num_samples)
+
+    def samples(self, memory: Tensor, first: int, end: int) -> list[Tensor]:
+        """View some samples in each block of `memory`, or of its gradient: [end - first, columns], contiguous."""
+        blocks = memory.split([self.batch_size * width for width in self._columns])
+        return [block.view(self.batch_size, -1)[first:end] for block in blocks if len(block)]
 
     def rows(self, ids: LocalIds) -> TableRows | None:
         """Return the rows of the ids, in the model's order; None if they are elsewhere, or no vectors as they are."""
@@ -387,18 +396,22 @@ def _gradient_sums(
 
 
 def _layout(
-    tables: RankTables, starts: Sequence[int], widths: Sequence[int], prefix_columns: int
+    tables: RankTables, columns: Sequence[int], prefix_columns: int, num_samples: int
 ) -> EmbeddingLayout:
-    """Describe the positions of vectors: a block per rank, the sums of partial ones, requested groups, replicated tables."""
+    """Describe the positions of vectors: a block per rank, the sums of partial ones, requested groups, replicated tables.
+
+    A block has `columns` of each sample, which begin with the prefix.
+    """
     placement = tables.placement
     by_rank = [
         [shard for shard in shards if not shard.is_partial] for shards in placement.owned_by_rank
     ]
-    partial = [shard for shard in placement.owned_by_rank[0] if shard.is_partial]
-    segments = []
+    partial_shards = [shard for shard in placement.owned_by_rank[0] if shard.is_partial]
     requested = [group.shards for group in placement.requested]
+    segments = []
+    starts = accumulate((num_samples * width for width in columns), initial=0)
     for start, width, shards in zip(
-        starts, widths, [*by_rank, partial, *requested, placement.replicated], strict=True
+        starts, columns, [*by_rank, partial_shards, *requested, placement.replicated], strict=False
     ):
         column = prefix_columns
         for shard in shards:
@@ -409,12 +422,12 @@ def _layout(
                         shard.first_column,
                         shard.columns,
                         start + column,
-                        prefix_columns + width,
+                        width,
                     )
                 )
                 column += shard.columns
     # Of each rank's part of the partial vectors, beside their sums.
-    other_columns = len(by_rank) * sum(shard.width for shard in partial)
+    other_columns = len(by_rank) * sum(shard.width for shard in partial_shards)
     return EmbeddingLayout(
         segments, tables.widths, tables.ranks.device, prefix_columns, other_columns
     )

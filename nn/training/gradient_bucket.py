@@ -63,6 +63,11 @@ class GradientBucket:
         if self.further:
             torch._foreach_zero_(self.further)
 
+    def keep(self) -> None:
+        """Let the next backward pass add to the gradients, which nobody may write over."""
+        for parameter in self._parameters:
+            withdraw_place(parameter)
+
     def sum(self, ranks: Ranks) -> None:
         """Copy the gradients that the backward pass has not written into the vector there, and all-reduce it."""
         gradients: list[Tensor] = []

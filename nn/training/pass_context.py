@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nn.distributed.process_group import Ranks
 from nn.embedding.local_tables import UpdateScalars
+from nn.layers.pass_state import PassState
 from nn.models.model import Model
 from nn.models.tasks import Task
 from nn.training.dense_optimizer import DenseUpdate
@@ -30,6 +31,8 @@ class PassContext:
         update_tables: whether the tables are trained.
         dense_update: update of the dense component; None if it is no part of the pass.
         table_scalars: learning rate and step count of the tables' update.
+        chunk_rows: rows of a rank that the dense component takes at once (`train.accumulate`); None for all.
+        layers: state of the layers that depend on the rows of a pass; None if there are none.
     """
 
     dense: Model
@@ -42,6 +45,8 @@ class PassContext:
     update_tables: bool
     dense_update: DenseUpdate | None
     table_scalars: UpdateScalars
+    chunk_rows: int | None = None
+    layers: PassState | None = None
 
     def load_scalars(self) -> None:
         """Queue the copies of what the updates read and the host has written since the last pass.

@@ -62,6 +62,13 @@ def loss_scale(config: Config) -> float:
     return config.train.loss_scale if config.train.amp is Amp.fp16 else 1.0
 
 
+def chunk_rows(config: Config, world_size: int) -> int | None:
+    """Return the rows of a rank that the dense component takes at once, or None for all of them."""
+    if config.train.accumulate == 1:
+        return None
+    return math.ceil(config.train.batch_size // world_size / config.train.accumulate)
+
+
 def capture_blocker(config: Config, ranks: Ranks) -> str | None:
     """Return the reason why the step is no CUDA graph, or None."""
     if ranks.device.type != "cuda":
@@ -135,6 +142,8 @@ class TrainStep:
         self._config = config
         self._ranks = ranks
         self._readback = LossReadback(ranks.device)
+        self._pass_state = _pass_state(dense, config.seed, ranks)
+        self._pass_layers = attach(dense, self._pass_state)
         context = PassContext(
             dense=dense,
             tasks=tasks,
@@ -148,9 +157,9 @@ class TrainStep:
             update_tables=Component.tables not in self.frozen,
             dense_update=self._dense_update if self._updates_dense_in_pass else None,
             table_scalars=tables.scalars,
+            chunk_rows=chunk_rows(config, ranks.world_size),
+            layers=self._pass_state if self._pass_layers else None,
         )
-        self._pass_state = _pass_state(dense, config.seed, ranks)
-        self._pass_layers = attach(dense, self._pass_state)
         self.capture_blocker = capture_blocker(config, ranks)
         self.path = StepRunner(tables, context, config, capture=self.capture_blocker is None)
         self.watch: AbstractContextManager = nullcontext()

@@ -118,6 +118,16 @@ def test_layers_that_keep_more_than_inputs_are_counted():
     assert both == normalised + (32 + 16) * column
 
 
+def test_chunks_divide_activations_and_keep_the_gradients_of_all_vectors():
+    options = (*TINY, *ON_H200, "train.batch_size=65536", "eval.batch_size=65536")
+    whole, chunked = (
+        ranks_of("dcnv2", *options, f"train.accumulate={chunks}")[0] for chunks in (1, 8)
+    )
+    vectors = 65_536 * 5 * 8 * 4
+    assert chunked.lookups == whole.lookups
+    assert chunked.dense_pass == pytest.approx(whole.dense_pass / 8 + vectors, rel=1e-3)
+
+
 def test_evaluation_in_batches_of_the_same_size_needs_no_further_memory():
     assert ranks_of("dlrm", *TINY, *ON_H200, "eval.batch_size=64")[0].evaluation == 0
 
