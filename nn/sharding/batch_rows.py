@@ -15,10 +15,8 @@ from nn.tiers.live_batches import Hold
 class BatchRows:
     """Holds a batch's ids and its rows of tables in host memory; `with rows.used(...)` releases the rows at its end.
 
-    Args:
-        ids: on the ranks that look them up.
-        lacks_room: whether any rank has more of them than there is room for, int32 [1]; None if it cannot have.
-        release: lets the memory of the ids be reused, behind the current stream; None if they have a memory of their own.
+    `lacks_room` says whether any rank has more ids than there is room for, int32 [1]; None if it cannot have. `release` lets
+    the memory of the ids be reused, behind the current stream; None if they have a memory of their own.
     """
 
     def __init__(

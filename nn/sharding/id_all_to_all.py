@@ -22,14 +22,8 @@ from nn.sharding.local_ids import LocalIds
 class IdAllToAll:
     """All-to-all of the ids of full batches.
 
-    Args:
-        owned_by_rank: features that each rank looks up, each once, in its order; a feature may go to several ranks.
-        replicated: features of replicated tables.
-        counts: feature -> ids of a batch, in the order of the batch.
-        batch_size: rows of this rank, B.
-        rank: this rank.
-        device: where the ids are.
-        channel: communicator; None for the default one.
+    `owned_by_rank` has the features that each rank looks up, each once, in its order; a feature may go to several ranks.
+    `counts` are in the order of the batch.
     """
 
     def __init__(
@@ -83,9 +77,7 @@ class CapturedIdAllToAll:
 
     Launched one by one, its operations took 1 ms of host time per step, half of a step on four GPUs.
 
-    Args:
-        send: the exchange to capture; returns the ids, and the flag that they lack room, if they can.
-        ids: example input; it fixes shape and dtype.
+    `send` returns the ids, and the flag that they lack room, if they can; an example of ids fixes shape and dtype.
     """
 
     def __init__(

@@ -47,12 +47,8 @@ class RequestedIds:
 class LocalIds:
     """Ids of a global batch on the ranks that look them up.
 
-    Attributes:
-        owned: ids of this rank's tables, feature after feature, in the order of the ranks (`nn.embedding.id_blocks`); behind
-            them those that become slots (`nn.tiers.slot_ids`).
-        replicated: ids of the replicated tables, feature after feature.
-        requested: ids of each group of requested tables.
-        room: numbers for which they have room.
+    `owned` are in the order of the ranks within a feature (`nn.embedding.id_blocks`), behind them those that become slots
+    (`nn.tiers.slot_ids`); `requested` are those of each group of requested tables.
     """
 
     owned: Tensor

@@ -108,19 +108,10 @@ class Channels:
 class RankTables:
     """A rank's tables and the settings of their all-to-alls, for any batch size.
 
-    Attributes:
-        placement: tables per rank.
-        widths: columns of every vector, in the model's order.
-        counts: returns feature -> ids of a batch before expansion, in the order of the batch, of a batch size and the level of
-            the capacities.
-        expansions: feature -> further ids of each id, for expanded features that this rank looks up.
-        config: optimizer of the tables.
-        scalars: of the update of this rank's own tables.
-        dtype: of embeddings and gradients in the all-to-all.
-        ranks: this process.
-        channels: communicators.
-        touched: collects the rows of updates of `placement.owned`; None: nobody asks for them.
-        tier: this rank's tables whose rows lie in host memory; None without any.
+    `widths` are the columns of every vector in the model's order. `counts` gives, of a batch size and the level of the
+    capacities, the ids of each feature before expansion, in the order of the batch; `expansions` the further ids of each id of
+    features that this rank looks up. `scalars` and `touched` are for the update of `placement.owned`; `dtype` is that of
+    embeddings and gradients in the all-to-all.
     """
 
     placement: Placement
@@ -146,13 +137,8 @@ def place(
 ) -> Placement:
     """Return the tables that each rank looks up.
 
-    Args:
-        tables: in the model's order.
-        by_rank: shards of every rank, in its order.
-        own: those of this rank, with memory.
-        replicas: of the replicated tables.
-        tier: of this rank's rows in host memory or on disk.
-        seed: of the rounding of 16-bit weights.
+    `own` are this rank's shards of `by_rank` with memory, `replicas` those of the replicated tables; the seed is for the
+    rounding of 16-bit weights.
     """
     replicated = [table for table in tables if not table.shards]
     requested = [table for table in tables if table.is_requested]

@@ -37,9 +37,7 @@ NO_REQUESTS = Room()
 class SortedOwnedIds:
     """Sorted ids of the tables that are not replicated.
 
-    Attributes:
-        owned: of this rank's tables.
-        requested: of each group of requested tables, the rows asked of each memory of this rank, and this rank's own ids.
+    `requested` has, of each group of requested tables, the rows asked of each memory of this rank, and this rank's own ids.
     """
 
     owned: SortedIds
@@ -50,9 +48,7 @@ class SortedOwnedIds:
 class OwnedGradients:
     """Gradients on the ranks of their tables.
 
-    Attributes:
-        owned: of this rank's tables, [B * W, T].
-        requested: of the rows of each group of requested tables.
+    Those of `owned` tables are of vectors, [B * W, T], those of each `requested` group of rows.
     """
 
     owned: Tensor
@@ -62,17 +58,8 @@ class OwnedGradients:
 class ShardedLookup:
     """The tables, for batches of one size.
 
-    Args:
-        tables: of this rank.
-        batch_size: B.
-        room: for the ids of a batch.
-        replicated_gradients: gradient [rows, D] of each replicated table, zero at the start of a step.
-        prefix_columns: columns that the dense component puts before each sample's embeddings; they are left free if
-            nothing is sent.
-
-    Attributes:
-        layout: of the result of `look_up`.
-        batch_size: B.
+    `replicated_gradients` [rows, D] are zero at the start of a step. `prefix_columns` are those that the dense component puts
+    before each sample's embeddings, and left free if nothing is sent. `layout` describes the result of `look_up`.
     """
 
     def __init__(
@@ -166,13 +153,10 @@ class ShardedLookup:
     def send_ids(self, ids: Tensor, num_valid: int | None = None) -> tuple[LocalIds, Tensor | None]:
         """Send this rank's ids to their tables, and expand them there.
 
-        Args:
-            ids: feature after feature, each [B, hotness].
-            num_valid: valid rows of the global batch, if not all. Padding rows come last, and get the ids of the first
-                row: so the lookup, and the update with their zero gradients, touch no row that the batch does not use.
-
-        Returns:
-            The ids, and whether any rank has more than there is room for, int32 [1]; None if it cannot have.
+        Ids are in the order of the features, each [B, hotness]. With `num_valid`, the valid rows of a global batch, the padding
+        rows behind them get the ids of the first row: so the lookup, and the update with their zero gradients, touch no row
+        that the batch does not use. Returns the ids, and whether any rank has more than there is room for, int32 [1]; None if
+        it cannot have.
         """
         owned, replicated = self._exchange(ids)
         if num_valid is not None:
@@ -213,8 +197,7 @@ class ShardedLookup:
     def look_up(self, ids: LocalIds) -> Tensor:
         """Look up the ids and send the embeddings to the ranks of their samples.
 
-        Returns:
-            The memory that `layout` describes; the next call overwrites it.
+        They are in the memory that `layout` describes; the next call overwrites it.
         """
         self._owned.look_up(self._owned_ids(ids), self._sent)
         self._replicated.look_up(ids.replicated, self._replicated_part(self._local))

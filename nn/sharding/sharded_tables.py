@@ -36,19 +36,9 @@ from nn.tiers.row_store import WEIGHT
 class ShardedTables:
     """All tables, sharded as planned, with the seed's weights.
 
-    Args:
-        declared: the tables as the model declares them.
-        spec: feature spec of the dataset as stored.
-        plan: TorchRec's plan for them.
-        ranks: this process.
-        settings: how they are trained.
-        multi_hot: expansion of ids, on the ranks that hold the tables.
-
-    Attributes:
-        keys_of: the map that has the keys of a table for raw keys, by the name of the table.
-        rekeyed: rows of tables for raw keys that got other keys, if rows are tracked.
-        rank_tables: what `ShardedLookup` looks up and updates.
-        tier: this rank's tables whose rows lie in host memory or on disk; None without any.
+    `spec` is that of the dataset as stored. `keys_of` has, of tables for raw keys, the map that has their keys; `rekeyed` their
+    rows that got other keys, if rows are tracked. `rank_tables` is what `ShardedLookup` looks up and updates; `tier` has this
+    rank's tables whose rows lie in host memory or on disk.
     """
 
     def __init__(

@@ -44,11 +44,7 @@ class CapturedPass:
     Its inputs are copied before a replay, so that the next batch can arrive meanwhile: all in one copy if the batch lies in one
     memory.
 
-    Args:
-        function: the pass to capture.
-        rows: of an example.
-        batch: example input.
-        beside: the graph of another pass, whose memory is shared.
+    It shares the memory of the graph `beside`.
     """
 
     def __init__(

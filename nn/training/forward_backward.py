@@ -48,8 +48,9 @@ class _Chunk:
 class _Vectors:
     """The vectors of a batch, and what their gradient needs.
 
-    The `gradient` of the batch is there if it comes chunk by chunk. `rows` are set where a kernel of the dense component looks the vectors up itself; otherwise they have `arrived`. Ids are sorted
-    if tables are trained. `receive` gets the gradient as soon as the backward pass has it.
+    The `gradient` of the batch is there if it comes chunk by chunk. `rows` are set where a kernel of the dense component looks the
+    vectors up itself; otherwise they have `arrived`. Ids are sorted if tables are trained. `receive` gets the gradient of the batch
+    as soon as the backward pass has it.
     """
 
     ids: LocalIds
@@ -74,11 +75,7 @@ class _Verdict:
 class ForwardBackward:
     """A training step up to the gradients of replicated tables, and of the dense component unless that is updated here too.
 
-    Args:
-        lookup: of the tables, for one batch size.
-        context: the other objects of a pass.
-        num_valid: valid rows of this rank, which come first; None for all. The others are padding.
-        global_valid: valid rows over all ranks; None for all.
+    Valid rows of this rank come first, and the others are padding; without numbers all are valid.
     """
 
     def __init__(

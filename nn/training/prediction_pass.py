@@ -17,11 +17,6 @@ def predictions(
 
     All ranks must iterate alike, to the end. The step is in evaluation mode meanwhile, and uses the average of the dense
     component if there is one.
-
-    Args:
-        step: tables and dense component.
-        batches: host batches of this rank.
-        device: where the step runs.
     """
     step.set_training(False)
     prefetcher = Prefetcher(batches, step.path, device)

@@ -27,14 +27,7 @@ class Prefetcher:
     work for the device: the prefetch then runs beside that work, on its own stream. All ranks must iterate alike, since each
     call takes part in collectives.
 
-    Args:
-        batches: host batches of this rank.
-        path: exchanges the ids.
-        device: where the step runs.
-        loading: returns the context of a wait for the loader.
-
-    Attributes:
-        data_wait_ms: time spent waiting for the loader since it was last set to 0.
+    `loading` returns the context of a wait for the loader, which has taken `data_wait_ms` since that was last set to 0.
     """
 
     def __init__(
@@ -126,9 +119,7 @@ class _Places:
 
     A batch must have been taken before the one after the next is copied.
 
-    Args:
-        memory: of such a batch, on the host.
-        device: of the blocks.
+    `memory` is that of such a batch, on the host.
     """
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:

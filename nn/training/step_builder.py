@@ -30,15 +30,7 @@ class SizeParts:
 class StepBuilder:
     """Parts of the step by rows per rank; all ranks must call the methods alike.
 
-    Args:
-        tables: the sharded tables.
-        context: the other objects of a pass.
-        config: the complete run.
-        capture: whether to capture CUDA graphs.
-
-    Attributes:
-        captured_sizes: rows per rank of the batches whose id exchange is captured.
-        sizes: rows per rank -> what their full batches need.
+    `captured_sizes` are those whose id exchange is captured; `sizes` has what full batches of a size need.
     """
 
     def __init__(

@@ -22,14 +22,7 @@ from nn.training.step_builder import StepBuilder
 class StepRunner:
     """Exchange of ids, and training of the tables; all ranks must call the methods alike.
 
-    Args:
-        tables: the sharded tables.
-        context: the other objects of a pass.
-        config: the complete run.
-        capture: whether to capture CUDA graphs.
-
-    Attributes:
-        builder: makes what batches of a size need.
+    `builder` makes what batches of a size need.
     """
 
     def __init__(

@@ -46,10 +46,8 @@ AMP_DTYPES = {Amp.bf16: torch.bfloat16, Amp.fp16: torch.float16}
 class StepResult:
     """Batch, loss and logits of a training step.
 
-    Attributes:
-        batch: on the device; the next step but one overwrites it.
-        loss: mean over the global batch, before the update.
-        logits: of this rank, [B]; the next step overwrites them.
+    The next step but one overwrites the batch, on the device, and the next step the logits of this rank, [B]. The loss is the
+    mean over the global batch, before the update.
     """
 
     batch: Batch
@@ -93,22 +91,9 @@ def _pass_state(dense: Model, seed: int, ranks: Ranks) -> PassState:
 class TrainStep:
     """Tables and dense component with their optimizers.
 
-    Args:
-        tables: the sharded tables.
-        dense: the dense component, on its device, with the seed's weights.
-        tasks: the labels that they learn.
-        config: the complete run.
-        ranks: this process.
-        key_maps: rows for raw keys; None for a dataset without.
-
-    Attributes:
-        key_maps: the same.
-        frozen: components that keep their weights.
-        path: the sparse path.
-        capture_blocker: the reason why the step is no CUDA graph, or None.
-        schedule: maps the number of earlier updates to the factor of the learning rates.
-        watch: context of all that waits for other ranks, but for saves and evaluations.
-        loading: returns the context of a wait for the loader.
+    `schedule` maps the number of earlier updates to the factor of the learning rates. `watch` is the context of all that waits
+    for other ranks, but for saves and evaluations; `loading` returns that of a wait for the loader. `frozen` are components
+    that keep their weights; `capture_blocker` is the reason why the step is no CUDA graph, or None.
     """
 
     def __init__(
@@ -168,9 +153,7 @@ class TrainStep:
     def train(self, step: int, prefetcher: Prefetcher) -> StepResult:
         """Train on the next batch of `prefetcher`.
 
-        Args:
-            step: updates made so far; it sets the learning rate.
-            prefetcher: prefetcher that holds a batch.
+        `step` updates were made so far; it sets the learning rate.
 
         Raises:
             DivergedError: on all ranks, before any update, if the loss is not finite.
