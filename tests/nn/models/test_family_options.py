@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from configs.built_in import MODELS
 from configs.overrides import to_section
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
@@ -23,14 +24,15 @@ from nn.models.embedding_mlp import EmbeddingMLP
 from nn.models.features import suggested_columns
 from nn.models.options import DLRMOptions
 from nn.models.registry import (
-    MODELS,
-    OPTIONS,
     build_dense,
     build_meta,
     check_model,
     declared_tables,
+    find_options,
 )
 from nn.models.wide_deep import WideDeep
+
+OPTIONS = {name: find_options(name) for name in MODELS}
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text()

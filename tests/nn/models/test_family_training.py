@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from configs.built_in import MODELS
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.row_columns import RowColumn
 from nn.build import open_source
 from nn.export.tables import export_tables
-from nn.models.registry import MODELS, OPTIONS, declared_tables, find_model
+from nn.models.registry import declared_tables, find_model, find_options
 from tests.end_to_end.test_gpu_capture import losses_around_an_evaluation
 from tests.helpers.command import run_command
 from tests.helpers.composed import build, compose_config, losses_of_cases, ranks_of_cpu
@@ -354,6 +355,6 @@ def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, two_labels, tmp_p
 def test_help_lists_the_options_of_every_model(name):
     ended = run_command(f"model.name={name}", "--help")
     assert (ended.exit_code, ended.err) == (0, "")
-    assert OPTIONS[name] is find_model(name).Options
-    for option in OPTIONS[name].__dataclass_fields__:
+    assert find_options(name) is find_model(name).Options
+    for option in find_options(name).__dataclass_fields__:
         assert f"model.{option}" in ended.out
