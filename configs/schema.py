@@ -442,8 +442,8 @@ class ModelConfig(Section):
 
     name: str = option(
         "dlrm",
-        "dlrm, dcnv2, wide_deep, deepfm, embedding_mlp, finalmlp, masknet, wukong, din, shared_bottom, mmoe, ple, or "
-        "package.module:Class for a model of your own",
+        "dlrm, dcnv2, wide_deep, deepfm, embedding_mlp, finalmlp, masknet, wukong, din, shared_bottom, mmoe, ple, "
+        "rankmixer, or package.module:Class for a model of your own",
     )
     embedding_dim: int = option(128, "columns of every table", most=MOST_COLUMNS, gt=0)
     embedding_dtype: TableDtype = option(

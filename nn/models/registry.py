@@ -26,6 +26,7 @@ from nn.models.options import (
     MaskNetOptions,
     MMoEOptions,
     PLEOptions,
+    RankMixerOptions,
     SharedBottomOptions,
     WideDeepOptions,
     WuKongOptions,
@@ -51,6 +52,7 @@ MODELS = {
     "shared_bottom": "nn.models.shared_bottom:SharedBottom",
     "mmoe": "nn.models.mmoe:MMoE",
     "ple": "nn.models.ple:PLE",
+    "rankmixer": "nn.models.rankmixer:RankMixer",
 }
 OPTIONS: dict[str, type[ModelConfig]] = {
     "dlrm": DLRMOptions,
@@ -65,6 +67,7 @@ OPTIONS: dict[str, type[ModelConfig]] = {
     "shared_bottom": SharedBottomOptions,
     "mmoe": MMoEOptions,
     "ple": PLEOptions,
+    "rankmixer": RankMixerOptions,
 }
 """Options of models of the project that are known without torch; those of other models are in `Model.Options`."""
 

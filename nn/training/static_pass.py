@@ -142,7 +142,11 @@ class StaticPass:
         context = self._context
         total_weight = context.total_weight(weights)
         counts = self._counts(len(labels))
-        return loss_share(context.tasks, logits, labels, *counts, weights, total_weight)
+
+        def share_of(logits: Tensor) -> Tensor:
+            return loss_share(context.tasks, logits, labels, *counts, weights, total_weight)
+
+        return context.dense.add_losses(share_of(logits), share_of)
 
     def _join(self, ids: LocalIds) -> None:
         """Let the main stream wait for that of the tables, and release the ids."""
