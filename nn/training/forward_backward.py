@@ -243,15 +243,19 @@ class ForwardBackward:
         weights = batch.weights
         if chunk.number == 0:
             vectors.total_weight = self._context.total_weight(weights)
-        return loss_share(
-            self._context.tasks,
-            logits,
-            _rows(batch.labels, chunk),
-            chunk.num_valid,
-            self._global_valid,
-            None if weights is None else _rows(weights, chunk),
-            vectors.total_weight,
-        )
+
+        def share_of(logits: Tensor) -> Tensor:
+            return loss_share(
+                self._context.tasks,
+                logits,
+                _rows(batch.labels, chunk),
+                chunk.num_valid,
+                self._global_valid,
+                None if weights is None else _rows(weights, chunk),
+                vectors.total_weight,
+            )
+
+        return self._context.dense.add_losses(share_of(logits), share_of)
 
     def _check_loss(self, total: Tensor) -> _Verdict:
         """Add up the loss over ranks, on the tables' stream."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nn.models.registry import MODELS
+from configs.built_in import MODELS
 from tests.project.layout import HOLD_STATEMENTS, is_ours, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ ROOMS = {
     "nn.ops": set(),
     "nn.ops.triton": {"nn.ops"},
     "nn.ops.triton.fp8": {"nn.ops", "nn.ops.triton"},
-    "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8"},
+    "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8", "nn.user_objects"},
     "nn.user_objects": set(),
     "nn.embedding": {"nn.ops", "nn.ops.triton", "nn.user_objects"},
     "nn.layers.interactions": {"nn.layers"},
@@ -103,7 +103,7 @@ ROOMS = {
         "nn.plots",
         "nn.tiers",
     },
-    "nn.metrics": {"nn.models"},
+    "nn.metrics": {"nn.models", "nn.user_objects"},
     "nn.training": {
         "nn.checkpoint",
         "nn.deltas",
@@ -135,7 +135,13 @@ ROOMS = {
         "nn.training",
     },
     "nn.hypertune": {"nn.models"},
-    "nn.early_checks": {"nn.checkpoint", "nn.distributed", "nn.loggers", "nn.scores"},
+    "nn.early_checks": {
+        "nn.checkpoint",
+        "nn.distributed",
+        "nn.loggers",
+        "nn.models",
+        "nn.scores",
+    },
     "nn.build": {
         "nn.checkpoint",
         "nn.ops",
