@@ -27,7 +27,7 @@ class TablePlan:
         host_bytes_per_rank: weight and optimizer bytes in host memory of each of `ranks`, with tier `host`.
         fetched_rows: rows that are expected to be fetched per step, over all ranks.
         disk_bytes_per_rank: weight and optimizer bytes on disk of each of `ranks`, with tier `disk`.
-        staged_rows: rows that are expected to be read from disk per pass, over all ranks.
+        staged_rows: rows that are expected to be read from disk per read-ahead group, over all ranks.
         journal_rows: rows on disk that are expected to change between two saves, over all ranks; 0 if host memory has room for
             all.
         memories: that a row is spread over in host memory: its weights, and each state of the optimizer.
