@@ -146,7 +146,7 @@ def with_expected_fetches(
     memories: int,
     steps_between_saves: int,
 ) -> list[TablePlan]:
-    """Return the rows of a plan with the rows that each table is expected to fetch per step, and to read from disk per read-ahead group.
+    """Return the rows of a plan with those that a table is expected to fetch per step, and to read per read-ahead group.
 
     Rows on disk that change between two saves are expected too.
 

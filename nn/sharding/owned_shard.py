@@ -26,9 +26,9 @@ FILLED_ROWS = 2**18
 class OwnedShard:
     """A shard of a table on this rank.
 
-    `weight` [rows, columns] and `states` are all its rows, wherever they lie; what is looked up of those in host memory or on disk
-    is an arena of the tier, in which the shard has the number `tier_index`. `touched` is the mask of the rows that updates have
-    changed, uint8 [rows], where rows are tracked.
+    `weight` [rows, columns] and `states` are all its rows, wherever they lie; what is looked up of those in host memory or on
+    disk is an arena of the tier, in which the shard has the number `tier_index`. `touched` is the mask of the rows that updates
+    have changed, uint8 [rows], where rows are tracked.
     """
 
     table: PlannedTable
@@ -40,7 +40,7 @@ class OwnedShard:
 
     @property
     def memory(self) -> str:
-        """Where the rows lie."""
+        """Return where the rows lie."""
         if self.tier_index is None:
             return ON_DEVICE
         assert self.table.host is not None, "it lies in host memory or on disk"

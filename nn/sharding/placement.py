@@ -51,9 +51,9 @@ class ColumnShard:
 class Placement:
     """The tables that each rank looks up.
 
-    `owned_by_rank` has the column shards of every rank, in its order; partial ones come last, alike on all ranks. `owned` are this
-    rank's entries with weights. Row-wise tables are `requested`, in a group per width, or partial. `replicated` tables, as shards
-    with all columns, have this rank's `replicas`.
+    `owned_by_rank` has the column shards of every rank, in its order; partial ones come last, alike on all ranks. `owned` are
+    this rank's entries with weights. Row-wise tables are `requested`, in a group per width, or partial. `replicated` tables, as
+    shards with all columns, have this rank's `replicas`.
     """
 
     owned_by_rank: list[list[ColumnShard]]
@@ -227,7 +227,7 @@ def _joined_table(shards: Sequence[OwnedShard], tier: HostTier | None) -> LocalT
 def track_rows(
     placement: Placement, own: Sequence[OwnedShard], device: torch.device
 ) -> TouchedRows:
-    """Let updates note the rows that they change, each shard in its `touched`; return what collects those of `placement.owned`."""
+    """Let updates note the rows that they change, in `touched` of each shard; return the marks of `placement.owned`."""
     touched = TouchedRows(placement.owned, device)
     rest = [shard for shard in own if not shard.table.is_requested]
     for position, shard in enumerate(rest):

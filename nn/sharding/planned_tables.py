@@ -51,7 +51,7 @@ class PlannedTable:
 
     @property
     def is_row_wise(self) -> bool:
-        """Whether ranks share the rows."""
+        """Return whether ranks share the rows."""
         return _is_row_wise(self.declared, self.shards)
 
 
@@ -94,9 +94,9 @@ def _has_even_rows(table: EmbeddingBagConfig, shards: Sequence[ShardMetadata]) -
 def shards_by_rank(tables: Sequence[PlannedTable], world_size: int) -> list[list[PlacedShard]]:
     """Return the shards of every rank, in its order.
 
-    A rank without rows of a row-wise table has an empty shard: every rank then sends vectors of the same row-wise tables. Row-wise
-    tables come last, requested ones behind them, wide ones first, which aligns columns: so requested tables of one width are
-    adjacent in each memory. Alone, a rank keeps the model's order: then embeddings are one matrix.
+    A rank without rows of a row-wise table has an empty shard: every rank then sends vectors of the same row-wise tables.
+    Row-wise tables come last, requested ones behind them, wide ones first, which aligns columns: so requested tables of one
+    width are adjacent in each memory. Alone, a rank keeps the model's order: then embeddings are one matrix.
     """
     by_rank: list[list[PlacedShard]] = [[] for _ in range(world_size)]
     for table in tables:

@@ -48,9 +48,9 @@ class _Chunk:
 class _Vectors:
     """The vectors of a batch, and what their gradient needs.
 
-    The `gradient` of the batch is there if it comes chunk by chunk. `rows` are set where a kernel of the dense component looks the
-    vectors up itself; otherwise they have `arrived`. Ids are sorted if tables are trained. `receive` gets the gradient of the batch
-    as soon as the backward pass has it.
+    The `gradient` of the batch is there if it comes chunk by chunk. `rows` are set where a kernel of the dense component looks
+    the vectors up itself; otherwise they have `arrived`. Ids are sorted if tables are trained. `receive` gets the gradient of
+    the batch as soon as the backward pass has it.
     """
 
     ids: LocalIds
@@ -65,7 +65,7 @@ class _Vectors:
 
 @dataclass(slots=True)
 class _Verdict:
-    """The loss over all ranks, whether the step is applied, int32 [1], and the event from which on the main stream may read it."""
+    """The loss over all ranks, whether the step is applied, int32 [1], and the event behind both."""
 
     loss: Tensor
     is_good: Tensor
@@ -162,7 +162,7 @@ class ForwardBackward:
         self._update_dense(verdict)
 
     def _train_scaled(self, vectors: _Vectors, share: Tensor, total: Tensor) -> None:
-        """Apply the step if, besides, no gradient has overflowed fp16, which is known at the end: tables are updated behind that."""
+        """Apply the step if, besides, no gradient has overflowed fp16; that is known at the end, and tables wait for it."""
         context = self._context
         verdict = self._check_loss(total)
         received: list[tuple[Tensor, OwnedGradients | None]] = []
@@ -287,7 +287,7 @@ class ForwardBackward:
                 self._lookup.update(vectors.owned, returned, verdict.is_good)
 
     def _add_to_replicated(self, vectors: _Vectors, gradient: Tensor, verdict: _Verdict) -> None:
-        """Add the gradients of replicated tables up, beside the all-to-all of the others; their ids were sorted before the check."""
+        """Add up the gradients of replicated tables, whose ids were sorted before the check, beside the all-to-all."""
         if vectors.replicated is not None:
             self._tables.main_waits_for(verdict.event)
             self._lookup.accumulate_replicated(vectors.replicated, gradient, verdict.is_good)

@@ -19,7 +19,7 @@ from nn.training.pass_context import PassContext
 
 @dataclass(slots=True)
 class SizeParts:
-    """What full batches of one size need; None of what no such batch has needed yet."""
+    """Parts that full batches of one size need; None before a batch needs them."""
 
     lookup: ShardedLookup
     exchange: CapturedIdAllToAll | None = None

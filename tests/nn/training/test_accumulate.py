@@ -10,8 +10,8 @@ from tests.nn.sharding.test_sharded_embeddings import case
 from tests.nn.training.plain_training import local_state, resumes_bit_by_bit, train_and_compare
 
 CHUNKS = "train.accumulate=3"
-# Three steps an epoch, of which the last has 72 rows: chunks of 22 rows, and of 8 or fewer.
-OPTIONS = [*TINY, "data.synthetic.train_rows=200", "optimizer.name=adagrad", "optimizer.lr=0.1"]
+# Four steps per epoch; the last has 49 rows, and padding on two ranks. Chunks have 22 rows or fewer, on two ranks 11.
+OPTIONS = [*TINY, "data.synthetic.train_rows=241", "optimizer.name=adagrad", "optimizer.lr=0.1"]
 TABLES = {
     "whole": "sharding.tables={cat_0:table_wise,cat_1:data_parallel}",
     "rows": "sharding.tables={cat_1:data_parallel,cat_2:row_wise}",
