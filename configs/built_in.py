@@ -16,6 +16,7 @@ MODELS = {
     "shared_bottom": "nn.models.shared_bottom:SharedBottom",
     "mmoe": "nn.models.mmoe:MMoE",
     "ple": "nn.models.ple:PLE",
+    "rankmixer": "nn.models.rankmixer:RankMixer",
 }
 
 LOGGERS = {

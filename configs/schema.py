@@ -658,6 +658,13 @@ class TrainConfig(Section):
     )
     compile: bool = option(False, "torch.compile the dense component")
     capture: bool = option(True, "capture the step as a CUDA graph, on GPUs")
+    accumulate: int = option(
+        1,
+        "chunks of a batch that the dense component takes one after the other, their gradients added up, to save memory; "
+        "updates are those of the complete batch, but for batch normalization, which is per chunk",
+        gt=0,
+        most=MOST_SAMPLES,
+    )
     freeze: list[Component] = option([], "components that keep their weights: dense or tables")
     clip_norm: float | None = option(
         None,

@@ -214,6 +214,10 @@ OTHER_VALUES: dict[str, Any] = {
     "gate_features_1": ["item"],
     "gate_features_2": ["item"],
     "heads": 5,
+    "tokens": 8,
+    "token_dim": 32,
+    "active_experts": 0.5,
+    "feature_order": ["kinds", "age"],
 }
 BOTTOM = {"embedding_dim": 8, "bottom_mlp": [8]}
 # What a model needs, and what an option needs to have an effect.
@@ -222,6 +226,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dcnv2": BOTTOM,
     "din": HISTORY,
     "wide_deep.deep_features": {"wide_features": ["kind", "kinds"]},
+    "rankmixer.active_experts": {"experts": 2},
     "masknet.hidden": {"structure": "parallel"},
 }
 # What changes with an option.
