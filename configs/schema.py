@@ -19,6 +19,9 @@ from omegaconf import MISSING
 
 from configs.built_in import LOGGERS, MODELS
 
+FILLED = "filled"
+"""Among the bounds of a list that is not empty."""
+
 
 def option(
     default: Any,
@@ -29,28 +32,25 @@ def option(
     lt: float | None = None,
     le: float | None = None,
     most: int | None = None,
+    filled: bool = False,
     path: bool = False,
     replaces: str | None = None,
 ) -> Any:
-    """Declare one option.
+    """Declare one option; `--help` prints its meaning with the bounds.
 
-    Args:
-        default: its default value.
-        meaning: the sentence that `--help` prints, with the bounds.
-        gt: bound that the option, or each of its elements, is above; null is within all bounds.
-        ge: bound that it is not below.
-        lt: bound that it is below.
-        le: bound that it is not above.
-        most: largest value; `configs/option_values.py` checks it, before any class is made.
-        path: whether the option names files, so that `~` is the home directory.
-        replaces: option of the same section that has no effect while this one has a value;
-            `configs/overrides.py` lets the command line name only one of them.
+    `gt`, `ge`, `lt` and `le` bound the option, or each of its elements; null is within all bounds. `most` is the largest value,
+    checked before any class is made (`configs/option_values.py`). A list that is `filled` names
+    at least one. With `path` the option names files, so `~` is the home
+    directory. The option `replaces` of the same section has no effect while this one has a value, and `configs/overrides.py`
+    lets the command line name only one of them.
     """
     bounds = {
         name: bound
         for name, bound in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le))
         if bound is not None
     }
+    if filled:
+        bounds[FILLED] = True
     metadata = {"help": meaning, "most": most, "path": path, "replaces": replaces, "bounds": bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -58,13 +58,10 @@ def option(
 
 
 class Section:
-    """Base of a class of options, which checks the bounds that they state.
+    """Base of a class of options, which checks the bounds that they state; `section` is the prefix of their keys.
 
     A class that relates options to each other does so in a `__post_init__` of its own, which calls this one first. Bounds of
     an option hold in classes that declare it again, too.
-
-    Attributes:
-        section: prefix of the keys of the options, without its dot.
     """
 
     __slots__ = ()
@@ -97,6 +94,9 @@ def _bounds_of(section: type) -> dict[str, tuple[Any, dict[str, float]]]:
 
 
 def _check_bounds(key: str, value: Any, bounds: Mapping[str, float], hint: Any) -> None:
+    if FILLED in bounds and value == []:
+        raise ValueError(f"{key} must name at least one, got []")
+    bounds = {name: bound for name, bound in bounds.items() if name != FILLED}
     values = value if isinstance(value, list) else [] if value is None else [value]
     # Not a number is within no bounds.
     if not all(
@@ -151,11 +151,8 @@ def open_sections(config: type) -> list[str]:
 
 
 def require_widths(name: str, widths: Sequence[int]) -> None:
-    """Raise `ValueError` unless `widths`, of the option `name`, are those of an MLP's layers."""
-    require(
-        bool(widths) and all(width > 0 for width in widths),
-        f"{name} must name at least one positive width, got {widths}",
-    )
+    """Raise `ValueError` unless `widths` are those of an MLP's layers; models outside the project call it."""
+    _check_bounds(name, list(widths), {"gt": 0, FILLED: True}, list[int])
 
 
 def require_rate(name: str, rate: float) -> None:
@@ -365,16 +362,10 @@ class MultiHotConfig(Section):
         "ids to look up per stored id, one entry per categorical feature; 1 leaves a feature as it is "
         "stored, null leaves all features so",
         most=MOST_COLUMNS,
+        filled=True,
+        gt=0,
     )
     seed: int = option(0, "seed of the added ids; MLPerf's is 0", ge=0, lt=2**32)
-
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
-        require(
-            self.hotness is None or (bool(self.hotness) and all(h > 0 for h in self.hotness)),
-            "data.multi_hot.hotness must name a positive number per categorical feature, or be null, "
-            f"got {self.hotness}",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -851,14 +842,11 @@ class InferenceConfig(Section):
         [1, 64, 512, 2048, 8192, 32768, 65536],
         "global batch sizes to time",
         most=MOST_SAMPLES,
+        filled=True,
         gt=0,
     )
     steps: int = option(200, "timed forward passes per batch size", most=10**6, gt=0)
     warmup_steps: int = option(20, "untimed forward passes before the timed ones", most=10**6, ge=0)
-
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
-        require(bool(self.batch_sizes), "inference.batch_sizes must name at least one size")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -885,10 +873,7 @@ class PredictConfig(Section):
 class TableOverride:
     """Sharding type and memory of a single table in `sharding.tables`; None leaves the choice to the planner.
 
-    Attributes:
-        type: sharding type.
-        tier: memory that holds all its rows.
-        cache: fraction of its rows for which the device has room, with `tier: host` or `disk`.
+    `cache` is the fraction of its rows for which the device has room, with `tier: host` or `disk`.
     """
 
     type: ShardingType | None = None
@@ -909,6 +894,7 @@ class ShardingConfig(Section):
     types: list[ShardingType] = option(
         [ShardingType.table_wise, ShardingType.column_wise, ShardingType.data_parallel],
         "sharding types that the planner may choose from",
+        filled=True,
     )
     # Any, since Hydra lets nobody add keys to a typed dictionary; checked and converted below.
     tables: Any = option(
@@ -951,7 +937,6 @@ class ShardingConfig(Section):
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         self.tables = _table_overrides(self.tables)
-        require(bool(self.types), "sharding.types must name at least one sharding type")
         require(
             Tier.device in self.tiers,
             f"sharding.tiers={[tier.value for tier in self.tiers]} must name device; {{cat_0: {{tier: host}}}} in "
@@ -1078,6 +1063,7 @@ class CheckpointConfig(Section):
         list(CheckpointPart),
         "what to load from checkpoint.restore: dense, tables, or both; with optimizer the run resumes "
         "at its step, without it a new run starts at step 0 from those weights",
+        filled=True,
     )
     grow: bool = option(
         False,
@@ -1101,7 +1087,6 @@ class CheckpointConfig(Section):
         )
         components = {CheckpointPart.dense, CheckpointPart.tables}
         names = "[" + ", ".join(part.name for part in self.parts) + "]"
-        require(bool(self.parts), "checkpoint.parts must name at least one of dense and tables")
         require(
             CheckpointPart.optimizer not in self.parts or components <= set(self.parts),
             f"checkpoint.parts={names} loads the optimizers' state without the weights it belongs to; "
@@ -1367,9 +1352,7 @@ class Config(Section):
 def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return the default of every option below a section by dotted key, as values of JSON.
 
-    Args:
-        config: an instance of the section: those of the model depend on its name.
-        prefix: prefix of every key.
+    `config` is an instance of the section: the options of the model depend on its name.
     """
     defaults: dict[str, Any] = {}
     for declared in fields(config):
@@ -1406,10 +1389,7 @@ def describe(
 ) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, meaning) of every option below `config`, in the order of declaration.
 
-    Args:
-        config: class of the options.
-        prefix: prefix of every key.
-        sections: classes of open sections, where they are known.
+    `sections` are the classes of open sections, where they are known.
     """
     types = type_hints(config) | dict(sections or {})
     for declared in fields(config):
@@ -1420,7 +1400,10 @@ def describe(
             most = declared.metadata["most"]
             # Those of 32 bits and more say nothing.
             bounds = bounds | ({} if most is None or most >= MOST_SAMPLES else {"most": most})
-            within = ", ".join(f"{SIGNS[name]}{bound:,}" for name, bound in bounds.items())
+            within = ", ".join(
+                "at least one" if name == FILLED else f"{SIGNS[name]}{bound:,}"
+                for name, bound in bounds.items()
+            )
             yield (
                 f"{prefix}{declared.name}",
                 declared.metadata["help"] + (f" ({within})" if within else ""),
