@@ -130,8 +130,7 @@ ADDITION = OptimizerConfig(name="sgd")
 def update_settings(config: OptimizerConfig) -> dict[str, Any]:
     """Return the last argument of `TableRule.update`: `lr` (the peak), `eps`, `beta1`, `beta2` and the rule's options.
 
-    Raises:
-        ValueError: `optimizer.embedding_options` names others.
+    Raises ValueError: `optimizer.embedding_options` names others.
     """
     rule = table_rule(config.table_name)
     names = ("eps", "beta1", "beta2", *rule.options)
@@ -150,8 +149,7 @@ def update_settings(config: OptimizerConfig) -> dict[str, Any]:
 def table_rule(name: str) -> TableRule:
     """Return the record of a built-in table optimizer, or of `package.module:NAME`.
 
-    Raises:
-        ValueError: the name cannot be imported, or is no `TableRule`.
+    Raises ValueError: the name cannot be imported, or is no `TableRule`.
     """
     if name in table_optimizers():
         return import_module(f"nn.embedding.rules.{name}").RULE

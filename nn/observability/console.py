@@ -81,13 +81,7 @@ def make_logger(console: Console) -> Logger:
 def print_header(
     console: Console, environment: Mapping[str, Any], facts: Mapping[str, str]
 ) -> None:
-    """Print the header of a run: recipe, versions, devices and further facts.
-
-    Args:
-        console: from `make_console`.
-        environment: from `nn.observability.run_directory.environment`.
-        facts: further lines by title, such as model, data, seed and run directory.
-    """
+    """Print the header of a run: recipe, versions, devices and further facts."""
     commit = environment["git_commit"]
     versions = [
         f"{name} {environment[name]}"
@@ -111,12 +105,8 @@ def print_summary(
 ) -> None:
     """Print the result and the files of the run directory.
 
-    Args:
-        console: from `make_console`.
-        summary: the argument of `RunDirectory.finish`. Entries that are None were not measured and are left out.
-            `untrained_test_auc`, `restored_test_auc` and `teacher_auc` are printed beside the test AUC.
-        metrics: of all tasks.
-        run_dir: directory whose files are listed.
+    `summary`: the argument of `RunDirectory.finish`. Entries that are None were not measured and are left out.
+    `untrained_test_auc`, `restored_test_auc` and `teacher_auc` are printed beside the test AUC.
     """
     if console.quiet:
         return
@@ -192,12 +182,8 @@ def _best_lines(summary: Mapping[str, Any], metric: Metric, run_dir: Path) -> di
 class Progress(WithBar):
     """Progress of the training loop; a context manager that removes the bar at its end.
 
-    Args:
-        console: from `make_console`.
-        metrics: of all tasks.
-        total_steps: last step of the run.
-        start_step: step that the run resumes from; 0 for a new run.
-        has_training: whether the bar of training is shown; that of an evaluation is in any case.
+    `start_step`: step that the run resumes from; 0 for a new run. `has_training`: whether the bar of training is shown;
+    that of an evaluation is in any case.
     """
 
     def __init__(
@@ -255,10 +241,8 @@ class Progress(WithBar):
     ) -> None:
         """Print an evaluation record, above the bar if there is one.
 
-        Args:
-            record: the evaluation.
-            model: the model before the first step, if it is that.
-            problem: why the metrics are undefined, if they are; printed in a line of its own the first time.
+        `model`: the model before the first step, if it is that. `problem`: why the metrics are undefined, if they are;
+        printed in a line of its own the first time.
         """
         self._print(format_test(record, self.metrics, model, problem))
         if problem is not None and not self._has_shown_problem:
@@ -381,12 +365,7 @@ def _devices(environment: Mapping[str, Any]) -> str:
 
 
 def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line per batch size.
-
-    Args:
-        console: from `make_console`.
-        results: from `nn.training.latency.measure`.
-    """
+    """Print one line per batch size."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in ("batch size", "samples/s", "p50 ms", "p90 ms", "p99 ms"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -400,12 +379,7 @@ def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> N
 
 
 def print_importance(console: Console, importance: Mapping[str, Any]) -> None:
-    """Print one line per feature, the most important first; several tables if one is too wide for the metrics.
-
-    Args:
-        console: from `make_console`.
-        importance: from `nn.importance.measure_importance`.
-    """
+    """Print one line per feature, the most important first; several tables if one is too wide for the metrics."""
     features: Mapping[str, Any] = importance["features"]
     keys = list(importance["unpermuted"])
     cells = {

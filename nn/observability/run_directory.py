@@ -97,11 +97,7 @@ def environment(
 ) -> dict[str, Any]:
     """Describe the machine, the software and the command of a run; entries without a value are None.
 
-    Args:
-        recipe: name of the recipe.
-        device: this rank's device; other ranks are assumed to have the same.
-        world_size: number of ranks over all hosts.
-        num_hosts: number of hosts.
+    `device`: this rank's device; other ranks are assumed to have the same.
     """
     is_cuda = device.type == "cuda"
     return {
@@ -173,18 +169,10 @@ class RunDirectory:
 
     Every file is complete or absent: a start that is killed, or that fills the disk, leaves no part of a file.
 
-    Args:
-        run_dir: an existing directory; `nn.observability.run_lock` keeps other runs out of it.
-        rank: this process's rank.
-        config_yaml: text of the resolved configuration.
-        environment: first line of `metrics.jsonl`: `environment()` and other constants of the run. If it contains
-            `teacher_auc`, `curves.png` shows that ceiling.
-        logger: prints a warning if the curves cannot be drawn.
-        loggers: get the records too; None for none. They are started here, and closed with the directory.
-        kept: what a run that resumes keeps of its records. None starts from nothing, and removes what is there.
-
-    Raises:
-        OSError: a file cannot be written.
+    `run_dir`: an existing directory; `nn.observability.run_lock` keeps other runs out of it. `logger`: prints a warning if
+    the curves cannot be drawn. `loggers`: get the records too; None for none. They are started here, and closed with the
+    directory. `kept`: what a run that resumes keeps of its records. None starts from nothing, and removes what is there.
+    Raises OSError: a file cannot be written.
     """
 
     def __init__(
@@ -278,11 +266,7 @@ class RunDirectory:
         self._write_record(DAY, {**record, **({FINAL: True} if is_last else {})})
 
     def write_predictions(self, described: Mapping[str, Any]) -> None:
-        """Write `predictions.json` of the latest evaluation; without any predictions, remove that of an earlier one.
-
-        Args:
-            described: from `nn.training.evaluator.described_predictions`.
-        """
+        """Write `predictions.json` of the latest evaluation; without any predictions, remove that of an earlier one."""
         if self._metrics is None:
             return
         if described:
@@ -300,9 +284,8 @@ class RunDirectory:
     def finish(self, summary: Mapping[str, Any], *, pictures: bool = True) -> None:
         """Draw `curves.png`, after training, and `predictions.png`, then write `summary.json`: the results are complete.
 
-        Args:
-            summary: result with at least `SUMMARY_KEYS`; values that were not measured are None or nan.
-            pictures: whether pictures are drawn (`log.pictures`).
+        `summary`: result with at least `SUMMARY_KEYS`; values that were not measured are None or nan. `pictures`: whether
+        pictures are drawn (`log.pictures`).
         """
         missing = [key for key in SUMMARY_KEYS if key not in summary]
         assert not missing, f"summary without {missing}"

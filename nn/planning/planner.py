@@ -115,16 +115,8 @@ class TableEnumerator(EmbeddingEnumerator):
     That is the expansion of the table's ids, and half of the optimizer state of a 16-bit table: TorchRec takes the state
     to have 16 bits too.
 
-    Args:
-        topology: hardware to plan for.
-        batch_size: rows per rank.
-        constraints: of each table.
-        expansion_bytes: table -> bytes on every rank that holds a shard of it.
-        rule: optimizer of the tables.
-        host_tables: tables in host memory.
-
-    Attributes:
-        costs: of the shards of all options that were estimated.
+    `expansion_bytes`: table -> bytes on every rank that holds a shard of it. `costs`: of the shards of all options that
+    were estimated.
     """
 
     def __init__(
@@ -224,22 +216,10 @@ def plan_tables(
 ) -> tuple[TieredPlan, list[TablePlan]]:
     """Plan the sharding of all tables.
 
-    Args:
-        declared: the tables as the model declares them.
-        spec: feature spec with the hotness of each feature, after expansion.
-        config: allowed layouts and overrides.
-        rule: optimizer of the tables.
-        hardware: hardware to plan for.
-        batch_size: rows per rank.
-        expansion_bytes: feature -> bytes of the expansion of its ids on every rank with a shard of its table.
-        live_samples: rows per rank of all batches that are at work at once; None: those of three training batches.
-        traffic_of: returns how often the rows of a table are looked up; None: all alike.
-
-    Returns:
-        TorchRec's plan, and the same as plain rows.
-
-    Raises:
-        ValueError: the tables do not fit, or an override is invalid.
+    `expansion_bytes`: feature -> bytes of the expansion of its ids on every rank with a shard of its table. `live_samples`:
+    rows per rank of all batches that are at work at once; None: those of three training batches. `traffic_of`: returns how
+    often the rows of a table are looked up; None: all alike. Returns TorchRec's plan, and the same as plain rows. Raises
+    ValueError: the tables do not fit, or an override is invalid.
     """
     expansions = _expansions_of_tables(declared, expansion_bytes)
     embeddings = planned_tables(declared, rule)
@@ -387,11 +367,8 @@ def _topology(
 ) -> Topology:
     """Describe the hardware to TorchRec.
 
-    Args:
-        hardware: to plan for.
-        config: fraction of memory to keep free.
-        update_passes: passes over a row per update.
-        chosen: tables in host memory or on disk; rows of the latter take memory of the host too.
+    `config`: fraction of memory to keep free. `chosen`: tables in host memory or on disk; rows of the latter take memory of
+    the host too.
     """
     host_room = any(table.is_on_disk for table in chosen.values()) * staged_bytes(config)
     cuda = hardware.device_type == "cuda"
@@ -483,8 +460,7 @@ def _uncut(
 ) -> list[ShardingType]:
     """Return the layouts of a table that keep all its columns on one rank.
 
-    Raises:
-        ValueError: only column-wise was allowed.
+    Raises ValueError: only column-wise was allowed.
     """
     if only:
         raise ValueError(
@@ -516,8 +492,7 @@ def _without_column_cuts(
 ) -> list[ShardingType]:
     """Return the layouts of a table whose optimizer depends on complete rows.
 
-    Raises:
-        ValueError: there is none that leaves its rows complete.
+    Raises ValueError: there is none that leaves its rows complete.
     """
     reason = "keeps one state per row, and a column-wise table would have several"
     if overridden:

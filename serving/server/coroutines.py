@@ -10,8 +10,7 @@ T = TypeVar("T")
 class Result(Generic[T]):
     """A value that one coroutine of a `Runner` waits for; it is set in the thread of that coroutine.
 
-    Attributes:
-        is_done: whether it is set, or nobody waits for it any more.
+    `is_done`: whether it is set, or nobody waits for it any more.
     """
 
     __slots__ = ("_error", "_resume", "_value", "is_done")
@@ -55,11 +54,7 @@ class Result(Generic[T]):
 
 
 class Runner:
-    """A coroutine that runs until it ends or is cancelled.
-
-    Args:
-        coroutine: waits for a `Result` only, and lets no error out.
-    """
+    """A coroutine that runs until it ends or is cancelled."""
 
     def __init__(self, coroutine: Coroutine[Result[Any], None, None]) -> None:
         self._coroutine = coroutine

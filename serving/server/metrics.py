@@ -10,13 +10,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4"
 
 
 class Histogram:
-    """Counts of values by upper bounds.
-
-    Args:
-        name: of the metric.
-        meaning: one line.
-        bounds: ascending.
-    """
+    """Counts of values by upper bounds."""
 
     def __init__(self, name: str, meaning: str, bounds: Sequence[float]) -> None:
         self._name, self._meaning, self._bounds = name, meaning, bounds
@@ -40,11 +34,8 @@ class Histogram:
 class Metrics:
     """Counts of requests and batches.
 
-    Attributes:
-        responses: number of responses by status.
-        request_seconds: time from the complete request to its response, of requests for scores.
-        batch_rows: rows of each batch.
-        batch_seconds: time of each batch.
+    `responses`: number of responses by status. `request_seconds`: time from the complete request to its response, of
+    requests for scores. `batch_rows`: rows of each batch. `batch_seconds`: time of each batch.
     """
 
     def __init__(self) -> None:
@@ -65,11 +56,7 @@ class Metrics:
     ) -> str:
         """Return all metrics.
 
-        Args:
-            model: name of the model.
-            version: that serves.
-            identity: of its content.
-            gauges: meaning and value by name.
+        `gauges`: meaning and value by name.
         """
         lines = _head("serving_responses_total", "Responses by status.", "counter")
         lines += [
