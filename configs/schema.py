@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum, StrEnum
 from functools import cache
 from math import isfinite
+from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, get_args, get_type_hints
 
@@ -206,13 +207,19 @@ class DecayShape(Enum):
 
 
 class OptimizerName(StrEnum):
-    """Built-in optimizers: all of them for tables, all but `ftrl` for the dense component."""
+    """Built-in optimizers of the dense component, each of which is one of tables too."""
 
     sgd = "sgd"
     adagrad = "adagrad"
     rowwise_adagrad = "rowwise_adagrad"
     adam = "adam"
-    ftrl = "ftrl"
+
+
+@cache
+def table_optimizers() -> list[str]:
+    """Return the names of the built-in optimizers of tables: each is one file, which is not imported here."""
+    rules = Path(__file__).parents[1] / "nn/embedding/rules"
+    return sorted(path.stem for path in rules.glob("[a-z]*.py"))
 
 
 class ShardingType(Enum):
@@ -471,8 +478,14 @@ class OptimizerConfig(Section):
     lr: float = option(24.0, "peak learning rate, reached after scheduler.warmup_steps", gt=0)
     embedding_name: str | None = option(
         None,
-        "optimizer of the tables: those of optimizer.name, or ftrl, or package.module:NAME of a TableRule; null: "
-        "optimizer.name",
+        "optimizer of the tables: those of optimizer.name, or ftrl or lion, or package.module:NAME of a TableRule; "
+        "null: optimizer.name",
+    )
+    # Any, since Hydra lets nobody add keys to a typed dictionary.
+    embedding_options: Any = option(
+        None,
+        "options of the tables' optimizer by name, such as {beta2: 0.98} of lion, over its own defaults and over "
+        "optimizer.eps, beta1 and beta2",
     )
     embedding_lr: float | None = option(
         None, "peak learning rate of the tables; null: optimizer.lr", gt=0
@@ -504,24 +517,44 @@ class OptimizerConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        self.name = _check_optimizer_name("optimizer.name", self.name)
+        require(
+            self.name not in table_optimizers() or self.name in list(OptimizerName),
+            f"optimizer.name={self.name}: {self.name} trains tables only; set optimizer.embedding_name={self.name}, and "
+            "another optimizer.name",
+        )
+        self.name = _check_optimizer_name("optimizer.name", self.name, list(OptimizerName))
         if self.embedding_name is not None:
             self.embedding_name = _check_optimizer_name(
-                "optimizer.embedding_name", self.embedding_name
+                "optimizer.embedding_name", self.embedding_name, table_optimizers()
             )
+        self._check_embedding_options()
         self._check_dense_options()
         self._check_ftrl()
 
-    def _check_ftrl(self) -> None:
+    def _check_embedding_options(self) -> None:
+        """Refuse values that are no numbers, or outside the bounds of the option that they replace."""
+        kind: Any = type(self)
+        known = _bounds_of(kind)
+        options = self.embedding_options or {}
         require(
-            self.name != OptimizerName.ftrl,
-            "optimizer.name=ftrl: ftrl trains tables only; set optimizer.embedding_name=ftrl, and another optimizer.name",
+            isinstance(options, dict),
+            f"optimizer.embedding_options must be a mapping such as {{beta2: 0.98}}, got {options}",
         )
+        for name, value in options.items():
+            key = f"optimizer.embedding_options.{name}"
+            require(
+                isinstance(value, int | float) and not isinstance(value, bool),
+                f"{key} must be a number, got {value}",
+            )
+            if name in known:
+                _check_bounds(key, value, known[name][1], float)
+
+    def _check_ftrl(self) -> None:
         ignored = [
             name for name, default in FTRL_DEFAULTS.items() if getattr(self, name) != default
         ]
         require(
-            not ignored or self.table_name == OptimizerName.ftrl or is_import_path(self.table_name),
+            not ignored or self.table_name == "ftrl" or is_import_path(self.table_name),
             f"optimizer.{''.join(ignored[:1])} is of ftrl, and tables with {self.table_name} would ignore it; set "
             "optimizer.embedding_name=ftrl, or leave it out",
         )
@@ -567,6 +600,7 @@ PLAIN_SGD: dict[Component, dict[str, Any]] = {
     },
     Component.tables: {
         "embedding_name": OptimizerName.sgd,
+        "embedding_options": None,
         "embedding_l2": 0.0,
         **FTRL_DEFAULTS,
     },
@@ -574,11 +608,10 @@ PLAIN_SGD: dict[Component, dict[str, Any]] = {
 """Options of a component that is not trained."""
 
 
-def _check_optimizer_name(key: str, name: str) -> str:
-    names = ", ".join(OptimizerName)
+def _check_optimizer_name(key: str, name: str, known: Sequence[str]) -> str:
     require(
-        name in list(OptimizerName) or is_import_path(name),
-        f"{key}: Invalid value '{name}', expected one of [{names}], or package.module:NAME",
+        name in known or is_import_path(name),
+        f"{key}: Invalid value '{name}', expected one of [{', '.join(known)}], or package.module:NAME",
     )
     return str(name)
 

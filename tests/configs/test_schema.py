@@ -36,8 +36,9 @@ from configs.schema import (
     TrainConfig,
     describe,
     option,
+    table_optimizers,
 )
-from nn.embedding.optimizer import TABLE_RULES
+from nn.embedding.optimizer import table_rule
 from nn.models.options import (
     CrossConfig,
     DCNv2Options,
@@ -126,8 +127,8 @@ REFUSED = [
     (ModelConfig, {"embedding_dim": 0}, "model.embedding_dim must be positive, got 0"),
     (
         OptimizerConfig,
-        {"embedding_name": "lion"},
-        "optimizer.embedding_name: Invalid value 'lion', expected one of [sgd, adagrad, rowwise_adagrad, adam, ftrl], or "
+        {"embedding_name": "lamb"},
+        "optimizer.embedding_name: Invalid value 'lamb', expected one of [adagrad, adam, ftrl, lion, rowwise_adagrad, sgd], or "
         "package.module:NAME",
     ),
     (OptimizerConfig, {"lr": 0.0}, "optimizer.lr must be positive, got 0.0"),
@@ -428,7 +429,7 @@ def test_every_option_is_read():
         if isinstance(node, ast.Attribute)
     }
     # A table optimizer names the options of its own.
-    read |= {name for rule in TABLE_RULES.values() for name in rule.options}
+    read |= {name for rule in map(table_rule, table_optimizers()) for name in rule.options}
     sections = {PreprocConfig, StreamConfig}.union(*map(all_sections, [Config, *OPTIONS.values()]))
     options = {field.name for section in sections for field in fields(section)}
     # The schema's own `table_name` and `table_lr` read these two.

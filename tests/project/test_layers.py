@@ -74,6 +74,7 @@ ROOMS = {
     "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8", "nn.user_objects"},
     "nn.user_objects": set(),
     "nn.embedding": {"nn.ops", "nn.ops.triton", "nn.user_objects"},
+    "nn.embedding.rules": {"nn.embedding", "nn.ops"},
     "nn.layers.interactions": {"nn.layers"},
     "nn.models": {
         "nn.embedding",
