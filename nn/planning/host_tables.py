@@ -49,14 +49,7 @@ def overrides_of(
 def windows_of(
     declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, live_samples: int, world_size: int
 ) -> dict[str, int]:
-    """Return the ids per table of the live batches of all ranks; of ragged features, those that batches have room for.
-
-    Args:
-        declared: the tables.
-        spec: feature spec after the expansion of ids.
-        live_samples: rows per rank of the live batches.
-        world_size: ranks.
-    """
+    """Return the ids per table of the live batches of all ranks; of ragged features, those that batches have room for."""
     counts = id_counts(spec, live_samples)
     return {
         table.name: world_size * sum(counts[name].capacity for name in table.feature_names)
@@ -72,8 +65,7 @@ def chosen_host_tables(
 ) -> dict[str, HostTable]:
     """Return the tables that overrides put into host memory or on disk.
 
-    Raises:
-        ValueError: one of them is `keyed`, a table for raw keys, whose rows change on the device.
+    Raises ValueError: one of them is `keyed`, a table for raw keys, whose rows change on the device.
     """
     chosen = {
         table: HostTable(
@@ -94,8 +86,7 @@ def chosen_host_tables(
 def check_windows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> None:
     """Refuse arenas that cannot hold the rows of all live batches, and more rows than slots have bits for.
 
-    Raises:
-        ValueError: the first of them, with the fraction that would do.
+    Raises ValueError: the first of them, with the fraction that would do.
     """
     rows_of_rank: dict[int, int] = {}
     for name, table in host_tables.items():
@@ -150,17 +141,8 @@ def with_expected_fetches(
 
     Rows on disk that change between two saves are expected too.
 
-    Args:
-        plan: of the tables.
-        tables: the same as plain rows.
-        traffic_of: returns how often the rows of a table are looked up.
-        global_batch: rows of all ranks.
-        host_room: bytes of host memory per rank for rows on disk.
-        memories: that a row is spread over: its weights, and each state of the optimizer.
-        steps_between_saves: at most, of checkpoints or deltas.
-
-    Raises:
-        ValueError: this memory is too little.
+    `traffic_of`: returns how often the rows of a table are looked up. `host_room`: bytes of host memory per rank for rows
+    on disk. `steps_between_saves`: at most, of checkpoints or deltas. Raises ValueError: this memory is too little.
     """
     fetched: dict[str, float] = {}
     read: dict[str, float] = {}
@@ -221,8 +203,7 @@ def _places(
 ) -> dict[tuple[int, int], int]:
     """Return the rows on disk for which host memory has room, by rank and columns: the same fraction of all.
 
-    Raises:
-        ValueError: they are too few for the rows on the device and those of the live batches.
+    Raises ValueError: they are too few for the rows on the device and those of the live batches.
     """
     groups = {
         (rank, columns): members
