@@ -61,6 +61,7 @@ class _Vectors:
     gradient: Tensor | None = None
     total_weight: Tensor | None = None
     receive: Callable[[Tensor], None] | None = None
+    received: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -236,6 +237,7 @@ class ForwardBackward:
                 parts, [one.view_as(part) for one, part in zip(arrived, parts, strict=True)]
             )
             gradient = vectors.gradient
+        vectors.received = gradient
         vectors.receive(gradient)
 
     def _loss_share(self, vectors: _Vectors, logits: Tensor, batch: Batch, chunk: _Chunk) -> Tensor:
