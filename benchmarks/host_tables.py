@@ -118,13 +118,8 @@ def config_of(args: argparse.Namespace, cache: float) -> Config:
     )
 
 
-def built(config: Config, ranks: Ranks) -> TrainStep:
-    """Build tables and dense component of a configuration."""
-    return planned_and_built(config, ranks)[1]
-
-
 def planned_and_built(config: Config, ranks: Ranks) -> tuple[Sequence[TablePlan], TrainStep]:
-    """Return the plan too."""
+    """Plan the tables, and build them and the dense component."""
     source = open_source(config)
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
     plan, rows = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
@@ -155,7 +150,7 @@ def check(ranks: Ranks, optimizers: Sequence[str], disk: str | None) -> None:
 
 def trained(config: Config, ranks: Ranks) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     """Train `CHECKED_STEPS` steps; return losses, states in host memory and traffic."""
-    step = built(config, ranks)
+    _, step = planned_and_built(config, ranks)
     loader = build_train_loader(config, open_source(config), ranks)
     prefetcher = Prefetcher(loader.batches(0, CHECKED_STEPS), step.path, ranks.device)
     losses = [step.train(number, prefetcher).loss for number in range(CHECKED_STEPS)]

@@ -17,15 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement.
+    """One measurement: a recipe (`main` for experiments that name their model) on the tables of configs/data/<tables>.yaml.
 
-    Attributes:
-        recipe: `dlrm`, `dcnv2` or `main`, whose experiments name their model.
-        tables: configs/data/<tables>.yaml, the tables of the dataset.
-        exponent: exponent of the ids' power law; 0 is uniform.
-        train_rows: rows of the dataset, small enough for the page cache. An epoch is a multiple of 50 steps, so that its
-            evaluation coincides with a record.
-        ragged: features whose rows have 0 to 10 ids instead of one, the first ones of the dataset.
+    `exponent` is that of the ids' power law; 0 is uniform. `train_rows` fit into the page cache, and an epoch is a multiple of 50
+    steps, so that its evaluation coincides with a record. The first `ragged` features have 0 to 10 ids per row instead of one.
     """
 
     recipe: str
