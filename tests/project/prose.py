@@ -118,6 +118,7 @@ def files() -> list[Path]:
         "compare",
         "sweep",
         "serving",
+        "status",
         "benchmarks",
         "tests",
         "docs",

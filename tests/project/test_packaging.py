@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = ["configs", "dataloading", "preproc", "nn", "compare", "serving", "sweep"]
+PACKAGES = ["configs", "dataloading", "preproc", "nn", "compare", "serving", "status", "sweep"]
 SCRIPTS = ["main.py", "dlrm.py", "dcnv2.py"]
 
 
@@ -46,7 +46,7 @@ def test_the_wheel_holds_all_files_of_ours_and_nothing_else(wheel):
         str(path.relative_to(ROOT))
         for name in PACKAGES
         for path in (ROOT / name).rglob("*")
-        if path.suffix in (".py", ".yaml", ".sh")
+        if path.suffix in (".py", ".yaml", ".sh", ".json")
     }
     assert held == ours | set(SCRIPTS)
     assert "configs/experiment/dlrm_criteo_t15.yaml" in held
