@@ -28,6 +28,7 @@ COPY --chown=trainer dataloading dataloading
 COPY --chown=trainer preproc preproc
 COPY --chown=trainer nn nn
 COPY --chown=trainer compare compare
+COPY --chown=trainer hybrid_parallel_recsys hybrid_parallel_recsys
 COPY --chown=trainer status status
 COPY --chown=trainer sweep sweep
 COPY --chown=trainer serving serving

@@ -119,6 +119,7 @@ def files() -> list[Path]:
         "sweep",
         "serving",
         "status",
+        "hybrid_parallel_recsys",
         "benchmarks",
         "tests",
         "docs",

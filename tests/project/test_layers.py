@@ -27,6 +27,9 @@ LAYERS = {
     "serving": {"configs", "dataloading", "preproc", "nn"},
     "status": {"compare", "configs", "dataloading", "nn"},
     "sweep": {"compare", "configs", "dataloading", "nn"},
+    # It names the modules of others as texts, and imports them when a name is used.
+    "hybrid_parallel_recsys": {"configs"},
+    "setup": set(),
     "main": {"configs", "nn", "preproc"},
     "dlrm": {"configs", "main"},
     "dcnv2": {"configs", "main"},
