@@ -8,9 +8,7 @@
 import numpy as np
 import pandas as pd
 
-from nn.library.loaded_run import Run
-from nn.library.options import options
-from nn.library.own_training import Training
+from hybrid_parallel_recsys import Run, Training, options
 from nn.models.description import build_from_json
 
 # %% [markdown]

@@ -94,6 +94,7 @@ FAST = {
     "nn/plots/test_curves.py",
     "nn/scores/test_unknown_values.py",
     "preproc/report/test_report.py",
+    "status/test_status.py",
     "sweep/test_sweep.py",
     "dataloading/dataset/test_feature_spec.py",
     "dataloading/test_partition.py",

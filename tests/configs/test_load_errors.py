@@ -17,7 +17,7 @@ from tests.helpers.command import run_command, run_module
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = [
-    *("main", "dlrm", "dcnv2", "preproc", "compare", "sweep", "nn.export", "nn.replay"),
+    *("main", "dlrm", "dcnv2", "preproc", "compare", "status", "sweep", "nn.export", "nn.replay"),
     *("serving.export", "serving.apply", "serving.run"),
     *(
         "serving.rollback",

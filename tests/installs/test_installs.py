@@ -112,7 +112,7 @@ def test_uv_pip_from_another_directory_trains_or_says_what_mends(checkout, venv,
         *("-e", f"{checkout}[{extra}]"),
         cwd=elsewhere,
     )
-    train = [python, "-m", "dlrm", *QUICK, f"run_dir={elsewhere / 'run'}"]
+    train = [python, "-m", "hybrid_parallel_recsys.dlrm", *QUICK, f"run_dir={elsewhere / 'run'}"]
     done = run(*train, cwd=elsewhere)
     if done.returncode != 0 or extra == "cuda":
         assert done.returncode == 2, done.stderr
@@ -133,7 +133,12 @@ def test_pip_trains_after_the_two_commands_of_the_page(checkout, venv, elsewhere
     succeeds(*pip, *shlex.split(first), cwd=checkout, minutes=8)
     succeeds(*pip, *shlex.split(second), cwd=checkout)
     succeeds(
-        venv / "bin/python", "-m", "dlrm", *QUICK, f"run_dir={elsewhere / 'run'}", cwd=elsewhere
+        venv / "bin/python",
+        "-m",
+        "hybrid_parallel_recsys.dlrm",
+        *QUICK,
+        f"run_dir={elsewhere / 'run'}",
+        cwd=elsewhere,
     )
 
 

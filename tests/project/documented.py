@@ -234,6 +234,9 @@ def check_command(words: Sequence[str], page: str, *, is_whole: bool) -> None:
     program = program.rpartition("/")[2] if program.endswith(("python", "pytest")) else program
     if program == "python" and rest and rest[0] != "-c":
         program, *rest = rest[1:] if rest[0] == "-m" else rest
+        if program.startswith("hybrid_parallel_recsys."):  # as an installed copy has it
+            name = program.partition(".")[2]
+            program = f"{name}.py" if f"{name}.py" in COMMANDS else name
     if program in LAUNCHER_FLAGS:
         _check_launched(program, rest, page, is_whole)
     elif program == "pytest":

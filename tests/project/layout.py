@@ -10,7 +10,17 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("configs", "dataloading", "preproc", "nn", "compare", "serving", "sweep")
+PACKAGES = (
+    "configs",
+    "dataloading",
+    "preproc",
+    "nn",
+    "compare",
+    "serving",
+    "status",
+    "sweep",
+    "hybrid_parallel_recsys",
+)
 LONGEST_FUNCTION = 60
 MOST_ARGUMENTS = 7
 

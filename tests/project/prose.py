@@ -118,6 +118,8 @@ def files() -> list[Path]:
         "compare",
         "sweep",
         "serving",
+        "status",
+        "hybrid_parallel_recsys",
         "benchmarks",
         "tests",
         "docs",

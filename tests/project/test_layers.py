@@ -25,7 +25,11 @@ LAYERS = {
     "nn": {"configs", "dataloading"},
     "compare": {"configs", "dataloading", "nn"},
     "serving": {"configs", "dataloading", "preproc", "nn"},
+    "status": {"compare", "configs", "dataloading", "nn"},
     "sweep": {"compare", "configs", "dataloading", "nn"},
+    # It names the modules of others as texts, and imports them when a name is used.
+    "hybrid_parallel_recsys": {"configs"},
+    "setup": set(),
     "main": {"configs", "nn", "preproc"},
     "dlrm": {"configs", "main"},
     "dcnv2": {"configs", "main"},
@@ -554,7 +558,7 @@ def test_the_launchers_variables_are_read_in_one_place():
 
 # A sweep checks the options of its trials, and a model outside the project would be imported for that.
 @pytest.mark.parametrize(
-    ("package", "lazy"), [("preproc", True), ("compare", True), ("sweep", False)]
+    ("package", "lazy"), [("preproc", True), ("compare", True), ("status", True), ("sweep", False)]
 )
 def test_a_command_without_a_model_needs_no_torch(package, lazy):
     modules = {name for name in sources() if is_below(name, package)}
@@ -609,7 +613,18 @@ def test_no_file_is_called_like_a_standard_module():
 
 @pytest.mark.parametrize(
     "package",
-    ["configs", "dataloading", "preproc", "nn", "compare", "serving", "sweep", "main", "dlrm"],
+    [
+        "configs",
+        "dataloading",
+        "preproc",
+        "nn",
+        "compare",
+        "serving",
+        "status",
+        "sweep",
+        "main",
+        "dlrm",
+    ],
 )
 def test_a_flat_package_is_this_repositorys(package):
     found = importlib.import_module(package).__file__

@@ -1,5 +1,6 @@
 """The wheel with every yaml, the dependencies, and the files that the Dockerfile names."""
 
+import json
 import os
 import re
 import shlex
@@ -15,9 +16,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from hybrid_parallel_recsys.commands import MODULES
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = ["configs", "dataloading", "preproc", "nn", "compare", "serving", "sweep"]
+PACKAGES = ["configs", "dataloading", "preproc", "nn", "compare", "serving", "status", "sweep"]
+NAME = "hybrid_parallel_recsys"
 SCRIPTS = ["main.py", "dlrm.py", "dcnv2.py"]
 
 
@@ -25,9 +29,9 @@ SCRIPTS = ["main.py", "dlrm.py", "dcnv2.py"]
 def wheel(tmp_path_factory) -> Path:
     """The project, built as pip would, outside the checkout: setuptools leaves files where it builds."""
     place = tmp_path_factory.mktemp("project")
-    for name in PACKAGES:
+    for name in [*PACKAGES, NAME]:
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in [*SCRIPTS, "pyproject.toml", "README.md"]:
+    for name in [*SCRIPTS, "setup.py", "pyproject.toml", "README.md"]:
         shutil.copy(ROOT / name, place)
     (place / "benchmarks").mkdir()
     (place / "benchmarks" / "__init__.py").touch()
@@ -46,10 +50,11 @@ def test_the_wheel_holds_all_files_of_ours_and_nothing_else(wheel):
         str(path.relative_to(ROOT))
         for name in PACKAGES
         for path in (ROOT / name).rglob("*")
-        if path.suffix in (".py", ".yaml", ".sh")
+        if path.suffix in (".py", ".yaml", ".sh", ".json")
     }
-    assert held == ours | set(SCRIPTS)
-    assert "configs/experiment/dlrm_criteo_t15.yaml" in held
+    own = {f"{NAME}/__init__.py", f"{NAME}/commands.py", f"{NAME}/py.typed"}
+    assert held == own | {f"{NAME}/{name}" for name in ours | set(SCRIPTS)}
+    assert f"{NAME}/configs/experiment/dlrm_criteo_t15.yaml" in held
 
 
 def test_the_wheel_says_what_it_is(wheel):
@@ -71,26 +76,104 @@ def test_the_wheel_says_what_it_is(wheel):
     assert minors == [minor for minor in range(30) if f"3.{minor}" in supported]
 
 
-@pytest.mark.doors
-@pytest.mark.parametrize("module", ["dlrm", "dcnv2", "preproc", "nn.export"])
-def test_an_installed_command_finds_its_own_modules_from_anywhere(wheel, module, tmp_path):
-    """Also where the user has a `main.py` and a package `configs`."""
+@pytest.fixture(scope="module")
+def site(wheel) -> Path:
+    """An empty folder into which the wheel was installed, with its console scripts in `bin/`."""
+    place = wheel.parent / "site"
+    install = ["uv", "pip", "install", "--quiet", "--offline", "--no-deps", "--target", place]
+    subprocess.run([*install, "--python", sys.executable, wheel], check=True, timeout=120)
+    return place
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> Path:
+    """A directory of a user with modules of their own, whose names are ours too."""
     (tmp_path / "configs").mkdir()
-    for name in ("main.py", "configs/__init__.py"):
+    for name in ("main.py", "status.py", "configs/__init__.py"):
         (tmp_path / name).write_text("raise SystemExit('the module of the user')")
-    site = wheel.parent / "site"
-    if not site.exists():
-        ZipFile(wheel).extractall(site)
+    return tmp_path
+
+
+def runs(*command: str | Path, site: Path, cwd: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", module, "--help"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(site)},
+        [*map(str, command)],
+        **{"cwd": cwd, "env": os.environ | {"PYTHONPATH": str(site)}},
         capture_output=True,
         text=True,
         timeout=120,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "Options, with the values of this command" in done.stdout
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.doors
+def test_an_environment_gets_one_name_and_the_commands(site):
+    held = {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")}
+    assert held - {".lock"} == {NAME, "bin"}
+    assert {path.name for path in (site / "bin").iterdir()} == set(MODULES)
+
+
+@pytest.mark.doors
+@pytest.mark.parametrize("module", ["dlrm", "dcnv2", "preproc", "nn.export"])
+def test_an_installed_command_finds_its_own_modules_from_anywhere(site, elsewhere, module):
+    """Also where the user has a `main.py` and a package `configs`."""
+    [script] = [name for name, target in MODULES.items() if target == module]
+    starts = [site / "bin" / script], [sys.executable, "-m", f"{NAME}.{module}"]
+    for start in starts:
+        out = runs(*start, "--help", site=site, cwd=elsewhere)
+        assert "Options, with the values of this command" in out
+
+
+PROGRAM = """
+import main_of_user, sys
+from hybrid_parallel_recsys import Run
+run = Run.load("run")
+print(run.summary()["steps"], "dlrm" in sys.modules, "main" in sys.modules)
+"""
+
+
+@pytest.mark.doors
+def test_an_installed_wheel_trains_and_a_program_loads_its_run(site, elsewhere):
+    small = ["train.max_steps=4", "data.synthetic.train_rows=2048", "data.synthetic.test_rows=512"]
+    small += ["train.batch_size=256", "log.pictures=false"]
+    bin_ = site / "bin"
+    out = runs(bin_ / "recsys-dlrm", *small, "run_dir=run", site=site, cwd=elsewhere)
+    assert "test AUC" in out
+    state = json.loads(runs(bin_ / "recsys-status", "run", "--json", site=site, cwd=elsewhere))
+    assert (state[0]["state"], state[0]["step"]) == ("finished", 4)
+    (elsewhere / "main_of_user.py").touch()
+    (elsewhere / "program.py").write_text(PROGRAM)
+    assert runs(sys.executable, "program.py", site=site, cwd=elsewhere) == "4 False False\n"
+
+
+@pytest.mark.doors
+def test_a_type_checker_reads_the_public_names_of_an_installed_wheel(site, tmp_path):
+    program = f"from {NAME} import Run, option\nreveal_type(Run.load)\nreveal_type(option)\n"
+    (tmp_path / "typed.py").write_text(program)
+    flags = [f"--cache-dir={tmp_path}/cache", "--follow-imports=silent"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *flags, "typed.py"],
+        **{"cwd": tmp_path, "env": os.environ | {"MYPYPATH": str(site)}},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "-> " in done.stdout, done.stdout
+    assert done.stdout.count('note: Revealed type is "def (') == 2, done.stdout
+
+
+def test_each_command_of_the_project_has_a_console_script():
+    assert PROJECT["project"]["scripts"] == dict.fromkeys(MODULES, f"{NAME}.commands:run")
+    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+    commands = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        for path in files
+        if '__name__ == "__main__":' in (text := path.read_text()) and "command(" in text
+    }
+    commands |= {path.removesuffix(".py") for path in SCRIPTS}
+    # The first is the launcher of a node, which slurm_multinode.sh starts.
+    assert commands - {"nn.distributed.node_launcher"} == set(MODULES.values())
 
 
 def requirements() -> list[Requirement]:
@@ -132,7 +215,7 @@ def copied() -> list[str]:
 
 def test_the_image_copies_what_exists_and_all_that_runs():
     assert [path for path in copied() if not (ROOT / path).exists()] == []
-    assert {*PACKAGES, *SCRIPTS, "pyproject.toml"} <= set(copied())
+    assert {*PACKAGES, NAME, *SCRIPTS, "pyproject.toml"} <= set(copied())
 
 
 def test_the_image_is_plain_python_of_a_supported_version():
