@@ -50,11 +50,11 @@ def find_table(source: Any) -> FoundTable:
         ValueError: a file cannot be read, or the files hold several tables.
     """
     is_directory = isinstance(source, str) and not is_remote(source) and Path(source).is_dir()
-    if not is_directory:
-        files, others = find_files(source, "source", tables=True), {}
-        kinds = {file: _kind(file) for file in files}
-    else:
+    others: dict[Path, str] = {}
+    if is_directory:
         kinds, others = _in_directory(Path(source))
+    else:
+        kinds = {file: _kind(file) for file in find_files(source, "source", tables=True)}
     tables: dict[tuple[Any, ...], list[RawFile]] = {}
     columns = {file: _columns(kind, file) for file, kind in kinds.items()}
     for file, kind in kinds.items():
@@ -83,7 +83,8 @@ def find_table(source: Any) -> FoundTable:
 
 def _in_directory(directory: Path) -> tuple[dict[RawFile, dict[str, Any]], dict[Path, str]]:
     """Return the kinds of the tables below a directory, and why its other files are none."""
-    kinds, others = {}, {}
+    kinds: dict[RawFile, dict[str, Any]] = {}
+    others: dict[Path, str] = {}
     for path in sorted(directory.rglob("*")):
         if path.is_dir() or path.name[0] in "._":
             continue
