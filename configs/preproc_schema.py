@@ -19,6 +19,7 @@ class Mode(Enum):
     extend = "extend"
     verify = "verify"
     convert = "convert"
+    describe = "describe"
 
 
 class Format(Enum):
@@ -97,7 +98,7 @@ class PreprocConfig(Section):
         Mode.fit,
         "fit (make a dataset, vocabularies and statistics from its training rows), transform (make one by the fit "
         "of another), extend (one of the next day: old values keep their ids, docs/every_day.md), verify (read one, say what "
-        "is wrong) or convert (path to output)",
+        "is wrong), convert (path to output) or describe (write the yaml of a table of your own, docs/your_data.md)",
     )
     fitted: str | None = option(
         None,
@@ -126,12 +127,20 @@ class PreprocConfig(Section):
     table: Any = option(
         None, "sources, columns and transforms of layout=table; docs/preprocessing.md has them"
     )
-    output: str | None = option(None, "dataset directory to write (required)", path=True)
+    output: str | None = option(
+        None,
+        "dataset directory to write (required); with mode=describe the yaml, null: mine/dataset/<source's name>.yaml",
+        path=True,
+    )
+    label: str | None = option(
+        None, "with mode=describe: the column of the label; null: the likeliest one"
+    )
     overwrite: bool = option(False, "replace a dataset that output already holds")
     threads: int | None = option(None, "worker threads; null: one per core", most=4096, gt=0)
     source: Any = option(
         None,
-        "raw logs: a file, a glob, a _file_list.txt or a list of them; .tsv, .gz or .zst; day_2 before day_10",
+        "raw logs: a file, a glob, a _file_list.txt or a list of them; .tsv, .gz or .zst; day_2 before day_10; with "
+        "mode=describe a directory too",
         path=True,
     )
     split: Split | None = option(
@@ -218,6 +227,14 @@ class PreprocConfig(Section):
         if self.mode is Mode.verify:
             require(self.path is not None, "no path: set path=DIR, the dataset directory to verify")
             return
+        if self.mode is Mode.describe:
+            require(self.source is not None, "no source: set source=FILE, the table to describe")
+            self._check_files("source")
+            return
+        require(
+            self.label is None,
+            f"label={self.label} is of mode=describe; other modes have it in the description (table.label)",
+        )
         require(
             self.mode is not Mode.convert or self.path is not None,
             "no path: set path=DIR, the directory to convert",

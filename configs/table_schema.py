@@ -13,7 +13,9 @@ from typing import Any
 from configs.messages import printable, shortened, shown
 from configs.schema import is_file_name, require
 
-FORMATS = ("csv", "tsv", "parquet")
+LINE_FORMATS = ("jsonl", "libsvm", "libffm")
+"""Formats of text whose lines name their values (`preproc/table/line_formats.py`)."""
+FORMATS = ("csv", "tsv", "parquet", *LINE_FORMATS)
 SPLITS = ("fraction", "last_file", "random", "column")
 # Transforms of numbers, applied in order; minmax and standardise take no argument.
 TRANSFORMS = ("fill", "clip", "log", "minmax", "standardise")
@@ -42,10 +44,11 @@ class Source:
     """One named relation; the rows of its files (a file, a glob or a list) in their order.
 
     Attributes:
-        format: csv (quoted as in RFC 4180), tsv (never quoted) or parquet; null: parquet if the files are
-            Parquet, csv otherwise.
+        format: csv (quoted as in RFC 4180), tsv (never quoted), parquet, jsonl, libsvm or libffm; null: parquet if the
+            files are Parquet, csv otherwise.
         header: whether the first line of each text file names the columns; null: where `columns` does not name them.
-        columns: names of the columns of text files, in place of those of a header line.
+        columns: names of the columns of text files, in place of those of a header line; of `LINE_FORMATS` those to read, in
+            place of all that the lines name.
     """
 
     files: Any

@@ -1,9 +1,11 @@
 """Rows of an Arrow table in memory as a source, such as new rows that a trained model scores."""
 
 from dataclasses import replace
+from typing import Any
 
 import pyarrow as pa
 
+from configs.messages import shortened, shown
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.feature_spec import FeatureSpec, parquet_columns
 from dataloading.dataset.parquet import joined
@@ -30,3 +32,30 @@ def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySour
     check_columns(name, present.schema, kinds)
     rows = decode(present, spec, Place(name), labels)
     return BinarySource(spec, {SPLIT: joined(spec, [rows], files)})
+
+
+def _kinds(column: Any) -> list[str]:
+    """Return the names of the types of the values of a pandas column, missing ones left out."""
+    return sorted({type(value).__name__ for value in column[column.notna()]})
+
+
+def arrow_table(table: Any) -> tuple[pa.Table, Any]:
+    """Return rows as an Arrow table, and the function that converts a result to the kind of table that was given."""
+    if isinstance(table, pa.Table):
+        return table, lambda result: result
+    if type(table).__module__.partition(".")[0] != "pandas" or not hasattr(table, "columns"):
+        raise ValueError(
+            f"got rows of type {type(table).__name__}; want a pandas DataFrame or a pyarrow.Table"
+        )
+    try:
+        rows = pa.Table.from_pandas(table, preserve_index=False)
+    except (pa.ArrowException, ArithmeticError, ValueError, TypeError) as error:
+        for name in table.columns:
+            kinds = _kinds(table[name])
+            if len(kinds) > 1:
+                raise ValueError(
+                    f"the table: column {shown(str(name))} has values of several types, {', '.join(kinds)}; want one: convert "
+                    "it, for example by astype(str)"
+                ) from None
+        raise ValueError(f"the table: {shortened(' '.join(str(error).split()))}") from None
+    return rows, lambda result: result.to_pandas().set_index(table.index)

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from hybrid_parallel_recsys.nn.training.dense_optimizer import (  # type: ignore[import-not-found]
         DenseRule,
     )
+    from hybrid_parallel_recsys.preproc.frames import (  # type: ignore[import-not-found]
+        describe,
+        preprocess,
+    )
 
 __all__ = [
     "DenseRule",
@@ -44,8 +48,10 @@ __all__ = [
     "StateField",
     "TableRule",
     "Training",
+    "describe",
     "option",
     "options",
+    "preprocess",
     "write_dataset",
 ]
 PLACES = {
@@ -57,8 +63,10 @@ PLACES = {
     "StateField": "nn.embedding.optimizer",
     "TableRule": "nn.embedding.optimizer",
     "Training": "nn.library.own_training",
+    "describe": "preproc.frames",
     "option": "configs.schema",
     "options": "nn.library.options",
+    "preprocess": "preproc.frames",
     "write_dataset": "dataloading.dataset.dataset_directory",
 }
 """Module of each name."""

@@ -101,6 +101,12 @@ def _was_complete(config: PreprocConfig, output: Path) -> bool:
 
 def execute(config: PreprocConfig) -> None:
     """Run `config.mode` on local copies of what lies on object stores, and upload an output that belongs there."""
+    if config.mode is Mode.describe:
+        from preproc.describe.command import run_describe
+
+        restore_signals()
+        run_describe(config, LiteralConsole())
+        return
     config = replace(config, path=_local(config.path), fitted=_local(config.fitted))
     _refuse_input_as_output(config)
     if config.output is None:

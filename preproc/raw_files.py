@@ -191,6 +191,13 @@ def _open(path: Path, option: str, tables: bool) -> RawFile:
     compression = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "none")
     if compression == "zstd" and not zstd_is_complete(path):
         raise ValueError(cut_short(path))
+    start = _gzip_head(path) if compression == "gzip" else head[:8]
+    # The length of a record in 8 bytes; no text has null characters.
+    if start[:4].strip(b"\0") and start[4:] == b"\0\0\0\0":
+        raise ValueError(
+            f"{name}: a TFRecord file, whose columns only its writer knows; write its records as Parquet "
+            "(docs/your_data.md#tfrecord)"
+        )
     if compression == "gzip" and _gzip_head(path).startswith((PARQUET, *MAGIC)):
         raise ValueError(
             f"{name}: gzip data that holds Parquet or compressed data again; unpack it first"

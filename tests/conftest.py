@@ -122,6 +122,7 @@ FAST = {
     "nn/training/test_lr_scheduler.py",
     "nn/training/test_clip_norm.py",
     "preproc/convert/test_convert.py",
+    "preproc/describe/test_describe.py",
     "preproc/criteo/test_hash_table.py",
     "preproc/table/test_lists.py",
     "preproc/test_synthetic.py",

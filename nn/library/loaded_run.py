@@ -13,7 +13,7 @@ from torch import Tensor
 
 from configs.messages import shortened, shown
 from configs.schema import Config
-from dataloading.arrow_table import SPLIT, features_source
+from dataloading.arrow_table import SPLIT, arrow_table, features_source
 from dataloading.batch import Batch, jagged
 from dataloading.dataset.documents import read_json, resolved
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -157,7 +157,7 @@ class Run:
         """
         if type(batch_size) is not int or batch_size < 1:
             raise ValueError(f"batch_size={shown(batch_size)}; want a whole number of at least 1")
-        rows, as_given = _arrow_table(table)
+        rows, as_given = arrow_table(table)
         names = score_columns([task.name for task in self.tasks])
         if rows.num_rows == 0:
             return as_given(pa.table({name: pa.array([], pa.float64()) for name in names}))
@@ -346,30 +346,3 @@ def _expanded(batch: Batch, tables: Mapping[str, Tensor]) -> Batch:
         batch.global_valid,
         keep_rates=batch.keep_rates,
     )
-
-
-def _kinds(column: Any) -> list[str]:
-    """Return the names of the types of the values of a pandas column, missing ones left out."""
-    return sorted({type(value).__name__ for value in column[column.notna()]})
-
-
-def _arrow_table(table: Any) -> tuple[pa.Table, Any]:
-    """Return rows as an Arrow table, and the function that converts a result to the kind of table that was given."""
-    if isinstance(table, pa.Table):
-        return table, lambda result: result
-    if type(table).__module__.partition(".")[0] != "pandas" or not hasattr(table, "columns"):
-        raise ValueError(
-            f"got rows of type {type(table).__name__}; want a pandas DataFrame or a pyarrow.Table"
-        )
-    try:
-        rows = pa.Table.from_pandas(table, preserve_index=False)
-    except (pa.ArrowException, ArithmeticError, ValueError, TypeError) as error:
-        for name in table.columns:
-            kinds = _kinds(table[name])
-            if len(kinds) > 1:
-                raise ValueError(
-                    f"the table: column {shown(str(name))} has values of several types, {', '.join(kinds)}; want one: convert "
-                    "it, for example by astype(str)"
-                ) from None
-        raise ValueError(f"the table: {shortened(' '.join(str(error).split()))}") from None
-    return rows, lambda result: result.to_pandas().set_index(table.index)

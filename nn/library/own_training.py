@@ -185,6 +185,13 @@ class Training:
             raise OSError(problem)
         return session.recorder.run_dir / CHECKPOINTS / f"step_{trainer.num_steps}"
 
+    def train(self) -> dict[str, Any]:
+        """Train all steps that are left, with the evaluations and checkpoints of the command, and finish; the last call."""
+        _, trainer, *_ = self._at_work()
+        self._trainer.stop_reading()
+        trainer.train()
+        return self.finish()
+
     def finish(self) -> dict[str, Any]:
         """Save the last checkpoint, draw the curves, write summary.json, and return its content; the last call."""
         session, trainer, saving, prefetcher = self._at_work()

@@ -22,10 +22,11 @@ import numpy as np
 
 from configs.messages import printable, shortened
 from configs.preproc_schema import OnBad, PreprocConfig
-from configs.table_schema import Source
+from configs.table_schema import LINE_FORMATS, Source
 from dataloading.dataset.durable_files import replace_directory
 from preproc.raw_files import RawFile, cut_short
 from preproc.table.expressions import RELATION_FILE, quoted, text
+from preproc.table.line_formats import lines_of
 from preproc.table.source_files import SourceFiles
 from preproc.work_directory import connect, first_line, is_disk_error, is_small, memory_bytes
 
@@ -34,7 +35,9 @@ if TYPE_CHECKING:  # 25 MB of memory that preprocessing does not need
 
 SOURCE_ORDER = ["file_", "order_"]
 """Columns that order the rows of one source."""
-IN_ORDER = {"READ_PARQUET", "READ_CSV", "UNION", "STREAMING_WINDOW", "PROJECTION", "FILTER"}
+IN_ORDER = {
+    *("READ_PARQUET", "READ_CSV", "READ_JSON", "UNION", "STREAMING_WINDOW", "PROJECTION", "FILTER")
+}
 """Operators of plans that yield rows in the order of the files."""
 # Memory of Python, NumPy, Arrow and the texts of some batches beside DuckDB.
 BASE_BYTES = 300 << 20
@@ -168,7 +171,11 @@ class DuckDBEngine:
                     f"* EXCLUDE (file_row_number) FROM {relation}"
                 )
                 continue
-            relation = self._text(files.source, file, path, files.columns_of[number])
+            columns = files.columns_of[number]
+            if files.source.format in LINE_FORMATS:
+                relation = lines_of(files.source, file, columns, files.lists)
+            else:
+                relation = self._text(files.source, file, path, columns)
             try:
                 self._connection.execute(f"FROM {relation} LIMIT 0")
             except duckdb.Error as error:

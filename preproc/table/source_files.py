@@ -12,10 +12,11 @@ import duckdb
 from configs.messages import printable, shortened, shown
 from configs.preproc_schema import Layout, PreprocConfig
 from configs.schema import require
-from configs.table_schema import Source, SplitRule, TableConfig
+from configs.table_schema import LINE_FORMATS, Source, SplitRule, TableConfig
 from preproc.fitted_state import SOURCE, with_place
 from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, find_files, refuse_shared
+from preproc.table.line_formats import line_columns
 from preproc.work_directory import small_database
 
 # Columns that every source has beside its own.
@@ -34,6 +35,7 @@ class SourceFiles:
     files: list[RawFile]  # its files, in order
     columns: list[str]  # names of the columns, in the order of the first file
     columns_of: list[list[str]]  # names of the columns per file, in the order of the file
+    lists: frozenset[str] = frozenset()  # columns of JSON lines that are lists
 
 
 def find_source(name: str, source: Source, option: str = "source") -> tuple[Source, list[RawFile]]:
@@ -53,9 +55,9 @@ def find_source(name: str, source: Source, option: str = "source") -> tuple[Sour
     if source.format == "parquet" and not is_parquet:
         is_text = files[0].compression == "none"
         kind = "text, not Parquet" if is_text else f"{files[0].compression} data, not Parquet"
-        remedy = f"set {where}.format to csv or tsv" + ("" if is_text else ", or unpack it")
+        remedy = f"set {where}.format to that of the text" + ("" if is_text else ", or unpack it")
         raise ValueError(f"{files[0].path}: its first bytes are those of {kind}; {remedy}")
-    if source.format in ("csv", "tsv") and is_parquet:
+    if source.format not in (None, "parquet") and is_parquet:
         raise ValueError(
             f"{files[0].path}: a Parquet file; set {where}.format to parquet instead of {source.format}, or drop it"
         )
@@ -67,9 +69,13 @@ def read_columns(source: Source, files: list[RawFile]) -> SourceFiles:
 
     Raises ValueError: a file has no readable header, two columns of one name, or other columns than the first file.
     """
+    lists: set[str] = set()
     if source.format == "parquet":
         with small_database() as connection:
             columns_of = [_parquet_columns(connection, file) for file in files]
+    elif source.format in LINE_FORMATS:
+        with small_database() as connection:
+            columns_of = [line_columns(connection, source, file, lists) for file in files]
     else:
         columns_of = [list(source.columns or []) or _header(source, file) for file in files]
     for file, names in zip(files, columns_of, strict=True):
@@ -86,7 +92,7 @@ def read_columns(source: Source, files: list[RawFile]) -> SourceFiles:
                     f"{lacking.path}: no column {shown(absent[0])}, which {other.path} has; the files of a source "
                     "have the same columns: write them so, or give each kind a source of its own and a query"
                 )
-    return SourceFiles(source, files, first, columns_of)
+    return SourceFiles(source, files, first, columns_of, frozenset(lists))
 
 
 def listed(names: list[str]) -> str:

@@ -27,7 +27,7 @@ from pyspark.sql.types import (
 
 from configs.messages import printable, shortened
 from configs.preproc_schema import PreprocConfig
-from configs.table_schema import Source
+from configs.table_schema import LINE_FORMATS, Source
 from dataloading.dataset.durable_files import replace_directory
 from preproc.raw_files import RawFile
 from preproc.table.duckdb_engine import MissingColumnError, QueryError, StagedRows, nulls_first
@@ -93,6 +93,10 @@ class SparkEngine:
         for number, file in enumerate(files.files):
             if file.compression == "zstd":
                 raise ValueError(f"{file.path}: Spark reads plain text and gzip; unpack it first")
+            if files.source.format in LINE_FORMATS:
+                raise ValueError(
+                    f"{file.path}: Spark reads csv, tsv and Parquet, not {files.source.format}; take engine=duckdb"
+                )
             if file.is_parquet:
                 frame = self._parquet(file)
             else:

@@ -41,10 +41,9 @@ def test_the_page_runs_from_the_csv_to_the_scores_of_a_chosen_model(tmp_path, mo
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert [kind for kind, _ in blocks] == [
-        *("python", "yaml", "bash", "bash", "bash"),
+        *("python", "bash", "yaml", "bash", "bash", "bash"),
         *("yaml", "bash", "bash", "python", "bash"),
     ]
-    (tmp_path / "mine" / "dataset").mkdir(parents=True)
     files = iter(["mine/dataset/shop.yaml", "space.yaml"])
     for kind, block in blocks:
         if kind == "yaml":

@@ -282,6 +282,15 @@ ROOMS = {
         "preproc.vocabulary_sql",
         "preproc.work_directory",
     },
+    "preproc.describe": {
+        "preproc.fitted_state",
+        "preproc.line_blocks",
+        "preproc.raw_files",
+        "preproc.table",
+        "preproc.text_columns",
+        "preproc.vocabulary_sql",
+    },
+    "preproc.frames": {"preproc.__main__", "preproc.describe"},
     "preproc.transformed_rows": {
         "preproc.criteo",
         "preproc.fitted_state",
@@ -304,6 +313,7 @@ ROOMS = {
     },
     "preproc.__main__": {
         "preproc.convert",
+        "preproc.describe",
         "preproc.criteo",
         "preproc.report",
         "preproc.synthetic",

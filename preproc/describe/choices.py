@@ -1,0 +1,271 @@
+"""What each column becomes in the written description, and why."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from configs.table_schema import LINE_FORMATS
+from preproc.describe.columns import MOST_VALUES, Column, has_name
+from preproc.describe.formats import FoundTable
+from preproc.table.expressions import quoted, text
+
+LABEL = (
+    r"((is|has)_)?(label|target|y|class|click(ed|s)?|clk|buy|bought|purchased?|convert(ed)?|conversions?|liked?|outcome|"
+    r"response|survived|churn(ed)?|install(ed)?|ordered|watched|default)|.*_(label|target|clicked|bought|purchased)"
+)
+GRADE = r"(.*_)?(ratings?|stars|score|grade)"
+WEIGHT = r"(sample|row|instance|importance|example|case)_weights?"
+TIME = (
+    r"(.*_)?(time|timestamp|ts|date|datetime|day|hour|unix|epoch)(_(ms|s|utc|local))?|created(_at)?"
+)
+KEY = (
+    r"(.*_)?(user|item|ad|adgroup|movie|product|query|session|campaign|creative|site|app|device|group|brand|cate|video)?"
+    r"(id|ids)|(.*_)?(uid|pid|iid|idx|index|key|uuid|guid|code|zip|zipcode|hash)|c\d+|unnamed_\d+"
+)
+THING = (
+    r"(.*_)?(user|item|movie|product|ad|advertiser|campaign|creative|site|app|device|model|city|country|region|category|"
+    r"cate|brand|shop|store|seller|genre|gender|occupation|type|channel|publisher|page|query|session|weekday|month)"
+)
+POSITIVE = ("1", "yes", "y", "true", "t", "positive", "pos", "click", "clicked", "buy", "bought")
+TRUTH = ({"0", "1"}, {"0.0", "1.0"}, {"true", "false"}, {"0"}, {"1"})
+UNIX_SECONDS = (6e8, 4.2e9)
+FEW = 12
+"""Whole numbers of at most so many values are rather codes than amounts."""
+UNIQUE = 0.95
+"""Share of the rows with a value of their own from which on a text tells nothing of other rows."""
+SKEWED = 20.0
+"""A largest value of so many medians asks for a logarithm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a column becomes.
+
+    Attributes:
+        column: its counts.
+        role: label, weight, time, numerical, categorical, kept or left out.
+        keys: of its entry in the description, besides the name.
+        why: the reason, or what was seen.
+        is_candidate: whether it may be the label, or the weight, as well.
+    """
+
+    column: Column
+    role: str
+    keys: dict[str, Any]
+    why: str
+    is_candidate: bool = False
+
+
+def choose(columns: list[Column], table: FoundTable, label: str | None = None) -> list[Choice]:
+    """Return a choice per column; the label is the likeliest column, or the one called `label`.
+
+    Raises:
+        ValueError: there is no column `label`.
+    """
+    candidates = label_candidates(columns)
+    by_name = {column.name.strip(): column for column in columns}
+    if label is not None and label.strip() not in by_name:
+        raise ValueError(f"label={label}: no such column; the columns are {', '.join(by_name)}")
+    chosen = by_name[label.strip()] if label is not None else (candidates or [None])[0]
+    has_names = table.source.format in LINE_FORMATS or not table.source.columns
+    times = [c for c in columns if _is_time(c, has_names) and c is not chosen]
+    choices = []
+    for column in columns:
+        choice = _choice(column, table, by_name)
+        if column is chosen:
+            choice = Choice(column, "label", *_label(column))
+        elif column in times:
+            is_first = column is times[0]
+            why = "orders the rows: the last ones test" if is_first else "another time"
+            choice = Choice(column, "time" if is_first else "left out", {}, why)
+        elif column in candidates:
+            choice = replace(choice, is_candidate=True)
+            if has_name(column, LABEL):
+                why = "may be a label too; as a feature it would tell the label"
+                choice = replace(choice, role="left out", keys={}, why=why)
+        choices.append(choice)
+    numbers = [choice for choice in choices if choice.role == "numerical"]
+    if numbers and not any(choice.role == "categorical" for choice in choices):
+        fewest = min(numbers, key=lambda choice: choice.column.distinct)
+        why = f"{fewest.column.distinct:,} values, the fewest: a dataset has a categorical feature"
+        choices[choices.index(fewest)] = replace(fewest, role="categorical", keys={}, why=why)
+    return choices
+
+
+def label_candidates(columns: list[Column]) -> list[Column]:
+    """Return the columns that may be the label, the likeliest first: by name, then by place, then grades."""
+    first, last = columns[0], columns[-1]
+    ranks: list[tuple[int, Column]] = []
+    for column in columns:
+        if column.missing or column.is_list or column.distinct == 0 or column.rows == 1:
+            continue
+        two, named = column.distinct == 2, has_name(column, LABEL)
+        is_truth = {value.lower() for value, _ in column.values} in TRUTH
+        if named and (two or is_truth):
+            ranks.append((0, column))
+        elif two and column.is_number and column in (first, last):
+            ranks.append((1 if column is first else 2, column))
+        elif named and column.is_number:
+            ranks.append((3, column))
+        elif has_name(column, GRADE) and column.is_number and column.distinct > 1:
+            ranks.append((4, column))
+        elif two and is_truth:
+            ranks.append((5, column))
+    return [column for _, column in sorted(ranks, key=lambda rank: rank[0])]
+
+
+def _label(column: Column) -> tuple[dict[str, Any], str]:
+    """Return the keys of the label and what it is."""
+    values = dict(column.values)
+    if {value.lower() for value in values} in TRUTH:
+        ones = sum(
+            times for value, times in values.items() if value.lower() in ("1", "1.0", "true")
+        )
+        return {}, f"{100 * ones / column.rows:.3g} % ones"
+    name = quoted(column.name)
+    number = f"CAST({name} AS DOUBLE)" if column.is_text else name
+    if column.is_number and column.distinct > MOST_VALUES:
+        return {"kind": "regression"}, f"a number, {column.lowest:g} to {column.highest:g}"
+    if column.is_number:
+        # The smallest bound that at most half of the rows reach.
+        above, bound = 0, column.highest
+        for value, times in sorted(column.values, key=lambda pair: -float(pair[0])):
+            if above and above + times > column.rows / 2:
+                break
+            above, bound = above + times, float(value)
+        why = (
+            f"{100 * above / column.rows:.3g} % ones"
+            + "; for the number itself: kind: regression" * (column.distinct > 2)
+        )
+        return {"expression": f"{number} >= {bound:g}"}, why
+    one = next((v for v in values if v.lower() in POSITIVE), min(values, key=lambda v: values[v]))
+    share = 100 * values[one] / column.rows
+    return {"expression": f"{name} = {text(one)}"}, f"{share:.3g} % ones"
+
+
+def _is_time(column: Column, has_name_: bool) -> bool:
+    """Return whether a column has times; of numbers the name must say so, or they are recent seconds of a file without names."""
+    if column.missing or column.distinct < 2:
+        return False
+    if column.is_time or not column.is_number or column.lowest < 1e6:
+        return column.is_time
+    low, high = UNIX_SECONDS
+    return has_name(column, TIME) if has_name_ else low < column.lowest <= column.highest < high
+
+
+def time_order(column: Column) -> str:
+    """Return the SQL that orders by a time."""
+    kind = "TIMESTAMP" if column.is_time else "BIGINT" if column.is_whole else "DOUBLE"
+    return f"CAST({quoted(column.name)} AS {kind})" if column.is_text else quoted(column.name)
+
+
+def time_parts(column: Column) -> str:
+    """Return the SQL of a timestamp of which hour and weekday can be taken; nothing of numbers that count no seconds."""
+    low, high = UNIX_SECONDS
+    if column.is_time:
+        return time_order(column)
+    for unit in (1, 1000):
+        if unit * low < column.lowest <= column.highest < unit * high:
+            return f"to_timestamp({time_order(column)}{' / 1000' * (unit == 1000)})"
+    return ""
+
+
+def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Choice:
+    """Return a feature, or why the column is none."""
+
+    def out(why: str) -> Choice:
+        return Choice(column, "left out", {}, why)
+
+    source = table.source
+    if source.format == "libsvm" and _is_item_column(column):
+        return _libsvm_choice(column, source.columns)
+    if source.format == "libffm" and column.name.endswith("_value"):
+        return _values_choice(column, ids=by_name[column.name.removesuffix("_value")])
+    if column.is_nested:
+        return out(f"{column.type_name}: take single values out of it by an expression")
+    if column.distinct == 0:
+        return out("no value in any row")
+    if column.distinct == 1 and not column.missing:
+        return out("the same value in all rows")
+    if has_name(column, WEIGHT) and column.is_number and column.lowest >= 0 and not column.missing:
+        return Choice(column, "weight", {}, "weighs the rows")
+    if column.is_list:
+        keys = {"separator": column.separator} if column.separator else {"list": True}
+        return Choice(column, "categorical", keys, f"lists of {column.items:,} values")
+    is_key = has_name(column, KEY)
+    is_unique = column.distinct >= UNIQUE * column.present and column.present > 20
+    if is_unique and (is_key or not (column.is_number or column.is_time)):
+        return out("nearly every row has a value of its own")
+    if table.is_criteo and has_name(column, r"i\d+|num_\d+"):
+        return Choice(
+            column,
+            "numerical",
+            {"transforms": [{"log": 3}, {"fill": 0}]},
+            "as dataset=criteo_kaggle",
+        )
+    if column.is_number and column.kind != "boolean" and not _is_code(column, is_key):
+        return _numerical(column)
+    keys = {}
+    if column.is_float and column.is_whole:
+        keys["expression"] = f"CAST({quoted(column.name)} AS BIGINT)"
+    return Choice(column, "categorical", keys, f"{column.distinct:,} values")
+
+
+def _is_code(column: Column, is_key: bool) -> bool:
+    """Return whether numbers name things: by their name, few of them, with zeros before, or too large for amounts."""
+    if not column.is_whole:
+        return False
+    if is_key or has_name(column, THING):
+        return True
+    return column.lowest >= 0 and (
+        column.distinct <= FEW or bool(column.padded) or column.highest >= 2**40
+    )
+
+
+def _numerical(column: Column) -> Choice:
+    transforms: list[Any] = []
+    if column.missing:
+        transforms.append({"fill": float(f"{column.middle:.6g}")})
+    is_skewed = column.lowest >= 0 and column.highest > SKEWED * max(column.middle, 1)
+    transforms += [{"log": 1}] * is_skewed + ["standardise"]
+    why = f"{column.lowest:g} to {column.highest:g}, median {column.middle:g}"
+    return Choice(column, "numerical", {"transforms": transforms}, why)
+
+
+def without_constant_indices(
+    columns: list[Column], table: FoundTable
+) -> tuple[list[Column], FoundTable]:
+    """Return columns and table of libsvm without the columns of single indices if all items have one value, as 1 of one-hot."""
+    single = [c for c in columns if re.fullmatch(r"x\d+", c.name)]
+    if table.source.format != "libsvm" or any(c.distinct > 1 for c in single):
+        return columns, table
+    columns = [column for column in columns if column not in single]
+    source = replace(table.source, columns=[column.name for column in columns])
+    return columns, replace(table, source=source)
+
+
+def _is_item_column(column: Column) -> bool:
+    return re.fullmatch(r"ids|values|x\d+", column.name) is not None
+
+
+def _libsvm_choice(column: Column, names: list[str]) -> Choice:
+    """Return the choice for ids and values of all items, or for the value of one index, which is 0 where it is absent."""
+    has_indices = any(name not in ("label", "qid", "ids", "values") for name in names)
+    if column.name == "values" and not has_indices:
+        return _values_choice(column, ids=None)
+    if column.name == "ids":
+        keys = {"separator": " "}
+        return Choice(column, "categorical", keys, f"which of {column.items:,} indices a row has")
+    if column.name == "values":
+        return Choice(column, "left out", {}, "the columns x hold it")
+    transforms: list[Any] = [{"fill": 0}, "standardise"]
+    return Choice(column, "numerical", {"transforms": transforms}, "0 where it is absent")
+
+
+def _values_choice(column: Column, ids: Column | None) -> Choice:
+    """Return the choice for the values of items, texts beside those of the ids: a number where the id is always the same."""
+    if ids is not None and ids.distinct == 1 and column.is_number and column.distinct > 1:
+        return _numerical(column)
+    if column.distinct == 1 or column.items == 1:
+        return Choice(column, "left out", {}, "the same value for all ids")
+    return Choice(column, "kept", {}, "values of the ids, by which no model weighs them yet")

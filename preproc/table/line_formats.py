@@ -1,0 +1,108 @@
+"""Text whose lines name their values, as tables: JSON lines, libsvm and libffm. All columns are text, as those of CSV are.
+
+A line of JSON is an object, and a key of it a column; lists of values are lists of text, other nested values their JSON.
+
+A line of libsvm is a label, perhaps `qid:N`, and items `index:value`; of libffm, items `field:id:value`. Columns:
+
+- `label`, and of libsvm `qid`;
+- `ids` and `values` of libsvm: those of all items, separated by blanks; and `x7`, the value of index 7;
+- `f3` and `f3_value` of libffm: ids and values of the items of field 3, separated by blanks.
+"""
+
+import glob
+import re
+
+import duckdb
+
+from configs.messages import printable, shortened
+from configs.table_schema import Source
+from preproc.raw_files import RawFile
+from preproc.table.expressions import quoted, text
+
+# More indices than these are no columns of their own, unless the source's `columns` names them.
+MOST_INDICES = 64
+NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
+ITEM = {"libsvm": rf"\d+:{NUMBER}", "libffm": rf"[^ :]+:[^ :]+:{NUMBER}"}
+LINE = {
+    "libsvm": rf"{NUMBER}( qid:\d+)?( {ITEM['libsvm']})*",
+    "libffm": rf"{NUMBER}( {ITEM['libffm']})*",
+}
+WANTED = {"libsvm": "label index:value ...", "libffm": "label field:id:value ..."}
+
+
+def line_columns(
+    connection: duckdb.DuckDBPyConnection, source: Source, file: RawFile, lists: set[str]
+) -> list[str]:
+    """Return the names of the columns of a file, of which all lines are read; those that are lists are added to `lists`.
+
+    Raises:
+        ValueError: a line cannot be read; names the file.
+    """
+    try:
+        if source.format == "jsonl":
+            query = f"DESCRIBE SELECT * FROM {_json(file, 'sample_size = -1')}"
+            kinds = {name: kind for name, kind, *_ in connection.execute(query).fetchall()}
+            lists |= {name for name, kind in kinds.items() if kind.endswith("[]")}
+            return list(source.columns or kinds)
+        if source.columns:
+            return list(source.columns)
+        rows = f"(SELECT DISTINCT split_part(unnest(items_), ':', 1) AS key FROM {_items(source, file)})"
+        found = [key for (key,) in connection.execute(f"FROM {rows}").fetchall()]
+    except duckdb.Error as error:
+        reason = shortened(printable(str(error).splitlines()[0].partition("Error: ")[2]), 300)
+        raise ValueError(f"{file.path}: {reason}; correct it") from None
+    keys = sorted(set(found) - {"qid"}, key=lambda key: (len(key), key))
+    if source.format == "libffm":
+        return ["label", *(name for key in keys for name in (f"f{key}", f"f{key}_value"))]
+    indices = [f"x{key}" for key in keys] if len(keys) <= MOST_INDICES else []
+    return ["label", *["qid"] * ("qid" in found), "ids", "values", *indices]
+
+
+def lines_of(source: Source, file: RawFile, columns: list[str], lists: frozenset[str]) -> str:
+    """Return the relation of the lines of a file in its order, with these columns."""
+    if source.format == "jsonl":
+        types = [f"{text(c)}: 'VARCHAR{'[]' if c in lists else ''}'" for c in columns]
+        return _json(file, f"columns = {{{', '.join(types)}}}")
+    values = ", ".join(f"{_value(source, c)} AS {quoted(c)}" for c in columns)
+    return f"(SELECT {values} FROM {_items(source, file)})"
+
+
+def _json(file: RawFile, options: str) -> str:
+    return (
+        f"read_json({text(glob.escape(str(file.path)))}, format = 'newline_delimited', records = true, "
+        f"compression = '{file.compression}', {options})"
+    )
+
+
+def _items(source: Source, file: RawFile) -> str:
+    """Return the relation (label_, items_) of the lines that are not blank."""
+    # No text holds the delimiter, so a line is one field.
+    lines = (
+        f"read_csv({text(glob.escape(str(file.path)))}, compression = '{file.compression}', "
+        "columns = {'line_': 'VARCHAR'}, delim = '\x01', quote = '', escape = '', comment = '', "
+        "header = false, auto_detect = false, strict_mode = true)"
+    )
+    bare = r"trim(regexp_replace(split_part(line_, '#', 1), '\s+', ' ', 'g'))"
+    wrong = text(f"no line of {source.format}, which is {WANTED[str(source.format)]}: ")
+    # A filter, since columns that nothing reads are not computed.
+    return (
+        "(SELECT split_part(line_, ' ', 1) AS label_, string_split(line_, ' ')[2:] AS items_ "
+        f"FROM (SELECT {bare} AS line_ FROM {lines}) WHERE line_ <> '' AND "
+        f"CASE WHEN regexp_full_match(line_, {text(LINE[str(source.format)])}) THEN true "
+        f"ELSE error({wrong} || line_[:80]) END)"
+    )
+
+
+def _value(source: Source, column: str) -> str:
+    """Return the expression of a column."""
+    if column == "label":
+        return "label_"
+    if source.format == "libffm":
+        field, is_value = re.fullmatch(r"f(.*?)(_value)?", column).groups()  # type: ignore[union-attr]
+        part, condition = 3 if is_value else 2, f"starts_with(x_, {text(f'{field}:')})"
+    elif column in ("ids", "values"):
+        part, condition = 1 + (column == "values"), "NOT starts_with(x_, 'qid:')"
+    else:
+        part, condition = 2, f"starts_with(x_, {text(column.removeprefix('x') + ':')})"
+    items = f"[split_part(x_, ':', {part}) FOR x_ IN items_ IF {condition}]"
+    return f"nullif(array_to_string({items}, ' '), '')"

@@ -1,0 +1,332 @@
+"""`mode=describe` on files of every format: what it names, the yaml that it writes, and that this preprocesses as it is."""
+
+import io
+import json
+import random
+import struct
+from contextlib import redirect_stderr
+from datetime import datetime, timedelta
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from preproc.__main__ import run
+from preproc.table.line_formats import MOST_INDICES
+from tests.helpers.command import run_command
+from tests.helpers.preproc_command import Refused, compose_preproc, preproc
+from tests.preproc.table.test_pipeline import SHARED
+
+DRAW = random.Random(1)
+ROWS = 120
+needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not here")
+
+
+def described(source, tmp_path, *more):
+    """Return the content of the yaml that the command writes."""
+    output = tmp_path / "written.yaml"
+    preproc("mode=describe", f"source={source}", f"output={output}", "overwrite=true", *more)
+    return yaml.safe_load(output.read_text())
+
+
+def built(source, content, output, threads=1):
+    """Return the features of the dataset of a description."""
+    composed = compose_preproc("dataset=any", f"source={source}", f"output={output}", "plot=false")
+    composed.threads = threads
+    composed.table, composed.frequency_limit = content["table"], content["frequency_limit"]
+    with redirect_stderr(io.StringIO()) as stderr:
+        try:
+            run(composed)
+        except SystemExit as end:
+            raise Refused(stderr.getvalue(), end.code) from None
+    return FeatureSpec.load(output)
+
+
+def num_rows(spec):
+    report = json.loads((spec.root / "report.json").read_text())
+    return sum(split["rows"] for split in report["splits"].values())
+
+
+def kept(output, name):
+    return pq.read_table(output / "kept/train.parquet")[name].to_pylist()
+
+
+def names_of(entries):
+    return [entry if isinstance(entry, str) else entry["name"] for entry in entries]
+
+
+def lines(path, rows):
+    path.write_text("".join(f"{row}\n" for row in rows))
+    return path
+
+
+def json_lines(path):
+    start = datetime(2024, 1, 1)
+    return lines(
+        path,
+        (
+            json.dumps(
+                {
+                    "user_id": i % 9,
+                    "tags": DRAW.sample("abc", i % 3),
+                    "price": i * 1.5,
+                    "clicked": i % 3 == 0,
+                    "ts": str(start + timedelta(hours=(7 * i) % ROWS)),
+                }
+            )
+            for i in range(ROWS)
+        ),
+    )
+
+
+def csv_rows(comma):
+    yield comma.join(("y", "age", "price", "city", "tags", "sample_weight"))
+    for i in range(ROWS):
+        price = "NA" if i % 7 == 0 else f"{i * 1.5:.2f}"
+        tags = "|".join(DRAW.sample("abc", i % 3))
+        yield comma.join((str(i % 2), str(i % 50), price, f"c{i % 5}", tags, f"0.{1 + i % 3}"))
+
+
+def parquet(path):
+    columns = {
+        "uid": [float(i % 9) for i in range(ROWS)],
+        "liked": [i % 2 == 0 for i in range(ROWS)],
+        "items": [[i % 5, i % 7] for i in range(ROWS)],
+        "when": [datetime(2024, 1, 1) + timedelta(hours=i) for i in range(ROWS)],
+        "blob": [b"\xff"] * ROWS,
+        "yes or ${no}": ["on", "off"] * (ROWS // 2),
+    }
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def libsvm(path, one_hot):
+    indices = [sorted(DRAW.sample(range(1, 9), 4)) for _ in range(ROWS)]
+    return lines(
+        path,
+        (
+            f"{'+1' if i % 2 else '-1'} "
+            + " ".join(f"{k}:{1 if one_hot else DRAW.random():.3f}" for k in row)
+            for i, row in enumerate(indices)
+        ),
+    )
+
+
+def libffm(path):
+    return lines(
+        path,
+        (
+            f"{i % 2} 0:{i % 5}:0.{1 + i % 9} 1:{9 + i % 4}:1 1:{20 + i % 3}:1 2:30:{i}"
+            for i in range(ROWS)
+        ),
+    )
+
+
+SOURCES = {
+    "csv": (lambda p: lines(p, csv_rows(",")), "y", "age price", "city tags"),
+    "tsv": (lambda p: lines(p, csv_rows("\t")), "y", "age price", "city tags"),
+    "semicolons": (lambda p: lines(p, csv_rows(";")), "y", "age price", "city tags"),
+    "jsonl": (json_lines, "clicked", "price", "user_id tags"),
+    "parquet": (parquet, "liked", "", "uid items yes_or___no_"),
+    "libsvm": (lambda p: libsvm(p, False), "label", "x1 x2 x3 x4 x5 x6 x7 x8", "ids"),
+    "one-hot libsvm": (lambda p: libsvm(p, True), "label", "", "ids"),
+    "libffm": (libffm, "label", "f2_value", "f0 f1"),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_written_description_preprocesses_as_it_is(kind, tmp_path):
+    write, label, numerical, categorical = SOURCES[kind]
+    source = write(tmp_path / "rows.data")
+    content = described(source, tmp_path)
+    table = content["table"]
+    assert table["sources"]["rows"]["files"] == "${source}"
+    assert table["label"]["name"] == label
+    assert names_of(table.get("numerical", [])) == numerical.split()
+    assert names_of(table["categorical"]) == categorical.split()
+    spec = built(source, content, tmp_path / "data")
+    assert [feature.name for feature in spec.categorical] == categorical.split()
+    assert num_rows(spec) == ROWS
+
+
+def test_a_description_says_why_and_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path / "shop.csv", csv_rows(","))
+    monkeypatch.setenv("COLUMNS", "80")
+    preproc("mode=describe", "source=shop.csv")
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.split("wrote")[0].splitlines())
+    assert "--config-dir mine dataset=shop source=shop.csv output=data/shop" in out
+    text = (tmp_path / "mine/dataset/shop.yaml").read_text()
+    assert text.startswith("# @package _global_\n")
+    for line in (
+        "  missing: [NA]  # texts that stand for no value",
+        "  weight: {name: sample_weight}  # weighs the rows",
+        '  label: {name: "y"}  # 50 % ones',
+        "    - {name: age, transforms: [standardise]}  # 0 to 49, median 19",
+        '    - {name: tags, separator: "|"}  # lists of 3 values, 33.3 % missing',
+    ):
+        assert line in text.splitlines(), text
+    built("shop.csv", yaml.safe_load(text), tmp_path / "data/shop")
+    sizes = ["model.embedding_dim=4", "model.bottom_mlp=[4]", "model.top_mlp=[1]", "device=cpu"]
+    ended = run_command("data.path=data/shop", "train.batch_size=32", *sizes, "log.pictures=false")
+    assert ended.exit_code == 0, ended.err
+    with pytest.raises(Refused, match=r"mine/dataset/shop.yaml exists already; set overwrite=true"):
+        preproc("mode=describe", "source=shop.csv")
+
+
+def test_times_order_the_rows_and_grades_become_labels(tmp_path):
+    rows = (f"{i % 7}\t{i % 11}\t{1 + i % 5}\t{880000000 + (i * 37) % 1000}" for i in range(ROWS))
+    source = lines(
+        tmp_path / "a.inter", ["user_id:token\titem_id:token\trating:float\ttimestamp:float", *rows]
+    )
+    table = described(source, tmp_path)["table"]
+    assert table["label"] == {
+        "name": "rating_float",
+        "expression": 'CAST("rating:float" AS DOUBLE) >= 4',
+    }
+    assert table["order_by"] == ['CAST("timestamp:float" AS BIGINT)']
+    assert table["split"] == {"by": "fraction", "train": 0.9}
+    # Another label, by its name; a column named so may tell the label, so it is no feature.
+    other = described(source, tmp_path, "label=user_id:token")["table"]
+    assert other["label"]["name"] == "user_id_token"
+
+
+def test_several_label_candidates_are_named(tmp_path, capsys):
+    rows = (f"{i % 2},{i % 3 // 2},{i % 5}" for i in range(ROWS))
+    content = described(lines(tmp_path / "a.csv", ["click,conversion,ad", *rows]), tmp_path)
+    assert content["table"]["label"] == {"name": "click"}
+    assert names_of(content["table"]["categorical"]) == ["ad"]
+    text = (tmp_path / "written.yaml").read_text()
+    assert "# 50 % ones; 'conversion' may be a label too" in text
+    assert "#  - conversion: may be a label too" in text
+    assert "left out ?" in capsys.readouterr().out
+
+
+def test_without_a_label_the_description_says_so(tmp_path, capsys):
+    source = lines(tmp_path / "a.csv", ["a,b", *(f"{i / 7},{'xyz'[i % 3]}" for i in range(ROWS))])
+    described(source, tmp_path)
+    assert "note: no column looks like a label; name one by label=COLUMN" in capsys.readouterr().out
+    with pytest.raises(Refused, match="label=c: no such column; the columns are a, b"):
+        described(source, tmp_path, "label=c")
+
+
+def criteo(i):
+    return [str(i % 2), *(str(i + k) for k in range(13)), *(f"{i + k:08x}" for k in range(26))]
+
+
+@pytest.mark.parametrize("has_header", [True, False])
+def test_criteo_with_commas_and_a_header_and_with_tabs_are_recognised(has_header, tmp_path, capsys):
+    comma = "," if has_header else "\t"
+    names = ["label", *(f" I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
+    rows = [comma.join(criteo(i % 30)) for i in range(ROWS)]
+    source = lines(tmp_path / "sample.txt", [comma.join(names)] * has_header + rows)
+    content = described(source, tmp_path)
+    out = capsys.readouterr().out
+    assert "note: these are Criteo's columns" in out
+    # Blanks of a header are seen.
+    assert ("' I1'" in out and "13 names of columns have blanks at an end" in out) == has_header
+    assert all(n["transforms"] == [{"log": 3}, {"fill": 0}] for n in content["table"]["numerical"])
+    spec = built(source, content, tmp_path / "data")
+    assert (len(spec.numerical), len(spec.categorical)) == (13, 26)
+
+
+def test_files_and_directories(tmp_path, capsys):
+    directory = tmp_path / "logs"
+    directory.mkdir()
+    for day in range(2):
+        lines(directory / f"day_{day}.csv", csv_rows(","))
+    lines(directory / "README", ["Words about the logs"])
+    for source in (directory, f"{directory}/day_*.csv"):
+        content = described(source, tmp_path)
+        (rows,) = content["table"]["sources"].values()
+        assert rows["files"] == ("${source}/**/*.csv" if source is directory else "${source}")
+        spec = built(source, content, tmp_path / f"data{source is directory}")
+        assert num_rows(spec) == 2 * ROWS
+    assert f"left out {directory}/README: no table" in capsys.readouterr().out.replace("\n", " ")
+    lines(directory / "items.csv", ["item,name", "1,a"])
+    described(directory, tmp_path)
+    assert f"left out {directory}/items.csv: item, name" in capsys.readouterr().out
+    with pytest.raises(
+        Refused, match=r"items.csv: other columns than .*day_0.csv; describe one table"
+    ):
+        described(f"{directory}/*.csv", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (struct.pack("<Q", 20) + b"crc_" + b"x" * 24, "a TFRecord file, .*as Parquet"),
+        (b'[{"y": 1},\n{"y": 0}]\n', "one array of JSON; write a line per row, as jq -c"),
+        (b'{"y": 1}\n{"y": \n', 'Malformed JSON in file ".*", at byte'),
+        (b"y,x\n1,\xe9\n", "not UTF-8 text; convert it, as by iconv"),
+        (b"y,x\n", "no rows below the header"),
+    ],
+)
+def test_what_is_no_table_gets_advice(content, message, tmp_path):
+    (tmp_path / "rows.bin").write_bytes(content)
+    with pytest.raises(Refused, match=message):
+        described(tmp_path / "rows.bin", tmp_path)
+
+
+def test_a_wrong_line_of_libffm_is_named_while_preprocessing(tmp_path):
+    source = libffm(tmp_path / "a.ffm")
+    content = described(source, tmp_path)
+    source.write_text(source.read_text() + "1 0:7\n")
+    with pytest.raises(
+        Refused, match=r"a.ffm: no line of libffm, which is label field:id:value ...: 1 0:7"
+    ):
+        built(source, content, tmp_path / "data")
+
+
+def test_values_of_libffm_are_kept_beside_their_ids(tmp_path):
+    source = lines(
+        tmp_path / "a.ffm", (f"{i % 2} 0:{i % 3}:0.5 0:{i % 4}:0.{i % 9}" for i in range(ROWS))
+    )
+    table = described(source, tmp_path)["table"]
+    assert table["categorical"] == [{"name": "f0", "separator": " "}]
+    assert table["keep"] == ["f0_value"]
+    built(source, {"table": table, "frequency_limit": 0}, tmp_path / "data")
+    assert all(value.startswith("0.5 0.") for value in kept(tmp_path / "data", "f0_value"))
+
+
+def test_json_lines_keep_their_order_with_several_threads(tmp_path):
+    many = 30_000
+    source = lines(
+        tmp_path / "a.jsonl", (json.dumps({"y": i % 2, "c": "a", "n": i}) for i in range(many))
+    )
+    table = {
+        "sources": {"t": {"files": str(source), "format": "jsonl"}},
+        "label": {"name": "y"},
+        "categorical": ["c"],
+        "keep": ["n"],
+    }
+    built(source, {"table": table, "frequency_limit": 0}, tmp_path / "data", threads=4)
+    numbers = kept(tmp_path / "data", "n")
+    assert numbers == [str(i) for i in range(len(numbers))]
+
+
+def test_many_indices_of_libsvm_are_lists(tmp_path):
+    row = " ".join(f"{k}:0.{k}" for k in range(1, MOST_INDICES + 2))
+    content = described(lines(tmp_path / "a.svm", [f"0 {row}", f"1 {row} 999:3"] * 30), tmp_path)
+    table = content["table"]
+    assert table["categorical"] == [{"name": "ids", "separator": " "}]
+    assert table["keep"] == ["values"]
+
+
+@needs_data
+def test_public_files(tmp_path):
+    directory = SHARED / "movielens/ml-latest-small"
+    content = described(directory, tmp_path)
+    table = content["table"]
+    assert table["sources"]["rows"]["files"].startswith("${source}/ratings.csv")
+    assert table["label"] == {"name": "rating", "expression": 'CAST("rating" AS DOUBLE) >= 4'}
+    assert names_of(table["categorical"]) == ["userId", "movieId"]
+    assert table["order_by"] == ['CAST("timestamp" AS BIGINT)']
+    built(directory, content, tmp_path / "data")
+    avazu = described(SHARED / "avazu_head_10k.csv.gz", tmp_path)["table"]
+    assert avazu["label"] == {"name": "click"}
+    assert "id" not in names_of(avazu["categorical"])
+    assert "device_model" in names_of(avazu["categorical"])
