@@ -122,6 +122,7 @@ from nn.training.dense_optimizer import dense_rule
 from nn.training.evaluator import Evaluator, described_predictions
 from nn.training.latency import measure
 from nn.training.limits import EvalSteps, total_steps
+from nn.training.loop_state import LoopState, Origin
 from nn.training.train_step import TrainStep
 from nn.training.trainer import RunOutput, Saving, Trainer
 
@@ -447,35 +448,41 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
         progress = stack.enter_context(
             Progress(session.console, session.metrics, last_step, start_step=start.num_steps)
         )
-        trainer = Trainer(
-            session.step,
-            loader,
-            session.evaluator(heartbeat),
-            config,
-            ranks,
-            RunOutput(
-                session.recorder,
-                progress,
-                session.profiler(),
-                mlperf,
-                hypertune_report(session.logger) if ranks.is_rank0 else None,
-            ),
+        output = RunOutput(
+            session.recorder,
+            progress,
             saving,
+            session.profiler(),
+            mlperf,
+            hypertune_report(session.logger) if ranks.is_rank0 else None,
         )
-        if start.is_continuation:
-            rows = trainer_rows(start.checkpoint) if ranks.is_rank0 else {}
-            state = start.facts["trainer"]
-            note = trainer.resume_from(start.num_steps, state, rows, start.stage)
-            if note is not None:
-                session.logger.info(f"note: {note}")
-        else:
-            is_restored = start.path is not None
-            trainer.start_at(start.num_steps, is_restored=is_restored, stage=start.stage)
+        evaluator = session.evaluator(heartbeat)
+        state = _loop_state(config, start)
+        trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
+        if trainer.note is not None:
+            session.logger.info(f"note: {trainer.note}")
+        if start.is_continuation and not start.stage.is_new and ranks.is_rank0:
+            trainer.take_rows(trainer_rows(start.checkpoint))
         if start.stage.is_new:
             known = as_known(config, session.source, start.checkpoint)
             evaluator = session.evaluator_of(known, TRAIN_SPLIT, heartbeat, session.source)
             score_next_day(trainer, evaluator)
         yield trainer, saving
+
+
+def _loop_state(config: Config, start: ResumePoint) -> LoopState:
+    """Return what the loop begins with: the state in a checkpoint of its own, or a new one."""
+    if start.is_continuation:
+        began_restored = config.checkpoint.restore is not None
+        return LoopState.of_facts(
+            start.facts["trainer"], start.num_steps, start.stage, began_restored=began_restored
+        )
+    return LoopState(
+        num_steps=start.num_steps,
+        first_step=start.num_steps,
+        stage=start.stage,
+        origin=Origin.NEW if start.path is None else Origin.RESTORED,
+    )
 
 
 @contextmanager
@@ -667,7 +674,7 @@ def finish_training(
         problem = saving.manager.wait()
     # After the checkpoint, so that a run of more steps resumes from the state that this one trained last.
     heartbeat = None if saving is None else saving.stop.heartbeat
-    before = open_previous_day(session.config, trainer.stage, ranks, session.logger)
+    before = open_previous_day(session.config, trainer.state.stage, ranks, session.logger)
     if before is not None:
         evaluator = session.evaluator_of(before, session.config.eval.split, heartbeat)
         score_previous_day(trainer, evaluator)

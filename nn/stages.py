@@ -23,8 +23,9 @@ from nn.models.registry import declared_tables
 from nn.observability.records import SUMMARY
 from nn.training.evaluator import Evaluator
 from nn.training.limits import NEXT, PREVIOUS, Stage
+from nn.training.loop_state import ENDS_STAGE
 from nn.training.lr_scheduler import has_ended
-from nn.training.trainer import ENDS_STAGE, Trainer
+from nn.training.trainer import Trainer
 
 RETIRED = "retired"
 """Column of a later day's vocabulary (`preproc/table/extension.py`)."""
@@ -137,7 +138,9 @@ def retired_rows(config: Config, spec: FeatureSpec) -> dict[str, np.ndarray]:
 
 def score_next_day(trainer: Trainer, evaluator: Evaluator) -> None:
     """Evaluate the model of the days before on the training rows of a new stage, of which `evaluator` is."""
-    trainer.evaluate_other_day(evaluator, NEXT, f"day {trainer.stage.number}, before it is trained")
+    trainer.evaluate_other_day(
+        evaluator, NEXT, f"day {trainer.state.stage.number}, before it is trained"
+    )
 
 
 def open_previous_day(config: Config, stage: Stage, ranks: Ranks, logger: Logger) -> Source | None:
@@ -154,7 +157,7 @@ def open_previous_day(config: Config, stage: Stage, ranks: Ranks, logger: Logger
 
 def score_previous_day(trainer: Trainer, evaluator: Evaluator) -> None:
     """Evaluate the model that a stage has trained on the day before, of which `evaluator` is."""
-    trainer.evaluate_other_day(evaluator, PREVIOUS, f"day {trainer.stage.number - 1}")
+    trainer.evaluate_other_day(evaluator, PREVIOUS, f"day {trainer.state.stage.number - 1}")
 
 
 def _problem(path: str) -> str | None:

@@ -134,7 +134,7 @@ class Training:
         Raises:
             ValueError: the run, or its day, has no such step.
         """
-        loader, stage = self._session.loaders.train, self._trainer.stage
+        loader, stage = self._session.loaders.train, self._trainer.state.stage
         assert loader is not None
         step = self.num_steps if step is None else step
         if type(step) is not int or not stage.first_step <= step < self.last_step:
