@@ -1,6 +1,6 @@
 """A run from its typed configuration: check, plan, build, then train, evaluate or measure latency."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +49,7 @@ from nn.checkpoint.state import facts_of, trainer_rows
 from nn.checkpoint.tensor_index import read_index
 from nn.deltas.delta import FOLDER as DELTAS
 from nn.deltas.delta import chain_of
+from nn.deltas.observer import DeltaSaving
 from nn.deltas.writer import DeltaRun, DeltaWriter
 from nn.distributed.errors import DivergedError, SharedError, StoppedError
 from nn.distributed.failures import lost_rank_message, report_faults, report_lost_rank
@@ -99,6 +100,8 @@ from nn.observability.run_directory import (
     write_plan,
 )
 from nn.observability.run_lock import RunLock
+from nn.observers.choice import Observers, make_observers
+from nn.observers.observer import Loop, Observer
 from nn.planning.exchange import planned_exchange
 from nn.planning.memory_estimate import RankMemory, plan_memory
 from nn.planning.plan import TablePlan, replicated_tables
@@ -114,15 +117,13 @@ from nn.stages import (
     as_known,
     open_previous_day,
     retired_rows,
-    score_next_day,
-    score_previous_day,
 )
 from nn.step_floor import floor_of
 from nn.training.dense_optimizer import dense_rule
 from nn.training.evaluator import Evaluator, described_predictions
 from nn.training.latency import measure
-from nn.training.limits import EvalSteps, total_steps
-from nn.training.loop_state import LoopState, Origin
+from nn.training.limits import NEXT, PREVIOUS, EvalSteps, total_steps
+from nn.training.loop_state import LoopState, Origin, plain_numbers
 from nn.training.train_step import TrainStep
 from nn.training.trainer import RunOutput, Saving, Trainer
 
@@ -157,7 +158,7 @@ def run(config: Config, config_yaml: str) -> None:
         if config.mode is Mode.train:
             with open_training(session, started_ms) as (trainer, saving):
                 # Called here, so that few frames lie between the command and a step.
-                with finishes_writing(saving, session.ranks):
+                with finishes_writing(trainer, session.ranks):
                     trainer.train()
                 summary, problem = finish_training(session, trainer, saving)
         elif config.mode is Mode.eval:
@@ -418,22 +419,26 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
 
 
 @contextmanager
-def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, Saving | None]]:
+def open_training(
+    session: Session, started_ms: int, observers: Mapping[str, Observer] | None = None
+) -> Iterator[tuple[Trainer, Saving | None]]:
     """Build the trainer, at the point that the run starts from, and the objects that save its state.
 
     Args:
         session: the run.
         started_ms: when it started, in milliseconds since the epoch.
+        observers: of the caller's own, beside those of `log.observers`.
     """
     config, ranks, start = session.config, session.ranks, session.start
     loader = session.loaders.train
     assert loader is not None
     last_step = start.stage.last_step(config, loader.steps_per_epoch)
+    users = make_observers(config.log.observers) | dict(observers or {})
     with ExitStack() as stack:
         # Before any row is read, since its clock starts there.
         mlperf = stack.enter_context(_mlperf_log(session, started_ms))
         _report_ranges(session, loader)
-        saving = heartbeat = None
+        saving = heartbeat = deltas = None
         stack.enter_context(_bounded_steps(session))
         if config.checkpoint.save:
             # Its last upload may take longer than a stopped run may be silent: it ends after `StopRequest`.
@@ -442,32 +447,73 @@ def open_training(session: Session, started_ms: int) -> Iterator[tuple[Trainer, 
                 StopRequest(ranks.world_size > 1, lambda: _as_error(lost_rank_message(ranks)))
             )
             heartbeat = stop.heartbeat
-            manager = _checkpoint_manager(session, heartbeat, mirror)
-            saving = Saving(manager, stop, _delta_writer(session))
-            manager.check_room()
+            saving = Saving(_checkpoint_manager(session, heartbeat, mirror), stop)
+            deltas = _delta_saving(session, heartbeat)
+            saving.manager.check_room()
         progress = stack.enter_context(
             Progress(session.console, session.metrics, last_step, start_step=start.num_steps)
         )
-        output = RunOutput(
-            session.recorder,
-            progress,
-            saving,
+        state = _loop_state(config, start)
+        own: list[Observer | None] = [
+            DayScores(session, state, progress, heartbeat),
+            deltas,
             session.profiler(),
             mlperf,
             hypertune_report(session.logger) if ranks.is_rank0 else None,
-        )
+        ]
+        observers_of_run = Observers([one for one in own if one is not None], users)
+        output = RunOutput(session.recorder, progress, saving, observers_of_run)
         evaluator = session.evaluator(heartbeat)
-        state = _loop_state(config, start)
         trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
         if start.is_continuation and not start.stage.is_new and ranks.is_rank0:
             trainer.take_rows(trainer_rows(start.checkpoint))
-        if start.stage.is_new:
-            known = as_known(config, session.source, start.checkpoint)
-            evaluator = session.evaluator_of(known, TRAIN_SPLIT, heartbeat, session.source)
-            score_next_day(trainer, evaluator)
         yield trainer, saving
+
+
+class DayScores(Observer):
+    """Evaluations on the rows of other days than the trained one; they decide nothing.
+
+    The model of the days before is scored on the rows of a new day before these are trained, and the model that the day has
+    trained is scored on the day before.
+    """
+
+    def __init__(
+        self, session: Session, state: LoopState, progress: Progress, heartbeat: Heartbeat | None
+    ) -> None:
+        self._session = session
+        self._state = state
+        self._progress = progress
+        self._heartbeat = heartbeat
+
+    def on_start(self, loop: Loop) -> None:
+        """Score the rows of a new day, whose new values the model does not know."""
+        session, stage = self._session, self._state.stage
+        if stage.is_new:
+            known = as_known(session.config, session.source, session.start.checkpoint)
+            stored = session.source
+            evaluator = session.evaluator_of(known, TRAIN_SPLIT, self._heartbeat, stored)
+            self._evaluate(loop, evaluator, NEXT, f"day {stage.number}, before it is trained")
+
+    def on_end(self, loop: Loop) -> None:
+        """Score the day before, after the last checkpoint: a run of more steps resumes from the state trained last."""
+        session, stage = self._session, self._state.stage
+        before = open_previous_day(session.config, stage, session.ranks, session.logger)
+        if before is not None:
+            split = session.config.eval.split
+            evaluator = session.evaluator_of(before, split, self._heartbeat)
+            self._evaluate(loop, evaluator, PREVIOUS, f"day {stage.number - 1}")
+
+    def _evaluate(self, loop: Loop, evaluator: Evaluator, which: str, model: str) -> None:
+        measured = evaluator.run(self._progress)
+        place = {"step": loop.num_steps, "epoch": loop.epoch(), **self._state.stage.label}
+        numbers = {f"{which}_{key.removeprefix('test_')}": v for key, v in measured.items()}
+        del numbers[f"{which}_eval_s"]
+        self._state.other_days |= plain_numbers(numbers)
+        record = place | numbers | {"eval_s": measured["eval_s"]}
+        self._session.recorder.write_other_day(record, is_last=which == PREVIOUS)
+        self._progress.show_test(place | measured, model=model, problem=evaluator.problem)
 
 
 def _loop_state(config: Config, start: ResumePoint) -> LoopState:
@@ -618,8 +664,8 @@ def _run_facts(session: Session) -> dict[str, Any]:
     return facts | {"stage": session.start.stage.facts()}
 
 
-def _delta_writer(session: Session) -> DeltaWriter | None:
-    """Remove the deltas after the state that the run starts from, and return the writer of deltas; None without."""
+def _delta_saving(session: Session, heartbeat: Heartbeat) -> DeltaSaving | None:
+    """Remove the deltas after the state that the run starts from, and return what saves further ones; None without."""
     config, ranks, start = session.config, session.ranks, session.start
     if config.checkpoint.delta_every is None:
         return None
@@ -643,19 +689,19 @@ def _delta_writer(session: Session) -> DeltaWriter | None:
     if stage.number and start.num_steps == stage.first_step:
         for table, retired in retired_rows(config, session.source.spec).items():
             writer.retire(table, retired)
-    return writer
+    return DeltaSaving(writer, config.checkpoint.delta_every, heartbeat)
 
 
 @contextmanager
-def finishes_writing(saving: Saving | None, ranks: Ranks) -> Iterator[None]:
-    """After an error, wait for the checkpoint that is being written."""
+def finishes_writing(trainer: Trainer, ranks: Ranks) -> Iterator[None]:
+    """After an error, wait for the files that are being written."""
     try:
         yield
     except BaseException as error:
         # If all ranks have this error, the checkpoint will be complete; if not, waiting for the others may never end.
         is_shared = isinstance(error, DivergedError | SharedError | StoppedError)
-        if saving is not None and (is_shared or ranks.world_size == 1):
-            saving.wait()
+        if is_shared or ranks.world_size == 1:
+            trainer.finish_files()
         raise
 
 
@@ -672,12 +718,6 @@ def finish_training(
         if not trainer.is_saved:
             trainer.save(is_last=True)
         problem = saving.manager.wait()
-    # After the checkpoint, so that a run of more steps resumes from the state that this one trained last.
-    heartbeat = None if saving is None else saving.stop.heartbeat
-    before = open_previous_day(session.config, trainer.state.stage, ranks, session.logger)
-    if before is not None:
-        evaluator = session.evaluator_of(before, session.config.eval.split, heartbeat)
-        score_previous_day(trainer, evaluator)
     summary = trainer.conclude()
     summary["teacher_auc"] = session.teacher_auc
     summary[UNSAVED] = problem

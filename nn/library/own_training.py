@@ -1,6 +1,6 @@
 """A training whose loop the caller writes: next batch, step, evaluate, save."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from nn.library.named_tensors import named_tensors
 from nn.library_warnings import quiet_libraries
 from nn.observability.console import make_console
 from nn.observability.mlperf_log import now_ms
+from nn.observers.observer import Observer
 from nn.run import (
     CHECKPOINTS,
     Session,
@@ -46,13 +47,17 @@ class Training:
     Args:
         config: the options, of mode train; see `nn.library.options`.
         quiet: print nothing.
+        observers: of the training, beside those of `log.observers`.
     """
 
-    def __init__(self, config: Config, *, quiet: bool = False) -> None:
+    def __init__(
+        self, config: Config, *, quiet: bool = False, observers: Sequence[Observer] = ()
+    ) -> None:
         if config.mode is not Mode.train:
             raise ValueError(f"mode={config.mode.value} is no training; set mode=train")
         self._config = config
         self._quiet = quiet
+        self._observers = {type(observer).__qualname__: observer for observer in observers}
         self._stack = ExitStack()
         self._opened: tuple[Session, Trainer, Saving | None, Prefetcher] | None = None
         self._is_finished = False
@@ -78,8 +83,10 @@ class Training:
                     f"run_dir={config.run_dir} holds the complete run already; set another run_dir, or raise train.epochs or "
                     "train.max_steps"
                 )
-            trainer, saving = stack.enter_context(open_training(session, started_ms))
-            stack.enter_context(finishes_writing(saving, session.ranks))
+            trainer, saving = stack.enter_context(
+                open_training(session, started_ms, self._observers)
+            )
+            stack.enter_context(finishes_writing(trainer, session.ranks))
             self._opened = session, trainer, saving, trainer.start()
             self._stack = stack.pop_all()
         return self
@@ -158,8 +165,9 @@ class Training:
             )
         if trainer.num_steps > session.start.num_steps:
             # Before a step, so that the checkpoint of the one before has its evaluation.
-            trainer.save_or_stop()
+            trainer.between_steps()
         with trainer.writing_late_record():
+            trainer.begin_step()
             trained = session.step.train(trainer.num_steps, prefetcher)
         trainer.finish_step(trained, prefetcher)
         return trained

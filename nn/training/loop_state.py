@@ -1,4 +1,4 @@
-"""What the training loop knows of a run, as one record: a checkpoint holds it whole, and a run that resumes loads it whole."""
+"""The state of the training loop as one record: a checkpoint holds it whole, and a run that resumes loads it whole."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ ENDS_STAGE = "ends_stage"
 
 
 class Origin(Enum):
-    """What this start of a run began with."""
+    """The model that this start of a run began with."""
 
     NEW = auto()
     RESTORED = auto()  # the model of another run
@@ -112,7 +112,8 @@ class LoopState:
 
         If those before were by another metric or of other rows, the choice starts over, and the note that is returned says so.
         """
-        before, best_metric, best_step = scored | self.best_rows, self.best_metric, self.best_step
+        before = {**scored, **self.best_rows}
+        best_metric, best_step = self.best_metric, self.best_step
         self.best_metric, self.best_rows = metric.key, dict(scored)
         if before != scored:
             self.test = {}

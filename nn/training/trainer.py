@@ -5,7 +5,8 @@ import signal
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,19 +17,15 @@ from dataloading.batch import Batch
 from dataloading.loader import Loader
 from nn.checkpoint.directory import step_of
 from nn.checkpoint.manager import CheckpointManager, Pause
-from nn.deltas.writer import DeltaWriter
 from nn.distributed.errors import DivergedError, StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
-from nn.hypertune import HypertuneReport
 from nn.metrics.ranking import TRAIN_AUC_ROWS
 from nn.metrics.task_metrics import StartedMetrics, TaskMetrics
 from nn.models.metric import AUC
 from nn.models.tasks import auc_key, best_metric, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.console import Progress
-from nn.observability.mlperf_log import MlperfLog
-from nn.observability.profiler import Profiler
 from nn.observability.records import PROBLEM
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
@@ -41,8 +38,10 @@ from nn.observability.run_directory import (
 )
 from nn.observability.throughput import ThroughputMeter
 from nn.observability.trace_breakdown import STEP
+from nn.observers.choice import Observers
+from nn.observers.observer import PendingCheckpoint
 from nn.training.evaluator import Evaluator, described_predictions
-from nn.training.limits import PREVIOUS, EvalSteps, early_stop
+from nn.training.limits import EvalSteps, early_stop
 from nn.training.loop_state import LoopState, Origin, plain_numbers
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult, TrainStep
@@ -50,44 +49,20 @@ from nn.training.train_step import StepResult, TrainStep
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """The objects that save a run's state.
-
-    Attributes:
-        manager: of the checkpoints.
-        stop: the signals received, and the heartbeat.
-        deltas: of the deltas; None without.
-    """
+    """The objects that save a run's state: the writer of checkpoints, and the signals received, with the heartbeat."""
 
     manager: CheckpointManager
     stop: StopRequest
-    deltas: DeltaWriter | None = None
-
-    def wait(self) -> None:
-        """Wait for the files that are being written."""
-        if self.deltas is not None:
-            self.deltas.wait(self.stop.heartbeat.beat)
-        self.manager.wait()
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutput:
-    """The destinations of a run's records and state.
-
-    Attributes:
-        recorder: the run directory.
-        progress: the terminal.
-        saving: saves the state, or None.
-        profiler: records a profile of some steps, or None.
-        mlperf: the benchmark's log, or None; None on ranks other than 0.
-        hypertune: reports evaluations to a tuning service, or None; None on ranks other than 0.
-    """
+    """The destinations of a run's records and state: run directory, terminal, checkpoints, and all that observes the loop."""
 
     recorder: RunDirectory
     progress: Progress
     saving: Saving | None = None
-    profiler: Profiler | None = None
-    mlperf: MlperfLog | None = None
-    hypertune: HypertuneReport | None = None
+    observers: Observers = field(default_factory=Observers)
 
 
 class Trainer:
@@ -126,10 +101,8 @@ class Trainer:
         self._ranks = ranks
         self._recorder = output.recorder
         self._progress = output.progress
-        self._profiler = output.profiler
-        self._hypertune = output.hypertune
-        self._mlperf = output.mlperf
         self._saving = output.saving
+        self._observers = output.observers
         self.state = state
         self.last_step = state.stage.last_step(config, train_loader.steps_per_epoch)
         self._metrics = metrics_of(step.tasks)
@@ -151,7 +124,6 @@ class Trainer:
             self._preemption = PreemptionSync(ranks, lambda: saving.stop.signum, minutes)
         # Until a step or an evaluation follows the checkpoint that the run resumed from.
         self._is_as_resumed = state.origin is Origin.RESUMED
-        self._deltas_paused_s = 0.0  # since the latest checkpoint
         self._speed = ThroughputMeter()
         self._batches: Generator[Batch, None, None] | None = None
         self._late_record: tuple[dict[str, Any], StartedMetrics] | None = None
@@ -161,6 +133,30 @@ class Trainer:
         """Updates made so far."""
         return self.state.num_steps
 
+    @property
+    def first_step(self) -> int:
+        """Updates behind the model that the run began with."""
+        return self.state.first_step
+
+    @property
+    def ends_stage(self) -> bool:
+        """Return whether the stage ends after the latest step."""
+        return self.num_steps >= self.last_step or self._early_stop() is not None
+
+    @property
+    def rank(self) -> int:
+        """This process among all ranks."""
+        return self._ranks.rank
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self._recorder.run_dir
+
+    def facts(self) -> dict[str, Any]:
+        """Return the state of the loop as a checkpoint holds it."""
+        return self.state.facts(ends_stage=self.ends_stage)
+
     def take_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Take logits, labels and weights of all ranks since the latest record from a checkpoint; on one rank."""
         if rows:
@@ -169,36 +165,39 @@ class Trainer:
     @property
     def is_saved(self) -> bool:
         """Return whether the checkpoint that the run resumed from is what it ends with, and says whether it ends there."""
-        return self._is_as_resumed and self.state.ends_stage in (None, self._ends_stage)
-
-    @property
-    def _ends_stage(self) -> bool:
-        """Return whether the stage ends at this step."""
-        return self.num_steps >= self.last_step or self._early_stop() is not None
+        return self._is_as_resumed and self.state.ends_stage in (None, self.ends_stage)
 
     def save(self, *, is_last: bool = False) -> None:
-        """Start saving a checkpoint, and the delta that leads to it."""
+        """Start saving a checkpoint, and what observers add to it."""
         saving = self._saving
         assert saving is not None
         stopped_at = time.perf_counter()
         self._write_late_record()
         self._recorder.sync()
         rows = self._train_metrics.rows()
-        chain, state = None, self._facts()
-        self._wait_for_files()
-        if saving.deltas is not None:
-            chain = saving.deltas.save(self.num_steps, state, saving.stop.heartbeat.beat)
-        pause = Pause(stopped_at, None if saving.deltas is None else self._deltas_paused_s)
-        self._deltas_paused_s = 0.0
-        saving.manager.save(self.num_steps, state, rows, is_last=is_last, chain=chain, pause=pause)
+        directory = saving.manager.directory / f"step_{self.num_steps}"
+        pending = PendingCheckpoint(directory, self.facts())
+        self.wait_for_files()
+        self._observers.tell("on_checkpoint", self, pending)
+        saving.manager.save(
+            self.num_steps,
+            pending.facts,
+            rows,
+            is_last=is_last,
+            chain=pending.chain,
+            pause=Pause(stopped_at, pending.deltas_paused_s),
+        )
 
-    def _wait_for_files(self) -> None:
+    def wait_for_files(self) -> None:
         """Wait until no checkpoint is written of tables on disk, whose files are about to change."""
         if self._saving is not None and self._step.tables.has_disk_tables:
             self._saving.manager.wait()
 
-    def _facts(self) -> dict[str, Any]:
-        return self.state.facts(ends_stage=self._ends_stage)
+    def finish_files(self) -> None:
+        """Wait for the files that are being written, after an error that all ranks have met."""
+        self._observers.tell("on_error", self)
+        if self._saving is not None:
+            self._saving.manager.wait()
 
     def train(self) -> None:
         """Train to the end.
@@ -219,7 +218,7 @@ class Trainer:
         prefetcher = self.start()
         with self.writing_late_record():
             while not is_done:
-                self._begin_profile(self._speed)
+                self.begin_step()
                 with annotate(STEP):
                     trained = self._step.train(self.num_steps, prefetcher)
                 self.finish_step(trained, prefetcher)
@@ -227,7 +226,7 @@ class Trainer:
                     self.evaluate_between_steps()
                 is_done = self.num_steps == last_step or self._early_stop() is not None
                 if not is_done:
-                    self.save_or_stop()
+                    self.between_steps()
         self.end(prefetcher)
         if is_continuation and self.num_steps == start_step and not was_stopped:
             self._evaluate_last()
@@ -240,11 +239,9 @@ class Trainer:
     def start(self) -> Prefetcher:
         """Start to read the batches of the remaining steps, and to measure speed; return them.
 
-        A chain of deltas begins at a checkpoint, which is saved first if there is none.
+        The first event of the loop: observers may save a checkpoint, or evaluate.
         """
-        saving = self._saving
-        if saving is not None and saving.deltas is not None and saving.deltas.needs_base:
-            self.save()
+        self._observers.tell("on_start", self)
         num_steps = max(self.last_step - self.num_steps, 0)
         self._batches = self._train_loader.batches(
             self.state.stage.place(self.num_steps), num_steps
@@ -265,13 +262,17 @@ class Trainer:
             self._write_late_record()
             raise
 
+    def begin_step(self) -> None:
+        """Announce a step."""
+        self._observers.tell("on_step_begin", self)
+
     def finish_step(self, trained: StepResult, prefetcher: Prefetcher) -> None:
         """Count a step that was trained, and write a record where one is due."""
         with self._step.watch:
             self.state.num_steps += 1
             self._is_as_resumed = False
             self._speed.count(trained.batch.global_valid)
-            self._end_profile(self._speed)
+            self._observers.tell("on_step", self, trained)
             self._progress.advance(self.num_steps)
             if self._late_record is not None and self._late_record[1].are_there():
                 self._write_late_record()
@@ -281,11 +282,19 @@ class Trainer:
 
     def evaluate_between_steps(self) -> dict[str, Any]:
         """Evaluate as `evaluate` does; speed leaves that time out."""
-        self._speed.pause()
+        self.pause_speed()
         try:
             return self.evaluate()
         finally:
-            self._speed.resume()
+            self.resume_speed()
+
+    def pause_speed(self) -> None:
+        """Leave the coming time and steps out of the throughput."""
+        self._speed.pause()
+
+    def resume_speed(self) -> None:
+        """Count time and steps again."""
+        self._speed.resume()
 
     def end(self, prefetcher: Prefetcher) -> None:
         """Stop reading, and write the record of the steps since the last one."""
@@ -307,6 +316,7 @@ class Trainer:
         Raises:
             SharedError: the best checkpoint cannot be read.
         """
+        self._observers.tell("on_end", self)
         model_step, best_step = self.num_steps, self.state.best_step
         if self._config.eval.patience is not None and best_step not in (None, model_step):
             assert self._saving is not None
@@ -321,18 +331,22 @@ class Trainer:
             return summary
         record = {
             "step": model_step,
-            "epoch": self._epoch(model_step),
+            "epoch": self.epoch(model_step),
             **self.state.stage.label,
             **self._evaluator.run(self._progress, is_final=True),
         }
+        self._observers.tell("on_evaluation", self, record, is_final=True)
         problem = self._evaluator.problem
         self._recorder.write_final(record | ({} if problem is None else {PROBLEM: problem}))
         self._recorder.write_predictions(self._described(model_step))
         name = "final" if model_step == self.num_steps else "final, best model"
         self._progress.show_test(record, model=name, problem=problem)
-        self._report_to_service(record, model_step)
         last_auc = self.state.test.get(self._auc_key(self.state.test))
         return self._summary(record) | {RESULT_STEP: model_step, LAST_AUC: last_auc}
+
+    def auc_of(self, record: Mapping[str, Any]) -> float:
+        """Return the AUC that stands for the run in an evaluation."""
+        return record[self._auc_key(record)]
 
     def _auc_key(self, test: Mapping[str, Any]) -> str:
         """Return the key of the AUC that stands for the run; that of a single label where there is none."""
@@ -348,7 +362,7 @@ class Trainer:
         return {
             "recipe": self._config.recipe,
             "steps": self.num_steps,
-            "epochs": self._epoch(),
+            "epochs": self.epoch(),
             "stopped": self._early_stop()
             or (ALL_STEPS_DONE if self.num_steps >= self.last_step else ENDED_BY_CALLER),
             **{metric.test_key: test.get(metric.test_key) for metric in self._metrics},
@@ -367,48 +381,22 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on the test split; record and return the result, the same on all ranks."""
         self._write_late_record()
-        if self._mlperf is not None:
-            self._mlperf.start_evaluation(self.num_steps)
+        self._observers.tell("on_evaluation_begin", self)
         record = {
             "step": self.num_steps,
-            "epoch": self._epoch(),
+            "epoch": self.epoch(),
             **self.state.stage.label,
             **self._evaluator.run(self._progress),
         }
         self._is_as_resumed = False
         self.state.take_evaluation(record, self.best_metric)
-        if self._mlperf is not None:
-            ends_run = self.num_steps >= self.last_step or self._early_stop() is not None
-            self._mlperf.stop_evaluation(record[self._auc_key(record)], ends_run=ends_run)
+        self._observers.tell("on_evaluation", self, record, is_final=False)
         problem = self._evaluator.problem
         self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
         self._recorder.write_predictions(self._described(self.num_steps))
         self.state.last_record = self.num_steps
         self._progress.show_test(record, model=self._first_model(), problem=problem)
-        self._report_to_service(record, self.num_steps)
         return record
-
-    def evaluate_other_day(self, evaluator: Evaluator, which: str, model: str) -> None:
-        """Evaluate the model on rows of another day; record the result, which decides nothing.
-
-        Args:
-            evaluator: of those rows.
-            which: beginning of the keys, NEXT or PREVIOUS.
-            model: the model and the rows, for the terminal.
-        """
-        measured = evaluator.run(self._progress)
-        place = {"step": self.num_steps, "epoch": self._epoch(), **self.state.stage.label}
-        numbers = {f"{which}_{key.removeprefix('test_')}": v for key, v in measured.items()}
-        del numbers[f"{which}_eval_s"]
-        self.state.other_days |= plain_numbers(numbers)
-        record = place | numbers | {"eval_s": measured["eval_s"]}
-        self._recorder.write_other_day(record, is_last=which == PREVIOUS)
-        self._progress.show_test(place | measured, model=model, problem=evaluator.problem)
-
-    def _report_to_service(self, record: Mapping[str, Any], step: int) -> None:
-        """Report an evaluation to the service that tunes hyperparameters, if one has started this run."""
-        if self._hypertune is not None and step > self.state.first_step:
-            self._hypertune.write(self.best_metric, record[self.best_metric.test_key], step)
 
     def _described(self, step: int) -> dict[str, Any]:
         """Return the predictions of the latest evaluation, of the model after `step`."""
@@ -421,15 +409,17 @@ class Trainer:
             return ""
         return "restored model" if state.origin is Origin.RESTORED else "untrained model"
 
-    def save_or_stop(self) -> None:
+    def between_steps(self) -> None:
         """Save if a checkpoint is due, and stop after a signal; all ranks decide the same.
 
         Raises:
             StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
         """
-        preemption = self._preemption
-        if preemption is None:
-            return
+        if self._preemption is not None:
+            self._save_or_stop(self._preemption)
+        self._observers.tell("on_between_steps", self)
+
+    def _save_or_stop(self, preemption: PreemptionSync) -> None:
         assert self._saving is not None
         self._saving.stop.heartbeat.beat()
         with self._step.watch:
@@ -450,14 +440,6 @@ class Trainer:
         if is_due or decision.is_time_to_save or self.state.best_step == self.num_steps:
             self.save()
             preemption.saved()
-        elif self._saving.deltas is not None and self._due(
-            self._config.checkpoint.delta_every or 1
-        ):
-            stopped_at = time.perf_counter()
-            beat = self._saving.stop.heartbeat.beat
-            self._wait_for_files()
-            self._saving.deltas.save(self.num_steps, self._facts(), beat)
-            self._deltas_paused_s += time.perf_counter() - stopped_at
 
     def _count(self, trained: StepResult) -> None:
         self.state.loss_sum += trained.loss
@@ -475,7 +457,7 @@ class Trainer:
         key_maps = self._step.key_maps
         record = {
             "step": self.num_steps,
-            "epoch": self._epoch(),
+            "epoch": self.epoch(),
             **self.state.stage.label,
             "loss": self.state.loss_sum / self.state.loss_steps,
             # In the place of the metrics, which are written when they are there.
@@ -503,24 +485,12 @@ class Trainer:
         record |= {metric.train_key: values[metric.key] for metric in trained}
         self._recorder.write_train(record)
         self._progress.show_train(record)
-
-    def _begin_profile(self, speed: ThroughputMeter) -> None:
-        """Start the profiler before its first step; throughput leaves its steps out."""
-        if self._profiler is not None and self.num_steps == self._profiler.steps.start:
-            speed.pause()
-            self._profiler.start()
-
-    def _end_profile(self, speed: ThroughputMeter) -> None:
-        """Report a step to the profiler; after its last one, measure throughput again."""
-        if self._profiler is not None and self.num_steps - 1 in self._profiler.steps:
-            self._profiler.step()
-            if self.num_steps == self._profiler.steps.stop:
-                speed.resume()
+        self._observers.tell("on_record", self, record)
 
     def _due(self, every: int) -> bool:
         return self.num_steps % every == 0
 
-    def _epoch(self, step: int | None = None) -> float:
+    def epoch(self, step: int | None = None) -> float:
         """Return the epochs of the stage after `step`, by default those so far."""
         place = self.state.stage.place(self.num_steps if step is None else step)
         return place / self._train_loader.steps_per_epoch
