@@ -13,22 +13,16 @@ from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import Config, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.checkpoint.directory import CHECKPOINTS
 from nn.distributed.process_group import process_rank
 from nn.early_checks import check_inputs
 from nn.library.named_tensors import named_tensors
 from nn.library_warnings import quiet_libraries
+from nn.modes.train import finish_training, finishes_writing, open_training
 from nn.observability.console import make_console
 from nn.observability.mlperf_log import now_ms
 from nn.observers.observer import Observer
-from nn.run import (
-    CHECKPOINTS,
-    Session,
-    finish_training,
-    finishes_writing,
-    open_checked,
-    open_session,
-    open_training,
-)
+from nn.session import Session, open_session
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult
 from nn.training.trainer import Saving, Trainer
@@ -73,11 +67,11 @@ class Training:
         require_stack()
         quiet_libraries()
         with ExitStack() as stack:
-            started_ms, source = now_ms(), open_checked(config)
+            started_ms = now_ms()
             # A console of a rank other than 0 prints nothing.
             console = make_console(1 if self._quiet else process_rank())
             text = yaml.safe_dump(plain_values(config), sort_keys=False)
-            session = stack.enter_context(open_session(config, text, source, console))
+            session = stack.enter_context(open_session(config, text, console))
             if session is None:
                 raise ValueError(
                     f"run_dir={config.run_dir} holds the complete run already; set another run_dir, or raise train.epochs or "

@@ -18,12 +18,12 @@ from dataloading.storage.object_store import is_remote
 from nn.build import (
     build_key_maps,
     build_step,
-    check_optimizers,
     checked_plan,
     device_type,
     hardware_of,
     open_source,
 )
+from nn.checks import check_optimizers
 from nn.distributed.failures import report_faults, report_lost_rank
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
 from nn.models.registry import check_model
