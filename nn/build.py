@@ -124,12 +124,6 @@ def hardware_of(
 ) -> Hardware:
     """Describe the hardware to plan for: this machine, unless the configuration overrides it.
 
-    Args:
-        config: the complete run.
-        device_kind: `cpu` or `cuda`.
-        world_size: total number of ranks.
-        local_world_size: ranks per node.
-
     Raises:
         ValueError: a plan for GPUs on a machine without, and `sharding.hbm_gib` not set.
     """
@@ -250,11 +244,7 @@ def checked_plan(
 def id_share(config: Config, source: Source, features: Sequence[str], cardinality: int) -> IdShare:
     """Return how often the rows of a table occur: as synthetic clicks are drawn, as counted, or else all alike.
 
-    Args:
-        config: of the run.
-        source: of its rows.
-        features: of the table; the first one decides.
-        cardinality: rows of the table.
+    `features`: of the table; the first one decides.
     """
     if config.data.path is None:
         return power_law_share(cardinality, config.data.synthetic.exponent)
@@ -347,9 +337,8 @@ def build_step(
 class Loaders:
     """This rank's loaders; a context manager that ends their readers.
 
-    Attributes:
-        train: of the training split; None in modes that do not train.
-        test: of the split to evaluate on; None in modes that do not evaluate.
+    `train`: of the training split; None in modes that do not train.
+    `test`: of the split to evaluate on; None in modes that do not evaluate.
     """
 
     train: Loader | None

@@ -67,10 +67,6 @@ def check_optimizers(config: Config) -> None:
 def check_fp8(config: Config, spec: FeatureSpec) -> None:
     """Refuse `train.fp8` where it cannot work.
 
-    Args:
-        config: the complete run.
-        spec: feature spec of the dataset.
-
     Raises:
         ValueError: the GPU has no such products, the model has no layers that gain from them, or they are of other sizes.
     """

@@ -20,13 +20,7 @@ DEFAULT_FILE = "/var/hypertune/output.metrics"
 
 
 class HypertuneReport(Observer):
-    """Writer of one trial's evaluations.
-
-    Args:
-        path: file that the service reads; lines are appended to it.
-        trial: id of the trial.
-        logger: prints a warning if the file cannot be written.
-    """
+    """Writer of one trial's evaluations."""
 
     def __init__(self, path: Path, trial: str, logger: Logger) -> None:
         self._path = path

@@ -88,17 +88,7 @@ SYNTHETIC = "built-in synthetic clicks"
 class Session:
     """The objects of a run that every mode works with.
 
-    Attributes:
-        config: the complete run.
-        source: the rows.
-        loaders: of the splits that the mode reads.
-        ranks: this process.
-        recorder: the run directory.
-        console: of rank 0.
-        logger: prints on that console.
-        start: the point that the run starts from.
-        step: tables and dense component, with the state of that point.
-        teacher_auc: the best AUC that any model can reach, if known.
+    `teacher_auc`: the best AUC that any model can reach, if known.
     """
 
     config: Config

@@ -37,12 +37,6 @@ def stage_to_train(
 ) -> Stage:
     """Return the stage that a run trains from a checkpoint of its own.
 
-    Args:
-        config: the complete run.
-        spec: of the dataset to train on.
-        facts: run.json of the latest checkpoint.
-        now: facts of this start, as run.json would have them.
-
     Raises:
         ValueError: with `stage=next`, the dataset does not follow that of the checkpoint, or the checkpoint's stage is not
             complete.

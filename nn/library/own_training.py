@@ -37,11 +37,6 @@ class Training:
     Everything else is as with the command: run directory, records every `log.every` steps, checkpoints by
     `checkpoint.save_every` and by the clock, a checkpoint on SIGTERM, and a run that resumes from the latest checkpoint of its
     `run_dir`. Under torchrun every rank runs the same loop.
-
-    Args:
-        config: the options, of mode train; see `nn.library.options`.
-        quiet: print nothing.
-        observers: of the training, beside those of `log.observers`.
     """
 
     def __init__(

@@ -85,10 +85,7 @@ def open_training(
 ) -> Iterator[tuple[Trainer, Saving | None]]:
     """Build the trainer, at the point that the run starts from, and the objects that save its state.
 
-    Args:
-        session: the run.
-        started_ms: when it started, in milliseconds since the epoch.
-        observers: of the caller's own, beside those of `log.observers`.
+    `started_ms`: when it started, in milliseconds since the epoch.
     """
     config, ranks, start = session.config, session.ranks, session.start
     loader = session.loaders.train

@@ -47,10 +47,7 @@ if TYPE_CHECKING:
 def predict(config: Config, console: Console, raw: RawRows | None = None) -> dict[str, Any]:
     """Score rows and write `output`.
 
-    Args:
-        config: of mode predict.
-        console: of rank 0.
-        raw: rows of the raw files `config.source`; None: rows of a split.
+    `raw`: rows of the raw files `config.source`; None: rows of a split.
 
     Returns:
         `rows`, `bytes` of the file, `seconds`, of these `first_batch_s` for the first batch, and those after it that the

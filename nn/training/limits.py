@@ -19,11 +19,7 @@ def early_stop(
 ) -> str | None:
     """Return why the evaluation after `num_steps`, if there was one, ends the run; None if it does not.
 
-    Args:
-        config: the complete run.
-        test: record of the last evaluation; empty before the first.
-        num_steps: updates made so far.
-        evals_since_best: evaluations after the best one.
+    `test`: record of the last evaluation; empty before the first.
     """
     if test.get("step") != num_steps:
         return None
@@ -53,12 +49,6 @@ class EvalSteps:
     """The steps after which a run evaluates: every so many, or evenly spaced ones per epoch; and the last of the run.
 
     Whether a step is one of them is computed, since a run may have more epochs than memory has room for.
-
-    Attributes:
-        last_step: of the run.
-        steps_per_epoch: with the partial last one.
-        per_epoch: evaluations per epoch, without `every`.
-        every: steps between evaluations, or None.
     """
 
     last_step: int
@@ -98,12 +88,11 @@ NEXT, PREVIOUS = "next", "previous"
 class Stage:
     """Stage of a run.
 
-    Attributes:
-        number: 0 for the first day.
-        first_step: updates of the run before it.
-        identity: of the fit of its dataset (`dataloading.lineage`); None for one without.
-        previous: data.path of the stage before; None for the first, and for synthetic clicks.
-        is_new: whether the run has no checkpoint of it yet.
+    `number`: 0 for the first day.
+    `first_step`: updates of the run before it.
+    `identity`: of the fit of its dataset (`dataloading.lineage`); None for one without.
+    `previous`: data.path of the stage before; None for the first, and for synthetic clicks.
+    `is_new`: whether the run has no checkpoint of it yet.
     """
 
     number: int = 0

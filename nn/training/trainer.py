@@ -68,20 +68,8 @@ class RunOutput:
 class Trainer:
     """The training loop.
 
-    Args:
-        step: tables and dense component with their optimizers.
-        train_loader: the training split.
-        evaluator: the split to evaluate on.
-        config: the complete run.
-        ranks: this process.
-        output: where records and the state go.
-        state: what the loop begins with.
-
-    Attributes:
-        state: what the loop knows of the run.
-        last_step: updates of the complete run, up to the end of its stage.
-        best_metric: tells which evaluation is the best.
-        note: why the best evaluation so far cannot be compared with the coming ones, or None.
+    `last_step`: updates of the complete run, up to the end of its stage.
+    `note`: why the best evaluation so far cannot be compared with the coming ones, or None.
     """
 
     def __init__(
