@@ -13,7 +13,13 @@ from typing import Any
 
 from configs.schema import Mode
 from dataloading.dataset.documents import read_json, read_yaml
-from nn.models.metric import Metric, best_of, metric_of_key
+from nn.models.metric import (
+    METRIC_FACTS,
+    Metric,
+    best_of,
+    metric_of_key,
+    metrics_of_facts,
+)
 from nn.observability.records import (
     CONFIG,
     DATA_IDENTITY,
@@ -104,7 +110,7 @@ class RunRecord:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """Records of evaluations while training, in order."""
-        return [r for r in self.records if FINAL not in r and any(map(metric_of_key, r))]
+        return [r for r in self.records if FINAL not in r and any(map(self.metric_of, r))]
 
     @property
     def comparable(self) -> list[dict[str, Any]]:
@@ -152,7 +158,13 @@ class RunRecord:
     def metrics(self) -> list[Metric]:
         """Return the metrics of the evaluations, in the order of the records."""
         keys = dict.fromkeys(key for record in self.records for key in record)
-        return [metric for metric in map(metric_of_key, keys) if metric is not None]
+        return [metric for metric in map(self.metric_of, keys) if metric is not None]
+
+    def metric_of(self, key: str) -> Metric | None:
+        """Return the metric of a key of a record; None if it is of none."""
+        starts = [self.header, *self.restarts]
+        further = [m for start in starts for m in metrics_of_facts(start.get(METRIC_FACTS))]
+        return metric_of_key(key, further)
 
     def main_metric(self) -> Metric | None:
         """Return the metric by which the run chooses its best checkpoint; None before the first evaluation."""

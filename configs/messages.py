@@ -136,7 +136,7 @@ EXTRAS = {
     "sweep": ("optuna", "sklearn"),
     "loggers": ("wandb", "mlflow", "sqlalchemy", "alembic"),
     "mlperf": ("mlperf_logging",),
-    "bench": ("polars", "pandas"),
+    "bench": ("polars",),
 }
 """Modules that an extra of pyproject.toml installs."""
 

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, get_args, get_type_hints
 
 from omegaconf import MISSING
 
+from configs.built_in import LOGGERS, MODELS
+
 
 def option(
     default: Any,
@@ -25,6 +27,7 @@ def option(
     gt: float | None = None,
     ge: float | None = None,
     lt: float | None = None,
+    le: float | None = None,
     most: int | None = None,
     path: bool = False,
     replaces: str | None = None,
@@ -37,13 +40,16 @@ def option(
         gt: bound that the option, or each of its elements, is above; null is within all bounds.
         ge: bound that it is not below.
         lt: bound that it is below.
+        le: bound that it is not above.
         most: largest value; `configs/option_values.py` checks it, before any class is made.
         path: whether the option names files, so that `~` is the home directory.
         replaces: option of the same section that has no effect while this one has a value;
             `configs/overrides.py` lets the command line name only one of them.
     """
     bounds = {
-        name: bound for name, bound in (("gt", gt), ("ge", ge), ("lt", lt)) if bound is not None
+        name: bound
+        for name, bound in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le))
+        if bound is not None
     }
     metadata = {"help": meaning, "most": most, "path": path, "replaces": replaces, "bounds": bounds}
     if isinstance(default, list | dict):
@@ -97,12 +103,14 @@ def _check_bounds(key: str, value: Any, bounds: Mapping[str, float], hint: Any) 
         _COMPARED[name](number, bound) for number in values for name, bound in bounds.items()
     ):
         of_all = "all " * isinstance(value, list)
-        or_null = (" or be null" if "lt" in bounds else " or null") * (NoneType in get_args(hint))
+        or_null = (" or be null" if {"lt", "le"} & set(bounds) else " or null") * (
+            NoneType in get_args(hint)
+        )
         raise ValueError(f"{key} must {of_all}{_in_words(bounds)}{or_null}, got {value}")
 
 
-_COMPARED = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt}
-SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "most": "<="}
+_COMPARED = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
+SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "most": "<="}
 
 
 def _in_words(bounds: Mapping[str, float]) -> str:
@@ -112,6 +120,8 @@ def _in_words(bounds: Mapping[str, float]) -> str:
             return f"lie between 0 and {most}"
         case [("ge", least), ("lt", most)]:
             return f"lie in [{least}, {most})"
+        case [("gt", least), ("le", most)]:
+            return f"lie in ({least}, {most}]"
         case [("gt", 0)]:
             return "be positive"
         case [("ge", 0)]:
@@ -442,8 +452,7 @@ class ModelConfig(Section):
 
     name: str = option(
         "dlrm",
-        "dlrm, dcnv2, wide_deep, deepfm, embedding_mlp, finalmlp, masknet, wukong, din, shared_bottom, mmoe, ple, or "
-        "package.module:Class for a model of your own",
+        f"{', '.join(MODELS)}, or package.module:Class for a model of your own",
     )
     embedding_dim: int = option(128, "columns of every table", most=MOST_COLUMNS, gt=0)
     embedding_dtype: TableDtype = option(
@@ -658,6 +667,13 @@ class TrainConfig(Section):
     )
     compile: bool = option(False, "torch.compile the dense component")
     capture: bool = option(True, "capture the step as a CUDA graph, on GPUs")
+    accumulate: int = option(
+        1,
+        "chunks of a batch that the dense component takes one after the other, their gradients added up, to save memory; "
+        "updates are those of the complete batch, but for batch normalization, which is per chunk",
+        gt=0,
+        most=MOST_SAMPLES,
+    )
     freeze: list[Component] = option([], "components that keep their weights: dense or tables")
     clip_norm: float | None = option(
         None,
@@ -705,55 +721,62 @@ class TrainConfig(Section):
 class TaskConfig:
     """Options of one label, in the section `tasks` under the label's name."""
 
-    weight: float = option(1.0, "factor of its loss in the sum over all labels")
-    label_smoothing: float = option(0.0, "s: labels 1 and 0 become 1 - s/2 and s/2")
-    focal_gamma: float = option(0.0, "gamma of the focal loss; 0: cross entropy")
-    focal_alpha: float | None = option(
-        None, "alpha of the focal loss: factor of positive rows, and 1 - alpha of negative ones"
+    weight: float = option(1.0, "factor of its loss in the sum over all labels", ge=0)
+    loss: str | None = option(
+        None,
+        "loss of a row by name, or package.module:NAME; null: the default of its kind of label",
     )
-    positive_weight: float = option(1.0, "factor of the loss of positive rows")
+    label_smoothing: float = option(0.0, "s: labels 1 and 0 become 1 - s/2 and s/2", ge=0, lt=1)
+    focal_gamma: float = option(0.0, "gamma of the focal loss; 0: cross entropy", ge=0)
+    focal_alpha: float | None = option(
+        None,
+        "alpha of the focal loss: factor of positive rows, and 1 - alpha of negative ones",
+        gt=0,
+        lt=1,
+    )
+    positive_weight: float = option(1.0, "factor of the loss of positive rows", gt=0)
     keep_rate: float | None = option(
         None,
         "fraction of the negatives that the training rows have; predictions are corrected for it",
+        gt=0,
+        le=1,
     )
+
+    @property
+    def changes_cross_entropy(self) -> bool:
+        """Return whether an option changes the cross entropy of a row."""
+        changes = (self.label_smoothing, self.focal_gamma, self.positive_weight - 1)
+        return any(changes) or self.focal_alpha is not None
 
     @property
     def changes_loss(self) -> bool:
         """Return whether the loss of a row differs from the plain one."""
-        changes = (self.label_smoothing, self.focal_gamma, self.positive_weight - 1)
-        return any(changes) or self.focal_alpha is not None
+        return self.loss is not None or self.changes_cross_entropy
 
     @classmethod
     def of(cls, where: str, values: Any) -> "TaskConfig":
         """Return the checked options under the key `where`; ValueError names the key that is wrong."""
-        names = [declared.name for declared in fields(cls)]
+        types = get_type_hints(cls)
         require(
             isinstance(values, dict) and bool(values),
             f"{where}: got {values}, want options of a label, such as {{weight: 2}}",
         )
         for name, value in values.items():
             require(
-                name in names, f"{where}.{name}: no such option; want one of {', '.join(names)}"
+                name in types, f"{where}.{name}: no such option; want one of {', '.join(types)}"
             )
-            may_be_null = name in ("focal_alpha", "keep_rate")
+            kinds = get_args(types[name]) or (types[name],)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_good = isinstance(value, str) if str in kinds else is_number and isfinite(value)
+            want = ("text" if str in kinds else "a number") + " or null" * (NoneType in kinds)
             require(
-                (value is None and may_be_null) or (is_number and isfinite(value)),
-                f"{where}.{name}: got {value}, want a number{' or null' if may_be_null else ''}",
+                is_good or (value is None and NoneType in kinds),
+                f"{where}.{name}: got {value}, want {want}",
             )
         made = cls(**values)
-        alpha, rate = made.focal_alpha, made.keep_rate
-        for name, good, want in (
-            ("weight", made.weight >= 0, "not be negative"),
-            ("label_smoothing", 0 <= made.label_smoothing < 1, "lie in [0, 1)"),
-            ("focal_gamma", made.focal_gamma >= 0, "not be negative"),
-            ("focal_alpha", alpha is None or 0 < alpha < 1, "lie between 0 and 1, or be null"),
-            ("positive_weight", made.positive_weight > 0, "be positive"),
-            ("keep_rate", rate is None or 0 < rate <= 1, "lie in (0, 1], or be null"),
-        ):
-            require(good, f"{where}.{name} must {want}, got {getattr(made, name)}")
+        _check_section(made, where)
         require(
-            alpha is None or made.positive_weight == 1,
+            made.focal_alpha is None or made.positive_weight == 1,
             f"{where}: focal_alpha and positive_weight both weigh positive rows; set one of them",
         )
         return made
@@ -761,12 +784,6 @@ class TaskConfig:
 
 SCORE_ENDINGS = (".parquet", ".csv")
 """Endings of `output`; they tell the format."""
-
-LOGGER_NAMES = ("tensorboard", "wandb", "mlflow")
-"""Names of the project's own loggers."""
-
-METRICS = ("normalised_entropy", "calibration", "mae")
-"""Names that `eval.metrics` may have."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -816,20 +833,12 @@ class EvalConfig(Section):
     metrics: list[str] = option(
         [],
         "metrics beyond auc and log_loss of binary labels and rmse of regression labels: normalised_entropy, "
-        "calibration, mae",
+        "calibration, mae, or package.module:NAME of a Metric (docs/tasks_and_metrics.md)",
     )
     group: str | None = option(
         None,
         "categorical feature of one id per row, such as user_id: measures gauc, the AUC within its ids",
     )
-
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
-        for name in self.metrics:
-            require(
-                name in METRICS,
-                f"eval.metrics names {name}, which is none of {', '.join(METRICS)}",
-            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1119,7 +1128,7 @@ class LogConfig(Section):
     every: int = option(100, "steps between records of loss, AUC and speed", gt=0)
     loggers: list[str] = option(
         ["tensorboard"],
-        "destinations of the records beside metrics.jsonl: tensorboard, wandb, mlflow, or package.module:NAME of one of "
+        f"destinations of the records beside metrics.jsonl: {', '.join(LOGGERS)}, or package.module:NAME of one of "
         "your own (docs/operations.md#loggers)",
     )
     observers: list[str] = option(
@@ -1149,8 +1158,8 @@ class LogConfig(Section):
         Section.__post_init__(self)
         for name in self.loggers:
             require(
-                name in LOGGER_NAMES or is_import_path(name),
-                f"log.loggers names {name}, which is none of {', '.join(LOGGER_NAMES)}, nor package.module:NAME",
+                name in LOGGERS or is_import_path(name),
+                f"log.loggers names {name}, which is none of {', '.join(LOGGERS)}, nor package.module:NAME",
             )
             require(self.loggers.count(name) == 1, f"log.loggers names {name} twice; name it once")
         for name in self.observers:
@@ -1225,7 +1234,7 @@ class Config(Section):
     # Any, since a dataset names its labels; checked below.
     tasks: Any = option(
         None,
-        "options per label, such as {click: {weight: 2}}: weight, label_smoothing, focal_gamma, focal_alpha, "
+        "options per label, such as {click: {weight: 2}}: weight, loss, label_smoothing, focal_gamma, focal_alpha, "
         "positive_weight, keep_rate (docs/tasks_and_metrics.md)",
     )
     inference: InferenceConfig = MISSING

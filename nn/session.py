@@ -47,7 +47,7 @@ from nn.distributed.process_group import (
 )
 from nn.loggers.choice import make_loggers
 from nn.models.description import describe_model
-from nn.models.metric import Metric
+from nn.models.metric import METRIC_FACTS, Metric, facts_of_metrics
 from nn.models.tasks import metrics_of
 from nn.observability.console import (
     make_console,
@@ -303,6 +303,8 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
     # The point that the curves mark as the restored model.
     facts["restored"] = config.checkpoint.restore
     facts["start_step"] = start_step
+    if metrics := facts_of_metrics(config.eval.metrics):
+        facts[METRIC_FACTS] = metrics
     return facts
 
 

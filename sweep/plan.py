@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.arguments import Choices as ArgumentChoices
 from configs.arguments import hydra_arguments
+from configs.built_in import MODELS
 from configs.command_line import register, written_options
 from configs.many_runs_schema import SweepConfig
 from configs.messages import shown
@@ -28,9 +29,9 @@ from dataloading.dataset.row_columns import RowColumn
 from dataloading.held_out_source import VALIDATION
 from dataloading.storage.local_copy import local_path
 from nn.early_checks import check_inputs
-from nn.models.metric import Metric, best_of, metrics_of_label
+from nn.models.metric import Metric, best_of, further_metrics, metrics_of_label
 from nn.models.options import without_effect
-from nn.models.registry import MODELS, options_of_own_models, typed_config
+from nn.models.registry import options_of_own_models, typed_config
 from sweep.space import Choices, Space, as_override, corners, grid_of
 
 ROOT = Path(__file__).parents[1]
@@ -333,12 +334,13 @@ def _metrics(config: Config) -> list[Metric]:
     if config.data.path is not None:
         spec = _spec_of(config.data)
         labels = spec.labels
+    further = further_metrics(config.eval.metrics)
     return [
         metric
         for label in labels
         for metric in metrics_of_label(
             label,
-            further=config.eval.metrics,
+            further=further,
             has_groups=config.eval.group is not None,
             is_single=len(labels) == 1,
         )

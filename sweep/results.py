@@ -18,7 +18,6 @@ from compare.run_record import RunRecord
 from compare.table import short_keys
 from configs.schema import require
 from dataloading.dataset.durable_files import replace_link, replace_text
-from nn.models.metric import metric_of_key
 from nn.observability.records import METRICS
 from sweep.driver import BEST_STEP, IDLE, POLL_SECONDS, PROBLEM, RUN_DIR
 from sweep.plan import TrialPlan
@@ -109,8 +108,8 @@ def test_once(
         ValueError: the evaluation failed.
     """
     run_dir = directory / f"test_trial_{best.number:02d}"
-    summary = RunRecord.read(run_dir).summary if run_dir.exists() else {}
-    if not summary:
+    run = RunRecord.read(run_dir) if run_dir.exists() else None
+    if run is None or not run.summary:
         checkpoint = best_checkpoint(directory / best.user_attrs[RUN_DIR])
         command = plan.test_command(best.params, checkpoint, run_dir)
         log = directory / "logs" / f"{run_dir.name}.log"
@@ -121,8 +120,8 @@ def test_once(
             exit_code == 0,
             f"trial {best.number} could not be tested (exit code {exit_code}): {last_line(log)}; {log} has more",
         )
-        summary = RunRecord.read(run_dir).summary
-    return {key: value for key, value in summary.items() if metric_of_key(key) is not None}
+        run = RunRecord.read(run_dir)
+    return {key: value for key, value in run.summary.items() if run.metric_of(key) is not None}
 
 
 def write_sweep(

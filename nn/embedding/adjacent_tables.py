@@ -17,10 +17,7 @@ from nn.embedding.local_tables import LocalTable
 class AdjacentTables:
     """Consecutive local tables with one lookup each, of one kind, whose rows are adjacent in memory.
 
-    Attributes:
-        first: position of the first table in its group.
-        end: position after the last table.
-        joined: one table with the rows of all of them, and the lookups of the first.
+    They are those from `first` to before `end` of their group; `joined` has the rows of all, and the lookups of the first.
     """
 
     first: int
@@ -36,9 +33,7 @@ class AdjacentTables:
 def adjacent_tables(tables: Sequence[LocalTable], ids: Sequence[IdBlock]) -> list[AdjacentTables]:
     """Join the tables of a group into as few `AdjacentTables` as their memory and ids allow, in the order of the group.
 
-    Args:
-        tables: in order.
-        ids: of each table's first lookup.
+    `ids` are those of each table's first lookup.
     """
 
     def follows(position: int) -> bool:

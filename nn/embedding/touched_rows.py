@@ -16,12 +16,7 @@ from nn.embedding.local_tables import LocalTable, row_bases
 class TouchedRows:
     """Marks of the rows of local tables.
 
-    Args:
-        tables: in the order in which they are updated together.
-        device: of the tables.
-
-    Attributes:
-        mask: uint8 by row keys of `LocalEmbeddingBags`; 1 of rows that have changed.
+    `mask` is uint8 by row keys of `LocalEmbeddingBags`, 1 of rows that have changed.
     """
 
     def __init__(self, tables: Sequence[LocalTable], device: torch.device) -> None:
@@ -43,12 +38,7 @@ class TouchedRows:
 
 
 class TouchedReplicas:
-    """Marks of the rows of replicated tables, whose gradients are dense: a row changes where its gradient is not zero.
-
-    Args:
-        rows: of each table.
-        device: of the tables.
-    """
+    """Marks of the rows of replicated tables, whose gradients are dense: a row changes where its gradient is not zero."""
 
     def __init__(self, rows: Sequence[int], device: torch.device) -> None:
         self._rows = list(rows)

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from configs.built_in import MODELS
 from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import ModelConfig
@@ -32,7 +33,7 @@ from dataloading.dataset.row_columns import Channel, RowColumn
 from nn.embedding.declared_tables import embedding_columns
 from nn.layers.initialization import initialise_dense
 from nn.models.ranking_model import RankingModel
-from nn.models.registry import MODELS, build_dense, declared_tables, model_options
+from nn.models.registry import build_dense, declared_tables, model_options
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig

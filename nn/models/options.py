@@ -391,6 +391,36 @@ class PLEOptions(_TaskOptions):
         require_widths("model.expert_hidden", self.expert_hidden)
 
 
+@dataclass(kw_only=True, slots=True)
+class RankMixerOptions(_TaskOptions):
+    """Options of RankMixer."""
+
+    tokens: int = option(16, "tokens, and heads of a token, the paper's T", most=MOST_COLUMNS, gt=0)
+    token_dim: int = option(
+        64, "columns of a token, D; a multiple of tokens", most=MOST_WIDTH, gt=0
+    )
+    layers: int = option(2, "blocks, L", most=1024, gt=0)
+    expansion: int = option(
+        4, "hidden columns of a token's network, as a multiple of token_dim, k", most=1024, gt=0
+    )
+    experts: int = option(
+        1, "networks of a token in every block, joined by ReLU routing", most=1024, gt=0
+    )
+    active_experts: float = option(
+        0.25, "share of the experts that the routing of evaluation is driven to", gt=0, lt=1
+    )
+    feature_order: list[str] = option(
+        [], "features in the order of their semantic groups, cut into tokens; the others follow"
+    )
+
+    def __post_init__(self) -> None:
+        _TaskOptions.__post_init__(self)
+        require(
+            self.token_dim % self.tokens == 0,
+            f"model.token_dim must be a multiple of model.tokens={self.tokens}, got {self.token_dim}",
+        )
+
+
 def without_effect(options: ModelConfig) -> dict[str, str]:
     """Return the options of a model that others of it leave without an effect, each with the reason."""
     found = {}
@@ -403,6 +433,8 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
         hidden = options.top_mlp[:-1]
     elif isinstance(options, _DeepOptions | MaskNetOptions | DINOptions):
         hidden = options.hidden
+    if isinstance(options, RankMixerOptions) and options.experts == 1:
+        found["active_experts"] = "model.experts=1 needs no routing"
     if isinstance(options, EmbeddingMLPOptions) and options.embedding_dims == SUGGESTED:
         found["embedding_dim"] = f"model.embedding_dims={SUGGESTED} chooses all columns"
     for rate in ("dropout", "batch_norm"):

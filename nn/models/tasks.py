@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +12,14 @@ from configs.schema import Config, TaskConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from nn.layers.bce_loss import bce_loss_share
-from nn.layers.task_losses import binary_losses, mean_share, squared_errors
+from nn.layers.task_losses import loss_of, mean_share
 from nn.models.metric import (
     AUC,
-    DEFAULT_METRICS,
     GAUC,
-    MAE,
     Metric,
     best_of,
+    default_metrics,
+    further_metrics,
     metrics_of_label,
 )
 
@@ -40,7 +39,7 @@ class Task:
 
     name: str
     is_binary: bool = True
-    metrics: tuple[Metric, ...] = DEFAULT_METRICS[True]
+    metrics: tuple[Metric, ...] = default_metrics(is_binary=True)
     options: TaskConfig = field(default_factory=TaskConfig)
 
     def loss_share(
@@ -55,17 +54,9 @@ class Task:
         """Compute this rank's share of the mean loss; `nn.models.tasks.loss_share` describes the arguments."""
         if self.is_binary and weights is None and not self.options.changes_loss:
             return bce_loss_share(logits, labels, num_valid, global_valid)
-        losses = squared_errors
-        if self.is_binary:
-            losses = partial(
-                binary_losses,
-                label_smoothing=self.options.label_smoothing,
-                focal_gamma=self.options.focal_gamma,
-                focal_alpha=self.options.focal_alpha,
-                positive_weight=self.options.positive_weight,
-            )
+        loss = loss_of(self.options, is_binary=self.is_binary, key=f"tasks.{self.name}.loss")
         return mean_share(
-            losses(logits[:num_valid], labels[:num_valid]),
+            loss(logits[:num_valid], labels[:num_valid]),
             None if weights is None else weights[:num_valid],
             global_valid if total_weight is None else total_weight,
         )
@@ -102,21 +93,16 @@ def tasks_of(
     labels: Sequence[RowColumn],
     options: Mapping[str, TaskConfig] | None = None,
     *,
-    further: Iterable[str] = (),
+    further: Sequence[str] = (),
     has_groups: bool = False,
 ) -> list[Task]:
-    """Return a task per label.
-
-    Args:
-        labels: of the dataset.
-        options: by label; labels without have the defaults.
-        further: names of metrics beyond the default ones.
-        has_groups: whether the AUC within groups is measured too.
+    """Return a task per label, with the metrics `further` of `eval.metrics` and, with groups, the AUC within them.
 
     Raises:
         ValueError: an option names a label that the dataset lacks or that has no use for it, or a metric has no task.
     """
     options = options or {}
+    chosen = further_metrics(further)
     names = [label.name for label in labels]
     for name in options:
         if name not in names:
@@ -126,24 +112,27 @@ def tasks_of(
     tasks = []
     for label in labels:
         own = options.get(label.name, TaskConfig())
-        if not label.is_binary and (own.changes_loss or own.keep_rate is not None):
+        if not label.is_binary and (own.changes_cross_entropy or own.keep_rate is not None):
             raise ValueError(
-                f"tasks.{label.name}: '{label.name}' is a regression label, of which weight alone may be set; the other "
-                "options are of binary labels (dtype bool)"
+                f"tasks.{label.name}: '{label.name}' is a regression label, of which weight and loss alone may be set; the "
+                "other options are of binary labels (dtype bool)"
             )
         metrics = metrics_of_label(
-            label, further=further, has_groups=has_groups, is_single=len(labels) == 1
+            label, further=chosen, has_groups=has_groups, is_single=len(labels) == 1
         )
+        loss_of(own, is_binary=label.is_binary, key=f"tasks.{label.name}.loss")  # which checks it
         tasks.append(Task(name=label.name, is_binary=label.is_binary, metrics=metrics, options=own))
     if not any(task.options.weight for task in tasks):
         raise ValueError(
             "tasks: the weight of every label is 0, and nothing would be learnt; raise one"
         )
     measured = {metric.name for metric in metrics_of(tasks)}
-    for name in further:
-        if name not in measured:
-            kind = "regression" if name == MAE.name else "binary"
-            raise ValueError(f"eval.metrics={name} is of {kind} labels, and the dataset has none")
+    for metric in chosen:
+        if metric.name not in measured:
+            kind = "binary" if metric.is_binary else "regression"
+            raise ValueError(
+                f"eval.metrics={metric.name} is of {kind} labels, and the dataset has none"
+            )
     if has_groups and GAUC.name not in measured:
         raise ValueError("eval.group is of binary labels, and the dataset has none")
     return tasks

@@ -24,13 +24,7 @@ class Announcer(Protocol):
 
 
 class LookAhead:
-    """Iterator over batches that announces each two passes before it is returned; all ranks must iterate alike.
-
-    Args:
-        batches: host batches of this rank.
-        path: announces their ids.
-        device: where the step runs.
-    """
+    """Iterator over batches that announces each two passes before it is returned; all ranks must iterate alike."""
 
     def __init__(self, batches: Iterator[Batch], path: Announcer, device: torch.device) -> None:
         self._batches = batches

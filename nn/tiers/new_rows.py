@@ -19,14 +19,8 @@ from nn.layers.initialization import KeyedWeights
 class KeyedShard:
     """A shard of a table for raw keys on this rank, or its replica.
 
-    Attributes:
-        table: name of the table, from which its weights follow.
-        keys_of: name of the map that has its keys.
-        weight: [rows, columns].
-        states: optimizer state, [rows] or [rows, columns].
-        row_offset: first row in the table.
-        column_offset: first column in the table.
-        bound: of the initial weights.
+    The weights follow from the name of the `table` and the keys of the map `keys_of`. `states` are [rows] or [rows, columns];
+    `bound` is that of the initial weights.
     """
 
     table: str
@@ -39,12 +33,7 @@ class KeyedShard:
 
 
 class RowResets:
-    """Writes new rows into shards.
-
-    Args:
-        shards: of this rank, with rows.
-        seed: of the initial weights.
-    """
+    """Writes new rows into shards."""
 
     def __init__(self, shards: Sequence[KeyedShard], seed: int) -> None:
         groups: list[list[KeyedShard]] = []

@@ -27,9 +27,7 @@ Rows = Mapping[int, np.ndarray]
 class Need:
     """Rows that a batch needs in host memory.
 
-    Attributes:
-        rows: of each group of tables on disk.
-        staging: reads them; None before its pass is started.
+    `staging` reads them; it is None before its pass is started.
     """
 
     rows: Rows
@@ -39,12 +37,8 @@ class Need:
 class Stager:
     """Reader of the rows of passes.
 
-    Args:
-        stores: of the groups of tables on disk.
-        resident: returns the rows of a group that the device has and may return to host memory.
-
-    Attributes:
-        wait_ms: time for which batches have waited for their rows.
+    `resident` returns the rows of a group that the device has and may return to host memory. Batches have waited `wait_ms` for
+    their rows.
     """
 
     def __init__(

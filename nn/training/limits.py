@@ -19,7 +19,8 @@ def early_stop(
 ) -> str | None:
     """Return why the evaluation after `num_steps`, if there was one, ends the run; None if it does not.
 
-    `test`: record of the last evaluation; empty before the first.
+    `test` is the record of the last evaluation, empty before the first; `evals_since_best` counts evaluations after the best
+    one.
     """
     if test.get("step") != num_steps:
         return None
@@ -49,6 +50,8 @@ class EvalSteps:
     """The steps after which a run evaluates: every so many, or evenly spaced ones per epoch; and the last of the run.
 
     Whether a step is one of them is computed, since a run may have more epochs than memory has room for.
+
+    Epochs have `steps_per_epoch` with the partial last one; `per_epoch` holds without `every`.
     """
 
     last_step: int
@@ -88,11 +91,9 @@ NEXT, PREVIOUS = "next", "previous"
 class Stage:
     """Stage of a run.
 
-    `number`: 0 for the first day.
-    `first_step`: updates of the run before it.
-    `identity`: of the fit of its dataset (`dataloading.lineage`); None for one without.
-    `previous`: data.path of the stage before; None for the first, and for synthetic clicks.
-    `is_new`: whether the run has no checkpoint of it yet.
+    `number` is 0 for the first day, before which the run had `first_step` updates. `identity` is that of the fit of its dataset
+    (`dataloading.lineage`), `previous` the data.path of the stage before, both None for none. It `is_new` while the run has no
+    checkpoint of it.
     """
 
     number: int = 0

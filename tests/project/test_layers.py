@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nn.models.registry import MODELS
+from configs.built_in import MODELS
 from tests.project.layout import HOLD_STATEMENTS, is_ours, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ ROOMS = {
     "nn.ops": set(),
     "nn.ops.triton": {"nn.ops"},
     "nn.ops.triton.fp8": {"nn.ops", "nn.ops.triton"},
-    "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8"},
+    "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8", "nn.user_objects"},
     "nn.user_objects": set(),
     "nn.embedding": {"nn.ops", "nn.ops.triton", "nn.user_objects"},
     "nn.layers.interactions": {"nn.layers"},
@@ -105,7 +105,7 @@ ROOMS = {
         "nn.plots",
         "nn.tiers",
     },
-    "nn.metrics": {"nn.models"},
+    "nn.metrics": {"nn.models", "nn.user_objects"},
     "nn.training": {
         "nn.checkpoint",
         "nn.distributed",
@@ -137,7 +137,7 @@ ROOMS = {
         "nn.training",
     },
     "nn.hypertune": {"nn.models", "nn.observers"},
-    "nn.early_checks": {"nn.checkpoint", "nn.distributed", "nn.loggers", "nn.scores"},
+    "nn.early_checks": {"nn.checkpoint", "nn.distributed", "nn.loggers", "nn.models", "nn.scores"},
     "nn.build": {
         "nn.checkpoint",
         "nn.distributed",
@@ -336,9 +336,11 @@ KNOWS_RANKS = {
     "nn.sharding.sharded_tables",
     "nn.sharding.tables",
     "nn.sharding.id_all_to_all",
+    "nn.sharding.owned_shard",
     "nn.sharding.placement",
+    "nn.sharding.planned_tables",
     "nn.sharding.row_requests",
-    "nn.sharding.static_embeddings",
+    "nn.sharding.sharded_lookup",
     "nn.planning.host_tables",
     "nn.planning.planner",
     "nn.checkpoint.state",

@@ -21,7 +21,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from nn.loggers.background import Loggers
-from nn.loggers.choice import LOGGERS
 from nn.loggers.run_logger import LoggedRun
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
@@ -162,12 +161,6 @@ def test_a_wrong_logger_is_refused_in_one_line(loggers, message, tmp_path, monke
     assert ended.exit_code == 2
     assert message in ended.err
     assert ended.err.count("\n") == 1
-
-
-def test_the_schema_names_the_loggers_of_the_project():
-    from configs.schema import LOGGER_NAMES
-
-    assert set(LOGGERS) == set(LOGGER_NAMES)
 
 
 @pytest.mark.doors

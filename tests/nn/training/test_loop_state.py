@@ -3,7 +3,7 @@
 import json
 import math
 
-from nn.models.metric import AUC, LOG_LOSS
+from nn.models.metric import AUC, METRICS
 from nn.training.limits import Stage
 from nn.training.loop_state import LoopState, Origin
 
@@ -29,7 +29,7 @@ def test_a_state_is_the_same_after_saving_and_loading():
 
 
 def test_the_choice_of_the_best_starts_over_with_another_metric_or_other_rows():
-    for metric, scored in ((LOG_LOSS, SCORED), (AUC, SCORED | {"rows": 128})):
+    for metric, scored in ((METRICS[1], SCORED), (AUC, SCORED | {"rows": 128})):
         state = trained()
         note = state.compare_by(metric, scored)
         assert note is not None
