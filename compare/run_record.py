@@ -57,15 +57,8 @@ class State(StrEnum):
 class RunRecord:
     """A run directory, read once.
 
-    Attributes:
-        path: of the directory.
-        state: of the run.
-        message: why it was stopped or has failed; empty otherwise.
-        options: by dotted key, as in config.yaml; empty if that is missing or damaged.
-        header: the environment, first line of metrics.jsonl.
-        records: of training and evaluation.
-        summary: the result; empty without.
-        restarts: step and environment of each resume.
+    `options` are by dotted key, as in config.yaml, and empty if that is missing or damaged; `header` is the first line of
+    metrics.jsonl; `message` says why the run was stopped or has failed.
     """
 
     path: Path

@@ -16,7 +16,7 @@ from nn.distributed.process_group import (
     Ranks,
     launcher_restarts,
 )
-from nn.embedding.optimizer import table_rule
+from nn.embedding.optimizer import table_rule, update_settings
 from nn.models.registry import build_meta, check_model
 from nn.models.tasks import tasks_of_run
 from nn.observability.profiler import check_profile
@@ -50,11 +50,12 @@ def check_optimizers(config: Config) -> None:
     """Refuse optimizers that do not exist or cannot train on the device.
 
     Raises:
-        ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer has no kernel for GPUs and would train on
-            one.
+        ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer lacks an option that
+            `optimizer.embedding_options` names, or it has no kernel for GPUs and would train on one.
     """
     check_dense_rule(config.effective_optimizer)
     rule = table_rule(config.effective_optimizer.table_name)
+    update_settings(config.effective_optimizer)
     if rule.kernel is not None:
         return
     is_plan = config.mode is Mode.plan

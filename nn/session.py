@@ -55,6 +55,7 @@ from nn.observability.console import (
     print_header,
     print_summary,
 )
+from nn.observability.environment import environment
 from nn.observability.model_summary import size_line
 from nn.observability.plan_table import BesidePlan, print_memory, print_plan
 from nn.observability.profiler import Profiler
@@ -63,7 +64,6 @@ from nn.observability.run_directory import (
     RunDirectory,
     draw_missing_pictures,
     empty_summary,
-    environment,
 )
 from nn.observability.run_lock import RunLock
 from nn.planning.exchange import planned_exchange

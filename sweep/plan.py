@@ -48,15 +48,8 @@ MODEL_KEYS = ("experiment", "model.name")
 class TrialPlan:
     """The command of a trial without the values that are its own.
 
-    Attributes:
-        script: of the command, such as `dlrm.py`.
-        overrides: of all trials.
-        metric: that trials are chosen by.
-        split: that it is measured on.
-        uses_gpus: whether trials train on a GPU where there is one.
-        data: of all trials.
-        effective: leaves out those values of a trial that have no effect beside its others, such as those of another model.
-        own_values: values that the recipe has for the options of the space; None if the space lacks one of them.
+    `effective` leaves out those values of a trial that have no effect beside its others, such as those of another model.
+    `own_values` are those that the recipe has for the options of the space; None if the space lacks one of them.
     """
 
     script: Path
@@ -242,12 +235,7 @@ def _selection(config: Config, own: Sequence[str]) -> tuple[str, list[str]]:
 
 
 class _Composition:
-    """The options of a run as its command composes them, to which values of trials are added.
-
-    Args:
-        recipe: name of the yaml file in configs/.
-        overrides: of the command line.
-    """
+    """The options of a run as its command composes them, to which values of trials are added."""
 
     def __init__(self, recipe: str, overrides: Sequence[str]) -> None:
         self._recipe = recipe
@@ -257,14 +245,10 @@ class _Composition:
         self._configs: dict[str, Config] = {}
 
     def config(self, values: Mapping[str, Any], written: Iterable[str] = ()) -> Config:
-        """Return the checked options of a run with further values.
-
-        Args:
-            values: of a trial; those that have no effect beside the others are left out.
-            written: those of them that must have one.
+        """Return the checked options of a run with values of a trial, without those that have no effect beside the others.
 
         Raises:
-            ValueError: an option does not exist, or has an invalid value, or no effect.
+            ValueError: an option does not exist, or has an invalid value, or one of `written` has no effect.
         """
         key = str((dict(values), list(written)))
         if key not in self._configs:

@@ -66,14 +66,7 @@ def rows_of(directory: Path, study: Study, space: Space) -> list[dict[str, Any]]
 
 
 def print_trials(console: Console, rows: Sequence[dict[str, Any]], space: Space, name: str) -> None:
-    """Print a line per trial.
-
-    Args:
-        console: to print on.
-        rows: of the trials.
-        space: whose options are columns.
-        name: of the metric.
-    """
+    """Print a line per trial, with the options of the space; `name` is the metric's."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in ("trial", "state", *short_keys(list(space)), name, "at step", "steps"):
         table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
@@ -132,16 +125,7 @@ def write_sweep(
     rows: Sequence[dict[str, Any]],
     measured: dict[str, Any],
 ) -> None:
-    """Link the best trial, and write `sweep.json`, whose existence shows that the sweep is complete.
-
-    Args:
-        directory: of the sweep.
-        study: of the sweep.
-        plan: of the trials.
-        space: of the trials.
-        rows: of the trials.
-        measured: of the best trial and of all of them: entries of the file.
-    """
+    """Link the best trial, and write `sweep.json`, whose existence shows that the sweep is complete."""
     best = study.best()
     assert best is not None
     run_dir = directory / best.user_attrs[RUN_DIR]

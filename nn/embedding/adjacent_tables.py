@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.local_tables import LocalTable
+from nn.ops.addresses import are_adjacent, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +63,7 @@ def _follows(before: LocalTable, table: LocalTable) -> bool:
     )
 
 
-def are_adjacent(before: Tensor, after: Tensor) -> bool:
-    """Return whether a tensor follows another one in the same memory."""
-    is_one_memory = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-    return is_one_memory and before.storage_offset() + before.numel() == after.storage_offset()
-
-
 def _joined(tables: Sequence[LocalTable]) -> LocalTable:
-    rows = sum(len(table.weight) for table in tables)
-
-    def with_all_rows(tensor: Tensor) -> Tensor:
-        return tensor.as_strided((rows, *tensor.shape[1:]), tensor.stride())
-
-    first = tables[0]
-    state = {name: with_all_rows(tensor) for name, tensor in first.state.items()}
-    return replace(first, weight=with_all_rows(first.weight), state=state)
+    rows, first = sum(len(table.weight) for table in tables), tables[0]
+    state = {name: joined(tensor, rows) for name, tensor in first.state.items()}
+    return replace(first, weight=joined(first.weight, rows), state=state)

@@ -21,10 +21,9 @@ from nn.embedding.local_tables import (
     row_bases,
 )
 from nn.embedding.lookups import Pooling
-from nn.embedding.optimizer import TableRule, table_rule
+from nn.embedding.optimizer import TableRule, table_rule, update_settings
 from nn.ops.addresses import elements_between
 from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
-from nn.user_objects import load_user_object
 
 SAMPLES_PER_PROGRAM = 32
 """Fewest samples per program of the lookup."""
@@ -134,7 +133,8 @@ class _WidthClass:
         self._placed = [placed for placed in lookups if placed.table in members]
         self._num_samples = num_samples
         self._weights = own[0].weight
-        self._config, self._rule = config, table_rule(config.table_name)
+        self._rule, self._settings = table_rule(config.table_name), update_settings(config)
+        self._has_l2 = config.embedding_l2 > 0
         self._branch = branch_of(self._rule)
         self._weight_offset = _offsets([table.weight for table in own])
         # Replicated tables have no state here: they are looked up by this kernel, and updated elsewhere.
@@ -293,7 +293,7 @@ class _WidthClass:
     def _constants(self) -> dict[str, Any]:
         """Constants of the update that are the same on all levels."""
         return {
-            "L2": self._config.embedding_l2 > 0,
+            "L2": self._has_l2,
             "ONE_HOT": self._one_hot,
             "BY_PRODUCT": self._by_product,
             "SOURCE": self._source,
@@ -303,10 +303,10 @@ class _WidthClass:
             "BLOCK_D": self._block_d,
         }
 
-    def _betas(self) -> tuple[float, float, float, float]:
-        """Return beta1, beta2 and, after each, 1 minus it: in single precision 1 - 0.999 keeps four digits only."""
-        beta1, beta2 = self._config.beta1, self._config.beta2
-        return beta1, 1 - beta1, beta2, 1 - beta2
+    def _decays(self) -> tuple[float, float, float, float, float]:
+        """Return eps, beta1, beta2 and, after each beta, 1 minus it: in single precision 1 - 0.999 keeps four digits only."""
+        eps, beta1, beta2 = (self._settings[name] for name in ("eps", "beta1", "beta2"))
+        return eps, beta1, 1 - beta1, beta2, 1 - beta2
 
     def update(
         self,
@@ -349,8 +349,7 @@ class _WidthClass:
                 scalars.values,
                 scalars.step,
                 is_good,
-                self._config.eps,
-                *self._betas(),
+                *self._decays(),
                 **self._branch,
                 **self._constants,
                 LEVEL=min(number, 1),
@@ -459,14 +458,13 @@ def branch_of(rule: TableRule) -> dict[str, Any]:
         raise ValueError(
             f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"
         )
-    kernel = load_user_object(rule.kernel, f"the kernel of table optimizer {rule.name}")
-    if not isinstance(kernel, KernelInterface):
+    if not isinstance(rule.kernel, KernelInterface):
         raise ValueError(
-            f"the kernel of table optimizer {rule.name} is {rule.kernel}, a {type(kernel).__name__}; name a "
-            "@triton.jit function"
+            f"the kernel of table optimizer {rule.name} is a {type(rule.kernel).__name__}; give a @jit function "
+            "(nn.ops.optional_triton)"
         )
     kinds = ["row" if field.per_row else "element" for field in rule.states]
-    return {"UPDATE": kernel} | dict(
+    return {"UPDATE": rule.kernel} | dict(
         zip(("STATE1", "STATE2"), [*kinds, "none", "none"], strict=False)
     )
 

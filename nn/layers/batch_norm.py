@@ -20,25 +20,15 @@ class BatchNorm(PassLayer):
     A step that takes its batch in parts (`train.accumulate`) normalizes each part by itself; the running ones take their mean.
     Statistics are float32, under autocast too. A batch of one row is normalized to the bias.
 
-    Args:
-        columns: of the input.
-        eps: added to the variance.
-        momentum: share of a batch in the running mean and variance.
-        affine: whether columns are scaled and shifted after that; False has no parameters.
-
-    Attributes:
-        running_mean: [columns], float32; a part of checkpoints.
-        running_var: unbiased, [columns], float32; a part of checkpoints.
-        kept_columns: columns that the backward pass keeps of the input.
-
-    Raises:
-        ValueError: `columns` or `eps` is not positive, or `momentum` is not above 0 and at most 1.
+    `momentum`: share of a batch in the running mean and variance. `affine`: whether columns are scaled and shifted after
+    that; False has no parameters. `kept_columns`: columns that the backward pass keeps of the input. Raises ValueError:
+    `columns` or `eps` is not positive, or `momentum` is not above 0 and at most 1.
     """
 
     weight: Tensor
     bias: Tensor
-    running_mean: Tensor
-    running_var: Tensor
+    running_mean: Tensor  # [columns], float32; a part of checkpoints
+    running_var: Tensor  # unbiased, [columns], float32; a part of checkpoints
     _latest: Tensor
     reduces_over_ranks = True
 

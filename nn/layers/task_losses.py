@@ -26,24 +26,13 @@ def binary_losses(
     focal_alpha: float | None = None,
     positive_weight: float = 1.0,
 ) -> Tensor:
-    """Compute the binary cross entropy of each row, with p = sigmoid(logit) and any of three changes.
+    """Compute the binary cross entropy of each row [B] float32, with p = sigmoid(logit) and any of three changes.
 
         loss = - y a (1 - p)^gamma ln p  -  (1 - y) b p^gamma ln(1 - p)
 
     Label smoothing s: y = label (1 - s) + s / 2 (Szegedy et al. 2016, section 7, for two classes). Focal loss: gamma, and
     a = alpha, b = 1 - alpha (Lin et al. 2017, equation 5); without alpha a = b = 1 (equation 4). Positive weight w: a = w,
     as in `torch.nn.BCEWithLogitsLoss`.
-
-    Args:
-        logits: [B], float32.
-        labels: [B], float32, 0 or 1.
-        label_smoothing: s, in [0, 1).
-        focal_gamma: gamma, not negative; 0 leaves the cross entropy.
-        focal_alpha: alpha, in (0, 1), or None.
-        positive_weight: w, above 0.
-
-    Returns:
-        [B], float32.
     """
     if label_smoothing:
         labels = labels * (1 - label_smoothing) + label_smoothing / 2

@@ -23,11 +23,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def make_loggers(names: Sequence[str], logger: Logger) -> Loggers:
-    """Return the loggers of a run, not started yet; only rank 0 may call it.
-
-    Args:
-        names: `log.loggers`.
-        logger: prints their errors.
+    """Return the loggers of a run, not started yet; only rank 0 may call it. `logger` prints their errors.
 
     Raises:
         ValueError: `package.module:NAME` is no logger.

@@ -51,10 +51,7 @@ def mae(rows: MeasuredRows) -> float:
 def loss_over_entropy(loss: float, rate: float, others: float) -> float:
     """Compute the log loss divided by the entropy of the label (He et al. 2014, equation 1); nan if all labels are the same.
 
-    Args:
-        loss: mean over rows, natural logarithm.
-        rate: mean label.
-        others: 1 - rate.
+    `rate` is the mean label, and `others` 1 - rate.
     """
     if not (rate > 0 and others > 0):
         return math.nan

@@ -24,13 +24,8 @@ from nn.user_objects import load_user_object
 class TaskMetrics:
     """Metrics of the rows of all `update` calls on all ranks since the last `reset`.
 
-    Args:
-        tasks: in the order of the labels.
-        device: where rows are kept, and where rank 0 sorts those of all ranks.
-        collectives: the process group.
-        has_weights: whether batches have weights.
-        while_training: measure the metrics of training rows alone, on the logits as they are trained.
-        group: categorical feature whose ids are the groups of GAUC, or None.
+    Rows are kept on `device`, where rank 0 sorts those of all ranks. With `while_training` the metrics of training rows alone are
+    measured, on the logits as they are trained. `group` is the categorical feature whose ids are the groups of GAUC.
     """
 
     def __init__(
@@ -64,12 +59,10 @@ class TaskMetrics:
         self._groups: list[Tensor] = []
 
     def update(self, logits: Tensor, batch: Batch, groups: Tensor | None = None) -> None:
-        """Keep one batch. The host does not wait for the device.
+        """Keep one batch without its padding rows. The host does not wait for the device.
 
-        Args:
-            logits: [B], or [B, T] of several tasks; copied, so a captured step may overwrite them.
-            batch: on the device; its padding rows are not counted.
-            groups: int64 [num_valid], where the ids of the batch are not those of the groups.
+        Logits are [B], or [B, T] of several tasks; they are copied, so a captured step may overwrite them. `groups`, int64
+        [num_valid], are given where the ids of the batch are not those of the groups.
         """
         check_logits(self._tasks, logits, batch.labels)
         self._keep(
@@ -214,12 +207,7 @@ def _function_of(metric: Metric) -> Callable[[MeasuredRows], float]:
 
 
 class StartedMetrics:
-    """Metrics of training rows, of which some are on their way.
-
-    Args:
-        values: those that are there, by their keys.
-        late: the others.
-    """
+    """Metrics of training rows by their keys: values that are there, and others that are on their way."""
 
     def __init__(self, values: dict[str, float | int], late: Mapping[str, LateAuc]) -> None:
         self._values, self._late = values, late

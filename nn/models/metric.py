@@ -195,14 +195,7 @@ def metrics_of_facts(facts: object) -> list[Metric]:
 def metrics_of_label(
     label: RowColumn, *, further: Sequence[Metric], has_groups: bool, is_single: bool
 ) -> tuple[Metric, ...]:
-    """Return the metrics of a label, in the order of the records.
-
-    Args:
-        label: of the dataset.
-        further: metrics beyond the default ones.
-        has_groups: whether the AUC within groups is measured too.
-        is_single: whether the dataset has no other label.
-    """
+    """Return the metrics of a label, in the order of the records: default and further ones, with groups the AUC within them."""
     wanted = [m for m in METRICS if m.is_default or m in further or (has_groups and m is GAUC)]
     wanted += [m for m in further if m not in METRICS]
     metrics = tuple(metric for metric in wanted if metric.is_binary == label.is_binary)
@@ -210,11 +203,7 @@ def metrics_of_label(
 
 
 def best_of(metrics: Iterable[Metric], name: str | None) -> Metric:
-    """Return the metric that `eval.best_metric` names: it tells which evaluation is the best.
-
-    Args:
-        metrics: of all labels.
-        name: key of one of them; None for the first.
+    """Return the metric that `eval.best_metric` names, or the first: it tells which evaluation is the best.
 
     Raises:
         ValueError: there is no such metric, or no value of it is better than another.

@@ -84,10 +84,8 @@ def typed_config(
 ) -> Config:
     """Return the typed options of a run, including those of its model; every check of options runs here.
 
-    Args:
-        composed: all options.
-        written: options that were written for this model; others of the model may be left from another one's recipe.
-        common: what `to_config` returns of `composed`; it becomes the result.
+    `written` are options that were written for this model; others of the model may be left from another one's recipe. `common` is
+    what `to_config` returns of `composed`, and becomes the result.
 
     Raises:
         ValueError: an invalid value, an unknown option, or an unknown model; or an option of `written` is one of other models
@@ -205,10 +203,7 @@ def _kind(found: object, table: object) -> str:
 def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model:
     """Build the dense component: forward(numerical [B, N], embeddings) -> logits [B].
 
-    Args:
-        options: options of the model.
-        spec: feature spec of the model.
-        seed: seed of the initial weights of layers without `initialise`; the global random state is not changed.
+    The seed is that of the initial weights of layers without `initialise`; the global random state is not changed.
 
     Raises:
         ValueError: the options do not fit the features, or the model has persistent buffers that no `PassLayer` declares.

@@ -28,13 +28,9 @@ from nn.models.metric import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A label that a model learns.
+    """A label that a model learns, with its metrics in the order of the records.
 
-    Attributes:
-        name: of the task and of its label.
-        is_binary: whether the label is 0 or 1; else it is a number, and the model predicts that number.
-        metrics: that are measured, in the order of the records.
-        options: of its loss and of its predictions.
+    A binary label is 0 or 1; otherwise it is a number, and the model predicts that number.
     """
 
     name: str
@@ -62,14 +58,10 @@ class Task:
         )
 
     def shifted(self, logits: Tensor, keep_rates: Tensor | None) -> Tensor:
-        """Return the logits of predictions: those of a model that was trained on all negatives.
+        """Return the logits [B] of predictions: those of a model that was trained on all negatives.
 
         With a fraction r of the negatives kept, the odds in the training rows are 1 / r times too large, so ln r is added (He
-        et al. 2014, section 6.3, in terms of logits).
-
-        Args:
-            logits: [B], as trained.
-            keep_rates: [B] of the rows; None without such a column, which leaves the task's constant, if any.
+        et al. 2014, section 6.3, in terms of logits). `keep_rates` are [B] of the rows, or else the task's constant applies.
         """
         if not self.is_binary:
             return logits
@@ -182,26 +174,14 @@ def metrics_of(tasks: Iterable[Task]) -> list[Metric]:
 
 
 def best_metric(tasks: Iterable[Task], name: str | None) -> Metric:
-    """Return the metric that `eval.best_metric` names: it tells which evaluation is the best.
-
-    Args:
-        tasks: of the model.
-        name: key of one of their metrics; None for the first.
-
-    Raises:
-        ValueError: no task has such a metric, or no value of it is better than another.
-    """
+    """Return the metric that `eval.best_metric` names, or the first; see `nn.models.metric.best_of`."""
     return best_of(metrics_of(tasks), name)
 
 
 def auc_key(record: Mapping[str, Any], best: str | None) -> str | None:
-    """Return the key of the AUC that stands for a run: `eval.auc_threshold` compares it.
+    """Return the key, in an evaluation's record, of the AUC that stands for a run: `eval.auc_threshold` compares it.
 
-    It is the AUC that `eval.best_metric` names, else that of the first binary label; None without one.
-
-    Args:
-        record: of an evaluation.
-        best: `eval.best_metric`.
+    It is the AUC that `eval.best_metric` names, `best`, else that of the first binary label; None without one.
     """
     keys = [key for key in record if key.partition(".")[0] == AUC.test_key]
     named = f"test_{best}"
@@ -219,14 +199,8 @@ def loss_share(
 ) -> Tensor:
     """Compute this rank's share of the loss, the weighted sum of all tasks' losses; the shares' sum over ranks is the loss.
 
-    Args:
-        tasks: in the order of the labels.
-        logits: [B], or [B, T] of several tasks, float32.
-        labels: of the same shape, float32.
-        num_valid: number of valid rows on this rank; they come first, the others are padding.
-        global_valid: number of valid rows over all ranks.
-        weights: [B] of the rows; None counts every row once.
-        total_weight: sum of the weights of valid rows over all ranks, a scalar; None without weights.
+    Logits and labels are [B], or [B, T] of several tasks, float32. This rank's `num_valid` rows come first, the others are
+    padding; all ranks have `global_valid`. `total_weight`, a scalar, is the sum of the weights [B] of valid rows over all ranks.
 
     Raises:
         ValueError: the model does not return one logit per task.
@@ -249,10 +223,7 @@ def loss_share(
 def scores_of(tasks: Sequence[Task], logits: Tensor, keep_rates: Tensor | None) -> Tensor:
     """Return the scores of all tasks, [B, T] float64, of the predictions that evaluation measures.
 
-    Args:
-        tasks: in the order of the labels.
-        logits: [B], or [B, T] of several tasks.
-        keep_rates: [B] of the rows; None without such a column.
+    Logits are [B], or [B, T] of several tasks; `keep_rates` [B].
     """
     logits = logits.detach().float()
     columns = (column_of(logits, index) for index in range(len(tasks)))

@@ -4,9 +4,7 @@ from nn.build import (
     TRAIN_SPLIT,
 )
 from nn.distributed.preemption import Heartbeat
-from nn.observability.console import (
-    Progress,
-)
+from nn.observability.progress import Progress
 from nn.observers.observer import Loop, Observer
 from nn.session import Session
 from nn.stages import (

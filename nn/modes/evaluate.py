@@ -3,9 +3,7 @@
 from typing import Any
 
 from configs.schema import Config
-from nn.observability.console import (
-    Progress,
-)
+from nn.observability.progress import Progress
 from nn.observability.records import PROBLEM
 from nn.session import Session, open_session
 from nn.training.evaluator import described_predictions

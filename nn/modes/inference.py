@@ -3,11 +3,11 @@
 from configs.schema import Config
 from dataloading.loader import Loader, LoaderSettings
 from nn.checks import count, sizes_to_time
+from nn.modes.latency import measure
 from nn.observability.console import (
     print_inference,
 )
 from nn.session import Session, open_session
-from nn.training.latency import measure
 
 
 def inference(config: Config, config_yaml: str) -> None:

@@ -39,9 +39,6 @@ from nn.distributed.process_group import (
 from nn.distributed.step_watch import STACKS, StepWatch
 from nn.hypertune import hypertune_report
 from nn.modes.day_scores import DayScores
-from nn.observability.console import (
-    Progress,
-)
 from nn.observability.mlperf_log import (
     MLPERF_LOG,
     RESUMED,
@@ -51,6 +48,7 @@ from nn.observability.mlperf_log import (
     settings_of,
 )
 from nn.observability.numerical_ranges import range_note
+from nn.observability.progress import Progress
 from nn.observability.records import UNSAVED
 from nn.observers.choice import Observers, make_observers
 from nn.observers.observer import Observer

@@ -13,6 +13,7 @@ from nn.embedding.id_blocks import IdCount
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.touched_rows import TouchedRows
+from nn.ops.addresses import joined
 from nn.sharding.owned_shard import ON_DEVICE, OwnedShard
 from nn.sharding.planned_tables import PlacedShard, PlannedTable
 from nn.tiers.host_tier import HostTier
@@ -219,16 +220,8 @@ def _joined_table(shards: Sequence[OwnedShard], tier: HostTier | None) -> LocalT
         indices = [shard.tier_index for shard in shards if shard.tier_index is not None]
         return tier.joined_table(indices, LocalTable(lookups, first.weight, {}, first_row=0))
     rows = sum(len(shard.weight) for shard in shards)
-    states = {name: _joined(state, rows) for name, state in first.states.items()}
-    return LocalTable(lookups, _joined(first.weight, rows), states, first_row=0)
-
-
-def _joined(first: Tensor, rows: int) -> Tensor:
-    """View a tensor and those that follow it in its memory as one, with the rows of all."""
-    shape = (rows, *first.shape[1:])
-    return first.as_strided(
-        shape, torch.empty(shape, device="meta").stride(), first.storage_offset()
-    )
+    states = {name: joined(state, rows) for name, state in first.states.items()}
+    return LocalTable(lookups, joined(first.weight, rows), states, first_row=0)
 
 
 def track_rows(

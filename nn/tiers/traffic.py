@@ -131,18 +131,18 @@ def expected_fetches(classes: Sequence[Classes], ring: int) -> list[float]:
 
 
 def expected_reads(
-    classes: Sequence[Classes], ring: int, places: int, pass_batches: int
+    classes: Sequence[Classes], ring: int, places: int, group_batches: int
 ) -> list[float]:
     """Return the rows that each of the shards of an arena reads from disk per step, once all places are taken.
 
-    The rows of `ring` slots change, and host memory has room for `places` rows. The rows of `pass_batches` batches are read
-    together; those of two passes are announced.
+    The rows of `ring` slots change, and host memory has room for `places` rows. The rows of `group_batches` batches are read
+    together; those of two groups are announced.
     """
     rows, chance = _joined(classes)
     on_device = _stay(rows, chance, _is_needed(chance, LIVE_BATCHES), ring)
-    stays = 1 - (1 - _is_needed(chance, 2 * pass_batches)) / (1 + on_device)
-    # A row leaves that two passes do not need, and comes back one and a half before it is looked up, on average.
-    absent = 1 + chance * pass_batches / 2
+    stays = 1 - (1 - _is_needed(chance, 2 * group_batches)) / (1 + on_device)
+    # A row leaves that two groups do not need, and comes back one and a half before it is looked up, on average.
+    absent = 1 + chance * group_batches / 2
     stay = _stay(rows, chance, stays, places, absent)
     return _sums(classes, rows * chance / (absent + stay))
 

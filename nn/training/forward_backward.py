@@ -130,6 +130,8 @@ class ForwardBackward:
         else:
             self._train_scaled(vectors, share, total)
         self._tables.main_waits()
+        # It refers to the vectors, whose memory would otherwise be kept until Python collects cycles.
+        vectors.receive = None
         return torch.cat([*logits, out.detach()]) if logits else out.detach()
 
     def _add_gradients(self, vectors: _Vectors, share: Tensor) -> None:

@@ -55,11 +55,11 @@ class StepRunner:
         rows.ids_are_read()
         return need
 
-    def start_pass(self, needs: Sequence[Need | None]) -> None:
+    def read_ahead(self, needs: Sequence[Need | None]) -> None:
         """Start to read rows from disk, which `announce` has returned."""
         own = [need for need in needs if need is not None]
         if own and self._tables.tier is not None and self._tables.tier.stager is not None:
-            self._tables.tier.stager.start_pass(own)
+            self._tables.tier.stager.read_ahead(own)
 
     def start(self, batch: Batch, need: Need | None = None) -> BatchRows:
         """Send the ids of a batch on the device to their tables, and fetch the rows of those in host memory.

@@ -25,7 +25,7 @@ from nn.metrics.task_metrics import StartedMetrics, TaskMetrics
 from nn.models.metric import AUC
 from nn.models.tasks import auc_key, best_metric, metrics_of
 from nn.observability.annotations import annotate
-from nn.observability.console import Progress
+from nn.observability.progress import Progress
 from nn.observability.records import PROBLEM
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,

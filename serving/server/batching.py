@@ -20,19 +20,12 @@ from serving.server.lane import too_late
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Limits of batches and of the queue.
-
-    Attributes:
-        max_batch: rows of a batch.
-        max_queue: rows that may wait.
-        delay_s: longest time that a request waits for others.
-        deadline_s: longest time that a request may wait at all.
-    """
+    """Limits of batches and of the queue."""
 
     max_batch: int
-    max_queue: int
-    delay_s: float
-    deadline_s: float
+    max_queue: int  # rows that may wait
+    delay_s: float  # longest time that a request waits for others
+    deadline_s: float  # longest time that a request may wait at all
 
 
 @dataclass(slots=True)
@@ -52,9 +45,7 @@ class Batcher:
     A batch has the rows of one version, so a response is that of the version it names. The thread takes what waits as soon as
     it is free, without a turn of the event loop: a batch is handed over twice, once from the loop and once back.
 
-    Args:
-        limits: of batches and of the queue.
-        measure: called in the loop with the rows and the seconds of every batch.
+    `measure`: called in the loop with the rows and the seconds of every batch.
     """
 
     def __init__(self, limits: BatchLimits, measure: Callable[[int, float], None]) -> None:
@@ -83,8 +74,7 @@ class Batcher:
     def check(self, num_rows: int) -> None:
         """Refuse rows for which the queue has no room; any thread may ask before it works on them.
 
-        Raises:
-            RequestError: the queue is full, or can never hold so many.
+        Raises RequestError: the queue is full, or can never hold so many.
         """
         limits = self._limits
         if num_rows > limits.max_queue:
@@ -102,14 +92,9 @@ class Batcher:
     async def scores(self, version: Version, num_rows: int, read: Callable[[], Rows]) -> np.ndarray:
         """Return the scores of rows, float32 [B, O]; more rows than a batch has are split.
 
-        Args:
-            version: whose scores they are.
-            num_rows: B.
-            read: returns the rows. It is called in the thread that scores: checks of every id are a third of the loop's time.
-
-        Raises:
-            RequestError: the queue is full, or the rows have waited too long.
-            Exception: as `read`.
+        B is `num_rows`. `read`: returns the rows. It is called in the thread that scores: checks of every id are a third of
+        the loop's time. Raises RequestError: the queue is full, or the rows have waited too long. Raises Exception: as
+        `read`.
         """
         self.check(num_rows)
         size = self._limits.max_batch

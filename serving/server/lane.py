@@ -42,10 +42,7 @@ class Lane:
     The interpreter runs one thread. A JSON decoder keeps it until it has ended, and the loop gives it away at each read of a
     socket. So the loop makes a turn between two requests, in which all who wait for it are served.
 
-    Args:
-        name: of the thread.
-        deadline_s: longest time that a request waits for others.
-        switch_s: time after which other threads get the interpreter while this one works; None for Python's 5 ms.
+    `switch_s`: time after which other threads get the interpreter while this one works; None for Python's 5 ms.
     """
 
     def __init__(self, name: str, deadline_s: float, switch_s: float | None = None) -> None:
@@ -67,9 +64,7 @@ class Lane:
     async def run(self, function: Callable[[], T]) -> T:
         """Return the result of a function, called in the thread of the lane.
 
-        Raises:
-            RequestError: the request has waited too long.
-            Exception: as the function.
+        Raises RequestError: the request has waited too long. Raises Exception: as the function.
         """
         answer = self._loop.create_future()
         self._waiting.put(_Work(function, time.monotonic(), answer))

@@ -41,15 +41,7 @@ SWITCH_S = 0.5e-3
 
 
 class Service:
-    """A server of one model.
-
-    Args:
-        versions: of the model.
-        batch_limits: of batches and of the queue.
-        http_limits: of what a client decides.
-        poll_s: time between two looks for a new version.
-        log: called with one line about a change or an error.
-    """
+    """A server of one model."""
 
     def __init__(
         self,
@@ -82,8 +74,7 @@ class Service:
     async def start(self, host: str, port: int) -> int:
         """Serve until `stop`; return the port.
 
-        Raises:
-            OSError: the address cannot be used.
+        Raises OSError: the address cannot be used.
         """
         found = await self._http.start(host, port)
         for thread in self._threads:
@@ -119,8 +110,7 @@ class Service:
     async def _answer(self, request: Request) -> Response:
         """Return the response of a request.
 
-        Raises:
-            RequestError: it is refused.
+        Raises RequestError: it is refused.
         """
         response = await self._route(request)
         self._metrics.response(response.status.value)
@@ -193,8 +183,7 @@ class Service:
         JSON and texts become Python objects, which takes far longer than to look at an array. A thread makes those of more
         than `SMALL_BYTES`, and another one those of more than `LARGE_BYTES`, for which the others need not wait.
 
-        Raises:
-            RequestError: it is malformed, has more rows than may wait, or has waited too long.
+        Raises RequestError: it is malformed, has more rows than may wait, or has waited too long.
         """
         described = None
         size = json_length(request.body, request.headers)
@@ -232,8 +221,7 @@ class Service:
     def _reader(self, request: InferRequest, version: Version) -> tuple[bool, Callable[[], Rows]]:
         """Return whether the inputs of a request are raw values, and what reads its rows.
 
-        Raises:
-            RequestError: an input is wrong; what reads the rows raises it too.
+        Raises RequestError: an input is wrong; what reads the rows raises it too.
         """
         manifest, raw, num_rows = version.model.manifest, version.model.raw, request.num_rows
         if raw is not None and not takes_ids(manifest, request.inputs):

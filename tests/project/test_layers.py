@@ -74,6 +74,7 @@ ROOMS = {
     "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8", "nn.user_objects"},
     "nn.user_objects": set(),
     "nn.embedding": {"nn.ops", "nn.ops.triton", "nn.user_objects"},
+    "nn.embedding.rules": {"nn.embedding", "nn.ops"},
     "nn.layers.interactions": {"nn.layers"},
     "nn.models": {
         "nn.embedding",
@@ -98,8 +99,8 @@ ROOMS = {
     "nn.observability": {
         "nn.distributed",
         "nn.loggers",
-        "nn.observers",
         "nn.models",
+        "nn.observers",
         "nn.ops",
         "nn.planning",
         "nn.plots",
@@ -603,7 +604,7 @@ def test_help_and_typing_errors_need_no_torch():
     for start in ("main", "dlrm", "dcnv2"):
         brought = reached_from(start, lazy=False)
         assert importers_of("torch", brought, lazy=False) == set()
-    assert reached_from("configs.schema") == {"configs.schema"}
+    assert reached_from("configs.schema") == {"configs.schema", "configs.built_in"}
     assert importers_of("hydra", {"configs.schema"}) == set()
 
 

@@ -18,8 +18,14 @@ from nn.models.tasks import (
     metrics_of,
     tasks_of,
 )
-from nn.observability.console import format_test, format_train
-from nn.observability.run_directory import SUMMARY_KEYS, empty_summary
+from nn.observability.progress import (
+    format_test,
+    format_train,
+)
+from nn.observability.run_directory import (
+    SUMMARY_KEYS,
+    empty_summary,
+)
 
 _, LOG_LOSS, _, _, CALIBRATION, RMSE, MAE = METRICS
 
