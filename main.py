@@ -206,9 +206,9 @@ def _run(composed: DictConfig) -> None:
         if config.mode is Mode.predict:
             _predict(config)
             return
-        from nn.run import run
+        from nn.run import mode_of
 
-        run(config, OmegaConf.to_yaml(composed, resolve=True))
+        mode_of(config)(config, OmegaConf.to_yaml(composed, resolve=True))
 
 
 def _predict(config: Config) -> None:

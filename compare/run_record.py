@@ -109,7 +109,7 @@ class RunRecord:
     def comparable(self) -> list[dict[str, Any]]:
         """Those evaluations whose metrics can be compared with the last one's: of the same data, split, day and rows.
 
-        As in training (`Trainer.resume_from`), the best one is chosen among them.
+        As in training (`LoopState.compare_by`), the best one is chosen among them.
         """
         starts = [self.header, *self.restarts]
         changes = [

@@ -1149,6 +1149,10 @@ class LogConfig(Section):
         f"destinations of the records beside metrics.jsonl: {', '.join(LOGGERS)}, or package.module:NAME of one of "
         "your own (docs/operations.md#loggers)",
     )
+    observers: list[str] = option(
+        [],
+        "observers of the training loop, each package.module:NAME (docs/operations.md#observers)",
+    )
     mlperf: bool = option(
         False, "write the log of MLPerf's dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)"
     )
@@ -1176,6 +1180,9 @@ class LogConfig(Section):
                 f"log.loggers names {name}, which is none of {', '.join(LOGGERS)}, nor package.module:NAME",
             )
             require(self.loggers.count(name) == 1, f"log.loggers names {name} twice; name it once")
+        for name in self.observers:
+            require(is_import_path(name), f"log.observers names {name}, no package.module:NAME")
+            require(self.observers.count(name) == 1, f"log.observers names {name} twice")
         for name in ("mlperf_org", "mlperf_platform"):
             require(getattr(self, name) != "", f"log.{name} is empty; name it, or leave it out")
 

@@ -28,11 +28,10 @@ from nn.distributed.host_memory import host_memory
 from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.declared_tables import ids_per_sample
 from nn.embedding.multi_hot import MultiHot
-from nn.embedding.optimizer import table_rule, update_settings
+from nn.embedding.optimizer import table_rule
 from nn.layers.initialization import initialise_dense
-from nn.models.registry import build_dense, build_meta, declared_tables
+from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import tasks_of_run
-from nn.ops.fp8 import MULTIPLE
 from nn.planning.disk_room import check_disk, disk_need
 from nn.planning.host_tables import staged_bytes, with_expected_fetches
 from nn.planning.plan import Hardware, TablePlan
@@ -41,7 +40,6 @@ from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import TableSettings, TieredPlan
 from nn.tiers.host_tier import DiskSettings
 from nn.tiers.traffic import IdShare, IdTraffic, counted_share, power_law_share
-from nn.training.dense_optimizer import check_dense_rule
 from nn.training.train_step import TrainStep, loss_scale
 
 if TYPE_CHECKING:
@@ -52,8 +50,6 @@ GIB = 2**30
 MAX_ELEMENTS = 2**58
 """Elements of a table; torch counts its bytes, with those of its optimizer state, in 64 bits."""
 TRAIN_SPLIT = "train"
-FP8_CAPABILITY = (8, 9)
-"""Compute capability from which tensor cores multiply in 8 bits: Ada and Hopper."""
 
 
 def open_source(config: Config) -> Source:
@@ -103,66 +99,6 @@ def device_type(config: Config) -> str:
     return chosen
 
 
-def check_optimizers(config: Config) -> None:
-    """Refuse optimizers that do not exist or cannot train on the device.
-
-    Raises:
-        ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer lacks an option that
-            `optimizer.embedding_options` names, or it has no kernel for GPUs and would train on one.
-    """
-    check_dense_rule(config.effective_optimizer)
-    rule = table_rule(config.effective_optimizer.table_name)
-    update_settings(config.effective_optimizer)
-    if rule.kernel is not None:
-        return
-    is_plan = config.mode is Mode.plan
-    if (planned_hardware(config).device_type if is_plan else device_type(config)) == "cuda":
-        raise ValueError(
-            f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"
-        )
-
-
-def check_fp8(config: Config, spec: FeatureSpec) -> None:
-    """Refuse `train.fp8` where it cannot work.
-
-    Args:
-        config: the complete run.
-        spec: feature spec of the dataset.
-
-    Raises:
-        ValueError: the GPU has no such products, the model has no layers that gain from them, or they are of other sizes.
-    """
-    fp8 = config.train.fp8.value
-    if config.train.fp8 is Fp8.off:
-        return
-    if config.mode is not Mode.plan and device_type(config) == "cuda":
-        capability = torch.cuda.get_device_capability()
-        if capability < FP8_CAPABILITY:
-            raise ValueError(
-                f"train.fp8={fp8} needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))}, such as an H100, "
-                f"and {torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}; set train.fp8=off"
-            )
-    model = build_meta(config.model, spec)
-    layers = model.fp8_layers()
-    if not layers:
-        raise ValueError(
-            f"train.fp8={fp8} is for models with wide layers, and model.name={config.model.name} names none; set "
-            "train.fp8=off, or model.name=dcnv2"
-        )
-    names = {id(layer): name for name, layer in model.named_modules()}
-    misfits = [
-        f"{names[id(linear)]} of {linear.in_features:,} inputs and {linear.out_features:,} outputs"
-        for layer in layers
-        for linear in layer.fp8_products()
-        if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE
-    ]
-    if misfits:
-        raise ValueError(
-            f"train.fp8={fp8} needs inputs and outputs that are multiples of {MULTIPLE}, got {misfits[0]}; change "
-            "model.embedding_dim or the widths of the layers, or set train.fp8=off"
-        )
-
-
 def global_batch_size(config: Config) -> int:
     """Return the rows of a step over all ranks: those of the launcher, or with mode=plan those to plan for.
 
@@ -187,12 +123,6 @@ def hardware_of(
     config: Config, device_kind: str, world_size: int, local_world_size: int
 ) -> Hardware:
     """Describe the hardware to plan for: this machine, unless the configuration overrides it.
-
-    Args:
-        config: the complete run.
-        device_kind: `cpu` or `cuda`.
-        world_size: total number of ranks.
-        local_world_size: ranks per node.
 
     Raises:
         ValueError: a plan for GPUs on a machine without, and `sharding.hbm_gib` not set.
@@ -314,11 +244,7 @@ def checked_plan(
 def id_share(config: Config, source: Source, features: Sequence[str], cardinality: int) -> IdShare:
     """Return how often the rows of a table occur: as synthetic clicks are drawn, as counted, or else all alike.
 
-    Args:
-        config: of the run.
-        source: of its rows.
-        features: of the table; the first one decides.
-        cardinality: rows of the table.
+    `features`: of the table; the first one decides.
     """
     if config.data.path is None:
         return power_law_share(cardinality, config.data.synthetic.exponent)
@@ -383,26 +309,6 @@ def stored_key_maps(config: Config, spec: FeatureSpec, index: TensorIndex) -> "K
     return maps
 
 
-def check_raw_keys(config: Config, spec: FeatureSpec) -> None:
-    """Refuse options that cannot be used with raw keys (`vocabulary: dynamic`).
-
-    Raises:
-        ValueError: the first of them.
-    """
-    dynamic = [feature for feature in spec.categorical if feature.is_dynamic]
-    if not dynamic:
-        return
-    name = shown(dynamic[0].name)
-    expanded = config.data.multi_hot.hotness is not None
-    for is_set, option, reason in (
-        (expanded, "data.multi_hot.hotness", "draws further ids, not keys; set it to null"),
-    ):
-        if is_set:
-            raise ValueError(
-                f"feature {name} has raw keys (vocabulary: dynamic), and {option} {reason}"
-            )
-
-
 def build_step(
     config: Config,
     source: Source,
@@ -431,9 +337,8 @@ def build_step(
 class Loaders:
     """This rank's loaders; a context manager that ends their readers.
 
-    Attributes:
-        train: of the training split; None in modes that do not train.
-        test: of the split to evaluate on; None in modes that do not evaluate.
+    `train`: of the training split; None in modes that do not train.
+    `test`: of the split to evaluate on; None in modes that do not evaluate.
     """
 
     train: Loader | None

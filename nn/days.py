@@ -52,10 +52,6 @@ class Day:
 def train_days(composed: DictConfig, work: Callable[[DictConfig], None]) -> None:
     """Train the days that a run has not completed, in their order.
 
-    Args:
-        composed: options of the run, with `days`.
-        work: trains the day of its options.
-
     Raises:
         ValueError: a directory is no dataset, or the days do not follow one another; or a launcher has started this process.
         UnfinishedDaysError: a day ended with an exit code, or a signal arrived while waiting.
@@ -116,10 +112,7 @@ def find_days(patterns: Sequence[str]) -> list[Day]:
 def days_to_train(days: Sequence[Day], latest: str | None, *, is_complete: bool) -> Chain:
     """Return the chain of days from the one that a run trains, or trained last.
 
-    Args:
-        days: in any order.
-        latest: identity of the fit of that day; None if the run has no checkpoint.
-        is_complete: whether that day is known to be complete.
+    `latest`: identity of the fit of that day; None if the run has no checkpoint.
 
     Raises:
         ValueError: two days follow the same one, or there are several first ones.

@@ -6,29 +6,31 @@ The format is that of the package cloudml-hypertune, whose service starts a run 
 import json
 import os
 import time
+from collections.abc import Mapping
 from logging import Logger
 from pathlib import Path
+from typing import Any
 
 from dataloading.dataset.durable_files import append_line
 from nn.models.metric import AUC, Metric
+from nn.observers.observer import Loop, Observer
 
 METRIC_FILE, TRIAL_ID = "CLOUD_ML_HP_METRIC_FILE", "CLOUD_ML_TRIAL_ID"
 DEFAULT_FILE = "/var/hypertune/output.metrics"
 
 
-class HypertuneReport:
-    """Writer of one trial's evaluations.
-
-    Args:
-        path: file that the service reads; lines are appended to it.
-        trial: id of the trial.
-        logger: prints a warning if the file cannot be written.
-    """
+class HypertuneReport(Observer):
+    """Writer of one trial's evaluations."""
 
     def __init__(self, path: Path, trial: str, logger: Logger) -> None:
         self._path = path
         self._trial = trial
         self._logger = logger
+
+    def on_evaluation(self, loop: Loop, record: Mapping[str, Any], *, is_final: bool) -> None:
+        """Report an evaluation of a model that this run has trained."""
+        if record["step"] > loop.first_step:
+            self.write(loop.best_metric, record[loop.best_metric.test_key], record["step"])
 
     def write(self, metric: Metric, value: float | None, step: int) -> None:
         """Append the value of a metric after `step` steps; a run is not ended by a file that cannot be written."""

@@ -31,14 +31,7 @@ def measure_importance(
 ) -> dict[str, Any]:
     """Evaluate the model with each feature permuted in turn.
 
-    Args:
-        source: rows as stored.
-        split: that is evaluated.
-        evaluate: returns the metrics of a source by their test keys.
-        metrics: to compare.
-        seed: of the permutations.
-        repeats: permutations per feature.
-        report: called before each feature with its name, the features done and their number.
+    `report`: called before each feature with its name, the features done and their number.
 
     Returns:
         `unpermuted` metrics by key, and `features`: by name, per metric key, the mean and deviation over the repeats of the

@@ -35,10 +35,8 @@ STOPPING = {signal.SIGINT: INTERRUPTED_EXIT_CODE, signal.SIGTERM: RESUME_EXIT_CO
 class Jobs:
     """Jobs of this command so far.
 
-    Attributes:
-        exit_codes: by run directory, in the order of the jobs.
-        is_job: whether this process is one of the jobs.
-        signum: signal that ends the command after the job that is running.
+    `exit_codes`: by run directory, in the order of the jobs.
+    `signum`: signal that ends the command after the job that is running.
     """
 
     exit_codes: dict[str, int] = field(default_factory=dict)
@@ -55,10 +53,6 @@ class Jobs:
 
     def run(self, composed: DictConfig, work: Callable[[DictConfig], None]) -> None:
         """Run one job in a process of its own, and wait for it; do nothing after a signal.
-
-        Args:
-            composed: options of the job; its `run_dir` is set.
-            work: function of the options that runs it.
 
         Raises:
             ValueError: a launcher has started this process.
@@ -147,10 +141,6 @@ def job_directory(composed: DictConfig, arguments: Sequence[str]) -> str:
 
     It is the user's where `run_dir` differs by job. Otherwise it lies below `run_dir`, or below `hydra.sweep.dir`, and its name
     has the values by which the job differs from the others.
-
-    Args:
-        composed: options of the job.
-        arguments: the command line.
     """
     hydra = HydraConfig.get()
     written = [text for text in arguments if not text.startswith("-")]

@@ -34,11 +34,8 @@ def replay(
 ) -> list[Delta]:
     """Write the export of the state that deltas lead to; it is complete or absent, and takes a few blocks of memory.
 
-    Args:
-        base: a checkpoint or an export, whose tables are read; its dense component and its optimizer state are not.
-        deltas: in order; a directory of deltas stands for all of them after the base.
-        output: directory to create.
-        format: of the files.
+    `base`: a checkpoint or an export, whose tables are read; its dense component and its optimizer state are not.
+    `deltas`: in order; a directory of deltas stands for all of them after the base.
 
     Returns:
         The deltas.

@@ -66,11 +66,8 @@ MISSING = "nothing"
 class ResumePoint:
     """The point at which a run begins.
 
-    Attributes:
-        path: checkpoint to load, or None.
-        facts: its run.json; empty without a checkpoint.
-        is_continuation: whether the checkpoint is one of this `run_dir`, whose records are kept.
-        stage: day to train on.
+    `facts`: its run.json; empty without a checkpoint.
+    `is_continuation`: whether the checkpoint is one of this `run_dir`, whose records are kept.
     """
 
     path: Path | None = None
@@ -129,12 +126,6 @@ def finished_run(
     config: Config, loader: Loader | None, ranks: Ranks, start: ResumePoint
 ) -> str | None:
     """Return the message that the run directory holds the complete result already, or None; all ranks must call it.
-
-    Args:
-        config: the complete run.
-        loader: of the training split; None in modes that do not train.
-        ranks: this process.
-        start: the point that the run starts from.
 
     Raises:
         ValueError: on all ranks, if the run starts from nothing there, and the directory holds records of another run.
@@ -366,13 +357,6 @@ def _latest_intact(
 ) -> ResumePoint:
     """Find the latest intact checkpoint of `config.run_dir`; all ranks must call it, and share the reading of its bytes.
 
-    Args:
-        config: the complete run, of mode train.
-        spec: the dataset as the model sees it.
-        ranks: this process.
-        channel: between the hosts.
-        logger: prints on rank 0.
-
     Raises:
         ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
     """
@@ -526,10 +510,7 @@ def _differences(
 ) -> list[str]:
     """Describe the settings of an earlier start that differ from those of this one and change what is learnt.
 
-    Args:
-        before: of the earlier start.
-        config: of this one.
-        changes: settings that may differ, beside those of `FREE`.
+    `changes`: settings that may differ, beside those of `FREE`.
     """
     may_differ = (*FREE, *changes)
     old, new = _complete(before, config), _flat(plain_values(config))

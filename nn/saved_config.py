@@ -17,9 +17,6 @@ from nn.models.registry import typed_config
 def read_saved_config(path: Path) -> dict[str, Any]:
     """Return the options of a run's config.yaml; their values are not checked yet.
 
-    Args:
-        path: of the file.
-
     Raises:
         ValueError: the file is missing or cannot be read, or is no configuration of a run.
     """
@@ -54,9 +51,7 @@ def read_saved_config(path: Path) -> dict[str, Any]:
 def load_saved_config(path: Path, *, trusted: bool) -> Config:
     """Return the checked options of a run's config.yaml.
 
-    Args:
-        path: of the file.
-        trusted: whether a model outside the project, `package.module:Class`, may be imported.
+    `trusted`: whether a model outside the project, `package.module:Class`, may be imported.
 
     Raises:
         ValueError: see `read_saved_config`; or an invalid value, or a model that may not be imported.

@@ -21,10 +21,9 @@ from nn.distributed.process_group import Ranks
 from nn.embedding.declared_tables import table_of_feature, tables_of_feature
 from nn.models.registry import declared_tables
 from nn.observability.records import SUMMARY
-from nn.training.evaluator import Evaluator
-from nn.training.limits import NEXT, PREVIOUS, Stage
+from nn.training.limits import Stage
+from nn.training.loop_state import ENDS_STAGE
 from nn.training.lr_scheduler import has_ended
-from nn.training.trainer import ENDS_STAGE, Trainer
 
 RETIRED = "retired"
 """Column of a later day's vocabulary (`preproc/table/extension.py`)."""
@@ -37,12 +36,6 @@ def stage_to_train(
     config: Config, spec: FeatureSpec, facts: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Stage:
     """Return the stage that a run trains from a checkpoint of its own.
-
-    Args:
-        config: the complete run.
-        spec: of the dataset to train on.
-        facts: run.json of the latest checkpoint.
-        now: facts of this start, as run.json would have them.
 
     Raises:
         ValueError: with `stage=next`, the dataset does not follow that of the checkpoint, or the checkpoint's stage is not
@@ -135,11 +128,6 @@ def retired_rows(config: Config, spec: FeatureSpec) -> dict[str, np.ndarray]:
     return found
 
 
-def score_next_day(trainer: Trainer, evaluator: Evaluator) -> None:
-    """Evaluate the model of the days before on the training rows of a new stage, of which `evaluator` is."""
-    trainer.evaluate_other_day(evaluator, NEXT, f"day {trainer.stage.number}, before it is trained")
-
-
 def open_previous_day(config: Config, stage: Stage, ranks: Ranks, logger: Logger) -> Source | None:
     """Open the dataset of the day before; None, with a note, if it is gone, and on the first day."""
     path = stage.previous
@@ -150,11 +138,6 @@ def open_previous_day(config: Config, stage: Stage, ranks: Ranks, logger: Logger
         logger.info(f"note: no evaluation on day {stage.number - 1}: {problem}")
         return None
     return open_source(replace(config, data=replace(config.data, path=path)))
-
-
-def score_previous_day(trainer: Trainer, evaluator: Evaluator) -> None:
-    """Evaluate the model that a stage has trained on the day before, of which `evaluator` is."""
-    trainer.evaluate_other_day(evaluator, PREVIOUS, f"day {trainer.stage.number - 1}")
 
 
 def _problem(path: str) -> str | None:

@@ -53,14 +53,8 @@ ShareOf = Callable[[Sequence[str], int], IdShare]
 class Floor:
     """Lower bound of the time of a step, and its terms. All counts are means over ranks.
 
-    Attributes:
-        flops: floating-point operations by term.
-        hbm: bytes through the GPU's memory by term.
-        all_to_all: bytes sent to other ranks by term.
-        flops_per_s: rate of the matrix products in the row's precision, on a GPU that was idle before.
-        global_batch_size: rows per step, over all ranks.
-        sustained_share: of that rate at the power limit.
-        hbm_bytes_per_s: rate of the card's memory.
+    `flops_per_s`: rate of the matrix products in the row's precision, on a GPU that was idle before.
+    `sustained_share`: of that rate at the power limit.
     """
 
     flops: dict[str, float]
@@ -121,15 +115,11 @@ def floor_of(
 ) -> Floor:
     """Count a training step.
 
-    Args:
-        config: model, batch size, precision and optimizers.
-        spec: the dataset as the model sees it: tables and hotness.
-        world_size: ranks; tables that are not replicated, and their lookups, count as spread evenly. A rank is sent the vectors
-            of its samples, or the distinct rows of a table if they are fewer.
-        share_of: how often the stored ids of a table occur.
-        replicated: tables of which every rank has a replica, so that their ids and vectors are not sent. Their rows count as
-            those of the others, which is less than a replica's work.
-        gpu: name of the card, as torch gives it; one that is not known counts as an H200.
+    `world_size`: ranks; tables that are not replicated, and their lookups, count as spread evenly. A rank is sent the
+    vectors of its samples, or the distinct rows of a table if they are fewer.
+    `replicated`: tables of which every rank has a replica, so that their ids and vectors are not sent. Their rows count
+    as those of the others, which is less than a replica's work.
+    `gpu`: name of the card, as torch gives it; one that is not known counts as an H200.
     """
     card = next((name for name in HBM_BYTES_PER_S if name in gpu), "H200")
     expands = config.data.multi_hot.hotness is not None
@@ -171,13 +161,7 @@ def sent_elements(
 ) -> dict[str, float]:
     """Return the elements of each table that a rank must be sent: the vectors of its samples, or their distinct rows if fewer.
 
-    Args:
-        tables: as declared.
-        spec: features.
-        batch: rows of the rank.
-        world_size: ranks; a share of (W - 1) / W is on others.
-        own: table -> distinct rows that the rank's samples look up.
-        replicated: tables of which nothing is sent.
+    `world_size`: ranks; a share of (W - 1) / W is on others.
     """
     remote_share = (world_size - 1) / world_size
     if not remote_share:
@@ -231,13 +215,8 @@ def count_hbm(
 ) -> dict[str, float]:
     """Count the bytes that must pass through the memory of one rank.
 
-    Args:
-        config: precisions, optimizers and widths.
-        spec: features.
-        batch: rows of the rank.
-        unique: table -> distinct rows that the global batch looks up, of this rank's share of the table.
-        sent: result of `sent_elements`.
-        expands: only the first id of a bag is stored; the others are computed from it (`data.multi_hot`).
+    `unique`: table -> distinct rows that the global batch looks up, of this rank's share of the table.
+    `expands`: only the first id of a bag is stored; the others are computed from it (`data.multi_hot`).
 
     Counted per step:
 
@@ -300,14 +279,7 @@ def count_all_to_all(
     Embeddings go to the ranks of their samples and gradients come back, in the dtype of the all-to-all. Not counted: the
     all-reduce of the gradients of the dense half and of replicated tables, which a switch can sum.
 
-    Args:
-        config: precision.
-        spec: features.
-        batch: rows of the rank.
-        sent: result of `sent_elements`.
-        own: table -> distinct rows that the rank's samples look up.
-        world_size: ranks.
-        expands: only the first id of a bag is sent.
+    `expands`: only the first id of a bag is sent.
     """
     one_way = sum(sent.values()) * _embedding_bytes(config)
     remote_share = (world_size - 1) / world_size
@@ -349,12 +321,7 @@ def unique_rows(
     With `expands` only the bags' first ids are draws from `share`. Each distinct first id adds the same hotness - 1 rows every
     time, and those are drawn uniformly.
 
-    Args:
-        cardinality: rows of the table.
-        batch: samples.
-        hotness: ids per sample, of all features of the table.
-        share: of the stored ids.
-        expands: as in `count_hbm`.
+    `share`: of the stored ids.
     """
     if not expands:
         return expected_distinct(batch * hotness, share, 0, cardinality)

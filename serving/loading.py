@@ -15,11 +15,8 @@ def model_loader(
 ) -> "LoadModel":
     """Return the function that loads a model directory.
 
-    Args:
-        device: cpu or cuda.
-        max_batch: rows of the largest batch on a GPU.
-        dense_dtype: of the dense component on a GPU: fp32 or bf16.
-        table_gib: GiB of tables in the GPU's memory; None for most of what is free.
+    `max_batch`: rows of the largest batch on a GPU.
+    `table_gib`: GiB of tables in the GPU's memory; None for most of what is free.
 
     Raises:
         ValueError: there is no GPU.

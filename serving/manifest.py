@@ -96,10 +96,7 @@ class Table:
 class Output:
     """A task: a probability if it is binary, else a number.
 
-    Attributes:
-        name: of the task.
-        is_binary: whether its logit becomes a probability.
-        shift: added to the logit: ln of the task's keep rate.
+    `shift`: added to the logit: ln of the task's keep rate.
     """
 
     name: str
@@ -127,20 +124,13 @@ class FileState:
 class Manifest:
     """Content of `model.json`.
 
-    Attributes:
-        name: of the model, in requests.
-        model: the kind of model, such as `dlrm`.
-        numerical: names of the numerical features, in the order of the columns.
-        categorical: categorical features, in the order of the columns of ids.
-        keep_rate: name of the column of keep rates that rows of the dataset have; None without.
-        outputs: tasks.
-        dtype: of the tables, a key of `TABLE_BYTES`.
-        tables: in the order of the embeddings.
-        keys: file of the rows of raw keys by feature; features that are not named have ids.
-        raw: how raw values become features (`serving.inference.raw_values`); None if only ids are served.
-        source: checkpoint, step, fingerprint of the features, versions of the libraries.
-        proof: rows that were compared with the training path, and the largest difference; likewise of machine code.
-        files: bytes and SHA-256 of every other file.
+    `keep_rate`: name of the column of keep rates that rows of the dataset have; None without.
+    `dtype`: of the tables, a key of `TABLE_BYTES`.
+    `keys`: file of the rows of raw keys by feature; features that are not named have ids.
+    `raw`: how raw values become features (`serving.inference.raw_values`); None if only ids are served.
+    `source`: checkpoint, step, fingerprint of the features, versions of the libraries.
+    `proof`: rows that were compared with the training path, and the largest difference; likewise of machine code.
+    `files`: bytes and SHA-256 of every other file.
     """
 
     name: str

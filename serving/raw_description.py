@@ -20,12 +20,7 @@ def check_raw(
 ) -> None:
     """Raise ValueError unless a description makes the features of a model, with ids of their tables.
 
-    Args:
-        raw: the description.
-        numerical: names of the numerical features.
-        features: cardinality and hotness of the categorical features, in the order of the model.
-        keys: those that have raw keys.
-        files: of the model.
+    `keys`: those that have raw keys.
 
     Raises:
         ValueError: it does not.

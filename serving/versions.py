@@ -23,13 +23,7 @@ WITHDRAWN = re.compile(rf"({NAME.pattern})\.withdrawn(-[0-9]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Deciding:
-    """The version that decides what clients send: inputs and outputs, and the ids of values.
-
-    Attributes:
-        name: of the version.
-        path: of its directory.
-        manifest: of it.
-    """
+    """The version that decides what clients send: inputs and outputs, and the ids of values."""
 
     name: str
     path: Path

@@ -60,10 +60,6 @@ def write_vocabulary(path: Path, batches: Iterable[Sequence[str | None]]) -> int
 class Vocabulary:
     """Ids of the values of one vocabulary.
 
-    Args:
-        path: of the file.
-        size: number of values.
-
     Raises:
         ModelError: the file has not the size of so many values.
     """

@@ -39,14 +39,7 @@ def select_tensors(
     with_optimizer: bool,
     frozen: Collection[Component] = (),
 ) -> dict[str, StoredTensor]:
-    """Return the weights of some components and, optionally, the state of their optimizers.
-
-    Args:
-        index: index of the checkpoint.
-        components: components to load.
-        with_optimizer: include optimizer state.
-        frozen: components without optimizer state.
-    """
+    """Return the weights of some components and, optionally, the state of their optimizers."""
     return {
         name: tensor
         for name, tensor in index.tensors.items()
@@ -61,10 +54,6 @@ def match_average(
     """Return the tensors to load if only the checkpoint or only the run has an average of the dense component.
 
     A run that begins an average takes the weights for it. A run without one leaves it out.
-
-    Args:
-        stored: tensors of the components that are loaded.
-        wanted: names in the run.
 
     Returns:
         The tensors, and a note for the user if they differ from `stored`.
@@ -94,10 +83,6 @@ def match_options(
 
     An average is matched by `match_average`. A run that begins to multiply in 8 bits begins with new scales, and one that
     ends it leaves them out.
-
-    Args:
-        stored: tensors of the components that are loaded.
-        shapes: shapes in the run by name.
 
     Returns:
         Both without what is left out, and a note for the user if there is something.
@@ -145,13 +130,7 @@ def is_weight(name: str) -> bool:
 def differences(
     stored: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], *, grow: bool
 ) -> list[str]:
-    """Describe the differences between the shapes in a checkpoint and the shapes in a run.
-
-    Args:
-        stored: shapes in the checkpoint by name.
-        wanted: shapes in the run by name.
-        grow: allow tables of the run to have more rows.
-    """
+    """Describe the differences between the shapes in a checkpoint and the shapes in a run."""
     return [
         *(
             f"{name} {tuple(stored[name])} instead of {tuple(size)}"
@@ -175,12 +154,7 @@ def remedy(
 ) -> str:
     """Return what the user can do about `differences`.
 
-    Args:
-        path: directory of the checkpoint.
-        stored: shapes in the checkpoint by name.
-        wanted: shapes in the run by name.
-        grow: whether tables of the run may have more rows.
-        is_own: whether the checkpoint is the run's own; such a run can only be resumed without changes.
+    `is_own`: whether the checkpoint is the run's own; such a run can only be resumed without changes.
     """
     new_run = (
         f"start a new run: checkpoint.restore={path} with another run_dir and " if is_own else ""
@@ -229,13 +203,7 @@ def feature_mismatch(
 ) -> str | None:
     """Return why a checkpoint cannot be loaded for a dataset, with the remedy; None if it can.
 
-    Args:
-        index: index of the checkpoint.
-        fingerprint: fingerprint of the dataset that the checkpoint was trained on.
-        spec: feature spec of this dataset.
-        tables: table name by feature.
-        grow: allow tables of this dataset to have more rows.
-        how_to_grow: remedy if larger tables are the only difference.
+    `how_to_grow`: remedy if larger tables are the only difference.
     """
     if fingerprint == spec.fingerprint():
         return None
@@ -260,9 +228,7 @@ def feature_mismatch(
 def vocabulary_mismatch(facts: Mapping[str, Any], metadata: Mapping[str, Any]) -> str | None:
     """Return why a dataset gives other values the ids that a model has learnt; None if nothing shows that it does.
 
-    Args:
-        facts: run.json of the checkpoint; those of earlier versions list no vocabularies.
-        metadata: of the feature spec of the dataset.
+    `facts`: run.json of the checkpoint; those of earlier versions list no vocabularies.
     """
     here = vocabularies(metadata)
     learnt = facts.get("vocabularies", {})

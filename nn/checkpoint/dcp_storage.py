@@ -62,9 +62,7 @@ class FileRange(NamedTuple):
 class DcpWriter(dcp.StorageWriter):
     """Writer of `rank_<rank>.bin` on every rank and `tensors.json` on rank 0, synced.
 
-    Args:
-        directory: created if missing.
-        tables: names of the tables for the index, in the order of the features.
+    `tables`: names of the tables for the index, in the order of the features.
     """
 
     def __init__(self, directory: Path, tables: Sequence[str]) -> None:
@@ -196,10 +194,8 @@ def _num_bytes(item: WriteItem) -> int:
 class DcpReader(dcp.StorageReader):
     """Reader of the rows that this rank holds; values stored in another dtype are rounded to the nearest.
 
-    Args:
-        tensors: stored tensors by name.
-        sizes: sizes of the tensors to load into. The first dimension of a table that has grown is larger than stored; its
-            additional rows are not changed.
+    `sizes`: sizes of the tensors to load into. The first dimension of a table that has grown is larger than stored; its
+    additional rows are not changed.
     """
 
     def __init__(

@@ -100,11 +100,6 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
 
     `prune` syncs the new name: if that fails, the checkpoint is complete nevertheless.
 
-    Args:
-        directory: directory of all checkpoints.
-        num_steps: step whose `unfinished` directory has every file but run.json.
-        facts: content of run.json.
-
     Raises:
         OSError: the directory cannot be written.
     """
@@ -137,13 +132,7 @@ def finish_commits(directory: Path) -> None:
 
 
 def write_facts(directory: Path, facts: dict[str, Any], files: Sequence[str]) -> None:
-    """Write run.json of a directory that has all other files.
-
-    Args:
-        directory: of the checkpoint.
-        facts: content of run.json, without what is known of the files.
-        files: names of the files that belong to the checkpoint, the index among them.
-    """
+    """Write run.json of a directory that has all other files."""
     facts = facts | {
         "files": {name: (directory / name).stat().st_size for name in files},
         "index_crc32": zlib.crc32((directory / INDEX_FILE).read_bytes()),
@@ -212,9 +201,8 @@ def wait_for(path: Path) -> bool:
 def read_facts(path: Path, *, of_delta: bool = False) -> dict[str, Any]:
     """Return run.json after checking its checksum and the existence and size of all files.
 
-    Args:
-        path: a checkpoint, an export or, with `of_delta`, a delta (`nn.deltas.delta`).
-        of_delta: whether it must be a delta; otherwise it must not be one.
+    `path`: a checkpoint, an export or, with `of_delta`, a delta (`nn.deltas.delta`).
+    `of_delta`: whether it must be a delta; otherwise it must not be one.
 
     Raises:
         UnreadableError: run.json or a file exists and cannot be read.

@@ -41,10 +41,7 @@ SPARE_MEMORY = 0.8
 class SavedRun:
     """Facts of the run for its checkpoints.
 
-    Attributes:
-        facts: from `nn.checkpoint.state.facts_of`.
-        spec: feature spec of the stored dataset, whose files must not change during the run.
-        mirror: of the run directory, on rank 0; None without.
+    `mirror`: of the run directory, on rank 0; None without.
     """
 
     facts: Mapping[str, Any]
@@ -56,10 +53,8 @@ class SavedRun:
 class Pause:
     """Time for which training stands still for a save; times are those of `time.perf_counter`.
 
-    Attributes:
-        stopped_at: when it stopped.
-        for_deltas_s: seconds for which it stood still for deltas since the checkpoint before; None without deltas.
-        continues_at: when it continues, or, after the last step, when the files begin to be written; None while it waits.
+    `for_deltas_s`: seconds for which it stood still for deltas since the checkpoint before; None without deltas.
+    `continues_at`: when it continues, or, after the last step, when the files begin to be written; None while it waits.
     """
 
     stopped_at: float
@@ -80,18 +75,6 @@ class CheckpointManager:
     """Writer of one checkpoint at a time; all ranks must call its methods in the same order.
 
     If a checkpoint cannot be written, one line reports it, and the run continues. The next save tries again.
-
-    Args:
-        directory: directory of all checkpoints.
-        step: model and optimizers.
-        run: facts of the run.
-        config: number of checkpoints to keep.
-        ranks: this process.
-        logger: rank 0's messages while a checkpoint is written.
-        heartbeat: beats while the loop waits for the writer.
-
-    Attributes:
-        copy: copy of the state in host memory, allocated at the first save.
     """
 
     def __init__(
@@ -149,13 +132,9 @@ class CheckpointManager:
     ) -> None:
         """Start a checkpoint when the previous one is written.
 
-        Args:
-            num_steps: number of updates so far.
-            trainer: state of the training loop, for JSON.
-            tensors: tensors of the training loop, on rank 0 only.
-            is_last: training ends here, so no copy is made.
-            chain: waits for the delta of this step and returns its `chain`, with deltas; ValueError if there is none.
-            pause: which has begun; None: it begins now.
+        `tensors`: tensors of the training loop, on rank 0 only.
+        `is_last`: training ends here, so no copy is made.
+        `chain`: waits for the delta of this step and returns its `chain`, with deltas; ValueError if there is none.
 
         Raises:
             SharedError: a file of the dataset has changed since the run began.

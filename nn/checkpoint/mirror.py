@@ -27,11 +27,6 @@ class CheckpointMirror:
 
     A checkpoint that is replaced before it has been uploaded is skipped. An upload that fails is reported in one line, and
     the next save tries again.
-
-    Args:
-        run_dir: the run directory.
-        address: of its mirror.
-        logger: for the lines about failures.
     """
 
     def __init__(self, run_dir: Path, address: str, logger: Logger) -> None:

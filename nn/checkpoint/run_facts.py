@@ -128,10 +128,6 @@ def check_facts(facts: Mapping[str, Any]) -> None:
 def check_resumable(facts: Mapping[str, Any], num_steps: int) -> None:
     """Check that run.json has all that the run of this checkpoint needs to resume.
 
-    Args:
-        facts: from `check_facts`.
-        num_steps: steps that the name of the directory says.
-
     Raises:
         ValueError: something is missing, or the checkpoint is of another step.
     """

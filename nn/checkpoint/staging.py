@@ -14,11 +14,7 @@ State = dict[str, Tensor | ShardedTensor]
 
 
 class StagingBuffer:
-    """Host buffers for copies of the state, allocated at the first copy and reused; pinned for GPUs.
-
-    Args:
-        device: device of the state.
-    """
+    """Host buffers for copies of the state, allocated at the first copy and reused; pinned for GPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,9 +70,7 @@ def in_file(tensor: Tensor) -> bool:
 def num_bytes(state: State, *, with_files: bool = True) -> int:
     """Return the bytes of this rank's shards and tensors.
 
-    Args:
-        state: the tensors.
-        with_files: count those in mapped files too.
+    `with_files`: count those in mapped files too.
     """
     return sum(
         tensor.nbytes * (with_files or not in_file(tensor))

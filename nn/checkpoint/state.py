@@ -57,11 +57,7 @@ TRAINER, DENSE_OPTIMIZER = "trainer.", "dense_optimizer."
 
 
 class Trained(Protocol):
-    """Model and optimizers whose state a checkpoint holds, in the style of torch.distributed.checkpoint's `Stateful`.
-
-    Attributes:
-        frozen: components that are not trained.
-    """
+    """Model and optimizers whose state a checkpoint holds, in the style of torch.distributed.checkpoint's `Stateful`."""
 
     frozen: frozenset[Component]
 
@@ -83,13 +79,7 @@ class Trained(Protocol):
 
 
 def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
-    """Return the content of run.json for a run.
-
-    Args:
-        config: options of the run.
-        spec: feature spec of the model.
-        ranks: this process.
-    """
+    """Return the content of run.json for a run."""
     return {
         "format_version": FORMAT_VERSION,
         "seed": config.seed,
@@ -108,12 +98,7 @@ def write(
 ) -> None:
     """Write the tensors of a checkpoint to its unfinished directory; all ranks must call it.
 
-    Args:
-        directory: directory of all checkpoints.
-        num_steps: number of updates so far.
-        state: this rank's shards.
-        tables: names of the tables, in the order of the features.
-        channel: gloo group of all ranks.
+    `tables`: names of the tables, in the order of the features.
 
     Raises:
         ValueError: a rank could not write its shards; raised on all ranks.
@@ -161,13 +146,7 @@ def check(
 ) -> dict[str, Any]:
     """Return run.json of a checkpoint after checking that it fits this dataset.
 
-    Args:
-        path: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps.
-        spec: feature spec of this dataset.
-        tables: table name by feature.
-        components: components to load.
-        grow: allow tables to have more rows than stored.
-        allow_changes: accept other differences of the features.
+    `path`: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps.
 
     Raises:
         ValueError: `path` is no checkpoint or unreadable, has a newer format, or was trained on other features.
@@ -216,13 +195,10 @@ def restore(
 ) -> str | None:
     """Load a checkpoint into a step, in place; call `check` first.
 
-    Args:
-        path: a `step_N` directory, or a checkpoint of the TF2 recipe.
-        step: both components, with any sharding and number of ranks.
-        with_optimizer: load optimizer state too; not needed for evaluation and for frozen components.
-        components: components to load; the other is not changed.
-        grow: allow tables to have more rows than stored; additional rows keep their weights, without optimizer state.
-        is_own: whether the checkpoint is the run's own, which no option names.
+    `path`: a `step_N` directory, or a checkpoint of the TF2 recipe.
+    `step`: both components, with any sharding and number of ranks.
+    `with_optimizer`: load optimizer state too; not needed for evaluation and for frozen components.
+    `grow`: allow tables to have more rows than stored; additional rows keep their weights, without optimizer state.
 
     Returns:
         What the user should know about the dense component's average and layers (`match_options`), or None.

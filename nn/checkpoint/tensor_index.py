@@ -68,12 +68,8 @@ TRAINER_WEIGHTS = "trainer.weights"
 class Chunk:
     """Rectangular block of a tensor in one file, row-major.
 
-    Attributes:
-        offsets: position of its first element in the tensor, one number per dimension.
-        sizes: one number per dimension.
-        file: path of the file.
-        start: first byte in the file.
-        crc32: checksums, one per `CHECKSUM_BYTES`; empty if unknown.
+    `offsets`: position of its first element in the tensor, one number per dimension.
+    `crc32`: checksums, one per `CHECKSUM_BYTES`; empty if unknown.
     """
 
     offsets: tuple[int, ...]
@@ -87,10 +83,7 @@ class Chunk:
 class StoredTensor:
     """Tensor on disk; its chunks cover every element once.
 
-    Attributes:
-        dtype: a key of `DTYPES`.
-        size: one number per dimension.
-        chunks: chunks in any order.
+    `dtype`: a key of `DTYPES`.
     """
 
     dtype: str
@@ -121,9 +114,7 @@ class UnreadableError(ValueError):
 class TensorIndex:
     """Tables and tensors of a checkpoint.
 
-    Attributes:
-        tables: names of the tables, in the order of the features.
-        tensors: tensors by the names of `nn.checkpoint.state`.
+    `tables`: names of the tables, in the order of the features.
     """
 
     tables: tuple[str, ...]
@@ -300,10 +291,6 @@ class ChunkReader:
     """Reader of one chunk, which compares the checksum of every block that is read completely.
 
     Rows are rows of the chunk; a tensor without dimensions has one row.
-
-    Args:
-        chunk: to read.
-        dtype: of its tensor.
     """
 
     def __init__(self, chunk: Chunk, dtype: str) -> None:
@@ -368,11 +355,7 @@ def read_into(stream: BinaryIO, data: bytearray) -> int:
 
 
 class RowReader:
-    """Reader of rows of a tensor, whatever its chunks; rows that are read in order are compared with their checksums.
-
-    Args:
-        tensor: to read.
-    """
+    """Reader of rows of a tensor, whatever its chunks; rows that are read in order are compared with their checksums."""
 
     def __init__(self, tensor: StoredTensor) -> None:
         self._tensor = tensor

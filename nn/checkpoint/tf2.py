@@ -36,9 +36,7 @@ def find_tf2_tables(path: Path) -> Path | None:
 def tf2_index(folder: Path, tables: Sequence[str]) -> TensorIndex:
     """Build the index of the tables from the headers of their files.
 
-    Args:
-        folder: folder of the files.
-        tables: names of the tables in this recipe, in the order of the features.
+    `tables`: names of the tables in this recipe, in the order of the features.
 
     Raises:
         ValueError: a file is missing, unexpected, malformed or not a float32 matrix.

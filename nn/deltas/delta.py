@@ -67,17 +67,7 @@ class KeyChange:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A delta whose facts and index were read and checked.
-
-    Attributes:
-        path: of its directory.
-        facts: its run.json.
-        index: of its tensors.
-        parent: the state before it.
-        end: the state after it.
-        tables: changes by table, in the order of the features.
-        keys: changes of raw keys, by the name of their map.
-    """
+    """A delta whose facts and index were read and checked."""
 
     path: Path
     facts: dict[str, Any]

@@ -23,13 +23,9 @@ from nn.deltas.row_ids import encode_ids
 class TakenRows:
     """Rows of a shard that changed.
 
-    Attributes:
-        table: name.
-        position: of the shard among those of this rank.
-        row_offset: first row of the shard in the table.
-        column_offset: first column of the shard in the table.
-        ids: numbers of the rows in the shard, int64 [n], n > 0.
-        rows: [n, columns].
+    `row_offset`: first row of the shard in the table.
+    `ids`: numbers of the rows in the shard, int64 [n], n > 0.
+    `rows`: [n, columns].
     """
 
     table: str
@@ -44,14 +40,7 @@ class TakenRows:
 class WrittenPart:
     """An array of one rank: a part of a tensor.
 
-    Attributes:
-        tensor: name.
-        key: its place among the parts of the tensor: first row, first column.
-        size: one number per dimension.
-        dtype: a key of `DTYPES`.
-        file: name of the file.
-        start: first byte in it.
-        crc32: checksums.
+    `key`: its place among the parts of the tensor: first row, first column.
     """
 
     tensor: str
@@ -71,11 +60,7 @@ def write_part(
 ) -> list[WrittenPart]:
     """Write the file of this rank.
 
-    Args:
-        path: to write.
-        taken: rows of this rank's shards.
-        further: further tensors by name.
-        stream: for copies from a GPU; None on a CPU.
+    `stream`: for copies from a GPU; None on a CPU.
 
     Raises:
         OSError: it cannot be written.
@@ -142,13 +127,7 @@ def changes(
     parts: Iterable[WrittenPart],
     retired: Mapping[str, np.ndarray],
 ) -> dict[str, TableChange]:
-    """Describe what changed in every table.
-
-    Args:
-        tables: rows, columns and dtype of every table.
-        parts: of all ranks.
-        retired: numbers of the retired rows by table.
-    """
+    """Describe what changed in every table."""
     counts: dict[str, int] = defaultdict(int)
     for part in parts:
         if (

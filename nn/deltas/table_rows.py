@@ -11,17 +11,7 @@ from nn.deltas.row_ids import decode_ids
 
 
 class ChangedRows:
-    """The rows of a table, or the raw keys of rows, that a delta changes, read in ascending order.
-
-    Args:
-        title: for messages.
-        ids: encoded numbers of the rows; None if there are none.
-        rows: their values.
-        dtype: of the values if there are none.
-
-    Attributes:
-        dtype: of the values.
-    """
+    """The rows of a table, or the raw keys of rows, that a delta changes, read in ascending order."""
 
     def __init__(
         self, title: str, ids: StoredTensor | None, rows: StoredTensor | None, dtype: str
@@ -74,13 +64,7 @@ class ChangedRows:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedTable:
-    """The weights of a table after deltas; an `ArraySource` of exports.
-
-    Attributes:
-        table: name.
-        base: the weights before the deltas.
-        deltas: in order.
-    """
+    """The weights of a table after deltas; an `ArraySource` of exports."""
 
     table: str
     base: StoredTensor
@@ -146,10 +130,7 @@ class ReplayedTable:
 class ReplayedKeys:
     """The raw keys of the rows of a map after deltas; an `ArraySource` of exports.
 
-    Attributes:
-        keys: name of the map.
-        base: the keys before the deltas, int64 [rows].
-        deltas: in order.
+    `base`: the keys before the deltas, int64 [rows].
     """
 
     keys: str

@@ -41,10 +41,8 @@ Chain = Callable[[], dict[str, Any]]
 class DeltaRun:
     """Facts of a run for its deltas.
 
-    Attributes:
-        facts: as in its checkpoints.
-        start: the state that the run starts from; None if it is part of no chain.
-        start_rows: rows of every table in that state; tables may have grown since.
+    `start`: the state that the run starts from; None if it is part of no chain.
+    `start_rows`: rows of every table in that state; tables may have grown since.
     """
 
     facts: Mapping[str, Any]
@@ -57,18 +55,7 @@ class DeltaWriter:
 
     If a delta cannot be written, one line reports it, and the next one holds its rows too.
 
-    Args:
-        directory: of all deltas.
-        tables: the tables, which track the rows that updates change.
-        dense: returns the tensors of the dense component.
-        run: facts of the run.
-        config: dtype of the rows, and number of deltas to keep.
-        ranks: this process.
-        logger: rank 0's messages.
-
-    Attributes:
-        end: the state that the deltas so far lead to.
-        needs_base: whether no checkpoint holds the state that the first delta will begin at.
+    `needs_base`: whether no checkpoint holds the state that the first delta will begin at.
     """
 
     def __init__(
@@ -117,10 +104,7 @@ class DeltaWriter:
     ) -> Chain:
         """Start a delta when the previous one is written; without a step since then there is none.
 
-        Args:
-            num_steps: updates made so far.
-            trainer: state of the training loop, as in a checkpoint of this step.
-            beat: called while the loop waits for the writer.
+        `beat`: called while the loop waits for the writer.
 
         Raises:
             RuntimeError: another rank has ended.

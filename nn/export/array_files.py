@@ -48,10 +48,7 @@ class ArraySource(Protocol):
 class Array:
     """An array to write.
 
-    Attributes:
-        dtype: a key of `DTYPES`.
-        size: one number per dimension.
-        blocks: values in the order of rows; can be iterated once.
+    `blocks`: values in the order of rows; can be iterated once.
     """
 
     dtype: str
@@ -83,15 +80,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class WrittenArray:
-    """An array in a file.
-
-    Attributes:
-        dtype: a key of `DTYPES`.
-        size: one number per dimension.
-        file: name of the file.
-        start: its first byte in the file.
-        crc32: one checksum per `CHECKSUM_BYTES`.
-    """
+    """An array in a file."""
 
     dtype: str
     size: tuple[int, ...]

@@ -58,13 +58,7 @@ KEYS = "keys."
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Parts of a checkpoint to export.
-
-    Attributes:
-        tables: names of tables; empty for all.
-        parts: components.
-        optimizer: export optimizer state too.
-    """
+    """Parts of a checkpoint to export."""
 
     tables: Sequence[str] = ()
     parts: Sequence[Component] = (Component.tables,)
@@ -78,14 +72,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Content of an export.
-
-    Attributes:
-        name: of the checkpoint.
-        tables: names of the tables, in the order of the features.
-        tensors: by the names of `nn.checkpoint.state`.
-        facts: its run.json.
-    """
+    """Content of an export."""
 
     name: str
     tables: Sequence[str]
@@ -103,12 +90,7 @@ def export_tables(
 ) -> dict[str, Any]:
     """Export parts of a checkpoint to a new directory, which is complete or absent.
 
-    Args:
-        checkpoint: a `step_N` directory.
-        output: directory to create.
-        selection: what to export.
-        format: format of the files.
-        fitted: dataset whose vocabularies give the raw values of the rows.
+    `fitted`: dataset whose vocabularies give the raw values of the rows.
 
     Returns:
         The content of `export.json`: `tables` has the names of the files by table, `dense` those of the dense component.

@@ -43,17 +43,12 @@ CHECKPOINTS = "checkpoints"
 class Run:
     """A run directory, loaded: `Run.load("runs/a")`.
 
-    Attributes:
-        directory: the run directory.
-        config: the options of the run.
-        spec: features and labels as the dataset has them, without files.
-        checkpoint: directory of the loaded checkpoint.
-        num_steps: updates made before it.
-        model: tables and dense component on one device, in evaluation mode. With `train.ema_decay` the dense component has its
-            average, as in evaluation.
-        tasks: the labels that the model predicts, in the order of its logits.
-        device: of the model.
-        raw: the fit that turns raw values into ids and numbers; None if `predict` takes these.
+    `spec`: features and labels as the dataset has them, without files.
+    `checkpoint`: directory of the loaded checkpoint.
+    `model`: tables and dense component on one device, in evaluation mode. With `train.ema_decay` the dense component
+    has its average, as in evaluation.
+    `tasks`: the labels that the model predicts, in the order of its logits.
+    `raw`: the fit that turns raw values into ids and numbers; None if `predict` takes these.
     """
 
     directory: Path
@@ -80,13 +75,11 @@ class Run:
 
         Files are read as numbers and plain JSON or yaml, and every checksum of the loaded tensors is compared.
 
-        Args:
-            directory: a run directory.
-            checkpoint: `step_N` or `best`; None for the best, or the latest where no evaluation has found a best one, as at
-                the beginning of a day.
-            device: of the model.
-            fitted: dataset directory whose fit transforms the raw values that `predict` gets; None: it gets ids and numbers.
-            trusted: whether a model outside the project, `package.module:Class`, may be imported.
+        `checkpoint`: `step_N` or `best`; None for the best, or the latest where no evaluation has found a best one, as
+        at the beginning of a day.
+        `fitted`: dataset directory whose fit transforms the raw values that `predict` gets; None: it gets ids and
+        numbers.
+        `trusted`: whether a model outside the project, `package.module:Class`, may be imported.
 
         Raises:
             ValueError: there is no such checkpoint, or `fitted` has no fit or other features, or a file is missing, damaged or
@@ -143,10 +136,9 @@ class Run:
         They are those of `mode=predict`. Labels need not be there. With the dataset's column of keep rates, if it has one,
         scores are corrected by them; a table without is not corrected, with a warning.
 
-        Args:
-            table: a pandas DataFrame or an Arrow table. After `Run.load(fitted=...)` it has the columns of the raw data, or of
-                the query over it, with their values; else a column per feature with ids and numbers as the dataset has them.
-            batch_size: rows at once.
+        `table`: a pandas DataFrame or an Arrow table. After `Run.load(fitted=...)` it has the columns of the raw data,
+        or of the query over it, with their values; else a column per feature with ids and numbers as the dataset has
+        them.
 
         Returns:
             A table of the same kind with the float64 column `score`, or `score_<label>` of several labels. That of a DataFrame

@@ -10,10 +10,6 @@ from dataloading.dataset.feature_spec import FeatureSpec
 def named_tensors(batch: Batch, spec: FeatureSpec) -> dict[str, Tensor | JaggedTensor]:
     """Return the columns of a batch by name, without padding rows; they share memory with the batch.
 
-    Args:
-        batch: on any device.
-        spec: features and labels of its dataset.
-
     Returns:
         Labels, weight, keep rate and numerical features as float32 [B]; ids as integers [B], or [B, hotness] of a feature with
         several; those of a ragged feature as a `JaggedTensor`.

@@ -10,10 +10,6 @@ from nn.models.registry import typed_config
 def options(recipe: str, *overrides: str) -> Config:
     """Return the checked options of `<recipe>.py <overrides>`.
 
-    Args:
-        recipe: `dlrm` or `dcnv2`, a yaml file of `configs/`.
-        overrides: `key=value`, as on the command line; no flags.
-
     Raises:
         ValueError: an option does not exist, or has an invalid value.
     """

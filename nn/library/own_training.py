@@ -1,6 +1,6 @@
 """A training whose loop the caller writes: next batch, step, evaluate, save."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -13,21 +13,16 @@ from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import Config, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.checkpoint.directory import CHECKPOINTS
 from nn.distributed.process_group import process_rank
 from nn.early_checks import check_inputs
 from nn.library.named_tensors import named_tensors
 from nn.library_warnings import quiet_libraries
+from nn.modes.train import finish_training, finishes_writing, open_training
 from nn.observability.console import make_console
 from nn.observability.mlperf_log import now_ms
-from nn.run import (
-    CHECKPOINTS,
-    Session,
-    finish_training,
-    finishes_writing,
-    open_checked,
-    open_session,
-    open_training,
-)
+from nn.observers.observer import Observer
+from nn.session import Session, open_session
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult
 from nn.training.trainer import Saving, Trainer
@@ -42,17 +37,16 @@ class Training:
     Everything else is as with the command: run directory, records every `log.every` steps, checkpoints by
     `checkpoint.save_every` and by the clock, a checkpoint on SIGTERM, and a run that resumes from the latest checkpoint of its
     `run_dir`. Under torchrun every rank runs the same loop.
-
-    Args:
-        config: the options, of mode train; see `nn.library.options`.
-        quiet: print nothing.
     """
 
-    def __init__(self, config: Config, *, quiet: bool = False) -> None:
+    def __init__(
+        self, config: Config, *, quiet: bool = False, observers: Sequence[Observer] = ()
+    ) -> None:
         if config.mode is not Mode.train:
             raise ValueError(f"mode={config.mode.value} is no training; set mode=train")
         self._config = config
         self._quiet = quiet
+        self._observers = {type(observer).__qualname__: observer for observer in observers}
         self._stack = ExitStack()
         self._opened: tuple[Session, Trainer, Saving | None, Prefetcher] | None = None
         self._is_finished = False
@@ -68,18 +62,20 @@ class Training:
         require_stack()
         quiet_libraries()
         with ExitStack() as stack:
-            started_ms, source = now_ms(), open_checked(config)
+            started_ms = now_ms()
             # A console of a rank other than 0 prints nothing.
             console = make_console(1 if self._quiet else process_rank())
             text = yaml.safe_dump(plain_values(config), sort_keys=False)
-            session = stack.enter_context(open_session(config, text, source, console))
+            session = stack.enter_context(open_session(config, text, console))
             if session is None:
                 raise ValueError(
                     f"run_dir={config.run_dir} holds the complete run already; set another run_dir, or raise train.epochs or "
                     "train.max_steps"
                 )
-            trainer, saving = stack.enter_context(open_training(session, started_ms))
-            stack.enter_context(finishes_writing(saving, session.ranks))
+            trainer, saving = stack.enter_context(
+                open_training(session, started_ms, self._observers)
+            )
+            stack.enter_context(finishes_writing(trainer, session.ranks))
             self._opened = session, trainer, saving, trainer.start()
             self._stack = stack.pop_all()
         return self
@@ -134,7 +130,7 @@ class Training:
         Raises:
             ValueError: the run, or its day, has no such step.
         """
-        loader, stage = self._session.loaders.train, self._trainer.stage
+        loader, stage = self._session.loaders.train, self._trainer.state.stage
         assert loader is not None
         step = self.num_steps if step is None else step
         if type(step) is not int or not stage.first_step <= step < self.last_step:
@@ -158,8 +154,9 @@ class Training:
             )
         if trainer.num_steps > session.start.num_steps:
             # Before a step, so that the checkpoint of the one before has its evaluation.
-            trainer.save_or_stop()
+            trainer.between_steps()
         with trainer.writing_late_record():
+            trainer.begin_step()
             trained = session.step.train(trainer.num_steps, prefetcher)
         trainer.finish_step(trained, prefetcher)
         return trained

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from configs.schema import Amp, Config, Fp8
 from dataloading.dataset.durable_files import AppendedFile
+from nn.observers.observer import Loop, Observer
 
 MLPERF_LOG = "mlperf.log"
 """File of a run directory."""
@@ -89,7 +90,7 @@ def _precision(config: Config, on_gpu: bool) -> str:
     return "tf32" if config.train.tf32 and on_gpu else "fp32"
 
 
-class MlperfLog:
+class MlperfLog(Observer):
     """Writer of the log; exists on rank 0 only. A context manager: a run that ends before its target has status aborted.
 
     Steps count updates from the start of the run; lines have them as the fraction of an epoch, as the rules number them.
@@ -144,6 +145,15 @@ class MlperfLog:
         self._is_running = True
         self._write(START, "epoch_start", epoch_num=0)
         self._start_block()
+
+    def on_evaluation_begin(self, loop: Loop) -> None:
+        """Write that training pauses."""
+        self.start_evaluation(loop.num_steps)
+
+    def on_evaluation(self, loop: Loop, record: Mapping[str, Any], *, is_final: bool) -> None:
+        """Write the result of an evaluation; a final one follows the end of the run."""
+        if not is_final:
+            self.stop_evaluation(loop.auc_of(record), ends_run=loop.ends_stage)
 
     def start_evaluation(self, num_steps: int) -> None:
         """Write that training pauses after `num_steps`, and that an evaluation starts."""

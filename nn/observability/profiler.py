@@ -22,6 +22,7 @@ from dataloading.dataset.durable_files import replace_file, replace_text
 from nn.distributed.process_group import Ranks
 from nn.observability.annotations import use_annotations
 from nn.observability.trace_breakdown import break_down, format_breakdown, read_trace
+from nn.observers.observer import Loop, Observer, Trained
 
 WARM_UP_STEPS = 3
 """Steps traced and discarded: the first traced steps include the start of the tracer."""
@@ -68,13 +69,18 @@ def check_profile(
         )
 
 
-class Profiler:
+class Profiler(Observer):
     """Profiler of the training loop.
 
-    Every rank calls `start` before the first step of `steps` and `step` after every one of them.
+    Args:
+        config: profiler options.
+        start_step: step that the run resumes from; 0 for a new run.
+        run_dir: parent of the folder `profile`.
+        console: prints the breakdown.
+        ranks: this process.
 
-    `start_step`: step that the run resumes from; 0 for a new run. `steps`: steps that run under the profiler, including its
-    warm-up. They must not count for throughput.
+    Attributes:
+        steps: steps that run under the profiler, including its warm-up. They do not count for throughput.
     """
 
     def __init__(
@@ -94,6 +100,19 @@ class Profiler:
         self._left = len(self.steps)
         self._profile: profile | None = None
         self._open = ExitStack()
+
+    def on_step_begin(self, loop: Loop) -> None:
+        """Start before the first step of the profile."""
+        if loop.num_steps == self.steps.start:
+            loop.pause_speed()
+            self.start()
+
+    def on_step(self, loop: Loop, trained: Trained) -> None:
+        """Count a step of the profile; measure throughput again after the last one."""
+        if loop.num_steps - 1 in self.steps:
+            self.step()
+            if loop.num_steps == self.steps.stop:
+                loop.resume_speed()
 
     def start(self) -> None:
         """Start tracing."""

@@ -22,13 +22,9 @@ class KeptScores:
     Each chunk has a line with its rows and its CRC-32, so the bytes need no sync: after a power cut, chunks count up to the
     first one that is damaged.
 
-    Args:
-        directory: exists; what it holds of other scores is removed.
-        facts: model and data that the scores are of, as values of JSON.
-        num_tasks: scores per row.
+    `directory`: exists; what it holds of other scores is removed.
 
-    Attributes:
-        is_other: whether scores of another model or other data were removed.
+    `is_other`: whether scores of another model or other data were removed.
     """
 
     def __init__(self, directory: Path, facts: dict[str, Any], num_tasks: int) -> None:

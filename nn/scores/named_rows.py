@@ -45,12 +45,8 @@ class RowNumbers:
 class KeptRows:
     """Columns that a dataset keeps of its raw data.
 
-    Args:
-        root: the dataset directory.
-        split: that is scored.
-        num_rows: rows of the split, with which those of the columns are compared; None: not.
-        names: columns to read.
-        first: row of the split that is the first one.
+    `num_rows`: rows of the split, with which those of the columns are compared; None: not.
+    `first`: row of the split that is the first one.
 
     Raises:
         ValueError: the dataset does not keep one of them.

@@ -25,10 +25,7 @@ def work_directory(path: Path) -> Path:
 class ScoreOutput:
     """The output while it is written, on rank 0.
 
-    Attributes:
-        path: of the complete file.
-        writer: takes the scores.
-        address: where the file is uploaded instead; None: it stays.
+    `address`: where the file is uploaded instead; None: it stays.
     """
 
     path: Path
@@ -68,14 +65,8 @@ def open_output(
 ) -> Iterator[ScoreOutput]:
     """Open the output at `path`, with the scores that an earlier start of the same command left; only rank 0 may call it.
 
-    Args:
-        path: of the complete file.
-        named: columns that name the rows.
-        tasks: names of the labels.
-        origin: of the scores, for the metadata of Parquet.
-        facts: model and data; scores of others are not used.
-        logger: prints where the command resumes.
-        address: of an object store, that the complete file is uploaded to instead; then `path` is in the cache.
+    `facts`: model and data; scores of others are not used.
+    `address`: of an object store, that the complete file is uploaded to instead; then `path` is in the cache.
 
     Raises:
         ValueError: another process writes the output, or two columns have one name.

@@ -21,13 +21,9 @@ if TYPE_CHECKING:
 class Rows(Protocol):
     """Rows to score, in their order; a context manager, entered before the process group exists.
 
-    Attributes:
-        source: has the feature spec of the rows.
-        named: columns that name the rows.
-        num_rows: their number; None if it is not known before the end.
-        title: of the rows, for the terminal and the metadata of the file.
-        missing_rate: column of keep rates that the training rows had and these rows lack, or None.
-        facts: all that tells these rows from others, as values of JSON.
+    `num_rows`: their number; None if it is not known before the end.
+    `missing_rate`: column of keep rates that the training rows had and these rows lack, or None.
+    `facts`: all that tells these rows from others, as values of JSON.
     """
 
     source: Source
@@ -46,12 +42,6 @@ class Rows(Protocol):
 
 class SplitRows:
     """Rows of one split of a dataset, or of the synthetic clicks.
-
-    Args:
-        config: of mode predict.
-        source: the rows.
-        ranks: this process.
-        key_maps: rows for raw keys; None for rows without.
 
     Raises:
         ValueError: there is no such split, or it does not keep one of `predict.columns`.

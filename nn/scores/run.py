@@ -18,12 +18,12 @@ from dataloading.storage.object_store import is_remote
 from nn.build import (
     build_key_maps,
     build_step,
-    check_optimizers,
     checked_plan,
     device_type,
     hardware_of,
     open_source,
 )
+from nn.checks import check_optimizers
 from nn.distributed.failures import report_faults, report_lost_rank
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
 from nn.models.registry import check_model
@@ -52,10 +52,7 @@ if TYPE_CHECKING:
 def predict(config: Config, console: Console, raw: RawRows | None = None) -> dict[str, Any]:
     """Score rows and write `output`.
 
-    Args:
-        config: of mode predict.
-        console: of rank 0.
-        raw: rows of the raw files `config.source`; None: rows of a split.
+    `raw`: rows of the raw files `config.source`; None: rows of a split.
 
     Returns:
         `rows`, `bytes` of the file, `seconds`, of these `first_batch_s` for the first batch, and those after it that the

@@ -35,12 +35,6 @@ def score_schema(
 ) -> pa.Schema:
     """Return the columns of a file: those that name the rows, then the scores, float64.
 
-    Args:
-        fields: columns that name the rows.
-        tasks: names of the labels.
-        facts: origin of the scores, kept in the metadata of Parquet.
-        path: the output.
-
     Raises:
         ValueError: two columns have one name, or CSV cannot hold one.
     """

@@ -31,16 +31,11 @@ class _Copy(NamedTuple):
 class ScoreWriter:
     """Writes scores to a file, batch after batch, and keeps them for a start after a kill.
 
-    Args:
-        file: the file, empty.
-        schema: its columns; the last ones are the scores.
-        named: columns that name the rows.
-        kept: scores of earlier starts.
+    `schema`: its columns; the last ones are the scores.
 
-    Attributes:
-        num_rows: rows that were restored or given to `put`.
-        wait_s: time that `put` waited for the thread.
-        busy_s: time that the thread worked.
+    `num_rows`: rows that were restored or given to `put`.
+    `wait_s`: time that `put` waited for the thread.
+    `busy_s`: time that the thread worked.
     """
 
     def __init__(

@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 class RawRows(Protocol):
-    """Rows of raw files, transformed in their order (`preproc/transformed_rows.py`).
-
-    Attributes:
-        spec: features of the rows.
-        kept_schema: names and types of the raw columns.
-    """
+    """Rows of raw files, transformed in their order (`preproc/transformed_rows.py`)."""
 
     spec: FeatureSpec
     kept_schema: pa.Schema
@@ -49,14 +44,7 @@ class StreamedRows:
 
     A thread transforms the next rows beside the scoring of others.
 
-    Args:
-        config: of mode predict, with `source` and `fitted`.
-        raw: the rows.
-        ranks: this process.
-        key_maps: rows for raw keys; None for rows without.
-
-    Attributes:
-        unknown: features of which no row so far has a known value.
+    `unknown`: features of which no row so far has a known value.
 
     Raises:
         ValueError: one of the first rows is invalid.

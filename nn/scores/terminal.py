@@ -21,10 +21,7 @@ MIB = 1 << 20
 class RowProgress(WithBar):
     """Progress of a pass over rows; a context manager that removes the bar at its end.
 
-    Args:
-        console: from `make_console`.
-        total: rows of the pass; None if they are not known.
-        done: rows that an earlier start has done.
+    `total`: rows of the pass; None if they are not known.
     """
 
     def __init__(self, console: Console, total: int | None, done: int) -> None:
@@ -51,13 +48,7 @@ class RowProgress(WithBar):
 
 
 def print_scores(console: Console, config: Config, written: Mapping[str, Any]) -> None:
-    """Print the result of `mode=predict`.
-
-    Args:
-        console: from `make_console`.
-        config: options of the run.
-        written: from `nn.scores.run.predict`.
-    """
+    """Print the result of `mode=predict`."""
     seconds = written["seconds"]
     speed = written["scored_rows"] / seconds
     waited = [

@@ -13,11 +13,7 @@ FEWEST_ROWS = 10
 
 
 class UnknownValues:
-    """Features whose every id so far is 0, as that of missing and unknown values.
-
-    Args:
-        spec: features of the rows.
-    """
+    """Features whose every id so far is 0, as that of missing and unknown values."""
 
     def __init__(self, spec: FeatureSpec) -> None:
         self._num_rows = 0

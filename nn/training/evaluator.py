@@ -40,19 +40,14 @@ class NoProgress:
 class Evaluator:
     """Evaluation of a split; every row is scored once, for any number of ranks.
 
-    Args:
-        step: tables and dense component.
-        loader: of the split.
-        ranks: this process.
-        config: numbers of batches to score, and the feature whose ids are the groups of GAUC.
-        heartbeat: updated after every batch.
-        stored: source of the groups, where the loader's rows have ids that were changed; None: the loader's.
+    `config`: numbers of batches to score, and the feature whose ids are the groups of GAUC.
+    `heartbeat`: updated after every batch.
+    `stored`: source of the groups, where the loader's rows have ids that were changed; None: the loader's.
 
-    Attributes:
-        problem: why the metrics of the latest evaluation are undefined although all inputs are finite, or None; the same on
-            all ranks.
-        predictions: calibration, gain and lift of every binary label in the latest evaluation, from
-            `nn.metrics.prediction_curves`; empty if a prediction was not finite.
+    `problem`: why the metrics of the latest evaluation are undefined although all inputs are finite, or None; the same
+    on all ranks.
+    `predictions`: calibration, gain and lift of every binary label in the latest evaluation, from
+    `nn.metrics.prediction_curves`; empty if a prediction was not finite.
     """
 
     def __init__(
@@ -87,10 +82,6 @@ class Evaluator:
         """Return the metrics of all tasks (such as `test_auc`, `test_log_loss`), `test_rows` and `eval_s`.
 
         All but `eval_s` are the same numbers on all ranks.
-
-        Args:
-            progress: shows the batches that are done, on a terminal.
-            is_final: whether to score the batches of the final evaluation.
         """
         started = time.perf_counter()
         metrics = TaskMetrics(
@@ -191,13 +182,7 @@ class Evaluator:
 
 
 def described_predictions(config: Config, evaluator: Evaluator, step: int) -> dict[str, Any]:
-    """Return the predictions of the latest evaluation, as `predictions.json` has them; none if they are not defined.
-
-    Args:
-        config: of the run.
-        evaluator: that has evaluated.
-        step: of the model.
-    """
+    """Return the predictions of the latest evaluation, as `predictions.json` has them; none if they are not defined."""
     if not evaluator.predictions:
         return {}
     return {

@@ -64,11 +64,9 @@ def apply_deltas(
 ) -> tuple[Manifest, list[Delta]]:
     """Write the model directory that deltas make of another one; it is complete or absent.
 
-    Args:
-        base: a model directory of a run with deltas.
-        deltas: in order; a directory of deltas stands for all of them after the base.
-        output: directory to create.
-        fitted: dataset of the day that the deltas lead to; None: of that of the base, and no table has grown.
+    `base`: a model directory of a run with deltas.
+    `deltas`: in order; a directory of deltas stands for all of them after the base.
+    `fitted`: dataset of the day that the deltas lead to; None: of that of the base, and no table has grown.
 
     Returns:
         Its manifest, and the deltas.

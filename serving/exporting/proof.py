@@ -44,11 +44,7 @@ DIVERGED = (
 class Proof:
     """Comparison of two paths.
 
-    Attributes:
-        split: of the rows.
-        rows: number of rows.
-        largest_difference: of all scores; of a task that is not binary, relative to numbers above 1.
-        limit: the largest that is accepted.
+    `largest_difference`: of all scores; of a task that is not binary, relative to numbers above 1.
     """
 
     split: str
@@ -97,15 +93,7 @@ def looked_up_rows(
 
 
 class TrainingPath:
-    """Plain PyTorch model on the rows of the tables that were looked up.
-
-    Args:
-        tables: as declared.
-        numbers: from `looked_up_rows`.
-        rows: these rows of each table, float32.
-        dense: with the checkpoint's weights.
-        tasks: of the model.
-    """
+    """Plain PyTorch model on the rows of the tables that were looked up."""
 
     def __init__(
         self,
@@ -174,12 +162,7 @@ def prove(
 ) -> Proof:
     """Compare the scores of both paths.
 
-    Args:
-        batches: from `proof_batches`.
-        path: of training.
-        served: what was written.
-        split: of the batches.
-        elsewhere: whether the dense component of `served` runs on a GPU, or in ONNX Runtime.
+    `elsewhere`: whether the dense component of `served` runs on a GPU, or in ONNX Runtime.
 
     Raises:
         ValueError: they differ by more than the dtype of the tables allows, or are not finite.
@@ -199,13 +182,6 @@ def compared(
     advice: Callable[[], str],
 ) -> Proof:
     """Compare the scores of the training path and those of what was written, [rows, tasks] each.
-
-    Args:
-        pairs: of both, one batch after another.
-        split: of the rows.
-        dtype: of the tables.
-        limit: largest difference that is accepted.
-        advice: says what to do about a larger one.
 
     Raises:
         ValueError: they differ by more than that, or are not finite.

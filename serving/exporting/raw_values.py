@@ -27,12 +27,6 @@ def write_raw_values(
 ) -> dict[str, Any]:
     """Write the vocabularies of a fit; return the description of the transformation.
 
-    Args:
-        directory: of the model.
-        fitted: dataset directory with the fit.
-        spec: features that the model was trained on.
-        facts: run.json of its checkpoint.
-
     Raises:
         ValueError: there is no fit, it is damaged or of other features, or a feature is an expression that no server
             evaluates.

@@ -72,17 +72,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A checkpoint with what its run was.
-
-    Attributes:
-        path: of the checkpoint.
-        index: of its tensors.
-        facts: its run.json.
-        config: options of the run.
-        source: of the rows that prove the export.
-        tables: as the model declares them.
-        tasks: of the model.
-    """
+    """A checkpoint with what its run was."""
 
     path: Path
     index: TensorIndex
@@ -124,10 +114,6 @@ def _check_output(output: Path) -> None:
 
 def open_trained(path: Path, data: str | None) -> Trained:
     """Open a checkpoint of a run, and the dataset that proves its export.
-
-    Args:
-        path: a `step_N` directory.
-        data: dataset to use instead of the run's.
 
     Raises:
         ValueError: it is no checkpoint of a run, the dataset has other features, or the run expands ids.

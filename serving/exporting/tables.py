@@ -28,12 +28,7 @@ def write_tables(
 ) -> dict[str, Tensor]:
     """Write the tables of a model, and return some of their rows as they are in the checkpoint.
 
-    Args:
-        directory: of the model.
-        tables: to write.
-        index: of the checkpoint.
-        dtype: of the files: fp32, bf16 or int8.
-        wanted: numbers of the rows to return by table, ascending, int64.
+    `wanted`: numbers of the rows to return by table, ascending, int64.
 
     Raises:
         ValueError: a table is missing or of another shape, or a file of the checkpoint is damaged.

@@ -15,11 +15,7 @@ from serving.manifest import Manifest, Table
 class UnroundedTable:
     """The rows of a table that some samples look up: as a base has them, until deltas bring others in float32.
 
-    Args:
-        directory: of the base.
-        declared: the table in the base.
-        dtype: of its file.
-        numbers: of the rows, ascending, int64; at least one.
+    `numbers`: of the rows, ascending, int64; at least one.
     """
 
     def __init__(self, directory: Path, declared: Table, dtype: str, numbers: Tensor) -> None:

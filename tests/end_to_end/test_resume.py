@@ -33,7 +33,8 @@ from nn.distributed.process_group import Ranks
 from nn.library.loaded_run import Run
 from nn.observability import run_directory
 from nn.resume import ResumePoint, finished_run, named_resume_point
-from nn.run import _complete_results, run
+from nn.run import run
+from nn.session import _complete_results
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import DCNV2, TINY, compose_config
 from tests.helpers.datasets import write_clicks
@@ -208,7 +209,7 @@ def test_a_run_killed_after_its_last_checkpoint_writes_its_summary(
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr("nn.run.RunDirectory.finish", end)
+        patched.setattr("nn.session.RunDirectory.finish", end)
         with pytest.raises(Killed):
             train(tmp_path / "run")
     # It was killed while it added the line of that checkpoint; no later save removes the rest of it.

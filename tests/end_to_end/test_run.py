@@ -148,7 +148,7 @@ def test_a_plan_opens_no_process_group_and_writes_itself_alone(dlrm, tmp_path, m
     def forbidden(*_):
         raise AssertionError("mode=plan starts nothing")
 
-    monkeypatch.setattr("nn.run.process_group", forbidden)
+    monkeypatch.setattr("nn.session.process_group", forbidden)
     ended = run_command(*TINY, "mode=plan", f"run_dir={tmp_path / 'run'}")
     assert (ended.exit_code, ended.err) == (0, "")
     assert "of 5 tables" in ended.out
@@ -344,7 +344,7 @@ def test_a_system_error_without_a_file_is_reported(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nn.run.run", full)
+    monkeypatch.setattr("nn.run.mode_of", lambda config: full)
     line = refused(*SHORT, f"run_dir={tmp_path / 'run'}")
     assert line.startswith(
         f"No space left on device: a file of run_dir={tmp_path / 'run'}; free some space and rerun"
@@ -392,7 +392,7 @@ def test_an_evaluation_that_was_killed_is_started_again(dlrm, tmp_path, monkeypa
         raise OSError(28, "No space left on device", "summary.json")
 
     with monkeypatch.context() as patched:
-        patched.setattr("nn.run.RunDirectory.finish", full)
+        patched.setattr("nn.session.RunDirectory.finish", full)
         assert "No space left on device: summary.json; free some space" in refused(*evaluate)
     assert run_command(*evaluate).exit_code == 0
     assert summary_of(tmp_path / "run")["test_auc"] == summary_of(run_dir)["test_auc"]

@@ -17,12 +17,13 @@ from configs.preproc_schema import PreprocConfig
 from configs.schema import Config, Mode
 from main import command
 from nn.build import build_loaders, open_source
+from nn.checks import check_run
 from nn.distributed.process_group import ranks_from_environment
 from nn.export import __main__ as export_command
 from nn.models.dcnv2 import DCNv2Options
 from nn.models.dlrm import DLRMOptions
 from nn.resume import ResumePoint
-from nn.run import _check, run
+from nn.run import run
 from preproc import __main__ as preproc_command
 from tests.fuzz.harness import Fuzzer
 from tests.fuzz.mutations import FLOATS, HOSTILE_TEXTS, INTEGERS
@@ -207,7 +208,7 @@ def _checked(config: Config, config_yaml: str) -> None:
     source = open_source(config)
     ranks = ranks_from_environment("cpu")
     with build_loaders(config, source, ranks) as loaders:
-        _check(config, source, ranks, loaders, ResumePoint())
+        check_run(config, source, ranks, loaders, ResumePoint())
 
 
 def _recipe(_: None, mutation: tuple[list[str], bool], room: Path) -> None:
@@ -215,7 +216,7 @@ def _recipe(_: None, mutation: tuple[list[str], bool], room: Path) -> None:
     arguments = [*OPTIONS, *(["mode=plan"] if plan else []), *overridden]
     with (
         patch.object(sys, "argv", ["dlrm.py", *arguments]),
-        patch("nn.run.run", _checked),
+        patch("nn.run.mode_of", lambda config: _checked),
         patch("main.SILENT_RANK_WAIT_S", 0),
     ):
         command("dlrm")()

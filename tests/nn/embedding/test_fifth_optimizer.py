@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import OptimizerConfig
-from nn.build import build_plan, check_optimizers, open_source, planned_hardware
+from nn.build import build_plan, open_source, planned_hardware
+from nn.checks import check_optimizers
 from nn.embedding.optimizer import StateField, TableRule, table_rule
 from nn.export.tables import export_tables
 from nn.ops.optional_triton import jit, tl

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nn.build import check_fp8, open_source
+from nn.build import open_source
 from nn.checkpoint import state as checkpoint
+from nn.checks import check_fp8
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import process_group, ranks_from_environment
 from tests.helpers.command import run_command

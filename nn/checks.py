@@ -1,0 +1,165 @@
+"""The checks of a run that need its data or its device, and neither a process group nor a file."""
+
+import torch
+
+from configs.messages import shown
+from configs.schema import Config, Fp8, Mode
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.source import Source
+from nn.build import (
+    Loaders,
+    device_type,
+    open_source,
+    planned_hardware,
+)
+from nn.distributed.process_group import (
+    Ranks,
+    launcher_restarts,
+)
+from nn.embedding.optimizer import table_rule, update_settings
+from nn.models.registry import build_meta, check_model
+from nn.models.tasks import tasks_of_run
+from nn.observability.profiler import check_profile
+from nn.ops.fp8 import MULTIPLE
+from nn.resume import (
+    ResumePoint,
+)
+from nn.training.dense_optimizer import check_dense_rule
+from nn.training.limits import EvalSteps, total_steps
+
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which tensor cores multiply in 8 bits: Ada and Hopper."""
+
+
+def open_checked(config: Config) -> Source:
+    """Open the data of a run, and check model, optimizers and tasks against it; no process group is needed.
+
+    Raises:
+        ValueError: the data cannot be opened, or an option is not for it.
+    """
+    source = open_source(config)
+    check_model(config.model, source.spec)
+    check_optimizers(config)
+    check_raw_keys(config, source.spec)
+    check_fp8(config, source.spec)
+    tasks_of_run(config, source.spec)
+    return source
+
+
+def check_optimizers(config: Config) -> None:
+    """Refuse optimizers that do not exist or cannot train on the device.
+
+    Raises:
+        ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer lacks an option that
+            `optimizer.embedding_options` names, or it has no kernel for GPUs and would train on one.
+    """
+    check_dense_rule(config.effective_optimizer)
+    rule = table_rule(config.effective_optimizer.table_name)
+    update_settings(config.effective_optimizer)
+    if rule.kernel is not None:
+        return
+    is_plan = config.mode is Mode.plan
+    if (planned_hardware(config).device_type if is_plan else device_type(config)) == "cuda":
+        raise ValueError(
+            f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"
+        )
+
+
+def check_fp8(config: Config, spec: FeatureSpec) -> None:
+    """Refuse `train.fp8` where it cannot work.
+
+    Raises:
+        ValueError: the GPU has no such products, the model has no layers that gain from them, or they are of other sizes.
+    """
+    fp8 = config.train.fp8.value
+    if config.train.fp8 is Fp8.off:
+        return
+    if config.mode is not Mode.plan and device_type(config) == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability < FP8_CAPABILITY:
+            raise ValueError(
+                f"train.fp8={fp8} needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))}, such as an H100, "
+                f"and {torch.cuda.get_device_name()} has {'.'.join(map(str, capability))}; set train.fp8=off"
+            )
+    model = build_meta(config.model, spec)
+    layers = model.fp8_layers()
+    if not layers:
+        raise ValueError(
+            f"train.fp8={fp8} is for models with wide layers, and model.name={config.model.name} names none; set "
+            "train.fp8=off, or model.name=dcnv2"
+        )
+    names = {id(layer): name for name, layer in model.named_modules()}
+    misfits = [
+        f"{names[id(linear)]} of {linear.in_features:,} inputs and {linear.out_features:,} outputs"
+        for layer in layers
+        for linear in layer.fp8_products()
+        if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE
+    ]
+    if misfits:
+        raise ValueError(
+            f"train.fp8={fp8} needs inputs and outputs that are multiples of {MULTIPLE}, got {misfits[0]}; change "
+            "model.embedding_dim or the widths of the layers, or set train.fp8=off"
+        )
+
+
+def check_raw_keys(config: Config, spec: FeatureSpec) -> None:
+    """Refuse options that cannot be used with raw keys (`vocabulary: dynamic`).
+
+    Raises:
+        ValueError: the first of them.
+    """
+    dynamic = [feature for feature in spec.categorical if feature.is_dynamic]
+    if not dynamic:
+        return
+    name = shown(dynamic[0].name)
+    expanded = config.data.multi_hot.hotness is not None
+    for is_set, option, reason in (
+        (expanded, "data.multi_hot.hotness", "draws further ids, not keys; set it to null"),
+    ):
+        if is_set:
+            raise ValueError(
+                f"feature {name} has raw keys (vocabulary: dynamic), and {option} {reason}"
+            )
+
+
+def check_run(
+    config: Config, source: Source, ranks: Ranks, loaders: Loaders, start: ResumePoint
+) -> None:
+    """Refuse invalid options before any process group or file exists."""
+    if config.mode is Mode.inference:
+        sizes_to_time(config, source, ranks)
+    if loaders.train is not None:
+        if config.run_dir is None and launcher_restarts():
+            raise ValueError(
+                f"run_dir must be named under --max-restarts={launcher_restarts()}: a restarted run looks there for "
+                "its checkpoints"
+            )
+        steps_per_epoch = loaders.train.steps_per_epoch
+        place, last_place = start.stage.place(start.num_steps), total_steps(config, steps_per_epoch)
+        if place >= last_place:
+            last_step = start.stage.last_step(config, steps_per_epoch)
+            raise ValueError(
+                f"checkpoint.restore={config.checkpoint.restore} has {start.num_steps} steps behind it, and "
+                f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
+            )
+        evaluations = EvalSteps.of(config, steps_per_epoch)
+        check_profile(config.profile, place, last_place, evaluations, ranks)
+
+
+def sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
+    """Return the batch sizes of `mode=inference` that divide over the ranks and that the split can fill."""
+    num_rows = source.num_rows(config.eval.split)
+    requested = config.inference.batch_sizes
+    sizes = [size for size in requested if size % ranks.world_size == 0 and size <= num_rows]
+    if not sizes:
+        raise ValueError(
+            f"inference.batch_sizes={requested}: none can be timed with the {num_rows} rows of split "
+            f"'{config.eval.split}' on {count(ranks.world_size, 'rank')}; name a size that is no larger "
+            "and divides over the ranks"
+        )
+    return sizes
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,351 @@
+"""`mode=train`: the trainer and all that hangs on it, from the session to the summary."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.messages import on_one_line
+from configs.schema import Config
+from dataloading.loader import Loader
+from nn.build import (
+    TRAIN_SPLIT,
+    model_spec,
+)
+from nn.checkpoint.directory import (
+    CHECKPOINTS,
+    clear,
+    list_checkpoints,
+    prune,
+    step_of,
+)
+from nn.checkpoint.manager import CheckpointManager, SavedRun
+from nn.checkpoint.mirror import CheckpointMirror
+from nn.checkpoint.state import facts_of, trainer_rows
+from nn.checkpoint.tensor_index import read_index
+from nn.deltas.delta import FOLDER as DELTAS
+from nn.deltas.delta import chain_of
+from nn.deltas.observer import DeltaSaving
+from nn.deltas.writer import DeltaRun, DeltaWriter
+from nn.distributed.errors import DivergedError, SharedError, StoppedError
+from nn.distributed.failures import lost_rank_message
+from nn.distributed.preemption import Heartbeat, StopRequest
+from nn.distributed.process_group import (
+    Ranks,
+)
+from nn.distributed.step_watch import STACKS, StepWatch
+from nn.hypertune import hypertune_report
+from nn.modes.day_scores import DayScores
+from nn.observability.mlperf_log import (
+    MLPERF_LOG,
+    RESUMED,
+    MlperfLog,
+    machine_name,
+    now_ms,
+    settings_of,
+)
+from nn.observability.numerical_ranges import range_note
+from nn.observability.progress import Progress
+from nn.observability.records import UNSAVED
+from nn.observers.choice import Observers, make_observers
+from nn.observers.observer import Observer
+from nn.resume import (
+    ResumePoint,
+)
+from nn.session import Session, open_session
+from nn.stages import (
+    retired_rows,
+)
+from nn.training.loop_state import LoopState, Origin
+from nn.training.trainer import RunOutput, Saving, Trainer
+
+
+def train(config: Config, config_yaml: str) -> None:
+    """Train, or resume the training in `run_dir`."""
+    started_ms = now_ms()
+    with open_session(config, config_yaml) as session:
+        if session is None:
+            return
+        with open_training(session, started_ms) as (trainer, saving):
+            # Called here, so that few frames lie between the command and a step.
+            with finishes_writing(trainer, session.ranks):
+                trainer.train()
+            summary, problem = finish_training(session, trainer, saving)
+        session.conclude(summary, problem)
+
+
+@contextmanager
+def open_training(
+    session: Session, started_ms: int, observers: Mapping[str, Observer] | None = None
+) -> Iterator[tuple[Trainer, Saving | None]]:
+    """Build the trainer, at the point that the run starts from, and the objects that save its state.
+
+    `started_ms`: when it started, in milliseconds since the epoch.
+    """
+    config, ranks, start = session.config, session.ranks, session.start
+    loader = session.loaders.train
+    assert loader is not None
+    last_step = start.stage.last_step(config, loader.steps_per_epoch)
+    users = make_observers(config.log.observers) | dict(observers or {})
+    with ExitStack() as stack:
+        # Before any row is read, since its clock starts there.
+        mlperf = stack.enter_context(_mlperf_log(session, started_ms))
+        _report_ranges(session, loader)
+        saving = heartbeat = deltas = None
+        stack.enter_context(_bounded_steps(session))
+        if config.checkpoint.save:
+            # Its last upload may take longer than a stopped run may be silent: it ends after `StopRequest`.
+            mirror = stack.enter_context(_mirror(session))
+            stop = stack.enter_context(
+                StopRequest(ranks.world_size > 1, lambda: _as_error(lost_rank_message(ranks)))
+            )
+            heartbeat = stop.heartbeat
+            saving = Saving(_checkpoint_manager(session, heartbeat, mirror), stop)
+            deltas = _delta_saving(session, heartbeat)
+            saving.manager.check_room()
+        progress = stack.enter_context(
+            Progress(session.console, session.metrics, last_step, start_step=start.num_steps)
+        )
+        state = _loop_state(config, start)
+        own: list[Observer | None] = [
+            DayScores(session, state, progress, heartbeat),
+            deltas,
+            session.profiler(),
+            mlperf,
+            hypertune_report(session.logger) if ranks.is_rank0 else None,
+        ]
+        observers_of_run = Observers([one for one in own if one is not None], users)
+        output = RunOutput(session.recorder, progress, saving, observers_of_run)
+        evaluator = session.evaluator(heartbeat)
+        trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
+        if trainer.note is not None:
+            session.logger.info(f"note: {trainer.note}")
+        if start.is_continuation and not start.stage.is_new and ranks.is_rank0:
+            trainer.take_rows(trainer_rows(start.checkpoint))
+        yield trainer, saving
+
+
+def _loop_state(config: Config, start: ResumePoint) -> LoopState:
+    """Return what the loop begins with: the state in a checkpoint of its own, or a new one."""
+    if start.is_continuation:
+        began_restored = config.checkpoint.restore is not None
+        return LoopState.of_facts(
+            start.facts["trainer"], start.num_steps, start.stage, began_restored=began_restored
+        )
+    return LoopState(
+        num_steps=start.num_steps,
+        first_step=start.num_steps,
+        stage=start.stage,
+        origin=Origin.NEW if start.path is None else Origin.RESTORED,
+    )
+
+
+@contextmanager
+def _bounded_steps(session: Session) -> Iterator[None]:
+    """Bound the time for which a step waits for other ranks."""
+    if session.ranks.world_size == 1:
+        yield
+        return
+    watch = StepWatch(session.ranks, session.recorder.run_dir / STACKS)
+    session.step.watch, session.step.loading = watch, watch.loading
+    with watch.watching():
+        yield
+
+
+@contextmanager
+def _mlperf_log(session: Session, started_ms: int) -> Iterator[MlperfLog | None]:
+    """Open the benchmark's log on rank 0 and start its clock; None without log.mlperf and on other ranks."""
+    config, ranks, start = session.config, session.ranks, session.start
+    loader, target = session.loaders.train, config.eval.auc_threshold
+    if not config.log.mlperf:
+        yield None
+        return
+    assert loader is not None
+    assert target is not None
+    path = session.recorder.run_dir / MLPERF_LOG
+    is_restored = start.path is not None
+    if is_restored:
+        session.logger.warning(RESUMED.format(path=path))
+    with ExitStack() as stack:
+
+        def open_log() -> None:
+            log = MlperfLog(
+                path,
+                _mlperf_settings(session),
+                steps_per_epoch=loader.steps_per_epoch,
+                target=target,
+                restored_step=start.num_steps if is_restored else None,
+            )
+            opened.append(stack.enter_context(log))
+            log.start(started_ms, is_cache_cleared=config.log.mlperf_cache_cleared)
+
+        opened: list[MlperfLog] = []
+        # All ranks raise an error of the file.
+        ranks.run_on_rank0(open_log)
+        yield opened[0] if opened else None
+
+
+def _mlperf_settings(session: Session) -> dict[str, Any]:
+    config, ranks = session.config, session.ranks
+    rows = session.source.num_rows(config.eval.split)
+    if config.eval.max_steps is not None:
+        rows = min(rows, config.eval.max_steps * config.eval.batch_size)
+    on_gpu = ranks.device.type == "cuda"
+    gpu = torch.cuda.get_device_name(ranks.device) if on_gpu else None
+    return settings_of(
+        config,
+        machine=machine_name(ranks.world_size, ranks.world_size // ranks.local_world_size, gpu),
+        train_rows=session.source.num_rows(TRAIN_SPLIT),
+        eval_rows=rows,
+        on_gpu=on_gpu,
+    )
+
+
+def _report_ranges(session: Session, loader: Loader) -> None:
+    """Print a warning if rank 0's first batch has numerical features that nobody scaled."""
+    names = session.source.spec.numerical
+    if session.ranks.is_rank0 and names:
+        batch = loader.batch(session.start.stage.place(session.start.num_steps))
+        note = range_note(names, batch.numerical[: batch.num_valid].numpy())
+        if note is not None:
+            session.logger.warning(note)
+
+
+@contextmanager
+def _mirror(session: Session) -> Iterator[CheckpointMirror | None]:
+    """Yield the mirror of the run directory on rank 0, if there is one; upload the rest at the end."""
+    address, ranks = session.config.checkpoint.mirror, session.ranks
+    if address is None:
+        yield None
+        return
+    mirror = CheckpointMirror(session.recorder.run_dir, address, session.logger)
+    ranks.run_on_rank0(mirror.check)
+    try:
+        yield mirror if ranks.is_rank0 else None
+    finally:
+        if ranks.is_rank0:
+            mirror.start()
+            mirror.wait()
+
+
+def _checkpoint_manager(
+    session: Session, heartbeat: Heartbeat, mirror: CheckpointMirror | None
+) -> CheckpointManager:
+    """Remove what the previous start left, and return the writer of checkpoints."""
+    config, ranks, start = session.config, session.ranks, session.start
+    directory = session.recorder.run_dir / CHECKPOINTS
+
+    def tidy() -> None:
+        clear(directory, start.num_steps if start.is_continuation else 0)
+        if start.is_continuation:
+            # Now, not after the next save: the user may have lowered checkpoint.keep because the disk is full.
+            best = start.facts["trainer"]["best_step"]
+            prune(directory, start.num_steps, config.checkpoint.keep, best)
+
+    ranks.run_on_rank0(tidy)
+    return CheckpointManager(
+        directory,
+        session.step,
+        SavedRun(_run_facts(session), session.source.spec, mirror),
+        config.checkpoint,
+        ranks,
+        session.logger,
+        heartbeat,
+    )
+
+
+def _run_facts(session: Session) -> dict[str, Any]:
+    """Return the facts of a run that its checkpoints and deltas record."""
+    config, source = session.config, session.source
+    facts = facts_of(config, model_spec(config, source), session.ranks)
+    return facts | {"stage": session.start.stage.facts()}
+
+
+def _delta_saving(session: Session, heartbeat: Heartbeat) -> DeltaSaving | None:
+    """Remove the deltas after the state that the run starts from, and return what saves further ones; None without."""
+    config, ranks, start = session.config, session.ranks, session.start
+    if config.checkpoint.delta_every is None:
+        return None
+    run = DeltaRun(_run_facts(session), None)
+    link = chain_of(start.facts) if start.is_continuation else None
+    if link is not None:
+        tensors = read_index(start.checkpoint).tensors
+        rows = {name: tensors[f"tables.{name}.weight"].size[0] for name in session.step.table_names}
+        run = replace(run, start=link, start_rows=rows)
+    writer = DeltaWriter(
+        session.recorder.run_dir / DELTAS,
+        session.step.tables,
+        session.step.dense_weights,
+        run,
+        config.checkpoint,
+        ranks,
+        session.logger,
+    )
+    stage = start.stage
+    # Also if the run was killed before the first delta of the stage.
+    if stage.number and start.num_steps == stage.first_step:
+        for table, retired in retired_rows(config, session.source.spec).items():
+            writer.retire(table, retired)
+    return DeltaSaving(writer, config.checkpoint.delta_every, heartbeat)
+
+
+@contextmanager
+def finishes_writing(trainer: Trainer, ranks: Ranks) -> Iterator[None]:
+    """After an error, wait for the files that are being written."""
+    try:
+        yield
+    except BaseException as error:
+        # If all ranks have this error, the checkpoint will be complete; if not, waiting for the others may never end.
+        is_shared = isinstance(error, DivergedError | SharedError | StoppedError)
+        if is_shared or ranks.world_size == 1:
+            trainer.finish_files()
+        raise
+
+
+def finish_training(
+    session: Session, trainer: Trainer, saving: Saving | None
+) -> tuple[dict[str, Any], str | None]:
+    """Save the last checkpoint, and record the result.
+
+    Returns:
+        The summary, and why that checkpoint could not be written, or None.
+    """
+    ranks, problem = session.ranks, None
+    if saving is not None:
+        if not trainer.is_saved:
+            trainer.save(is_last=True)
+        problem = saving.manager.wait()
+    summary = trainer.conclude()
+    summary["teacher_auc"] = session.teacher_auc
+    summary[UNSAVED] = problem
+
+    def finish() -> None:
+        summary.update(_checkpoints(session.recorder.run_dir, summary["best_step"]))
+        session.recorder.finish(summary, pictures=session.config.log.pictures)
+
+    # The summary comes last: a run that is killed before it has not finished.
+    ranks.run_on_rank0(finish)
+    if problem is None:
+        return summary, None
+    latest = ranks.broadcast_object(summary.get("checkpoint"))
+    return summary, (
+        f"the checkpoint could not be written below {session.recorder.run_dir / CHECKPOINTS}: {problem}; the run's other "
+        "results are there. Free some space and rerun the same command, which trains "
+        f"{'from the start' if latest is None else f'from {latest}'} again, or set checkpoint.save=false"
+    )
+
+
+def _checkpoints(run_dir: Path, best_step: int | None) -> dict[str, str | None]:
+    """Return the latest checkpoint and that of the best evaluation, relative to the run directory; None where there is none."""
+    steps = [step_of(path) for path in list_checkpoints(run_dir / CHECKPOINTS)]
+    return {
+        "checkpoint": f"{CHECKPOINTS}/step_{steps[0]}" if steps else None,
+        "best_checkpoint": f"{CHECKPOINTS}/step_{best_step}" if best_step in steps else None,
+    }
+
+
+def _as_error(text: str) -> str:
+    return f"error: {on_one_line(text)}\n" if text else ""

@@ -1,0 +1,75 @@
+"""The observers of a run: those of the project, and those of a user that `log.observers` or the library's `Training` names."""
+
+from collections.abc import Mapping, Sequence
+from traceback import extract_tb
+from typing import Any
+
+from nn.distributed.errors import (
+    DeviceError,
+    DivergedError,
+    LostRankError,
+    RankError,
+    SharedError,
+    StoppedError,
+)
+from nn.observers.observer import Observer
+from nn.user_objects import load_user_object
+
+ENDS_OF_RUNS = (DeviceError, DivergedError, LostRankError, RankError, SharedError, StoppedError)
+
+
+def make_observers(names: Sequence[str]) -> dict[str, Observer]:
+    """Return the observers that `log.observers` names, by these names; all ranks must call it.
+
+    Raises:
+        ValueError: `package.module:NAME` is no observer.
+    """
+    return {name: _made(name) for name in names}
+
+
+def _made(name: str) -> Observer:
+    option = f"log.observers={name}"
+    make = load_user_object(name, "log.observers")
+    try:
+        made = make() if callable(make) else make
+    except (Exception, SystemExit) as error:  # one of the user may raise anything
+        raise ValueError(f"{option} cannot be made ({_described(error)}); correct it") from error
+    if not isinstance(made, Observer):
+        raise ValueError(
+            f"{option} is no observer; derive it from Observer of nn/observers/observer.py"
+        )
+    return made
+
+
+def _described(error: BaseException) -> str:
+    first_line = (str(error).splitlines() or [""])[0]
+    frames = extract_tb(error.__traceback__)
+    at = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {first_line}{at}"
+
+
+class Observers:
+    """All observers of a run, called in one order: the project's, then the user's by name."""
+
+    def __init__(
+        self, own: Sequence[Observer] = (), users: Mapping[str, Observer] | None = None
+    ) -> None:
+        self._own = tuple(own)
+        self._users = dict(users or {})
+
+    def tell(self, event: str, *arguments: Any, **named: Any) -> None:
+        """Call a method of all observers.
+
+        Raises:
+            RankError: an observer of the user has failed.
+        """
+        for observer in self._own:
+            getattr(observer, event)(*arguments, **named)
+        for name, observer in self._users.items():
+            try:
+                getattr(observer, event)(*arguments, **named)
+            except ENDS_OF_RUNS:
+                raise
+            except Exception as error:  # the user's may raise anything
+                text = f"the observer {name} has failed in {event} ({_described(error)})"
+                raise RankError(f"{text}; correct it, or leave it out of log.observers") from error

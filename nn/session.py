@@ -1,0 +1,403 @@
+"""A session: what every mode but the plan works with, opened in the one order that is safe.
+
+The order is the contract of `open_session`; each line relies on those above it.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from logging import Logger
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from configs.schema import Component, Config, Mode
+from dataloading.dataset.file_states import data_identity
+from dataloading.dataset.source import Source
+from dataloading.synthetic import SyntheticSource
+from nn.build import (
+    TRAIN_SPLIT,
+    Loaders,
+    build_key_maps,
+    build_loaders,
+    build_step,
+    build_test_loader,
+    checked_plan,
+    device_type,
+    hardware_of,
+    model_spec,
+)
+from nn.checkpoint.directory import (
+    CHECKPOINTS,
+    clear,
+    prune,
+)
+from nn.checkpoint.mirror import catch_up
+from nn.checks import check_run, count, open_checked
+from nn.distributed.errors import DivergedError, SharedError
+from nn.distributed.failures import report_faults, report_lost_rank
+from nn.distributed.preemption import Heartbeat
+from nn.distributed.process_group import (
+    Ranks,
+    process_group,
+    process_rank,
+    ranks_from_environment,
+)
+from nn.loggers.choice import make_loggers
+from nn.models.description import describe_model
+from nn.models.metric import METRIC_FACTS, Metric, facts_of_metrics
+from nn.models.tasks import metrics_of
+from nn.observability.console import (
+    make_console,
+    make_logger,
+    print_header,
+    print_summary,
+)
+from nn.observability.environment import environment
+from nn.observability.model_summary import size_line
+from nn.observability.plan_table import BesidePlan, print_memory, print_plan
+from nn.observability.profiler import Profiler
+from nn.observability.records import DATA_IDENTITY, ENDED, PLAN, PROBLEM, KeptRecords
+from nn.observability.run_directory import (
+    RunDirectory,
+    draw_missing_pictures,
+    empty_summary,
+)
+from nn.observability.run_lock import RunLock
+from nn.planning.exchange import planned_exchange
+from nn.planning.memory_estimate import RankMemory, plan_memory
+from nn.planning.plan import TablePlan
+from nn.resume import (
+    ResumePoint,
+    finished_run,
+    kept_records,
+    load,
+    named_resume_point,
+    own_resume_point,
+)
+from nn.training.dense_optimizer import dense_rule
+from nn.training.evaluator import Evaluator
+from nn.training.train_step import TrainStep
+
+SYNTHETIC = "built-in synthetic clicks"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The objects of a run that every mode works with.
+
+    `teacher_auc`: the best AUC that any model can reach, if known.
+    """
+
+    config: Config
+    source: Source
+    loaders: Loaders
+    ranks: Ranks
+    recorder: RunDirectory
+    console: Console
+    logger: Logger
+    start: ResumePoint
+    step: TrainStep
+    teacher_auc: float | None
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """Metrics of all tasks, in the order of the records."""
+        return metrics_of(self.step.tasks)
+
+    def evaluator(self, heartbeat: Heartbeat | None = None) -> Evaluator:
+        """Return the evaluator of the split to evaluate on."""
+        assert self.loaders.test is not None
+        return Evaluator(self.step, self.loaders.test, self.ranks, self.config.eval, heartbeat)
+
+    def evaluator_of(
+        self,
+        source: Source,
+        split: str,
+        heartbeat: Heartbeat | None = None,
+        stored: Source | None = None,
+    ) -> Evaluator:
+        """Return the evaluator of other rows, which threads read; `stored` has their ids where `source` changes them."""
+        loader = build_test_loader(self.config, source, self.ranks, split, self.step.key_maps)
+        return Evaluator(self.step, loader, self.ranks, self.config.eval, heartbeat, stored)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Complete the results of a mode that trains nothing; `summary` has what it measured."""
+        summary = empty_summary(self.metrics) | {"steps": self.start.num_steps} | summary
+        summary["teacher_auc"] = self.teacher_auc
+        self.recorder.finish(summary, pictures=self.config.log.pictures)
+        self.conclude(summary)
+
+    def conclude(self, summary: dict[str, Any], problem: str | None = None) -> None:
+        """Print the summary.
+
+        Raises:
+            SharedError: `problem`, why a file of the run could not be written.
+            DivergedError: the metrics are undefined.
+        """
+        print_summary(self.console, summary, self.metrics, self.recorder.run_dir)
+        if problem is not None:
+            raise SharedError(problem)
+        if summary.get(PROBLEM) is not None:
+            raise DivergedError(f"the run is complete, but {summary[PROBLEM]}")
+
+    def profiler(self) -> Profiler | None:
+        """Return the profiler, if `profile.steps` is set; a run that resumes records no profile, and prints that."""
+        if not self.config.profile.steps:
+            return None
+        if self.start.is_continuation:
+            self.logger.info(
+                "note: a run that resumes records no profile; set another run_dir, with checkpoint.restore, for profile.steps"
+            )
+            return None
+        return Profiler(
+            self.config.profile,
+            self.start.num_steps,
+            self.recorder.run_dir,
+            self.console,
+            self.ranks,
+        )
+
+
+@contextmanager
+def open_session(
+    config: Config, config_yaml: str, console: Console | None = None
+) -> Iterator[Session | None]:
+    """Check, open the process group, plan and build; None if nothing is left to do.
+
+    1. Refuse what can be refused before any process group or file exists.
+    2. Fork the readers, which must have neither a CUDA context nor a communicator.
+    3. Open the process group. From here on all ranks raise an error together.
+    4. Lock the run directory, before anything in it is read or renamed.
+    5. Find the checkpoint to start from; end if the run is complete.
+    6. Plan, before the run directory is created: a plan that does not fit leaves nothing behind.
+    7. Create the run directory and its records.
+    8. Build tables and dense component, and load the checkpoint into them.
+    """
+    source = open_checked(config)
+    console = make_console(process_rank()) if console is None else console
+    logger = make_logger(console)
+    ranks = ranks_from_environment(device_type(config))
+    start = named_resume_point(config, source)
+    key_maps = build_key_maps(config, source.spec, ranks)
+    loaders = build_loaders(config, source, ranks, key_maps)
+    check_run(config, source, ranks, loaders, start)
+    with ExitStack() as stack:
+        stack.enter_context(loaders)
+        stack.enter_context(process_group(ranks))
+        stack.enter_context(report_lost_rank(ranks))
+        lock = stack.enter_context(RunLock(logger))
+        ranks.run_on_rank0(partial(_take_run_directory, config, lock, logger))
+        start = own_resume_point(config, source, ranks, logger) or start
+        finished = finished_run(config, loaders.train, ranks, start)
+        if finished is not None:
+            ranks.run_on_rank0(lambda: _complete_results(config, start, logger))
+            logger.info(finished)
+            yield None
+            return
+        hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
+        plan, rows, disk_room = ranks.run_on_rank0(partial(checked_plan, config, source, hardware))
+        memory = _training_memory(config, source, rows, ranks)
+        facts = _environment(config, source, ranks, start.num_steps)
+        recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
+        ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
+        size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
+        header = _header_facts(config, source, recorder.run_dir, start)
+        print_header(console, facts, {"model": header["model"]} | size | header)
+        if config.mode is Mode.train and ranks.is_rank0:
+            exchange = planned_exchange(config, source.spec, rows, hardware)
+            listed, has_gpus = str(recorder.run_dir / PLAN), ranks.device.type == "cuda"
+            beside = BesidePlan(listed, exchange, disk_room=disk_room, has_gpus=has_gpus)
+            print_plan(console, rows, ranks.world_size, beside)
+        if memory:
+            print_memory(console, memory, hardware.hbm_bytes)
+        with report_faults(ranks):
+            step = build_step(config, source, plan, ranks, key_maps)
+            stack.callback(step.close)
+            _report_capture(step, ranks, logger)
+            load(config, start, step, logger)
+            teacher_auc = facts["teacher_auc"]
+            yield Session(
+                config, source, loaders, ranks, recorder, console, logger, start, step, teacher_auc
+            )
+
+
+def _report_capture(step: TrainStep, ranks: Ranks, logger: Logger) -> None:
+    if ranks.device.type == "cuda":
+        blocker = step.capture_blocker
+        logger.info(f"step: {f'no CUDA graph, {blocker}' if blocker else 'a CUDA graph'}")
+
+
+def describe(config: Config, source: Source, logger: Logger) -> dict[str, Any] | None:
+    """Return the description of the model; None, with a warning, if its layers cannot be run on the CPU."""
+    try:
+        return describe_model(config.model, source.spec, model_spec(config, source))
+    except Exception as error:  # of a model's own code, which may need a GPU
+        logger.warning(f"no summary of the model and no model.json: {error}")
+        return None
+
+
+def _write_model(
+    config: Config, source: Source, recorder: RunDirectory, logger: Logger
+) -> dict[str, str]:
+    """Write `model.json`; return the line of the header that tells the size of the model."""
+    description = describe(config, source, logger)
+    if description is None:
+        return {}
+    recorder.write_model(description)
+    return {"size": size_line(description)}
+
+
+def _training_memory(
+    config: Config, source: Source, rows: list[TablePlan], ranks: Ranks
+) -> list[RankMemory]:
+    """Return the peak memory of each GPU while training; empty on CPUs and in other modes."""
+    if config.mode is not Mode.train or ranks.device.type != "cuda":
+        return []
+    return plan_memory(config, source.spec, rows, ranks.world_size, dense_states(config))
+
+
+def dense_states(config: Config) -> int:
+    """Return the numbers per weight that the dense component keeps beside weight and gradient."""
+    has_average = config.train.ema_decay is not None
+    return dense_rule(config.effective_optimizer).states_per_weight + has_average
+
+
+def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> None:
+    """Do what the last start of a finished run could not: draw its curves, remove older checkpoints, link the best."""
+    if config.run_dir is None:
+        return
+    # An error after the summary, such as of a last sync, does not make the run unfinished.
+    (Path(config.run_dir) / ENDED).unlink(missing_ok=True)
+    if config.mode is not Mode.train:
+        return
+    if config.log.pictures:
+        draw_missing_pictures(Path(config.run_dir), logger)
+    if start.is_continuation and config.checkpoint.save:
+        directory = Path(config.run_dir) / CHECKPOINTS
+        clear(directory, start.num_steps)
+        prune(
+            directory,
+            start.num_steps,
+            config.checkpoint.keep,
+            start.facts["trainer"]["best_step"],
+        )
+
+
+def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) -> dict[str, Any]:
+    facts: dict[str, Any] = environment(
+        config.recipe,
+        ranks.device,
+        world_size=ranks.world_size,
+        num_hosts=ranks.world_size // ranks.local_world_size,
+    )
+    facts["teacher_auc"] = teacher_auc(config, source) if ranks.is_rank0 else None
+    # The title of the curves.
+    facts["data"] = config.data.path or SYNTHETIC
+    facts[DATA_IDENTITY] = data_identity(source.spec) if ranks.is_rank0 else None
+    facts["batch_size"] = config.train.batch_size
+    facts["seed"] = config.seed
+    facts["split"] = config.eval.split
+    # The point that the curves mark as the restored model.
+    facts["restored"] = config.checkpoint.restore
+    facts["start_step"] = start_step
+    if metrics := facts_of_metrics(config.eval.metrics):
+        facts[METRIC_FACTS] = metrics
+    return facts
+
+
+def teacher_auc(config: Config, source: Source) -> float | None:
+    """Return the best AUC that any model can reach, known for synthetic clicks only."""
+    return source.teacher_auc(config.eval.split) if isinstance(source, SyntheticSource) else None
+
+
+def _take_run_directory(config: Config, lock: RunLock, logger: Logger) -> None:
+    """Lock the run directory, and copy checkpoints and records into it if its mirror is ahead of it."""
+    run_dir = None if config.run_dir is None else Path(config.run_dir)
+    address = config.checkpoint.mirror if config.mode is Mode.train else None
+    if run_dir is not None and address is not None:
+        # Only a directory that exists is locked here.
+        run_dir.mkdir(parents=True, exist_ok=True)
+    lock.take(run_dir)
+    if run_dir is not None and config.mode is Mode.train:
+        catch_up(run_dir, address, logger)
+
+
+def _recorder(
+    config: Config,
+    config_yaml: str,
+    facts: dict[str, Any],
+    ranks: Ranks,
+    start: ResumePoint,
+    lock: RunLock,
+) -> RunDirectory:
+    """Create the run directory and its files on rank 0; if that fails, all ranks raise the error."""
+
+    def make(run_dir: Path, kept: KeptRecords | None = None) -> RunDirectory:
+        return RunDirectory(
+            run_dir,
+            rank=ranks.rank,
+            config_yaml=config_yaml,
+            environment=facts,
+            logger=lock.logger,
+            loggers=make_loggers(config.log.loggers, lock.logger) if ranks.is_rank0 else None,
+            kept=kept,
+        )
+
+    made: list[RunDirectory] = []
+
+    def make_on_rank0() -> Path:
+        if config.run_dir is None:
+            run_dir = lock.create_new(config.recipe)
+        else:
+            run_dir = Path(config.run_dir)
+            lock.create(run_dir)
+        made.append(make(run_dir, kept_records(config, run_dir, start, lock.logger)))
+        return run_dir
+
+    run_dir = ranks.run_on_rank0(make_on_rank0)
+    return made[0] if made else make(run_dir)
+
+
+def _header_facts(
+    config: Config, source: Source, run_dir: Path, start: ResumePoint
+) -> dict[str, str]:
+    """Return the facts that the first lines of a run print."""
+    spec, data, optimizer = source.spec, config.data, config.optimizer
+    facts = {
+        "model": f"{config.model.name}, {len(spec.numerical)} numerical and "
+        f"{len(spec.categorical)} categorical features, dim {config.model.embedding_dim}",
+        "data": f"{data.path or SYNTHETIC}, "
+        f"{source.num_rows(TRAIN_SPLIT):,} training rows, "
+        f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
+        "seed": str(config.seed),
+        "run_dir": str(run_dir),
+    }
+    if start.path is not None:
+        how = "resumes" if start.is_continuation else "restored"
+        facts[how] = f"{start.path}"
+        starts_at_zero = config.mode is Mode.train and not config.checkpoint.takes_optimizer
+        if start.is_continuation or not starts_at_zero:
+            facts[how] += f", {start.num_steps:,} steps"
+        if not start.is_continuation:
+            facts[how] += ", " + ", ".join(part.name for part in config.checkpoint.parts)
+            facts[how] += "; training starts at step 0" if starts_at_zero else ""
+    if config.train.ema_decay is not None:
+        facts["average"] = (
+            f"dense component, decay {config.train.ema_decay:g} after a warm-up by (1 + step) / (10 + step); evaluation and "
+            "inference use it"
+        )
+    if config.mode is not Mode.train:
+        return facts
+    frozen = config.train.freeze
+    dense = "dense frozen" if Component.dense in frozen else f"{optimizer.name} {optimizer.lr:g}"
+    tables = f"{optimizer.table_name} {optimizer.table_lr:g}"
+    tables = "frozen" if Component.tables in frozen else tables
+    facts |= {
+        "batch": f"{config.train.batch_size:,} rows over all ranks, "
+        + count(config.train.epochs, "epoch"),
+        "optimizer": f"{dense}, {config.model.embedding_dtype.value} tables {tables}, amp {config.train.amp.value}",
+    }
+    return facts

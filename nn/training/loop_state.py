@@ -1,0 +1,149 @@
+"""The state of the training loop as one record: a checkpoint holds it whole, and a run that resumes loads it whole."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any, Self
+
+from nn.models.metric import AUC, GAUC, Metric
+from nn.observability.run_directory import FIRST_AUC, RESTORED_AUC, UNTRAINED_AUC
+from nn.training.limits import Stage
+
+ENDS_STAGE = "ends_stage"
+"""Key of a checkpoint that tells whether all steps of its stage are behind it."""
+
+
+class Origin(Enum):
+    """The model that this start of a run began with."""
+
+    NEW = auto()
+    RESTORED = auto()  # the model of another run
+    RESUMED = auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class LoopState:
+    """Counters, the running sums of the next record, and the evaluations so far.
+
+    The first three fields are not among the facts of the loop in `run.json`: it has the steps and the stage beside them, and a
+    start knows its own origin.
+    """
+
+    num_steps: int = 0
+    stage: Stage = field(default_factory=Stage)
+    origin: Origin = Origin.NEW
+
+    first_step: int = 0
+    loss_sum: float = 0.0  # since the latest record
+    loss_steps: int = 0
+    key_counts: dict[str, int] | None = None  # of raw keys, since the latest record
+    last_record: int | None = None
+    first_auc: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(FIRST_AUC))
+    test: dict[str, Any] = field(default_factory=dict)  # the latest evaluation
+    other_days: dict[str, Any] = field(default_factory=dict)  # metrics of other days' rows
+    # The best evaluation so far, by which metric and of which rows; nan before the first.
+    best_metric: str = AUC.name
+    best_rows: dict[str, Any] = field(default_factory=dict)
+    best_value: float = math.nan
+    best_step: int | None = None
+    evals_since_best: int = 0
+    ends_stage: bool | None = None  # in a loaded checkpoint; None in one of an older version
+
+    def facts(self, *, ends_stage: bool) -> dict[str, Any]:
+        """Return what run.json holds."""
+        return {
+            "loss_sum": self.loss_sum,
+            "loss_steps": self.loss_steps,
+            **({} if self.key_counts is None else {"key_counts": dict(self.key_counts)}),
+            "test": plain_numbers(self.test),
+            **self.first_auc,
+            "best_metric": self.best_metric,
+            "best_rows": self.best_rows,
+            "best_auc": None if math.isnan(self.best_value) else self.best_value,
+            "best_step": self.best_step,
+            "evals_since_best": self.evals_since_best,
+            "last_record": self.last_record,
+            "first_step": self.first_step,
+            "other_days": self.other_days,
+            ENDS_STAGE: ends_stage,
+        }
+
+    @classmethod
+    def of_facts(
+        cls, facts: Mapping[str, Any], num_steps: int, stage: Stage, *, began_restored: bool
+    ) -> Self:
+        """Return the state of a run that resumes; checkpoints of earlier versions lack some facts.
+
+        A new stage starts without evaluations and sums, since metrics of different days cannot be compared.
+        """
+        first_auc = {name: facts.get(name) for name in FIRST_AUC}
+        if began_restored and RESTORED_AUC not in facts:
+            # Earlier versions called the AUC of a restored model untrained too.
+            first_auc = {UNTRAINED_AUC: None, RESTORED_AUC: first_auc[UNTRAINED_AUC]}
+        state = cls(
+            num_steps=num_steps,
+            stage=stage,
+            origin=Origin.RESUMED,
+            first_step=facts.get("first_step", 0),
+            last_record=facts.get("last_record"),
+            first_auc=first_auc,
+        )
+        if stage.is_new:
+            return state
+        best = facts["best_auc"]
+        return replace(
+            state,
+            loss_sum=facts["loss_sum"],
+            loss_steps=facts["loss_steps"],
+            key_counts=facts.get("key_counts"),
+            test=facts["test"],
+            other_days=dict(facts.get("other_days", {})),
+            best_metric=facts.get("best_metric", AUC.name),
+            best_rows=facts.get("best_rows", {}),
+            best_value=math.nan if best is None else best,
+            best_step=facts["best_step"],
+            evals_since_best=facts.get("evals_since_best", 0),
+            ends_stage=facts.get(ENDS_STAGE),
+        )
+
+    def compare_by(self, metric: Metric, scored: Mapping[str, Any]) -> str | None:
+        """Choose the best evaluation by `metric` among those of the rows `scored` from now on.
+
+        If those before were by another metric or of other rows, the choice starts over, and the note that is returned says so.
+        """
+        before = {**scored, **self.best_rows}
+        best_metric, best_step = self.best_metric, self.best_step
+        self.best_metric, self.best_rows = metric.key, dict(scored)
+        if before != scored:
+            self.test = {}
+        # Groups of rows matter to GAUC alone.
+        names = scored if metric.name == GAUC.name else scored.keys() - {"group"}
+        if best_metric == metric.key and all(before[name] == scored[name] for name in names):
+            return None
+        self.best_step, self.best_value, self.evals_since_best = None, math.nan, 0
+        if best_step is None:
+            return None
+        group = before["group"]
+        groups = "" if group in (None, scored["group"]) else f" in groups by {group}"
+        return (
+            f"evaluations score {scored['rows']:,} rows of split '{scored['split']}' by {metric.key}, those before "
+            f"were by {best_metric} of {before['rows']} rows of split '{before['split']}'{groups}: the best one is chosen among "
+            "the coming ones"
+        )
+
+    def take_evaluation(self, record: Mapping[str, Any], metric: Metric) -> None:
+        """Count an evaluation after the latest step, which may be the best so far."""
+        self.test = dict(record)
+        self.evals_since_best += 1
+        value = record[metric.test_key]
+        if metric.improves(value, self.best_value):
+            self.best_value, self.best_step, self.evals_since_best = value, self.num_steps, 0
+
+
+def plain_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with None instead of nan, which JSON does not have."""
+    return {
+        key: None if isinstance(value, float) and math.isnan(value) else value
+        for key, value in record.items()
+    }

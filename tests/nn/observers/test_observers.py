@@ -1,0 +1,147 @@
+"""Observers of the training loop from outside the project: by an option, and in the library."""
+
+import json
+
+import pytest
+
+from nn.library.options import options
+from nn.library.own_training import Training
+from nn.observers.observer import Observer
+from tests.helpers.command import run_command
+from tests.helpers.composed import TINY
+
+QUIET = ["log.loggers=[]", "train.max_steps=6", "eval.every=4", "eval.at_start=true", "log.every=3"]
+QUIET += ["checkpoint.save_every=2", "eval.final_max_steps=1"]
+
+MODULE = """
+from nn.observers.observer import Observer
+
+EVENTS = []
+
+
+class Noting(Observer):
+    def on_start(self, loop):
+        EVENTS.append(("start", loop.num_steps, loop.last_step))
+
+    def on_step_begin(self, loop):
+        EVENTS.append(("step begins", loop.num_steps))
+
+    def on_step(self, loop, trained):
+        EVENTS.append(("step", loop.num_steps, trained.loss > 0))
+
+    def on_record(self, loop, record):
+        EVENTS.append(("record", record["step"], round(record["loss"], 5)))
+
+    def on_evaluation_begin(self, loop):
+        EVENTS.append(("evaluation begins", loop.num_steps))
+
+    def on_evaluation(self, loop, record, *, is_final):
+        EVENTS.append(("evaluation", record["step"], is_final))
+
+    def on_checkpoint(self, loop, checkpoint):
+        assert checkpoint.directory.parent == loop.run_dir / "checkpoints"
+        EVENTS.append(("checkpoint", checkpoint.directory.name))
+
+    def on_between_steps(self, loop):
+        EVENTS.append(("between", loop.num_steps))
+
+    def on_end(self, loop):
+        EVENTS.append(("end", loop.num_steps))
+
+
+class Failing(Observer):
+    def on_record(self, loop, record):
+        raise KeyError("a name of mine")
+
+
+NO_OBSERVER = object()
+"""
+
+AT_STEP = [("step begins", 0), ("step", 1, True), ("between", 1), ("step begins", 1)]
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch, request):
+    """The name of a module outside the project."""
+    name = f"own_observers_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_an_observer_from_outside_sees_every_event_in_order(own, tmp_path):
+    __import__(own)
+    ended = run_command(*TINY, *QUIET, f"log.observers=[{own}:Noting]", f"run_dir={tmp_path}/run")
+    assert ended.exit_code == 0, ended.err
+    events = __import__(own).EVENTS
+    assert events[:3] == [("evaluation begins", 0), ("evaluation", 0, False), ("start", 0, 6)]
+    assert events[3:7] == AT_STEP
+    kinds = [event[0] for event in events]
+    assert [kinds.count(kind) for kind in ("step", "between", "record")] == [6, 5, 2]
+    assert [e for e in events if e[0] == "evaluation"] == [
+        ("evaluation", 0, False),
+        ("evaluation", 4, False),
+        ("evaluation", 6, False),
+        ("evaluation", 6, True),
+    ]
+    # Between the steps 4 and 5: the evaluation before the checkpoint that holds it.
+    at = events.index(("step", 4, True))
+    assert events[at + 1 : at + 5] == [
+        ("evaluation begins", 4),
+        ("evaluation", 4, False),
+        ("checkpoint", "step_4"),
+        ("between", 4),
+    ]
+    assert [e[1] for e in events if e[0] == "checkpoint"] == ["step_2", "step_4", "step_6"]
+    assert events[-2:] == [("end", 6), ("evaluation", 6, True)]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    losses = [round(line["loss"], 5) for line in lines if "loss" in line]
+    assert [e[2] for e in events if e[0] == "record"] == pytest.approx(losses, abs=2e-5)
+
+
+def test_an_observer_changes_no_digit_of_a_run(own, tmp_path):
+    for name, more in (("with", [f"log.observers=[{own}:Noting]"]), ("without", [])):
+        assert run_command(*TINY, *QUIET, *more, f"run_dir={tmp_path}/{name}").exit_code == 0
+    tensors = [
+        tmp_path / name / "checkpoints/step_6/rank_00000.bin" for name in ("with", "without")
+    ]
+    assert tensors[0].read_bytes() == tensors[1].read_bytes()
+
+
+def test_an_observer_that_fails_ends_the_run_in_one_line(own, tmp_path):
+    ended = run_command(*TINY, *QUIET, f"log.observers=[{own}:Failing]", f"run_dir={tmp_path}/run")
+    assert ended.exit_code == 2
+    assert ended.err.count("\n") == 1
+    for text in (f"{own}:Failing", "on_record", "KeyError", f"{own}.py:"):
+        assert text in ended.err
+
+
+def test_what_is_no_observer_is_refused(own):
+    for name, problem in (
+        (f"{own}:NO_OBSERVER", "is no observer"),
+        (f"{own}:NOTHING", "has no NOTHING"),
+        ("plain", "no package.module:NAME"),
+    ):
+        ended = run_command(*TINY, *QUIET, f"log.observers=[{name}]", "checkpoint.save=false")
+        assert ended.exit_code == 2
+        assert problem in ended.err
+
+
+def test_a_training_of_the_library_has_observers(tmp_path):
+    class Counting(Observer):
+        steps = 0
+        ended = False
+
+        def on_step(self, loop, trained):
+            self.steps += 1
+
+        def on_end(self, loop):
+            self.ended = True
+
+    counting = Counting()
+    config = options("dlrm", *TINY, *QUIET, f"run_dir={tmp_path}/run")
+    with Training(config, quiet=True, observers=[counting]) as training:
+        while training.num_steps < training.last_step:
+            training.step()
+        training.finish()
+    assert (counting.steps, counting.ended) == (6, True)
