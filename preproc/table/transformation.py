@@ -1,6 +1,6 @@
 """The transformation of rows of one relation: numericals, ids and lists of ids, as SQL and arrays.
 
-Preprocessing applies it to all rows of a dataset (`preproc/table/pipeline.py`), and `preproc/transformed_rows.py` to the
+Preprocessing applies it to all rows of a dataset (`preproc/table/pipeline/build.py`), and `preproc/transformed_rows.py` to the
 rows of raw files as they are read. Relations have the columns `row_`, `n<i>` and `c<i>` of `preproc/table/staging.py`.
 """
 
