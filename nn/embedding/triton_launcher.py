@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from configs.schema import OptimizerConfig
+from configs.user_objects import load_user_object
 from nn.embedding.key_sources import KeySources
 from nn.embedding.local_tables import (
     LocalTable,
@@ -24,7 +25,6 @@ from nn.embedding.lookups import Pooling
 from nn.embedding.optimizer import TableRule, table_rule
 from nn.ops.addresses import elements_between
 from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
-from nn.user_objects import load_user_object
 
 SAMPLES_PER_PROGRAM = 32
 """Fewest samples per program of the lookup."""

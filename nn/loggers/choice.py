@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from logging import Logger
 
 from configs.messages import require_package
+from configs.user_objects import load_user_object
 from nn.loggers.background import Loggers
 from nn.loggers.run_logger import METHODS, RunLogger
-from nn.user_objects import load_user_object
 
 LOGGERS = {
     "tensorboard": "nn.loggers.tensorboard_logger:TensorBoardLogger",

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.messages import shown
 from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_keys
 from configs.schema import Config, ModelConfig, describe
+from configs.user_objects import load_user_object
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.models.options import (
     DCNv2Options,
@@ -31,7 +32,6 @@ from nn.models.options import (
     WuKongOptions,
     without_effect,
 )
-from nn.user_objects import load_user_object
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig

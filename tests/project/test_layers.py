@@ -72,15 +72,13 @@ ROOMS = {
     "nn.ops.triton": {"nn.ops"},
     "nn.ops.triton.fp8": {"nn.ops", "nn.ops.triton"},
     "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8"},
-    "nn.user_objects": set(),
-    "nn.embedding": {"nn.ops", "nn.ops.triton", "nn.user_objects"},
+    "nn.embedding": {"nn.ops", "nn.ops.triton"},
     "nn.layers.interactions": {"nn.layers"},
     "nn.models": {
         "nn.embedding",
         "nn.layers",
         "nn.layers.interactions",
         "nn.ops",
-        "nn.user_objects",
     },
     "nn.tiers": {"nn.distributed", "nn.embedding", "nn.layers", "nn.ops"},
     "nn.sharding": {
@@ -92,7 +90,7 @@ ROOMS = {
     },
     "nn.planning": {"nn.embedding", "nn.models", "nn.sharding", "nn.tiers"},
     "nn.checkpoint": {"nn.distributed", "nn.ops"},
-    "nn.loggers": {"nn.user_objects"},
+    "nn.loggers": set(),
     "nn.plots": set(),
     "nn.observability": {
         "nn.distributed",
@@ -118,7 +116,6 @@ ROOMS = {
         "nn.ops.triton",
         "nn.sharding",
         "nn.tiers",
-        "nn.user_objects",
     },
     "nn.export": {"nn.checkpoint"},
     "nn.deltas": {"nn.checkpoint", "nn.distributed", "nn.sharding"},

@@ -6,6 +6,7 @@ from typing import Any
 
 from configs.messages import shown
 from configs.table_schema import Categorical, History, Numerical, transform_of
+from configs.transforms import TRANSFORMS, transform_named
 from preproc.report.console import ColumnSummary, NumericalRange
 from preproc.table.expressions import (
     double,
@@ -41,6 +42,11 @@ def transform_numericals(
     if not features and not lengths_of:
         return Numericals("numerical_", []), {}
     if fit:
+        own = {transform_of(t)[0] for f in features for t in f.transforms} - set(TRANSFORMS)
+        if own:
+            journal.progress.say(
+                f"note: {', '.join(sorted(own))} is not built in, so models of this dataset cannot be exported for raw values"
+            )
         for number, feature in enumerate(features):
             statistics[feature.name] = _fit_all(journal, feature, f"n{number}", rows_of(train))
     expressions = numerical_columns(features, statistics)
@@ -89,7 +95,8 @@ def _fit(
 ) -> list[float]:
     """Return the two numbers of a fitted transform, or an empty list for any other."""
     name, _ = transform_of(transform)
-    if name not in ("minmax", "standardise"):
+    fits = transform_named(name).fits
+    if fits is None:
         return []
     ((count, low, high),) = journal.engine.rows(extremes(expression, train))
     if not count:
@@ -99,7 +106,7 @@ def _fit(
             f"table.numerical: {shown(feature.name)}: values from {low:g} to {high:g}, whose range is no finite "
             f"double; clip them before {name}"
         )
-    if name == "minmax":
+    if fits == "range":
         return [low, high - low]
     ((first, second),) = journal.engine.rows(fixed_point_sums(expression, low, high, train))
     return list(mean_and_deviation(count, low, high, (int(first), int(second))))
