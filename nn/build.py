@@ -28,7 +28,7 @@ from nn.distributed.host_memory import host_memory
 from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.declared_tables import ids_per_sample
 from nn.embedding.multi_hot import MultiHot
-from nn.embedding.optimizer import table_rule
+from nn.embedding.optimizer import table_rule, update_settings
 from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, build_meta, declared_tables
 from nn.models.tasks import tasks_of_run
@@ -107,11 +107,12 @@ def check_optimizers(config: Config) -> None:
     """Refuse optimizers that do not exist or cannot train on the device.
 
     Raises:
-        ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer has no kernel for GPUs and would train on
-            one.
+        ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer lacks an option that
+            `optimizer.embedding_options` names, or it has no kernel for GPUs and would train on one.
     """
     check_dense_rule(config.effective_optimizer)
     rule = table_rule(config.effective_optimizer.table_name)
+    update_settings(config.effective_optimizer)
     if rule.kernel is not None:
         return
     is_plan = config.mode is Mode.plan

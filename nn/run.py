@@ -65,17 +65,19 @@ from nn.hypertune import hypertune_report
 from nn.importance import as_csv, measure_importance
 from nn.loggers.choice import make_loggers
 from nn.models.description import describe_model
-from nn.models.metric import Metric
+from nn.models.metric import METRIC_FACTS, Metric, facts_of_metrics
 from nn.models.registry import check_model
 from nn.models.tasks import metrics_of, tasks_of_run
 from nn.observability.console import (
-    Progress,
     make_console,
     make_logger,
     print_header,
     print_importance,
     print_inference,
     print_summary,
+)
+from nn.observability.environment import (
+    environment,
 )
 from nn.observability.mlperf_log import (
     MLPERF_LOG,
@@ -89,12 +91,14 @@ from nn.observability.model_summary import print_model, size_line
 from nn.observability.numerical_ranges import range_note
 from nn.observability.plan_table import BesidePlan, print_hardware, print_memory, print_plan
 from nn.observability.profiler import Profiler, check_profile
+from nn.observability.progress import (
+    Progress,
+)
 from nn.observability.records import DATA_IDENTITY, ENDED, PLAN, PROBLEM, UNSAVED, KeptRecords
 from nn.observability.run_directory import (
     RunDirectory,
     draw_missing_pictures,
     empty_summary,
-    environment,
     write_model,
     write_plan,
 )
@@ -413,6 +417,8 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
     # The point that the curves mark as the restored model.
     facts["restored"] = config.checkpoint.restore
     facts["start_step"] = start_step
+    if metrics := facts_of_metrics(config.eval.metrics):
+        facts[METRIC_FACTS] = metrics
     return facts
 
 

@@ -19,8 +19,7 @@ from nn.distributed.process_group import (
 def report_lost_rank(ranks: Ranks) -> Iterator[None]:
     """Convert the failure of a collective in this context to `LostRankError`.
 
-    Raises:
-        LostRankError: a collective failed because another rank has exited.
+    Raises LostRankError: a collective failed because another rank has exited.
     """
     try:
         yield
@@ -34,10 +33,8 @@ def report_lost_rank(ranks: Ranks) -> Iterator[None]:
 def report_faults(ranks: Ranks) -> Iterator[None]:
     """Convert errors of a single rank in this context to `RankError`, which names the rank.
 
-    Raises:
-        RankError: on `ValueError`, and when memory runs out.
-        SharedError: a table for raw keys is full.
-        DeviceError: the GPU or NCCL has failed.
+    Raises RankError: on `ValueError`, and when memory runs out. Raises SharedError: a table for raw keys is full. Raises
+    DeviceError: the GPU or NCCL has failed.
     """
     try:
         yield

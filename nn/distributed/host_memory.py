@@ -9,12 +9,7 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def host_memory(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
-    """Return the bytes of memory of this node, or the limit of a control group that this process is in.
-
-    Args:
-        cgroups: where control groups are mounted.
-        own: the kernel's list of those of this process.
-    """
+    """Return the bytes of memory of this node, or the limit of a control group that this process is in."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [physical]
     with suppress(OSError):

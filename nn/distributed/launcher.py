@@ -38,8 +38,7 @@ def is_node_leader() -> bool:
 def check_variables() -> None:
     """Check the variables with which a launcher numbers its ranks; a job or a shell may have left some of them.
 
-    Raises:
-        ValueError: they are not those of one rank: it would train something else, or wait for others without end.
+    Raises ValueError: they are not those of one rank: it would train something else, or wait for others without end.
     """
     problems = []
     counts = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -76,8 +75,7 @@ def refuse_elastic_nodes(launcher: Path = Path(f"/proc/{PARENT_PID}/cmdline")) -
 
     No variable of a rank has that option, so it is read from the launcher's command line (Linux only).
 
-    Raises:
-        ValueError: the launcher was started with `--nnodes MIN:MAX`.
+    Raises ValueError: the launcher was started with `--nnodes MIN:MAX`.
     """
     if not is_launched():
         return

@@ -53,14 +53,8 @@ class NodeAgent(LocalElasticAgent):
 def run_node(options: Sequence[str]) -> int:
     """Run the ranks of this node.
 
-    Args:
-        options: arguments of torchrun.
-
-    Returns:
-        0 on success, an exit code of `configs.exit_codes` for a known reason.
-
-    Raises:
-        ValueError: torchrun refuses an option.
+    Returns 0 on success, an exit code of `configs.exit_codes` for a known reason. Raises ValueError: torchrun refuses an
+    option.
     """
     node = node_name()
     # Otherwise restarted ranks reuse the store of their first start with its stale entries, and hang (torch 2.13).
@@ -98,9 +92,8 @@ def exit_code(codes: Sequence[int], *, was_preempted: bool) -> int:
     SLURM reports the largest exit code of all nodes. A node whose ranks only lost ranks of another node exits with 1, so
     that the exit code of the other node is reported.
 
-    Args:
-        codes: exit codes of the ranks; a negative code is a signal.
-        was_preempted: whether the node received the preemption signal.
+    `codes`: exit codes of the ranks; a negative code is a signal. `was_preempted`: whether the node received the preemption
+    signal.
     """
     final = [code for code in codes if code in FINAL_EXIT_CODES]
     if final:

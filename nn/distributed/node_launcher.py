@@ -42,11 +42,7 @@ slurm_multinode.sh starts it once per node; on one machine torchrun is sufficien
 def main(arguments: Sequence[str]) -> int:
     """Run the ranks of this node.
 
-    Args:
-        arguments: directory of the logs, NUMA binding or `none`, arguments of torchrun.
-
-    Returns:
-        0 on success, an exit code of `configs.exit_codes` for a known reason, 1 for any other failure.
+    Returns 0 on success, an exit code of `configs.exit_codes` for a known reason, 1 for any other failure.
     """
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE)
@@ -72,8 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(logs: Path, node: str, binding: str, arguments: Sequence[str]) -> int:
     """Check what the node has, and run its ranks; arguments and result are those of `main`.
 
-    Raises:
-        ValueError: the ranks cannot be started, now or later.
+    Raises ValueError: the ranks cannot be started, now or later.
     """
     require_stack()
     for module in ("hydra", "omegaconf"):
@@ -130,13 +125,8 @@ def newest_step(arguments: Sequence[str]) -> int:
 def count_start(folder: Path, step: int, max_requeues: int) -> None:
     """Record that a start of the job begins at `step`.
 
-    Args:
-        folder: of the job; its file has the step of every start.
-        step: of the newest checkpoint.
-        max_requeues: starts that may end at the step at which they began before this one.
-
-    Raises:
-        ValueError: as many starts before this one have trained nothing.
+    `folder`: of the job; its file has the step of every start. `max_requeues`: starts that may end at the step at which
+    they began before this one. Raises ValueError: as many starts before this one have trained nothing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / "starts.txt"
@@ -156,8 +146,7 @@ def count_start(folder: Path, step: int, max_requeues: int) -> None:
 def numa_options(binding: str, node: str) -> list[str]:
     """Return torchrun's options that bind ranks to the CPUs near their GPUs; none without GPUs or numactl.
 
-    Raises:
-        ValueError: there is no such binding.
+    Raises ValueError: there is no such binding.
     """
     if binding not in BINDINGS:
         raise ValueError(f"NUMA_BINDING={binding}: expected one of {', '.join(BINDINGS)}")

@@ -44,13 +44,8 @@ class StopRequest:
     After a signal the run ends, and its end takes a moment. Further signals are then ignored, also after this context: a
     parent of several threads that dies sends its request once per thread, and a scheduler may repeat its own.
 
-    Args:
-        may_get_stuck: whether the loop waits for other ranks.
-        lost_rank_message: returns the message about a stuck loop; may be empty.
-
-    Attributes:
-        signum: number of the signal that arrived, or 0.
-        heartbeat: of the loop.
+    `may_get_stuck`: whether the loop waits for other ranks. `lost_rank_message`: returns the message about a stuck loop;
+    may be empty. `signum`: number of the signal that arrived, or 0.
     """
 
     def __init__(self, may_get_stuck: bool, lost_rank_message: Callable[[], str]) -> None:
@@ -103,15 +98,10 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision of all ranks after a step.
+    """Decision of all ranks after a step."""
 
-    Attributes:
-        signum: number of a signal that asks a rank to stop, or 0.
-        is_time_to_save: whether the interval of checkpoints has passed on rank 0.
-    """
-
-    signum: int
-    is_time_to_save: bool
+    signum: int  # number of a signal that asks a rank to stop, or 0
+    is_time_to_save: bool  # whether the interval of checkpoints has passed on rank 0
 
 
 class PreemptionSync:
@@ -119,10 +109,8 @@ class PreemptionSync:
 
     Rank 0 chooses the number of steps to the next exchange from its speed, so that all ranks exchange after the same step.
 
-    Args:
-        ranks: this process.
-        signum: returns the number of the signal that this rank has received, or 0.
-        save_every_minutes: interval of checkpoints; None for none.
+    `signum`: returns the number of the signal that this rank has received, or 0. `save_every_minutes`: interval of
+    checkpoints; None for none.
     """
 
     def __init__(

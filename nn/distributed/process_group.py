@@ -35,20 +35,12 @@ _channels: dict[str, dist.ProcessGroup] = {}
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Rank, world size and device of this process, with a few collectives.
+    """Rank, world size and device of this process, with a few collectives."""
 
-    Attributes:
-        rank: 0 .. world_size - 1, over all nodes.
-        local_rank: 0 .. local_world_size - 1, on this node.
-        world_size: number of ranks over all nodes.
-        local_world_size: number of ranks on this node.
-        device: device of this rank.
-    """
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
+    rank: int  # 0 .. world_size - 1, over all nodes
+    local_rank: int  # 0 .. local_world_size - 1, on this node
+    world_size: int  # number of ranks over all nodes
+    local_world_size: int  # number of ranks on this node
     device: torch.device
 
     @property
@@ -101,9 +93,8 @@ class Ranks:
     def run_on_rank0(self, function: Callable[[], Any]) -> Any:
         """Run `function` on rank 0 and return its result on every rank.
 
-        Raises:
-            Rank0Error: on all ranks with rank 0's message, if `function` raised ValueError or an error of the system, such
-                as a full disk. Otherwise the other ranks would wait in the next collective until it times out.
+        Raises Rank0Error: on all ranks with rank 0's message, if `function` raised ValueError or an error of the system,
+        such as a full disk. Otherwise the other ranks would wait in the next collective until it times out.
         """
         outcome: tuple[Any, str | None] | None = None
         if self.is_rank0:
@@ -142,11 +133,7 @@ def launcher_restarts() -> int:
 def ranks_from_environment(device_type: str) -> Ranks:
     """Read ranks and device from torchrun's environment; one rank without torchrun.
 
-    Args:
-        device_type: `cpu` or `cuda`.
-
-    Raises:
-        ValueError: the variables are not those of a rank, or the node has fewer GPUs than ranks.
+    Raises ValueError: the variables are not those of a rank, or the node has fewer GPUs than ranks.
     """
     check_variables()
     rank = process_rank()
@@ -231,8 +218,7 @@ def process_group(ranks: Ranks) -> Iterator[None]:
     After an error the NCCL communicators are aborted: destroying them would wait for collectives that other ranks have
     started and this rank will never join. The launcher ends the other ranks.
 
-    Raises:
-        RankError: NCCL found too little room in /dev/shm.
+    Raises RankError: NCCL found too little room in /dev/shm.
     """
     with _shared_memory_named():
         _open(ranks)

@@ -38,12 +38,7 @@ IN_STEP, ELSEWHERE = "in a step", "elsewhere"
 
 
 class StepWatch:
-    """Context manager of what waits for other ranks; `watching` runs the thread that ends the process after too long a wait.
-
-    Args:
-        ranks: this process.
-        directory: of the files of stacks.
-    """
+    """Context manager of what waits for other ranks; `watching` ends the process after too long a wait."""
 
     def __init__(self, ranks: Ranks, directory: Path) -> None:
         self._ranks = ranks

@@ -10,7 +10,7 @@ from torch import Tensor
 from configs.schema import OptimizerConfig
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
-from nn.embedding.optimizer import ADDITION, table_rule
+from nn.embedding.optimizer import ADDITION, table_rule, update_settings
 from nn.ops.host_copy import StagedValues
 
 # G: samples, H: hotness of a lookup, N: total number of ids (sum of G * H over features), K: number of keys (sum of G * H over
@@ -104,13 +104,8 @@ def row_bases(tables: Sequence[LocalTable]) -> list[int]:
 class PlacedLookup:
     """A lookup and its positions.
 
-    Attributes:
-        table: position of its table.
-        lookup: the lookup.
-        ids: position of its ids, [N].
-        first_key: position of its first key in the keys, [K]; it has one per id.
-        first_column: first column in the embeddings, [G, T].
-        width: D.
+    `first_key` is the position of its first key in the keys [K], of which it has one per id, and `first_column` that of its
+    first column in the embeddings [G, T].
     """
 
     table: int
@@ -124,12 +119,7 @@ class PlacedLookup:
 def place_lookups(
     tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock]
 ) -> list[PlacedLookup]:
-    """Return the lookups of all tables with their positions: keys and columns lie table after table.
-
-    Args:
-        tables: in order.
-        blocks: feature -> position of its ids.
-    """
+    """Return the lookups of all tables with their positions: keys and columns lie table after table."""
     placed, first_key, first_column = [], 0, 0
     for position, table in enumerate(tables):
         width = table.weight.shape[1]
@@ -177,10 +167,10 @@ class UpdateScalars:
         gradient_scale: float,
         device: torch.device,
     ) -> None:
-        self._beta1, self._beta2 = config.beta1, config.beta2
-        rule = table_rule(config.table_name)
+        rule, settings = table_rule(config.table_name), update_settings(config)
+        self._beta1, self._beta2 = settings["beta1"], settings["beta2"]
         self._has_bias = rule.uses_step
-        options = [getattr(config, name) for name in rule.options]
+        options = [settings[name] for name in rule.options]
         values = [1.0, 1.0, 1.0, gradient_scale, config.embedding_l2, *options]
         self._staged = StagedValues(values, device)
         self.values, self.step = self._staged.floats, self._staged.integer

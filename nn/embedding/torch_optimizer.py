@@ -27,9 +27,7 @@ class TableOptimizer(torch.optim.Optimizer):
     the `TableRule` and, if the optimizer uses the step, `iter` [], the number of updates. It is float32 for every dtype of
     the table.
 
-    Args:
-        params: the tables, or parameter groups of them.
-        config: options; those of tables are used.
+    `params`: the tables, or parameter groups of them. `config`: options; those of tables are used.
     """
 
     def __init__(self, params: Iterable[Any], config: OptimizerConfig) -> None:
@@ -61,12 +59,7 @@ class TableOptimizer(torch.optim.Optimizer):
                 update(tables, gradients, [self.state[table] for table in tables], group)
 
     def prepare(self, step: int, lr: float) -> None:
-        """Set learning rate and step count of the next update.
-
-        Args:
-            step: updates made so far.
-            lr: learning rate.
-        """
+        """Set learning rate and step count of the next update."""
         for group in self.param_groups:
             group["lr"] = lr
         if self._rule.uses_step:
@@ -116,13 +109,8 @@ def update_rows(
 ) -> None:
     """Apply one update to some rows of a table, in plain torch.
 
-    Args:
-        table: to update. Weights of 16 bits are computed in float32 and rounded stochastically.
-        rows: distinct row numbers, [n].
-        gradients: of these rows, float32 [n, D].
-        config: optimizer of the tables.
-        lr: learning rate.
-        step: number of updates before this one, [1].
+    `table`: to update. Weights of 16 bits are computed in float32 and rounded stochastically. `rows`: distinct row numbers,
+    [n]. `gradients`: of these rows, float32 [n, D]. `step`: number of updates before this one, [1].
     """
     rule = table_rule(config.table_name)
     # `index_select` copies complete rows; indexing by brackets reads element after element.

@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from configs.schema import OptimizerConfig
-from configs.user_objects import load_user_object
 from nn.embedding.key_sources import KeySources
 from nn.embedding.local_tables import (
     LocalTable,
@@ -22,7 +21,7 @@ from nn.embedding.local_tables import (
     row_bases,
 )
 from nn.embedding.lookups import Pooling
-from nn.embedding.optimizer import TableRule, table_rule
+from nn.embedding.optimizer import TableRule, table_rule, update_settings
 from nn.ops.addresses import elements_between
 from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
 
@@ -67,14 +66,6 @@ class TritonLauncher:
     """Launcher of the lookup and the update of one group of local tables.
 
     Tables of one width class (the next power of two) share their launches: a program has as many columns as its class.
-
-    Args:
-        tables: in order; all of one dtype.
-        lookups: of all tables, with their positions.
-        key_bases: keys of all tables before each table.
-        sources: of the gradients of all keys; None if every table has one lookup, of fixed hotness.
-        num_samples: G.
-        config: optimizer of the tables.
 
     Raises:
         ValueError: the optimizer has no kernel.
@@ -125,14 +116,7 @@ class TritonLauncher:
 class _WidthClass:
     """Launcher for the tables of one width class.
 
-    Args:
-        tables: all tables of the group.
-        members: positions of those of this class.
-        lookups: of all tables.
-        key_bases: keys of all tables before each table.
-        sources: of the gradients of all keys, where a table has several lookups or a ragged one.
-        num_samples: G.
-        config: optimizer of the tables.
+    `members` are the positions of its tables in the group.
     """
 
     def __init__(
@@ -149,7 +133,8 @@ class _WidthClass:
         self._placed = [placed for placed in lookups if placed.table in members]
         self._num_samples = num_samples
         self._weights = own[0].weight
-        self._config, self._rule = config, table_rule(config.table_name)
+        self._rule, self._settings = table_rule(config.table_name), update_settings(config)
+        self._has_l2 = config.embedding_l2 > 0
         self._branch = branch_of(self._rule)
         self._weight_offset = _offsets([table.weight for table in own])
         # Replicated tables have no state here: they are looked up by this kernel, and updated elsewhere.
@@ -228,9 +213,7 @@ class _WidthClass:
     def _set_slots(self, own: Sequence[LocalTable], row_starts: Sequence[int]) -> None:
         """Describe the rows in the arenas of tables in host memory, by which 16-bit weights are rounded and rows marked.
 
-        Args:
-            own: tables of the class.
-            row_starts: row key of each one's first row here.
+        `row_starts` are the row keys of each table's first row here.
         """
         rows = [table.slots.rows for table in own if table.slots is not None]
         self._has_slots = bool(rows)
@@ -310,7 +293,7 @@ class _WidthClass:
     def _constants(self) -> dict[str, Any]:
         """Constants of the update that are the same on all levels."""
         return {
-            "L2": self._config.embedding_l2 > 0,
+            "L2": self._has_l2,
             "ONE_HOT": self._one_hot,
             "BY_PRODUCT": self._by_product,
             "SOURCE": self._source,
@@ -320,10 +303,10 @@ class _WidthClass:
             "BLOCK_D": self._block_d,
         }
 
-    def _betas(self) -> tuple[float, float, float, float]:
-        """Return beta1, beta2 and, after each, 1 minus it: in single precision 1 - 0.999 keeps four digits only."""
-        beta1, beta2 = self._config.beta1, self._config.beta2
-        return beta1, 1 - beta1, beta2, 1 - beta2
+    def _decays(self) -> tuple[float, float, float, float, float]:
+        """Return eps, beta1, beta2 and, after each beta, 1 minus it: in single precision 1 - 0.999 keeps four digits only."""
+        eps, beta1, beta2 = (self._settings[name] for name in ("eps", "beta1", "beta2"))
+        return eps, beta1, 1 - beta1, beta2, 1 - beta2
 
     def update(
         self,
@@ -366,8 +349,7 @@ class _WidthClass:
                 scalars.values,
                 scalars.step,
                 is_good,
-                self._config.eps,
-                *self._betas(),
+                *self._decays(),
                 **self._branch,
                 **self._constants,
                 LEVEL=min(number, 1),
@@ -457,10 +439,7 @@ def _vectors(
 def _source_of(own: Sequence[LocalTable], hotness: Sequence[int], factors: Sequence[float]) -> str:
     """Return the way in which the update finds the gradients of an id.
 
-    Args:
-        own: tables of the class.
-        hotness: ids per row of each table's first lookup; negative without pooling.
-        factors: of the vectors of each table's first lookup.
+    `hotness` is that of each table's first lookup, negative without pooling; `factors` are those of its vectors.
     """
     if any(len(table.lookups) > 1 or table.lookups[0].is_ragged for table in own):
         return "listed"
@@ -479,14 +458,13 @@ def branch_of(rule: TableRule) -> dict[str, Any]:
         raise ValueError(
             f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"
         )
-    kernel = load_user_object(rule.kernel, f"the kernel of table optimizer {rule.name}")
-    if not isinstance(kernel, KernelInterface):
+    if not isinstance(rule.kernel, KernelInterface):
         raise ValueError(
-            f"the kernel of table optimizer {rule.name} is {rule.kernel}, a {type(kernel).__name__}; name a "
-            "@triton.jit function"
+            f"the kernel of table optimizer {rule.name} is a {type(rule.kernel).__name__}; give a @jit function "
+            "(nn.ops.optional_triton)"
         )
     kinds = ["row" if field.per_row else "element" for field in rule.states]
-    return {"UPDATE": kernel} | dict(
+    return {"UPDATE": rule.kernel} | dict(
         zip(("STATE1", "STATE2"), [*kinds, "none", "none"], strict=False)
     )
 

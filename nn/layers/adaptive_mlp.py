@@ -18,11 +18,7 @@ class Dice(nn.Module):
     p(x) = sigmoid((x - mean) / sqrt(variance + 1e-8)), over the valid rows of the global batch, and with running values in
     evaluation (`BatchNorm`). PReLU is the case of p(x) = 1 for positive x and 0 for others (equation 8).
 
-    Args:
-        columns: of the input.
-
-    Attributes:
-        kept_columns: columns that the backward pass keeps beside the normalization's.
+    `kept_columns`: columns that the backward pass keeps beside the normalization's.
     """
 
     def __init__(self, columns: int) -> None:
@@ -40,14 +36,8 @@ class Dice(nn.Module):
 class AdaptiveMLP(nn.Module):
     """Hidden layers with a learned activation, and a linear layer with one output.
 
-    Args:
-        num_inputs: I.
-        hidden: widths of the hidden layers.
-        dice: whether the activation is Dice; else PReLU.
-        dropout: rate after every hidden layer.
-
-    Attributes:
-        kept_columns: columns that the backward pass keeps beside the layers' own: inputs of the activations.
+    I is `num_inputs`. `dice`: whether the activation is Dice; else PReLU. `kept_columns`: columns that the backward pass
+    keeps beside the layers' own: inputs of the activations.
     """
 
     def __init__(

@@ -17,27 +17,18 @@ class BatchNorm(PassLayer):
 
     In training, mean and variance are those of the valid rows of the global batch: ranks sum moments in the forward pass
     and gradients in the backward pass, and padding rows count in no sum. In evaluation they are the running ones.
+    A step that takes its batch in parts (`train.accumulate`) normalizes each part by itself; the running ones take their mean.
     Statistics are float32, under autocast too. A batch of one row is normalized to the bias.
 
-    Args:
-        columns: of the input.
-        eps: added to the variance.
-        momentum: share of a batch in the running mean and variance.
-        affine: whether columns are scaled and shifted after that; False has no parameters.
-
-    Attributes:
-        running_mean: [columns], float32; a part of checkpoints.
-        running_var: unbiased, [columns], float32; a part of checkpoints.
-        kept_columns: columns that the backward pass keeps of the input.
-
-    Raises:
-        ValueError: `columns` or `eps` is not positive, or `momentum` is not above 0 and at most 1.
+    `momentum`: share of a batch in the running mean and variance. `affine`: whether columns are scaled and shifted after
+    that; False has no parameters. `kept_columns`: columns that the backward pass keeps of the input. Raises ValueError:
+    `columns` or `eps` is not positive, or `momentum` is not above 0 and at most 1.
     """
 
     weight: Tensor
     bias: Tensor
-    running_mean: Tensor
-    running_var: Tensor
+    running_mean: Tensor  # [columns], float32; a part of checkpoints
+    running_var: Tensor  # unbiased, [columns], float32; a part of checkpoints
     _latest: Tensor
     reduces_over_ranks = True
 
@@ -105,7 +96,12 @@ class _BatchNorm(torch.autograd.Function):
         mean = total / count
         squares = (squares + of_means - total * mean).clamp(min=0)
         dtype = plain.statistics_dtype(x)
-        layer._latest.copy_(torch.stack([mean, squares / (count - 1).clamp(min=1)]))
+        latest = torch.stack([mean, squares / (count - 1).clamp(min=1)])
+        if state.chunk == 0:
+            layer._latest.copy_(latest)
+        else:
+            # The mean over the parts of the batch so far.
+            layer._latest.lerp_(latest.float(), 1 / (state.chunk + 1))
         rstd = torch.rsqrt(squares / count + layer.eps).to(dtype)
         mean = mean.to(dtype)
         ctx.save_for_backward(x, weight, mean, rstd, num_valid, count)

@@ -18,9 +18,8 @@ STD = 0.05
 class CrossLayer(nn.Module):
     """Cross layer x0 * (W x + b) + x, where W is a full matrix or low-rank, W = V U.
 
-    Args:
-        width: C, columns of x0 and x.
-        projection_dim: rank of W, with U of [projection_dim, C] and V of [C, projection_dim]; None for a full W.
+    `width`: C, columns of x0 and x. `projection_dim`: rank of W, with U of [projection_dim, C] and V of [C,
+    projection_dim]; None for a full W.
     """
 
     def __init__(self, width: int, projection_dim: int | None) -> None:
@@ -46,13 +45,9 @@ class CrossLayer(nn.Module):
 class CrossNet(nn.Module):
     """Stack of cross layers; x0 of every layer is the input of the stack.
 
-    Args:
-        width: C, columns of the input and the output.
-        num_layers: number of layers; the output contains products of up to `num_layers + 1` features.
-        projection_dim: rank of every layer's weight; None for full rank.
-
-    Attributes:
-        fp8: the cross layers in 8 bits, or None; see `use_fp8`.
+    `width`: C, columns of the input and the output. `num_layers`: number of layers; the output contains products of up to
+    `num_layers + 1` features. `projection_dim`: rank of every layer's weight; None for full rank. `fp8`: the cross layers
+    in 8 bits, or None; see `use_fp8`.
     """
 
     def __init__(self, width: int, num_layers: int, projection_dim: int | None) -> None:

@@ -23,14 +23,9 @@ class DotInteraction(nn.Module):
     [V, V] matrix. The output contains its strictly lower triangle row by row: (1,0), (2,0), (2,1), (3,0), ... The output is
     padded with zeros to a multiple of 8 columns, as the top MLP requires.
 
-    Args:
-        num_embeddings: F, embeddings per sample.
-        embedding_dim: D, columns of every vector.
-        has_bottom: whether there is a bottom vector; False for data without numerical features.
-
-    Attributes:
-        num_pairs: P.
-        num_outputs: columns of the output, including padding.
+    `num_embeddings`: F, embeddings per sample. `embedding_dim`: D, columns of every vector. `has_bottom`: whether there is
+    a bottom vector; False for data without numerical features. P is `num_pairs`. `num_outputs`: columns of the output,
+    including padding.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, has_bottom: bool = True) -> None:
@@ -82,12 +77,12 @@ def _fused(bottom: Tensor | None, embeddings: PooledEmbeddings, num_outputs: int
 
     rows, layout = embeddings.rows, embeddings.layout
     if rows is not None and bottom is not None:
-        if embeddings.room is None:
+        if not torch.is_grad_enabled():
             return dot_interaction_of_rows(bottom, rows, num_outputs)
-        return fused_dot_interaction(bottom, embeddings.room(), layout, num_outputs, rows)
+        return fused_dot_interaction(bottom, embeddings.take(True), layout, num_outputs, rows)
     if layout.has_column_shards:
         embeddings = PooledEmbeddings.of(embeddings.matrix(), layout.num_vectors)
-    return fused_dot_interaction(bottom, embeddings.wait(), embeddings.layout, num_outputs)
+    return fused_dot_interaction(bottom, embeddings.values(), embeddings.layout, num_outputs)
 
 
 class _PairProducts(torch.autograd.Function):

@@ -18,11 +18,7 @@ class Dropout(PassLayer):
     the same for any number of ranks, captured or not, and after resuming. The backward pass computes it again: nothing is
     stored. A rate of 0 is the identity.
 
-    Args:
-        rate: probability that an element becomes 0; at least 0 and below 1.
-
-    Raises:
-        ValueError: `rate` is outside.
+    `rate`: probability that an element becomes 0; at least 0 and below 1. Raises ValueError: `rate` is outside.
     """
 
     def __init__(self, rate: float) -> None:
@@ -40,8 +36,7 @@ class Dropout(PassLayer):
     def mask(self) -> DropoutMask | None:
         """Mask of the current pass; None if nothing is dropped.
 
-        Raises:
-            RuntimeError: the layer trains without a pass state.
+        Raises RuntimeError: the layer trains without a pass state.
         """
         if not self.training or self.rate == 0:
             return None

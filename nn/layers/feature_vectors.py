@@ -10,15 +10,8 @@ from nn.ops.fused_linear import as_autocast
 class FeatureVectors(nn.Module):
     """Join the vectors of numerical and categorical features.
 
-    Args:
-        num_numerical: N.
-        num_categorical: F.
-        embedding_dim: D, columns of every vector.
-
-    Attributes:
-        num_features: N + F.
-        columns: (N + F) * D.
-        prefix_columns: N * D; see `nn.models.model.Model`.
+    N is `num_numerical`. F is `num_categorical`. `embedding_dim`: D, columns of every vector. `columns`: (N + F) * D.
+    `prefix_columns`: N * D; see `nn.models.model.Model`.
     """
 
     def __init__(self, num_numerical: int, num_categorical: int, embedding_dim: int) -> None:

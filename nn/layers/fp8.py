@@ -46,15 +46,10 @@ class Fp8Scales(PassLayer):
     (delayed scaling). The scales are the same on all ranks. They are a part of checkpoints, as state of the training:
     evaluation, which multiplies in 16 bits, needs none.
 
-    Args:
-        dtypes: of the matrices, `INPUT` or `GRADIENT`.
-        weight_gradients: compute gradients of weights in 8 bits too, instead of 16.
-
-    Attributes:
-        largest: largest absolute values of the latest passes, the latest one first; 0 before the first, float32
-            [HISTORY, n].
+    `weight_gradients`: compute gradients of weights in 8 bits too, instead of 16.
     """
 
+    # largest absolute values of the latest passes, the latest one first; 0 before the first, float32 [HISTORY, n]
     largest: Tensor
     _latest: Tensor
     _limits: Tensor
@@ -98,8 +93,7 @@ class Fp8Scales(PassLayer):
 class Fp8Linear(Fp8Scales):
     """Product of a linear layer in FP8; the layer has the parameters.
 
-    Args:
-        weight_gradients: compute the gradient of the weight in 8 bits too, instead of 16.
+    `weight_gradients`: compute the gradient of the weight in 8 bits too, instead of 16.
     """
 
     def __init__(self, *, weight_gradients: bool) -> None:
@@ -112,26 +106,17 @@ class Fp8Linear(Fp8Scales):
 
 @dataclass(frozen=True, slots=True)
 class LinearPass:
-    """A pass of a linear layer, with ReLU or without.
+    """A pass of a linear layer, with ReLU or without."""
 
-    Attributes:
-        grad_scale: of the gradient of the layer's output.
-        relu: whether ReLU follows.
-        weight: [outputs, inputs].
-        bias: [outputs].
-    """
-
-    grad_scale: Scale
-    relu: bool
-    weight: Tensor
-    bias: Tensor
+    grad_scale: Scale  # of the gradient of the layer's output
+    relu: bool  # whether ReLU follows
+    weight: Tensor  # [outputs, inputs]
+    bias: Tensor  # [outputs]
 
     def forward(self, wide: Tensor | None, stored: Fp8Matrix) -> tuple[Tensor, list[Tensor | None]]:
         """Return the output [B, outputs], and what `backward` needs.
 
-        Args:
-            wide: input in 16 bits, which `stored` without its transposed copy needs.
-            stored: the input in 8 bits.
+        `wide`: input in 16 bits, which `stored` without its transposed copy needs. `stored`: the input in 8 bits.
         """
         (weights,) = quantise_weights([self.weight])
         out = product(stored, weights, torch.bfloat16, bias=self.bias.to(torch.bfloat16))
@@ -181,10 +166,8 @@ class _Fp8Linear(torch.autograd.Function):
 class Fp8CrossNet(Fp8Scales):
     """The cross network in FP8; the cross layers have the parameters.
 
-    Args:
-        num_layers: of the cross network.
-        low_rank: whether each layer has two products, through a hidden vector.
-        weight_gradients: compute gradients of weights in 8 bits too, instead of 16.
+    `low_rank`: whether each layer has two products, through a hidden vector. `weight_gradients`: compute gradients of
+    weights in 8 bits too, instead of 16.
     """
 
     def __init__(self, num_layers: int, *, low_rank: bool, weight_gradients: bool) -> None:
@@ -203,12 +186,9 @@ class Fp8CrossNet(Fp8Scales):
     ) -> Tensor:
         """Map x0 [B, C] through the cross layers to bfloat16 [B, C], or through the linear layer behind them too.
 
-        Args:
-            x0: input.
-            downs: per layer [R, C]; empty for full rank. All parameters have one dtype, which their gradients have too.
-            ups: per layer [C, R].
-            biases: per layer [C].
-            reader: the only reader of the cross layers' output, which is then written in 8 bits alone if it can be.
+        `downs`: per layer [R, C]; empty for full rank. All parameters have one dtype, which their gradients have too.
+        `ups`: per layer [C, R]. `biases`: per layer [C]. `reader`: the only reader of the cross layers' output, which is
+        then written in 8 bits alone if it can be.
         """
         read = () if reader is None else (reader.weight, reader.bias)
         out = _Fp8Cross.apply(padded(x0), self, reader, *downs, *ups, *biases, *read)
@@ -223,19 +203,12 @@ class Fp8CrossNet(Fp8Scales):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Linear layer behind the cross layers.
-
-    Attributes:
-        layer: its scales.
-        weight: [outputs, C].
-        bias: [outputs].
-        relu: whether ReLU follows.
-    """
+    """Linear layer behind the cross layers."""
 
     layer: Fp8Linear
-    weight: Tensor
-    bias: Tensor
-    relu: bool
+    weight: Tensor  # [outputs, C]
+    bias: Tensor  # [outputs]
+    relu: bool  # whether ReLU follows
 
 
 class _Fp8Cross(torch.autograd.Function):
@@ -360,11 +333,7 @@ def gradient_of_weight(
 ) -> Tensor:
     """Compute grad^T x, [columns of grad, columns of x].
 
-    Args:
-        grad: of the product's result, [B, R].
-        wide: the same in 16 bits; needed if x was kept in 16 bits.
-        kept: of `kept_for_weight`.
-        weight: its dtype is that of the result, and its gradient is written where it is wanted.
+    `grad`: of the product's result, [B, R]. `wide`: the same in 16 bits; needed if x was kept in 16 bits.
     """
     x, inverse = kept
     if x.dtype is INPUT:

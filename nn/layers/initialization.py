@@ -21,9 +21,8 @@ def initialise_dense(module: nn.Module, seed: int) -> None:
     Layers are the modules with a method `initialise(generator)`. Parameters on the meta device are skipped, so call this
     after `to_empty`. The global random state is unchanged.
 
-    Args:
-        module: `DLRM`, `DCNv2` or any module made of these layers.
-        seed: seed; the same seed and module give bitwise equal weights on any device and rank.
+    `module`: `DLRM`, `DCNv2` or any module made of these layers. `seed`: seed; the same seed and module give bitwise equal
+    weights on any device and rank.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     for block in module.modules():
@@ -77,13 +76,8 @@ def fill_uniform_(
     upper 24 bits are the result. Two rows are equal only if all 64 bits are, so tables far beyond 2^32 elements do not
     repeat values.
 
-    Args:
-        out: shard [rows, columns] on any device; may be a strided view. Float32, or a dtype that float32 is rounded to.
-        seed: any integer.
-        table: name of the table.
-        row_offset: index of the shard's first row in the table.
-        col_offset: index of the shard's first column in the table.
-        bound: half the width of the distribution, usually 1/sqrt(rows of the table).
+    `out`: shard [rows, columns] on any device; may be a strided view. Float32, or a dtype that float32 is rounded to.
+    `bound`: half the width of the distribution, usually 1/sqrt(rows of the table).
     """
     num_rows, num_columns = out.shape
     if out.numel() == 0:
@@ -108,14 +102,7 @@ def fill_uniform_(
 
 
 class KeyedWeights:
-    """Initial weights of rows with raw keys: those that `fill_uniform_` gives to the row whose number is the key.
-
-    Args:
-        tables: name, first column and bound of each table.
-        seed: any integer.
-        num_columns: of every table.
-        device: of the weights.
-    """
+    """Initial weights of rows with raw keys: those that `fill_uniform_` gives to the row whose number is the key."""
 
     def __init__(
         self,

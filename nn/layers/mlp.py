@@ -29,19 +29,9 @@ class MLP(nn.Module):
     Batch normalization may precede every ReLU, and dropout may follow it. The input is padded with zeros to a multiple of 8
     columns, as in NVIDIA's TensorFlow 2 recipe: 13 numerical features become 16.
 
-    Args:
-        num_inputs: columns of the input before padding.
-        widths: output columns of every layer; at least one layer.
-        final_activation: apply ReLU after the last layer too.
-        dropout: rate of the dropout after every ReLU; 0 for none.
-        batch_norm: normalize the input of every ReLU over the global batch.
-
-    Attributes:
-        kept_columns: columns that the backward pass keeps beside the inputs of linear layers and normalizations.
-        fp8: product of the first layer in 8 bits, or None; see `use_fp8`.
-
-    Raises:
-        ValueError: `dropout` is below 0, or 1 or more.
+    `widths`: output columns of every layer; at least one layer. `dropout`: rate of the dropout after every ReLU; 0 for
+    none. `kept_columns`: columns that the backward pass keeps beside the inputs of linear layers and normalizations. `fp8`:
+    product of the first layer in 8 bits, or None; see `use_fp8`. Raises ValueError: `dropout` is below 0, or 1 or more.
     """
 
     def __init__(

@@ -11,9 +11,7 @@ from nn.layers.initialization import truncated_normal_
 class NumericalEmbedding(nn.Module):
     """Map numerical features x_i to vectors x_i * v_i.
 
-    Args:
-        num_features: N.
-        columns: D, columns of every vector.
+    N is `num_features`. `columns`: D, columns of every vector.
     """
 
     def __init__(self, num_features: int, columns: int) -> None:

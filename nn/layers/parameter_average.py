@@ -13,9 +13,7 @@ class ParameterAverage:
     TensorFlow's ExponentialMovingAverage. With d = decay from the start, the initial weights
     would be 76 % of an average with decay 0.999 after 268 steps. Buffers are not averaged.
 
-    Args:
-        parameters: by name, float32.
-        decay: between 0 and 1; the average spans about 1 / (1 - decay) steps.
+    `parameters`: by name, float32. `decay`: between 0 and 1; the average spans about 1 / (1 - decay) steps.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
@@ -25,11 +23,7 @@ class ParameterAverage:
         self._is_used = False
 
     def update(self, step: int) -> None:
-        """Take the parameters of one more step into the average; call it after their update.
-
-        Args:
-            step: earlier updates, n.
-        """
+        """Take the parameters of one more step into the average; call it after their update."""
         decay = min(self._decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(
             list(self._others.values()), list(self._parameters.values()), 1 - decay

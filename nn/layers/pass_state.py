@@ -15,18 +15,10 @@ from torch import Tensor, nn
 class PassState:
     """Numbers of the current training pass, in device memory.
 
-    Args:
-        seed: of the run.
-        device: of the layers.
-        rank: of this process.
-        all_reduce_sum: sums a tensor over ranks in place and returns it; the identity for one rank.
-        all_reduce_max: the same with the largest value of each element.
-
-    Attributes:
-        step: number of earlier updates, int64 [1].
-        first_row: number of this rank's first row in the global batch, int64 [1].
-        num_valid: valid rows of this rank, which come first, int64 [1]. The others are padding.
-        global_valid: valid rows over all ranks, int64 [1].
+    `all_reduce_sum`: sums a tensor over ranks in place and returns it; the identity for one rank. `step`: number of earlier
+    updates, int64 [1]. `first_row`: number of this rank's first row in the global batch, int64 [1]. `num_valid`: valid rows
+    of this rank, which come first, int64 [1]. The others are padding. `global_valid`: valid rows over all ranks, int64 [1].
+    `chunk`: number of the rows' part of the batch, if a step takes it in parts.
     """
 
     def __init__(
@@ -44,15 +36,12 @@ class PassState:
         numbers = torch.zeros(4, dtype=torch.int64, device=device)
         self.step, self.first_row, self.num_valid, self.global_valid = numbers.split(1)
         self._rows: tuple[int, int, int] | None = None
+        self.chunk = 0
 
     def set(self, step: int, rows: int, num_valid: int, global_valid: int) -> None:
         """Queue the numbers of the next pass; they are passed as kernel arguments, without copies.
 
-        Args:
-            step: number of earlier updates.
-            rows: rows of this rank's batch, padding included; the same on all ranks.
-            num_valid: valid rows of this rank.
-            global_valid: valid rows over all ranks.
+        `rows`: rows of this rank's batch, padding included; the same on all ranks.
         """
         self.step.fill_(step)
         if self._rows != (rows, num_valid, global_valid):
@@ -61,14 +50,24 @@ class PassState:
             self.num_valid.fill_(num_valid)
             self.global_valid.fill_(global_valid)
 
+    def set_chunk(self, chunk: int, first_row: int, num_valid: int, global_valid: int) -> None:
+        """Queue the numbers of a part of the batch, which begins at `first_row` of this rank's rows; see `set`.
+
+        A pass that does so once does it in every step: the numbers of the complete batch are not restored.
+        """
+        rows, _, _ = self._rows or (0, 0, 0)
+        self.chunk = chunk
+        self.first_row.fill_(self._rank * rows + first_row)
+        self.num_valid.fill_(num_valid)
+        self.global_valid.fill_(global_valid)
+
 
 class PassLayer(nn.Module):
     """Layer whose training pass depends on a `PassState`; evaluation uses none.
 
     Its persistent buffers are part of checkpoints. Only `update` may change them: a pass may be repeated, or not be applied.
 
-    Attributes:
-        reduces_over_ranks: whether a pass or `update` sums over ranks, or takes the largest value.
+    `reduces_over_ranks`: whether a pass or `update` sums over ranks, or takes the largest value.
     """
 
     reduces_over_ranks = False
@@ -78,12 +77,7 @@ class PassLayer(nn.Module):
         self._pass_state: PassState | None = None
 
     def attach(self, state: PassState, number: int) -> None:
-        """Use `state` in training.
-
-        Args:
-            state: of the run.
-            number: of this layer among the layers of the model that have a pass state.
-        """
+        """Use `state` in training."""
         self._pass_state = state
 
     def update(self) -> None:
@@ -97,8 +91,7 @@ class PassLayer(nn.Module):
     def pass_state(self) -> PassState:
         """The attached state.
 
-        Raises:
-            RuntimeError: there is none.
+        Raises RuntimeError: there is none.
         """
         if self._pass_state is None:
             raise RuntimeError(

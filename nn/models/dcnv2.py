@@ -28,17 +28,8 @@ class DCNv2(Model):
     Stacked: the output of the cross network is the input of the top MLP. Parallel: the cross network and the hidden layers
     of the top MLP have the same input, and one linear layer combines their outputs.
 
-    Args:
-        num_numerical: N; with 0 there is no bottom MLP and the input is the embeddings alone.
-        embedding_columns: columns of all embeddings, F * D.
-        bottom_mlp: widths of the bottom MLP, ReLU after each.
-        top_mlp: widths of the top MLP, ending in 1, ReLU after all but the last.
-        cross: the cross network.
-        dropout: rate of the dropout after each hidden layer of the top MLP.
-        batch_norm: normalize the outputs of these layers over the global batch, before ReLU.
-
-    Raises:
-        ValueError: parallel with a top MLP that has no hidden layer.
+    `num_numerical`: N; with 0 there is no bottom MLP and the input is the embeddings alone. `top_mlp`: widths of the top
+    MLP, ending in 1, ReLU after all but the last. Raises ValueError: parallel with a top MLP that has no hidden layer.
     """
 
     Options = DCNv2Options

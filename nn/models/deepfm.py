@@ -32,13 +32,7 @@ class DeepFM(Model):
     and of D columns, and x_i = 1. Those of a numerical feature are parameters, and x_i is its value. The bias is that of
     the MLP's last layer. The paper gives no initial weights; HugeCTR's are those of `MLP` and `NumericalEmbedding`.
 
-    Args:
-        num_numerical: N.
-        num_categorical: F.
-        embedding_dim: D.
-        hidden: widths of the MLP's hidden layers.
-        dropout: rate after every hidden layer.
-        batch_norm: normalise the output of every hidden layer before its ReLU.
+    N is `num_numerical`. F is `num_categorical`. D is `embedding_dim`.
     """
 
     Options = DeepFMOptions

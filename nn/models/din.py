@@ -32,10 +32,7 @@ class DIN(Model):
     say) lie side by side. The length of the history is a numerical feature, which the MLP does not read. The paper gives no
     initial weights; linear layers begin as those of `MLP`, but the attention's last bias as 0 (`TargetAttention`).
 
-    Args:
-        num_numerical: N, the length included.
-        sequences: pairs of item and history, and the other features.
-        options: widths, activation and rates.
+    `num_numerical`: N, the length included.
     """
 
     Options = DINOptions
@@ -65,8 +62,7 @@ class DIN(Model):
     def tables(cls, options: DINOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
         """Return an unpooled table per pair of item and history, and one table per other feature.
 
-        Raises:
-            ValueError: the options name no history, or one that the dataset lacks or that does not fit its item.
+        Raises ValueError: the options name no history, or one that the dataset lacks or that does not fit its item.
         """
         from torchrec.modules.embedding_configs import PoolingType
 

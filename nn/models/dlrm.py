@@ -24,14 +24,9 @@ if TYPE_CHECKING:
 class DLRM(Model):
     """Dense component of DLRM.
 
-    Args:
-        num_numerical: N; with 0 there is no bottom MLP and only the embeddings interact.
-        num_categorical: F.
-        embedding_dim: D; the bottom MLP must end in it.
-        bottom_mlp: widths of the bottom MLP, ReLU after each.
-        top_mlp: widths of the top MLP, ending in 1, ReLU after all but the last.
-        dropout: rate of the dropout after each hidden layer of the top MLP.
-        batch_norm: normalize the outputs of these layers over the global batch, before ReLU.
+    `num_numerical`: N; with 0 there is no bottom MLP and only the embeddings interact. F is `num_categorical`.
+    `embedding_dim`: D; the bottom MLP must end in it. `top_mlp`: widths of the top MLP, ending in 1, ReLU after all but the
+    last.
     """
 
     Options = DLRMOptions
@@ -73,8 +68,7 @@ class DLRM(Model):
     def build(cls, options: DLRMOptions, spec: FeatureSpec) -> DLRM:
         """Build the dense component for the features of a dataset.
 
-        Raises:
-            ValueError: fewer than two vectors would interact.
+        Raises ValueError: fewer than two vectors would interact.
         """
         num_vectors = len(spec.categorical) + bool(spec.numerical)
         if num_vectors < 2:

@@ -29,12 +29,7 @@ class EmbeddingMLP(Model):
     x are the numerical features. e_i is the sum or the mean of the embeddings of a feature's ids, or, without pooling, the
     embeddings of all its ids side by side.
 
-    Args:
-        num_numerical: N.
-        embedding_columns: T.
-        hidden: widths of the hidden layers.
-        dropout: rate after every hidden layer.
-        batch_norm: normalise the output of every hidden layer before its ReLU.
+    N is `num_numerical`. T is `embedding_columns`.
     """
 
     Options = EmbeddingMLPOptions
@@ -63,8 +58,7 @@ class EmbeddingMLP(Model):
     def tables(cls, options: EmbeddingMLPOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
         """Return a table per feature, with the pooling and the widths of the options.
 
-        Raises:
-            ValueError: the options name a feature that the dataset lacks, or two widths of one table.
+        Raises ValueError: the options name a feature that the dataset lacks, or two widths of one table.
         """
         from torchrec.modules.embedding_configs import PoolingType
 
@@ -78,8 +72,7 @@ class EmbeddingMLP(Model):
     def build(cls, options: EmbeddingMLPOptions, spec: FeatureSpec) -> EmbeddingMLP:
         """Build the dense component for the features of a dataset.
 
-        Raises:
-            ValueError: as `tables`, or without pooling a feature has a varying number of ids.
+        Raises ValueError: as `tables`, or without pooling a feature has a varying number of ids.
         """
         total = 0
         widths = _widths(options, spec)

@@ -14,14 +14,8 @@ def chosen_features(
 ) -> list[str]:
     """Return the features that an option names.
 
-    Args:
-        key: of the option.
-        names: its value; null chooses `default`.
-        known: features of the dataset.
-        default: features without the option; None is all.
-
-    Raises:
-        ValueError: the dataset lacks a feature, or it is named twice.
+    `names`: its value; null chooses `default`. `default`: features without the option; None is all. Raises ValueError: the
+    dataset lacks a feature, or it is named twice.
     """
     if names is None:
         return list(known if default is None else default)

@@ -30,10 +30,7 @@ class FinalMLP(Model):
     The vectors e are the embeddings, and `NumericalEmbedding` of the numerical features. The weights begin as those of
     `MLP`; the fusion's as in the authors' program, normal with variance 2 / (in + out).
 
-    Args:
-        vectors: of all features.
-        gates: positions of the features that control the gate of each stream; empty for a learned constant.
-        options: widths, heads and rates.
+    `gates`: positions of the features that control the gate of each stream; empty for a learned constant.
     """
 
     Options = FinalMLPOptions

@@ -28,12 +28,7 @@ class MaskBlock(nn.Module):
 
     mask = W_2 (W_1 v + b_1) + b_2, v the vectors of the sample; output = dropout(ReLU(LN(W (mask * x))))
 
-    Args:
-        vector_columns: C.
-        inputs: I.
-        width: columns of the output.
-        aggregation: columns of the mask's first layer, the paper's t = r * I with the reduction ratio r.
-        dropout: rate of the dropout of the output.
+    C is `vector_columns`. I is `inputs`.
     """
 
     def __init__(
@@ -56,9 +51,7 @@ class MaskBlock(nn.Module):
 class FeatureNorm(nn.Module):
     """Layer normalisation of every vector by itself, with a gain and a bias per element (section 3.3, LN_EMB).
 
-    Args:
-        num_features: F.
-        embedding_dim: D.
+    F is `num_features`. D is `embedding_dim`.
     """
 
     def __init__(self, num_features: int, embedding_dim: int) -> None:
@@ -81,10 +74,6 @@ class MaskNet(Model):
     Parallel: every block transforms the normalised vectors, and an MLP joins their outputs. A linear layer gives the logit
     (section 3.5). The vectors are the embeddings, and numbers times vectors for numerical features (section 3.1). The paper
     gives no initial weights; linear layers begin as those of `MLP`.
-
-    Args:
-        vectors: of all features.
-        options: structure, widths and rate.
     """
 
     Options = MaskNetOptions

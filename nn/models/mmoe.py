@@ -24,11 +24,7 @@ class MMoE(SeveralTasks):
     x are the numerical features and the embeddings. The paper gives no initial weights; experts and towers begin as `MLP`,
     gates as PyTorch's linear layers.
 
-    Args:
-        num_numerical: N.
-        embedding_columns: F * D.
-        num_tasks: T.
-        options: experts, widths and rates.
+    N is `num_numerical`. T is `num_tasks`.
     """
 
     Options = MMoEOptions

@@ -6,7 +6,7 @@ checkpoints and export read the declaration, and know no model by name. docs/add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -25,19 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Memory and work of a dense component per sample, in addition to the inputs and outputs of its linear layers.
+    """Memory and work of a dense component per sample, in addition to the inputs and outputs of its linear layers."""
 
-    Attributes:
-        backward_columns: additional columns kept for the backward pass.
-        forward_columns: additional columns that exist beside the widest layer in a forward pass alone.
-        reread_columns: columns of linear layers' inputs that are in memory already: embeddings, or another layer's input.
-        products: floating-point operations of the forward pass in products of vectors, by name; the backward pass is
-            estimated at twice as many.
-    """
-
-    backward_columns: int = 0
+    backward_columns: int = 0  # additional columns kept for the backward pass
+    # additional columns that exist beside the widest layer in a forward pass alone
     forward_columns: int = 0
+    # columns of linear layers' inputs that are in memory already: embeddings, or another layer's input
     reread_columns: int = 0
+    # floating-point operations of the forward pass in products of vectors, by name; the backward pass is estimated
+    # at twice as many
     products: dict[str, int] = field(default_factory=dict)
 
 
@@ -57,17 +53,14 @@ class Model(nn.Module):
     It knows neither ids nor ranks. Checkpoints hold its parameters and the persistent buffers of `PassLayer`s. Layers that
     have a method `initialise(generator)` are initialised by it, in the order of registration; others keep PyTorch's own
     initial weights. Both depend on the seed alone.
-
-    Attributes:
-        Options: dataclass of the options, a subclass of `ModelConfig`.
-        prefix_columns: columns that `forward` puts before the embeddings (`nn.layers.pooled_embeddings.join`); the lookup
-            leaves room for them, which saves a copy.
-        takes_rows: whether `forward` gives all embeddings to one layer that looks up rows itself where it can, and to nothing
-            else; in training on one GPU nothing is then looked up before.
     """
 
-    Options: ClassVar[type[ModelConfig]]
+    Options: ClassVar[type[ModelConfig]]  # dataclass of the options, a subclass of `ModelConfig`
+    # columns that `forward` puts before the embeddings (`nn.layers.pooled_embeddings.join`); the lookup leaves room
+    # for them, which saves a copy
     prefix_columns: int = 0
+    # whether `forward` gives all embeddings to one layer that looks up rows itself where it can, and to nothing
+    # else; in training on one GPU nothing is then looked up before
     takes_rows: bool = False
 
     @classmethod
@@ -83,8 +76,7 @@ class Model(nn.Module):
     def build(cls, options: Any, spec: FeatureSpec) -> Self:
         """Build the dense component for the features of a dataset.
 
-        Raises:
-            ValueError: the options do not fit the features.
+        Raises ValueError: the options do not fit the features.
         """
         raise NotImplementedError
 
@@ -95,6 +87,15 @@ class Model(nn.Module):
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
         raise NotImplementedError
+
+    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return this rank's share of the loss that is trained, after `forward`: nothing is added unless overridden.
+
+        Args:
+            share: this rank's share of the tasks' loss; the sum over ranks is the loss.
+            share_of: returns the same of other logits.
+        """
+        return share
 
     def fp8_layers(self) -> Sequence[Fp8Layer]:
         """Return the layers with products that are wide enough to gain from 8 bits (`train.fp8`)."""

@@ -21,11 +21,7 @@ class ExtractionLevel(nn.Module):
     Every task has experts, and all tasks share some. The gate of a task weighs its own experts and the shared ones; the shared
     gate, which the last level lacks, weighs all.
 
-    Args:
-        num_inputs: I.
-        num_tasks: T.
-        options: experts, widths and rates.
-        is_last: whether no level follows.
+    I is `num_inputs`. T is `num_tasks`. `is_last`: whether no level follows.
     """
 
     def __init__(
@@ -68,11 +64,7 @@ class PLE(SeveralTasks):
     outputs of the level before. With one level this is CGC. The paper gives no initial weights; experts and towers begin as
     `MLP`, gates as PyTorch's linear layers.
 
-    Args:
-        num_numerical: N.
-        embedding_columns: F * D.
-        num_tasks: T.
-        options: levels, experts, widths and rates.
+    N is `num_numerical`. T is `num_tasks`.
     """
 
     Options = PLEOptions

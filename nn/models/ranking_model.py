@@ -18,13 +18,8 @@ if TYPE_CHECKING:
 class RankingModel(nn.Module):
     """Tables and dense component on one device.
 
-    Args:
-        declared: the tables, as the dense component's model declares them.
-        dense: a `Model`, or a module with the same `forward`.
-        seed: seed of the tables' initial weights; None leaves them undefined, for weights that are loaded.
-
-    Attributes:
-        tables: weight of each table, float32 [rows, columns].
+    `dense`: a `Model`, or a module with the same `forward`. `seed`: seed of the tables' initial weights; None leaves them
+    undefined, for weights that are loaded. `tables`: weight of each table, float32 [rows, columns].
     """
 
     def __init__(

@@ -9,28 +9,20 @@ from nn.models.options import DINOptions
 
 
 class Sequences(NamedTuple):
-    """An item's features, their histories and the features beside them.
+    """An item's features, their histories and the features beside them."""
 
-    Attributes:
-        items: names of the candidate's features.
-        histories: names of their histories, in the same order.
-        positions: L.
-        others: names of the other categorical features.
-        length: index of the history's length among the numerical features; None if all histories have L items.
-    """
-
-    items: list[str]
-    histories: list[str]
-    positions: int
-    others: list[str]
+    items: list[str]  # names of the candidate's features
+    histories: list[str]  # names of their histories, in the same order
+    positions: int  # L
+    others: list[str]  # names of the other categorical features
+    # index of the history's length among the numerical features; None if all histories have L items
     length: int | None
 
 
 def find_sequences(options: DINOptions, spec: FeatureSpec) -> Sequences:
     """Return the features that the options name.
 
-    Raises:
-        ValueError: they name no history, or one that the dataset lacks or that does not fit its item.
+    Raises ValueError: they name no history, or one that the dataset lacks or that does not fit its item.
     """
     by_name = {feature.name: feature for feature in spec.categorical}
     items = chosen_features("model.item_features", options.item_features, list(by_name))

@@ -22,11 +22,7 @@ class SharedBottom(SeveralTasks):
 
     x are the numerical features and the embeddings, f is an MLP with ReLU after every layer.
 
-    Args:
-        num_numerical: N.
-        embedding_columns: F * D.
-        num_tasks: T.
-        options: widths and rates.
+    N is `num_numerical`. T is `num_tasks`.
     """
 
     Options = SharedBottomOptions

@@ -30,14 +30,7 @@ class WideDeep(Model):
     x are the numerical features, e_i the embeddings of the deep features. The wide weights are tables of one column. The
     bias of the MLP's last layer is the model's. The paper gives no initial weights; HugeCTR's are those of `MLP`.
 
-    Args:
-        num_numerical: N.
-        num_wide: W.
-        deep_columns: F * D.
-        hidden: widths of the MLP's hidden layers.
-        dropout: rate after every hidden layer.
-        batch_norm: normalise the output of every hidden layer before its ReLU.
-        wide_numerical: whether the wide part has the term w^T x.
+    N is `num_numerical`. W is `num_wide`. `wide_numerical`: whether the wide part has the term w^T x.
     """
 
     Options = WideDeepOptions
@@ -79,8 +72,7 @@ class WideDeep(Model):
     def build(cls, options: WideDeepOptions, spec: FeatureSpec) -> WideDeep:
         """Build the dense component for the features of a dataset.
 
-        Raises:
-            ValueError: an option names a feature that the dataset lacks, or has no effect without numerical ones.
+        Raises ValueError: an option names a feature that the dataset lacks, or has no effect without numerical ones.
         """
         wide, deep = _wide_and_deep(options, spec)
         if options.wide_numerical and not spec.numerical:

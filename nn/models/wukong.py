@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 class Recombination(nn.Module):
     """Linear combinations W X of vectors, without a bias: the linear compression block (LCB).
 
-    Args:
-        inputs: V.
-        outputs: vectors of the output.
+    V is `inputs`.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -51,10 +49,7 @@ class WuKongLayer(nn.Module):
     FMB(X) = MLP(LN(X X^T Y)), as vectors, with Y of [V, K] (section "Optimized FM"), computed as X (X^T Y). Where the number
     of vectors changes, the residual X is recombined to it.
 
-    Args:
-        inputs: V.
-        embedding_dim: D.
-        options: vectors of both blocks, K and widths.
+    V is `inputs`. D is `embedding_dim`.
     """
 
     def __init__(self, inputs: int, embedding_dim: int, options: WuKongOptions) -> None:
@@ -89,10 +84,7 @@ class WuKong(Model):
     The numerical features become one vector through an MLP, as in the paper's embedding layer. The paper gives no initial
     weights; linear layers begin as those of `MLP`.
 
-    Args:
-        num_numerical: N.
-        num_categorical: F.
-        options: layers, widths and rate.
+    N is `num_numerical`. F is `num_categorical`.
     """
 
     Options = WuKongOptions

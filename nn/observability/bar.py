@@ -9,12 +9,7 @@ from rich.progress import Progress, ProgressColumn
 class WithBar:
     """Context manager that shows a bar on a terminal, and removes it at its end.
 
-    Args:
-        console: from `make_console`.
-        columns: of the bar, beside each other.
-
-    Attributes:
-        bar: None where the output is a file, a pipe, or none.
+    `bar`: None where the output is a file, a pipe, or none.
     """
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:

@@ -1,32 +1,27 @@
-"""Terminal output of a run: header, progress, evaluations, result. `nn.observability.plan_table` prints its plan.
+"""Terminal output of a run: header and result. `plan_table` prints its plan, `progress` what happens between.
 
-All output is printed by one rich `Console` from `make_console`; only rank 0 prints. Progress is a bar on a terminal and
-one plain line per record in a file or a pipe.
+All output is printed by one rich `Console` from `make_console`; only rank 0 prints.
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
 from logging import WARNING, Handler, Logger, LogRecord
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from configs.console import LiteralConsole
 from configs.messages import printable
 from nn.models.metric import AUC, Metric
 from nn.models.tasks import auc_key
-from nn.observability.bar import WithBar
 from nn.observability.gpu_topology import topology_text
 from nn.observability.layout import grid, print_columns
+from nn.observability.progress import is_number, shown_number, shown_speed
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     LAST_AUC,
@@ -42,7 +37,6 @@ GAP = 2
 """Columns between two of a table."""
 NAME_WIDTH = 18
 """Width of the names of features at least, beside as many metrics as fit."""
-MAX_LEFT = timedelta(days=10_000)
 
 
 def make_console(rank: int) -> Console:
@@ -81,27 +75,24 @@ def make_logger(console: Console) -> Logger:
 def print_header(
     console: Console, environment: Mapping[str, Any], facts: Mapping[str, str]
 ) -> None:
-    """Print the header of a run: recipe, versions, devices and further facts.
-
-    Args:
-        console: from `make_console`.
-        environment: from `nn.observability.run_directory.environment`.
-        facts: further lines by title, such as model, data, seed and run directory.
-    """
-    commit = environment["git_commit"]
+    """Print the header of a run: recipe, versions, devices and further facts."""
+    started = environment["started"].replace("T", " ")
+    if commit := environment["git_commit"]:
+        started += f", commit {commit[:10]}"
+        started += " with uncommitted changes" * commit.endswith("-dirty")
     versions = [
         f"{name} {environment[name]}"
         for name in ("python", "torch", "torchrec", "fbgemm", "cuda")
         if environment[name] is not None
     ]
     lines = {
-        "started": environment["started"].replace("T", " ")
-        + (f", commit {_short(commit)}" if commit else ""),
+        "started": started,
         "versions": ", ".join(versions),
         "devices": _devices(environment),
-        **_gpus(environment),
-        **facts,
     }
+    if gpus := environment.get("gpus"):
+        lines["GPUs"] = topology_text(gpus) + " (first host)" * (environment["num_hosts"] > 1)
+    lines |= facts
     console.print(environment["recipe"], style="bold")
     print_columns(console, grid(lines))
 
@@ -111,12 +102,8 @@ def print_summary(
 ) -> None:
     """Print the result and the files of the run directory.
 
-    Args:
-        console: from `make_console`.
-        summary: the argument of `RunDirectory.finish`. Entries that are None were not measured and are left out.
-            `untrained_test_auc`, `restored_test_auc` and `teacher_auc` are printed beside the test AUC.
-        metrics: of all tasks.
-        run_dir: directory whose files are listed.
+    `summary`: the argument of `RunDirectory.finish`. Entries that are None were not measured and are left out.
+    `untrained_test_auc`, `restored_test_auc` and `teacher_auc` are printed beside the test AUC.
     """
     if console.quiet:
         return
@@ -133,7 +120,7 @@ def print_summary(
         if summary[metric.test_key] is None:
             continue
         bounds_text = f"  ({', '.join(bounds)})" if bounds and metric.test_key == auc else ""
-        lines[metric.title] = _number(summary[metric.test_key]) + bounds_text
+        lines[metric.title] = shown_number(summary[metric.test_key]) + bounds_text
     if RESULT_STEP in summary:
         lines["result of"] = (
             f"the final evaluation, of the model after step {summary[RESULT_STEP]:,}"
@@ -144,8 +131,8 @@ def print_summary(
         if metric.best_key in summary:
             lines |= _best_lines(summary, metric, run_dir)
     if summary["samples_per_s"] is not None:
-        step_ms = _number(summary["step_ms"], ".1f")
-        lines["speed"] = f"{_speed(summary)}, {step_ms} ms/step, {summary['steps']:,} steps"
+        step_ms = shown_number(summary["step_ms"], ".1f")
+        lines["speed"] = f"{shown_speed(summary)}, {step_ms} ms/step, {summary['steps']:,} steps"
     if summary["peak_hbm_bytes"] is not None:
         lines["GPU memory"] = f"{summary['peak_hbm_bytes'] / GIB:,.1f} GiB at its peak"
     if summary.get("checkpoint") not in (None, summary.get("best_checkpoint")):
@@ -160,7 +147,7 @@ def _best_lines(summary: Mapping[str, Any], metric: Metric, run_dir: Path) -> di
     """Return the best evaluation of a training with its step and checkpoint, and a note if the last one is clearly worse."""
     best, step = summary[metric.best_key], summary["best_step"]
     name = metric.title.removeprefix("test ")
-    if step is None or not _is_number(best):
+    if step is None or not is_number(best):
         return {
             f"best {name}": f"none: no evaluation had a defined {name}, so that no checkpoint is marked as the best"
         }
@@ -181,192 +168,12 @@ def _best_lines(summary: Mapping[str, Any], metric: Metric, run_dir: Path) -> di
     last = summary.get(LAST_AUC, summary[metric.test_key])
     # A fall within the sampling error of the AUC, which is below 1 / sqrt(rows), says nothing.
     noise = max(CLEAR_FALL, 1 / math.sqrt(max(summary["test_rows"] or 0, 1)))
-    if metric.name == AUC.name and _is_number(last) and best - last > noise and not is_of_best:
+    if metric.name == AUC.name and is_number(last) and best - last > noise and not is_of_best:
         lines["note"] = (
             f"the {metric.title} has fallen by {best - last:.4f} since step {step:,}: the model over-fits, or the learning rate "
             "is too high. Use the best checkpoint, train fewer steps (train.epochs, train.max_steps), or lower optimizer.lr"
         )
     return lines
-
-
-class Progress(WithBar):
-    """Progress of the training loop; a context manager that removes the bar at its end.
-
-    Args:
-        console: from `make_console`.
-        metrics: of all tasks.
-        total_steps: last step of the run.
-        start_step: step that the run resumes from; 0 for a new run.
-        has_training: whether the bar of training is shown; that of an evaluation is in any case.
-    """
-
-    def __init__(
-        self,
-        console: Console,
-        metrics: Sequence[Metric],
-        total_steps: int,
-        *,
-        start_step: int = 0,
-        has_training: bool = True,
-    ) -> None:
-        self.console = console
-        self.metrics = metrics
-        self.total_steps = total_steps
-        self._has_shown_problem = False
-        super().__init__(
-            console,
-            _Position(Column(no_wrap=True)),
-            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-            _Status(metrics, Column(no_wrap=True)),
-        )
-        if self.bar is not None:
-            self._task = self.bar.add_task(
-                "", total=total_steps, completed=start_step, record={}, visible=has_training
-            )
-
-    def advance(self, step: int) -> None:
-        """Move the bar to `step`, the number of finished steps."""
-        if self.bar is not None:
-            self.bar.update(self._task, completed=step)
-
-    @contextmanager
-    def evaluation(self, num_batches: int) -> Iterator[Callable[[], None]]:
-        """Show a bar of an evaluation while the block runs, and yield the function that moves it by a batch."""
-        if self.bar is None:
-            yield lambda: None
-            return
-        bar, task = self.bar, self.bar.add_task("eval", total=num_batches, record={})
-        try:
-            yield lambda: bar.advance(task)
-        finally:
-            bar.remove_task(task)
-            # Otherwise the next line would be printed above the bar's last picture.
-            bar.refresh()
-
-    def show_train(self, record: Mapping[str, Any]) -> None:
-        """Show a training record."""
-        if self.bar is not None:
-            self.bar.update(self._task, completed=record["step"], record=record)
-        else:
-            self._print(format_train(record, self.metrics, self.total_steps))
-
-    def show_test(
-        self, record: Mapping[str, Any], *, model: str = "", problem: str | None = None
-    ) -> None:
-        """Print an evaluation record, above the bar if there is one.
-
-        Args:
-            record: the evaluation.
-            model: the model before the first step, if it is that.
-            problem: why the metrics are undefined, if they are; printed in a line of its own the first time.
-        """
-        self._print(format_test(record, self.metrics, model, problem))
-        if problem is not None and not self._has_shown_problem:
-            self._print(f"warning: {problem}")
-            self._has_shown_problem = True
-
-    def _print(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True)
-
-
-def format_train(record: Mapping[str, Any], metrics: Sequence[Metric], total_steps: int) -> str:
-    """Format a training record as one line."""
-    return (
-        f"step {record['step']:,}/{total_steps:,}  {_quality(record, metrics)}  {_speed(record)}  "
-        f"{_number(record['step_ms'], '.1f')} ms/step  left {_left(record, total_steps)}"
-    )
-
-
-def format_test(
-    record: Mapping[str, Any],
-    metrics: Sequence[Metric],
-    model: str = "",
-    problem: str | None = None,
-) -> str:
-    """Format an evaluation record as one line, with the reason if a metric is undefined."""
-    # Where predictions are not finite, they are to blame, not the labels.
-    is_measured = problem is None and any(_is_number(record[metric.test_key]) for metric in metrics)
-    missing = "n/a" if problem is None else "undefined (predictions are not finite)"
-    values = "  ".join(
-        f"{metric.title} {_number(record[metric.test_key], missing=metric.undefined if is_measured else missing)}"
-        for metric in metrics
-    )
-    which = f" ({model})" if model else ""
-    return (
-        f"eval step {record['step']:,}{which}: {values}  "
-        f"({record['test_rows']:,} rows, {record['eval_s']:.1f} s)"
-    )
-
-
-class _Position(ProgressColumn):
-    """Progress column: finished and total steps of training, or batches of an evaluation."""
-
-    def render(self, task: Task) -> Text:
-        position = f"{int(task.completed):,}/{int(task.total or 0):,}"
-        return Text(f"{task.description} {position}".lstrip())
-
-
-class _Status(ProgressColumn):
-    """Progress column: the last training record, and the estimated time left."""
-
-    def __init__(self, metrics: Sequence[Metric], column: Column) -> None:
-        super().__init__(column)
-        self._metrics = metrics
-
-    def render(self, task: Task) -> Text:
-        if task.description:
-            seconds = task.time_remaining
-            left = "" if seconds is None else f"  left {timedelta(seconds=round(seconds))}"
-            return Text(f"evaluating{left}", style="dim")
-        record = task.fields["record"]
-        if not record:
-            return Text("starting", style="dim")
-        left = _left({**record, "step": int(task.completed)}, int(task.total or 0))
-        return Text(f"{_quality(record, self._metrics)}  {_speed(record)}  left {left}")
-
-
-def _is_number(value: float | None) -> bool:
-    return value is not None and isfinite(value)
-
-
-def _number(value: float | None, form: str = ".4f", missing: str = "n/a") -> str:
-    return format(value, form) if _is_number(value) else missing
-
-
-def _quality(record: Mapping[str, Any], metrics: Sequence[Metric]) -> str:
-    values = [
-        f"{metric.key} {_number(record[metric.train_key])}"
-        for metric in metrics
-        if metric.while_training
-    ]
-    return "  ".join([f"loss {_number(record['loss'])}", *values])
-
-
-def _speed(record: Mapping[str, Any]) -> str:
-    return f"{_number(record['samples_per_s'], ',.0f')} samples/s"
-
-
-def _left(record: Mapping[str, Any], total_steps: int) -> str:
-    """Estimate the time to the last step from the record's speed, without evaluations."""
-    if not _is_number(record["step_ms"]):
-        return "n/a"
-    seconds = (total_steps - record["step"]) * record["step_ms"] / 1000
-    if seconds > MAX_LEFT.total_seconds():
-        return f"more than {MAX_LEFT.days:,} days"
-    return str(timedelta(seconds=round(seconds)))
-
-
-def _short(commit: str) -> str:
-    return commit[:10] + (" with uncommitted changes" if commit.endswith("-dirty") else "")
-
-
-def _gpus(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return the line about the GPUs' places in the host, if there are any."""
-    gpus = environment.get("gpus")
-    if not gpus:
-        return {}
-    of_first = " (first host)" if environment["num_hosts"] > 1 else ""
-    return {"GPUs": f"{topology_text(gpus)}{of_first}"}
 
 
 def _devices(environment: Mapping[str, Any]) -> str:
@@ -381,12 +188,7 @@ def _devices(environment: Mapping[str, Any]) -> str:
 
 
 def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line per batch size.
-
-    Args:
-        console: from `make_console`.
-        results: from `nn.training.latency.measure`.
-    """
+    """Print one line per batch size."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in ("batch size", "samples/s", "p50 ms", "p90 ms", "p99 ms"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -400,12 +202,7 @@ def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> N
 
 
 def print_importance(console: Console, importance: Mapping[str, Any]) -> None:
-    """Print one line per feature, the most important first; several tables if one is too wide for the metrics.
-
-    Args:
-        console: from `make_console`.
-        importance: from `nn.importance.measure_importance`.
-    """
+    """Print one line per feature, the most important first; several tables if one is too wide for the metrics."""
     features: Mapping[str, Any] = importance["features"]
     keys = list(importance["unpermuted"])
     cells = {

@@ -13,12 +13,8 @@ from nn.ops.numa_node import SYSFS, node_near, pci_address
 def gpus_of_host(num_gpus: int, sysfs: Path = SYSFS) -> list[dict[str, Any]]:
     """Describe the first GPUs that this process sees.
 
-    Args:
-        num_gpus: ranks of this host; a process that sees fewer GPUs describes those.
-        sysfs: where the kernel describes its devices.
-
-    Returns:
-        Per GPU `numa_node`, None where the kernel knows none, and `peers`, the numbers of the others with peer access.
+    `num_gpus`: ranks of this host; a process that sees fewer GPUs describes those. Returns Per GPU `numa_node`, None where
+    the kernel knows none, and `peers`, the numbers of the others with peer access.
     """
     visible = range(min(num_gpus, torch.cuda.device_count()))
     return [

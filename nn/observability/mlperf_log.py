@@ -44,12 +44,8 @@ def settings_of(
 ) -> dict[str, Any]:
     """Return the values of the keys that are known before training.
 
-    Args:
-        config: the complete run.
-        machine: name of the machines, unless `log.mlperf_platform` has one.
-        train_rows: rows of the training split.
-        eval_rows: rows that every evaluation scores.
-        on_gpu: whether the run uses GPUs, which may multiply in TF32.
+    `machine`: name of the machines, unless `log.mlperf_platform` has one. `on_gpu`: whether the run uses GPUs, which may
+    multiply in TF32.
     """
     log, optimizer, scheduler = config.log, config.effective_optimizer, config.scheduler
     names = dict.fromkeys([optimizer.name, optimizer.table_name])
@@ -98,15 +94,8 @@ class MlperfLog:
 
     Steps count updates from the start of the run; lines have them as the fraction of an epoch, as the rules number them.
 
-    Args:
-        path: the file. A new run replaces it, one that starts from a checkpoint appends.
-        settings: of `settings_of`.
-        steps_per_epoch: steps of the only epoch.
-        target: test AUC that ends the run with success.
-        restored_step: updates of the checkpoint that the run starts from; None for new weights.
-
-    Raises:
-        OSError: the file cannot be written; so do all methods.
+    `restored_step`: updates of the checkpoint that the run starts from; None for new weights. Raises OSError: the file
+    cannot be written; so do all methods.
     """
 
     def __init__(
@@ -142,9 +131,7 @@ class MlperfLog:
 
         No row may have been read before.
 
-        Args:
-            started_ms: time at which initialisation began.
-            is_cache_cleared: whether the system's caches were cleared before the run.
+        `is_cache_cleared`: whether the system's caches were cleared before the run.
         """
         self._write(POINT, "cache_clear", is_cache_cleared, time_ms=started_ms)
         self._write(START, "init_start", time_ms=started_ms)

@@ -11,11 +11,7 @@ UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
 def size_line(description: Mapping[str, Any]) -> str:
-    """Return parameters and operations of a model in one line.
-
-    Args:
-        description: from `nn.models.description.describe_model`.
-    """
+    """Return parameters and operations of a model in one line."""
     parameters = description["parameters"]
     tables = len(description["tables"])
     return (
@@ -26,12 +22,7 @@ def size_line(description: Mapping[str, Any]) -> str:
 
 
 def print_model(console: Console, description: Mapping[str, Any]) -> None:
-    """Print one line per component of the dense component, and the sums; model.json lists every layer.
-
-    Args:
-        console: from `make_console`.
-        description: from `nn.models.description.describe_model`.
-    """
+    """Print one line per component of the dense component, and the sums; model.json lists every layer."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in ("component", "layers"):
         table.add_column(name, overflow="fold")

@@ -14,9 +14,7 @@ MAX_NAMES = 3
 def range_note(names: Sequence[str], values: np.ndarray) -> str | None:
     """Return a line about the numerical features that are large for a model, or None.
 
-    Args:
-        names: of the features.
-        values: rows of a batch [B, len(names)].
+    `values`: rows of a batch [B, len(names)].
     """
     if not values.size:
         return None

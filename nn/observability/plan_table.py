@@ -15,7 +15,7 @@ from nn.planning.exchange import BETWEEN, WITHIN, RankExchange, busiest_links
 from nn.planning.host_tables import fetched_bytes, link_ms, staged_row_bytes
 from nn.planning.memory_estimate import RankMemory
 from nn.planning.plan import Hardware, TablePlan, lookups_by_rank
-from nn.tiers.stager import PASS_BATCHES
+from nn.tiers.stager import READ_AHEAD_BATCHES
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -34,31 +34,21 @@ RATES = {
 
 @dataclass(frozen=True, slots=True)
 class BesidePlan:
-    """Facts that are printed beside the tables of a plan.
+    """Facts that are printed beside the tables of a plan."""
 
-    Attributes:
-        complete_in: where all tables are listed, for a plan that is folded; empty if nowhere.
-        exchange: what each rank sends per step; empty if it was not counted.
-        floor_ms: least time of a step, to compare with that of the link to host memory; None if it was not counted.
-        disk_room: what the directory of tables on disk has room for; None without such tables.
-        has_gpus: whether to add the times of GPUs' links.
-    """
-
+    # where all tables are listed, for a plan that is folded; empty if nowhere
     complete_in: str = ""
+    # what each rank sends per step; empty if it was not counted
     exchange: Sequence[RankExchange] = ()
+    # least time of a step, to compare with that of the link to host memory; None if it was not counted
     floor_ms: float | None = None
+    # what the directory of tables on disk has room for; None without such tables
     disk_room: str | None = None
-    has_gpus: bool = False
+    has_gpus: bool = False  # whether to add the times of GPUs' links
 
 
 def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
-    """Print the hardware that a plan is made for.
-
-    Args:
-        console: from `nn.observability.console.make_console`.
-        config: options of the run.
-        hardware: ranks and the memory of each.
-    """
+    """Print the hardware that a plan is made for."""
     per_rank = hardware.bytes_per_rank
     usable = per_rank * (1 - config.sharding.reserve)
     nodes = hardware.world_size // hardware.local_world_size
@@ -138,11 +128,7 @@ def print_plan(
 ) -> None:
     """Print the placement of tables and the balance over ranks.
 
-    Args:
-        console: from `nn.observability.console.make_console`.
-        rows: one per table. Of more than `MOST_LINES` the `LARGEST` largest are printed, and sums of the others.
-        world_size: number of ranks, including ranks without a table.
-        beside: what is printed beside the tables.
+    `world_size`: number of ranks, including ranks without a table.
     """
     beside = beside or BesidePlan()
     bytes_of = Counter(dict.fromkeys(range(world_size), 0))
@@ -241,7 +227,7 @@ def _host_lines(rows: Sequence[TablePlan], beside: BesidePlan) -> dict[str, str]
         moved_bytes = sum(staged_row_bytes(row) for row in on_disk)
         lines["disk"] = f"{size / GIB:,.1f} GiB of {_names(on_disk)}; {_device_room(on_disk)}"
         lines["per pass"] = (
-            f"of {PASS_BATCHES} steps about {read:,.0f} rows read from disk and at most as many written, "
+            f"of {READ_AHEAD_BATCHES} steps about {read:,.0f} rows read from disk and at most as many written, "
             f"{moved_bytes / 1e6:,.1f} MB each way"
         )
     if beside.disk_room is not None:
@@ -273,10 +259,7 @@ def _names(tables: Sequence[TablePlan]) -> str:
 def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) -> None:
     """Print the estimated peak memory of the fullest GPU, with a warning if it exceeds the GPU's memory.
 
-    Args:
-        console: from `nn.observability.console.make_console`.
-        ranks: one estimate per rank.
-        hbm_bytes: memory of one GPU in bytes.
+    `hbm_bytes`: memory of one GPU in bytes.
     """
     fullest = max(ranks, key=lambda rank: rank.total)
     components = [

@@ -30,9 +30,7 @@ WARM_UP_STEPS = 3
 def profiled_steps(config: ProfileConfig, start_step: int) -> range:
     """Return the steps that run under the profiler, including its warm-up.
 
-    Args:
-        config: profiler options.
-        start_step: step that the run resumes from; 0 for a new run.
+    `start_step`: step that the run resumes from; 0 for a new run.
     """
     first = start_step + config.start_step
     return range(first - min(WARM_UP_STEPS, config.start_step), first + config.steps)
@@ -47,16 +45,8 @@ def check_profile(
 ) -> None:
     """Check the profiler options against the run.
 
-    Args:
-        config: profiler options.
-        start_step: step that the run resumes from; 0 for a new run.
-        last_step: last step of the run.
-        evaluations: steps after which the run evaluates.
-        ranks: this process.
-
-    Raises:
-        ValueError: the profiled steps exceed the run, an evaluation falls between them, or NVTX is requested without a
-            GPU.
+    `start_step`: step that the run resumes from; 0 for a new run. Raises ValueError: the profiled steps exceed the run, an
+    evaluation falls between them, or NVTX is requested without a GPU.
     """
     if not config.steps:
         return
@@ -83,15 +73,8 @@ class Profiler:
 
     Every rank calls `start` before the first step of `steps` and `step` after every one of them.
 
-    Args:
-        config: profiler options.
-        start_step: step that the run resumes from; 0 for a new run.
-        run_dir: parent of the folder `profile`.
-        console: prints the breakdown.
-        ranks: this process.
-
-    Attributes:
-        steps: steps that run under the profiler, including its warm-up. They must not count for throughput.
+    `start_step`: step that the run resumes from; 0 for a new run. `steps`: steps that run under the profiler, including its
+    warm-up. They must not count for throughput.
     """
 
     def __init__(

@@ -45,17 +45,12 @@ DAY = "day"
 
 @dataclass(frozen=True, slots=True)
 class KeptRecords:
-    """Lines of metrics.jsonl that a run keeps when it resumes.
+    """Lines of metrics.jsonl that a run keeps when it resumes."""
 
-    Attributes:
-        step: of the checkpoint that the run resumes from.
-        lines: the environment and the records up to that step, with their line ends; empty without the file.
-        last_step: of the last record among them; None without any.
-    """
-
-    step: int
+    step: int  # of the checkpoint that the run resumes from
+    # the environment and the records up to that step, with their line ends; empty without the file
     lines: list[str] = field(default_factory=list)
-    last_step: int | None = None
+    last_step: int | None = None  # of the last record among them; None without any
 
     @property
     def has_training(self) -> bool:
@@ -68,9 +63,7 @@ def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
     A last line without a line end is left out: the run was killed while it wrote that line.
 
-    Raises:
-        ValueError: a line is no record; the message names file and line.
-        OSError: the file cannot be read.
+    Raises ValueError: a line is no record; the message names file and line. Raises OSError: the file cannot be read.
     """
     numbered = list(enumerate(_complete_lines(path), start=1))
     objects = [_parsed(path, number, line) for number, line in numbered]
@@ -80,9 +73,8 @@ def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def read_run(run_dir: Path) -> RunRecords:
     """Return what a picture of a run shows: its records without a final evaluation, and the steps that it resumed from.
 
-    Raises:
-        ValueError: a record is no record; the message names file and line. Lines of restarts that are damaged are left out.
-        OSError: a file cannot be read.
+    Raises ValueError: a record is no record; the message names file and line. Lines of restarts that are damaged are left
+    out. Raises OSError: a file cannot be read.
     """
     header, records = read_records(run_dir / METRICS)
     restarts = [restart["step"] for restart in read_restarts(run_dir)]
@@ -92,8 +84,7 @@ def read_run(run_dir: Path) -> RunRecords:
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
     """Return the step and the environment of every resume; damaged lines are left out.
 
-    Raises:
-        OSError: the file cannot be read.
+    Raises OSError: the file cannot be read.
     """
     restarts = []
     path = run_dir / RESTARTS
@@ -106,8 +97,7 @@ def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
 def has_records(path: Path) -> bool:
     """Return whether anything follows the environment; the file may be missing.
 
-    Raises:
-        OSError: the file cannot be read.
+    Raises OSError: the file cannot be read.
     """
     try:
         return len(_complete_lines(path)) > 1
@@ -122,16 +112,9 @@ def records_until(
 
     Damaged lines behind them are left out: a power cut may damage what was written after the latest checkpoint.
 
-    Args:
-        path: metrics.jsonl; may be missing.
-        step: of the checkpoint that the run resumes from.
-        last_record: step of the last record before that checkpoint; None if unknown.
-        day: number of the stage that the run resumes.
-        is_new_day: whether the checkpoint is of the stage before.
-
-    Raises:
-        ValueError: a line that should be kept is no record; the message names file and line.
-        OSError: the file cannot be read.
+    `path`: metrics.jsonl; may be missing. `last_record`: step of the last record before that checkpoint; None if unknown.
+    `is_new_day`: whether the checkpoint is of the stage before. Raises ValueError: a line that should be kept is no record;
+    the message names file and line. Raises OSError: the file cannot be read.
     """
     try:
         lines = _complete_lines(path)

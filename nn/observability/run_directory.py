@@ -18,21 +18,12 @@ importance.json importance of features, with mode=importance; importance.csv is 
 import hashlib
 import json
 import math
-import os
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from logging import Logger
 from pathlib import Path
 from typing import Any, Self
-
-import torch
 
 from configs.messages import on_one_line, os_error_text
 from dataloading.dataset.documents import parse_yaml, read_json
@@ -41,7 +32,6 @@ from nn.distributed.errors import StoppedError
 from nn.loggers.background import Loggers
 from nn.loggers.run_logger import LoggedRun
 from nn.models.metric import Metric
-from nn.observability.gpu_topology import gpus_of_host
 from nn.observability.records import (
     CONFIG,
     CURVES,
@@ -92,71 +82,6 @@ def empty_summary(metrics: Iterable[Metric]) -> dict[str, Any]:
     return dict.fromkeys([steps, *(metric.test_key for metric in metrics), *others])
 
 
-def environment(
-    recipe: str, device: torch.device, *, world_size: int = 1, num_hosts: int = 1
-) -> dict[str, Any]:
-    """Describe the machine, the software and the command of a run; entries without a value are None.
-
-    Args:
-        recipe: name of the recipe.
-        device: this rank's device; other ranks are assumed to have the same.
-        world_size: number of ranks over all hosts.
-        num_hosts: number of hosts.
-    """
-    is_cuda = device.type == "cuda"
-    return {
-        "recipe": recipe,
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "git_commit": git_commit(Path(__file__).resolve().parents[2]),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchrec": _version("torchrec"),
-        "fbgemm": _version("fbgemm-gpu") or _version("fbgemm-gpu-cpu"),
-        "cuda": torch.version.cuda,
-        "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
-        "gpu_driver": _gpu_driver() if is_cuda else None,
-        "gpus": gpus_of_host(world_size // num_hosts) if is_cuda else None,
-        "num_cpus": _num_cpus(),
-        "world_size": world_size,
-        "num_hosts": num_hosts,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def git_commit(root: Path) -> str | None:
-    """Return the commit of the checkout at `root`, with suffix `-dirty` if files were changed.
-
-    Return None for an installed copy: a repository in a parent folder would be a different project.
-    """
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        completed = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return completed.stdout.strip() or None
-
-
-def _gpu_driver() -> str | None:
-    path = Path("/sys/module/nvidia/version")
-    return path.read_text().strip() if path.exists() else None
-
-
-def _num_cpus() -> int | None:
-    """Return the number of CPUs in this process's affinity mask; containers and schedulers may reduce it."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
 def to_json_value(value: Any) -> Any:
     """Convert `value` for JSON: floats rounded to 7 significant digits, nan and infinity as None."""
     if isinstance(value, float):
@@ -173,18 +98,10 @@ class RunDirectory:
 
     Every file is complete or absent: a start that is killed, or that fills the disk, leaves no part of a file.
 
-    Args:
-        run_dir: an existing directory; `nn.observability.run_lock` keeps other runs out of it.
-        rank: this process's rank.
-        config_yaml: text of the resolved configuration.
-        environment: first line of `metrics.jsonl`: `environment()` and other constants of the run. If it contains
-            `teacher_auc`, `curves.png` shows that ceiling.
-        logger: prints a warning if the curves cannot be drawn.
-        loggers: get the records too; None for none. They are started here, and closed with the directory.
-        kept: what a run that resumes keeps of its records. None starts from nothing, and removes what is there.
-
-    Raises:
-        OSError: a file cannot be written.
+    `run_dir`: an existing directory; `nn.observability.run_lock` keeps other runs out of it. `logger`: prints a warning if
+    the curves cannot be drawn. `loggers`: get the records too; None for none. They are started here, and closed with the
+    directory. `kept`: what a run that resumes keeps of its records. None starts from nothing, and removes what is there.
+    Raises OSError: a file cannot be written.
     """
 
     def __init__(
@@ -278,11 +195,7 @@ class RunDirectory:
         self._write_record(DAY, {**record, **({FINAL: True} if is_last else {})})
 
     def write_predictions(self, described: Mapping[str, Any]) -> None:
-        """Write `predictions.json` of the latest evaluation; without any predictions, remove that of an earlier one.
-
-        Args:
-            described: from `nn.training.evaluator.described_predictions`.
-        """
+        """Write `predictions.json` of the latest evaluation; without any predictions, remove that of an earlier one."""
         if self._metrics is None:
             return
         if described:
@@ -300,9 +213,8 @@ class RunDirectory:
     def finish(self, summary: Mapping[str, Any], *, pictures: bool = True) -> None:
         """Draw `curves.png`, after training, and `predictions.png`, then write `summary.json`: the results are complete.
 
-        Args:
-            summary: result with at least `SUMMARY_KEYS`; values that were not measured are None or nan.
-            pictures: whether pictures are drawn (`log.pictures`).
+        `summary`: result with at least `SUMMARY_KEYS`; values that were not measured are None or nan. `pictures`: whether
+        pictures are drawn (`log.pictures`).
         """
         missing = [key for key in SUMMARY_KEYS if key not in summary]
         assert not missing, f"summary without {missing}"
@@ -333,7 +245,7 @@ class RunDirectory:
     def _write_record(self, group: str, record: Mapping[str, Any]) -> None:
         if self._metrics is None:
             return
-        self._write_line(record)
+        self._metrics.append(f"{_line(record)}\n".encode())
         self._has_training = self._has_training or group == "train"
         if self._loggers is not None:
             numbers = {
@@ -344,10 +256,6 @@ class RunDirectory:
                 and name not in ("step", DAY, FINAL)
             }
             self._loggers.record(group, record["step"], numbers)
-
-    def _write_line(self, record: Mapping[str, Any]) -> None:
-        assert self._metrics is not None
-        self._metrics.append(f"{_line(record)}\n".encode())
 
 
 def write_model(directory: Path, description: Mapping[str, Any]) -> None:

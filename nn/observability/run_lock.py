@@ -17,9 +17,6 @@ class RunLock:
     """Lock of the run directory of this process; a context manager that releases it.
 
     Only rank 0 takes it, before it reads or renames anything in the directory. The lock ends with the process at the latest.
-
-    Args:
-        logger: prints a warning where the file system has no locks.
     """
 
     def __init__(self, logger: Logger) -> None:
@@ -38,8 +35,7 @@ class RunLock:
     def take(self, run_dir: Path | None) -> None:
         """Lock a directory; do nothing if there is none, or if it does not exist yet.
 
-        Raises:
-            ValueError: another process has locked it, or it is no directory.
+        Raises ValueError: another process has locked it, or it is no directory.
         """
         if run_dir is None:
             return
@@ -59,8 +55,7 @@ class RunLock:
     def create(self, run_dir: Path) -> None:
         """Create a directory and lock it; do nothing if `take` has locked it.
 
-        Raises:
-            ValueError: another process has created it since, or it cannot be created.
+        Raises ValueError: another process has created it since, or it cannot be created.
         """
         if self._run_dir == run_dir:
             return
@@ -81,8 +76,7 @@ class RunLock:
     def create_new(self, recipe: str) -> Path:
         """Create and lock `runs/<recipe>/<time>`, with a number appended if that exists, and return it.
 
-        Raises:
-            ValueError: `runs/<recipe>` cannot be created, for example because it is a file.
+        Raises ValueError: `runs/<recipe>` cannot be created, for example because it is a file.
         """
         while True:
             run_dir = default_run_dir(recipe)

@@ -60,54 +60,34 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Kernels and annotations of a trace, on one clock.
+    """Kernels and annotations of a trace, on one clock."""
 
-    Attributes:
-        kernels: kernels, copies and fills of the GPU, in any order; empty on a CPU.
-        annotations: ranges on the host, from `nn.observability.annotations`.
-    """
-
-    kernels: tuple[Span, ...]
-    annotations: tuple[Span, ...]
+    kernels: tuple[Span, ...]  # kernels, copies and fills of the GPU, in any order; empty on a CPU
+    annotations: tuple[Span, ...]  # ranges on the host, from `nn.observability.annotations`
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """Time of one phase per step, a mean over the steps of the trace.
+    """Time of one phase per step, a mean over the steps of the trace."""
 
-    Attributes:
-        phase: one of `KERNEL_PHASES`, `DATA_WAIT`, or on a CPU the name of an annotation.
-        ms: sum of the durations of its kernels, also of kernels that overlap.
-        exposed_ms: time during which no other phase ran: an upper bound of the gain from removing the phase.
-        num_kernels: kernels per step.
-    """
-
-    phase: str
-    ms: float
+    phase: str  # one of `KERNEL_PHASES`, `DATA_WAIT`, or on a CPU the name of an annotation
+    ms: float  # sum of the durations of its kernels, also of kernels that overlap
+    # time during which no other phase ran: an upper bound of the gain from removing the phase
     exposed_ms: float
     num_kernels: float
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Time breakdown of one rank; `step_ms` is the sum of all exposed times, `overlap_ms` and `idle_ms`.
+    """Time breakdown of one rank; `step_ms` is the sum of all exposed times, `overlap_ms` and `idle_ms`."""
 
-    Attributes:
-        on_gpu: True if phases are GPU kernels, False if they are annotations of the host.
-        num_steps: steps of the trace.
-        step_ms: time from the first kernel's start to the last kernel's end, per step.
-        overlap_ms: time per step with kernels of two or more phases running.
-        idle_ms: time per step without a running kernel, excluding `DATA_WAIT`.
-        phases: times by phase, longest first.
-        kernels: kernels with the most time: (name, phase, ms per step).
-    """
-
-    on_gpu: bool
+    on_gpu: bool  # True if phases are GPU kernels, False if they are annotations of the host
     num_steps: int
-    step_ms: float
-    overlap_ms: float
-    idle_ms: float
-    phases: tuple[PhaseTime, ...]
+    step_ms: float  # time from the first kernel's start to the last kernel's end, per step
+    overlap_ms: float  # time per step with kernels of two or more phases running
+    idle_ms: float  # time per step without a running kernel, excluding `DATA_WAIT`
+    phases: tuple[PhaseTime, ...]  # times by phase, longest first
+    # kernels with the most time: (name, phase, ms per step)
     kernels: tuple[tuple[str, str, float], ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -136,12 +116,7 @@ def read_trace(path: Path) -> Trace:
 def break_down(trace: Trace, num_kernels: int = 20) -> Breakdown:
     """Attribute the time of a trace to phases.
 
-    Args:
-        trace: trace of complete steps, with the device idle at both ends.
-        num_kernels: number of longest kernels to list.
-
-    Raises:
-        ValueError: the trace has no step.
+    Raises ValueError: the trace has no step.
     """
     steps = _steps_of(trace)
     on_gpu = bool(trace.kernels)
@@ -240,8 +215,7 @@ def _slices(
 def format_breakdown(ranks: Sequence[Breakdown]) -> str:
     """Format rank 0's breakdown as a table, with minimum and maximum over ranks if there are several.
 
-    Args:
-        ranks: one breakdown per rank, rank 0 first.
+    `ranks`: one breakdown per rank, rank 0 first.
     """
     first = ranks[0]
     title = "GPU time" if first.on_gpu else "host time"

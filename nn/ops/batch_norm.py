@@ -14,12 +14,8 @@ from torch import Tensor
 def moments(x: Tensor, num_valid: Tensor) -> Tensor:
     """Return sums whose total over blocks of rows, or ranks, gives mean and variance.
 
-    Args:
-        x: [R, C].
-        num_valid: valid rows, integer [1].
-
-    Returns:
-        float64 [3, C]: per column n m, the sum of (x - m)^2, and n m^2, for n rows with the mean m.
+    `x`: [R, C]. `num_valid`: valid rows, integer [1]. Returns float64 [3, C]: per column n m, the sum of (x - m)^2, and n
+    m^2, for n rows with the mean m.
     """
     is_valid, values = _valid(x, num_valid), x.to(statistics_dtype(x))
     mean = values.where(is_valid, 0).sum(0) / num_valid.clamp(min=1)
@@ -53,14 +49,8 @@ def input_gradient(
 ) -> Tensor:
     """Return the gradient of `x`, [R, C]; 0 for padding rows.
 
-    Args:
-        grad: gradient of `normalise`'s result, [R, C].
-        x: its input, and so on.
-        num_valid: valid rows, integer [1].
-        mean: [C].
-        rstd: [C].
-        weight: [C].
-        mean_sums: `gradient_sums` over the global batch, divided by its rows, [2, C].
+    `grad`: gradient of `normalise`'s result, [R, C]. `num_valid`: valid rows, integer [1]. `mean`: [C]. `rstd`: [C].
+    `weight`: [C]. `mean_sums`: `gradient_sums` over the global batch, divided by its rows, [2, C].
     """
     normalised = _normalised(x, num_valid, mean, rstd)
     centred = grad.to(mean.dtype) - mean_sums[0] - normalised * mean_sums[1]

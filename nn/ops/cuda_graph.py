@@ -17,16 +17,11 @@ Outputs = TypeVar("Outputs", Tensor, tuple[Tensor, ...])
 class CudaGraph(Generic[Outputs]):
     """CUDA graph of a function, collectives included.
 
-    Args:
-        function: launches work on the device only, always with the same shapes and addresses; the host reads nothing back.
-            It must keep the memory that it allocates at its first call and uses again.
-        inputs: examples; they fix shapes and dtypes.
-        stream: stream of the capture; None for the stream that the captures of a device share.
-        warm_up: context of the calls before the capture, which must change no state.
-        beside: another graph with which this one shares its memory pool; the two are never replayed at the same time.
-
-    Attributes:
-        outputs: of the latest replay, overwritten by the next one.
+    `function`: launches work on the device only, always with the same shapes and addresses; the host reads nothing back. It
+    must keep the memory that it allocates at its first call and uses again. `inputs`: examples; they fix shapes and dtypes.
+    `stream`: stream of the capture; None for the stream that the captures of a device share. `beside`: another graph with
+    which this one shares its memory pool; the two are never replayed at the same time. `outputs`: of the latest replay,
+    overwritten by the next one.
     """
 
     def __init__(

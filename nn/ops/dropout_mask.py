@@ -25,19 +25,12 @@ def dropout_key(seed: int, layer: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DropoutMask:
-    """Mask of a layer in the current pass.
-
-    Attributes:
-        key: `dropout_key` of the layer.
-        rate: probability that an element is dropped, above 0 and below 1.
-        step: number of earlier updates, integer [1].
-        first_row: number of the first row in the global batch, integer [1].
-    """
+    """Mask of a layer in the current pass."""
 
     key: int
-    rate: float
-    step: Tensor
-    first_row: Tensor
+    rate: float  # probability that an element is dropped, above 0 and below 1
+    step: Tensor  # number of earlier updates, integer [1]
+    first_row: Tensor  # number of the first row in the global batch, integer [1]
 
     @property
     def threshold(self) -> int:

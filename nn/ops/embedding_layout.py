@@ -19,53 +19,30 @@ MOST_COPIED_COLUMNS = 128
 
 @dataclass(frozen=True, slots=True)
 class LayoutSegment:
-    """Strided block of memory with some columns of one vector, for all samples.
+    """Strided block of memory with some columns of one vector, for all samples."""
 
-    Attributes:
-        vector: position of the vector in the model's order.
-        first_column: first column of the vector in this segment.
-        columns: number of columns.
-        offset: start of the first sample in memory, in elements.
-        stride: elements from one sample to the next.
-    """
-
-    vector: int
-    first_column: int
+    vector: int  # position of the vector in the model's order
+    first_column: int  # first column of the vector in this segment
     columns: int
-    offset: int
-    stride: int
+    offset: int  # start of the first sample in memory, in elements
+    stride: int  # elements from one sample to the next
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedColumns:
-    """Adjacent columns of a sample that are adjacent in memory too, whatever vectors they are of.
+    """Adjacent columns of a sample that are adjacent in memory too, whatever vectors they are of."""
 
-    Attributes:
-        offset: start of the first sample in memory, in elements.
-        stride: elements from one sample to the next.
-        first_column: first column in [B, T].
-        columns: number of columns.
-    """
-
-    offset: int
-    stride: int
-    first_column: int
+    offset: int  # start of the first sample in memory, in elements
+    stride: int  # elements from one sample to the next
+    first_column: int  # first column in [B, T]
     columns: int
 
 
 class EmbeddingLayout:
     """Layout of all vectors.
 
-    Args:
-        segments: segments that cover every column of every vector exactly once.
-        widths: columns of each vector.
-        device: device of the memory.
-        prefix_columns: unused columns before the embeddings of every sample; the model writes its own columns there.
-        other_columns: columns per sample of the memory that are no embeddings.
-
-    Attributes:
-        width: T.
-        memory_columns: columns per sample of the memory.
+    `prefix_columns`: unused columns before the embeddings of every sample; the model writes its own columns there. T is
+    `width`. `memory_columns`: columns per sample of the memory.
     """
 
     def __init__(
@@ -174,9 +151,8 @@ class EmbeddingLayout:
     def copied_table(self) -> tuple[Tensor, int, int]:
         """`copied` in pieces of at most `MOST_COPIED_COLUMNS`, for the copy kernel.
 
-        Returns:
-            Offset, stride, first column and number of columns of every piece, int64 [4, pieces]; the largest number of
-            columns; and the largest divisor of all numbers, at most 16.
+        Returns offset, stride, first column and number of columns of every piece, int64 [4, pieces]; the largest number of
+        columns; and the largest divisor of all numbers, at most 16.
         """
         rows = [
             (

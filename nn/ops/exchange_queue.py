@@ -13,11 +13,7 @@ import torch
 class ExchangeQueue:
     """Queue of exchanges; on a CPU they run at once.
 
-    Args:
-        device: of the arena.
-
-    Attributes:
-        stream: on which rows move; None on a CPU.
+    `stream`: on which rows move; None on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -26,32 +26,21 @@ SMALLEST = 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The scale of a matrix, on its device.
+    """The scale of a matrix, on its device."""
 
-    Attributes:
-        factor: float32 [1], a power of two; stored = value * factor.
-        inverse: 1 / factor, at a multiple of 16 bytes.
-        latest: float32 [1], raised to the largest absolute value of the matrix; None if nobody reads it.
-    """
-
-    factor: Tensor
-    inverse: Tensor
+    factor: Tensor  # float32 [1], a power of two; stored = value * factor
+    inverse: Tensor  # 1 / factor, at a multiple of 16 bytes
+    # float32 [1], raised to the largest absolute value of the matrix; None if nobody reads it
     latest: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A matrix [R, C] in 8 bits.
+    """A matrix [R, C] in 8 bits."""
 
-    Attributes:
-        rows: [R, C], contiguous.
-        inverse: value = stored * inverse, float32 [1].
-        columns: [C, R], contiguous; None if no product needs it.
-    """
-
-    rows: Tensor
-    inverse: Tensor
-    columns: Tensor | None = None
+    rows: Tensor  # [R, C], contiguous
+    inverse: Tensor  # value = stored * inverse, float32 [1]
+    columns: Tensor | None = None  # [C, R], contiguous; None if no product needs it
 
     @property
     def transposed(self) -> "Fp8Matrix":
@@ -74,11 +63,7 @@ def apart(values: Tensor) -> list[Tensor]:
 def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -> Fp8Matrix:
     """Round x [R, C] to 8 bits, to the nearest value and at most the largest.
 
-    Args:
-        x: matrix, contiguous.
-        dtype: `INPUT` or `GRADIENT`.
-        scale: of the matrix.
-        transposed: make the transposed copy too.
+    `x`: matrix, contiguous.
     """
     if scale.latest is not None:
         scale.latest.copy_(torch.maximum(scale.latest, x.abs().max().float()))
@@ -93,14 +78,9 @@ def quantise_gradient(
 ) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
     """Round the gradient of a linear layer's output [B, C] to 8 bits.
 
-    Args:
-        grad: contiguous; of the output of the ReLU behind the layer if there is one.
-        activation: that output, contiguous; None without ReLU.
-        scale: of the gradient.
-        transposed: make its transposed copy, and no copy in the dtype of `grad`.
-
-    Returns:
-        The gradient in 8 bits; unless `transposed`, the same in the dtype of `grad`; its sum over the samples, float32 [C].
+    `grad`: contiguous; of the output of the ReLU behind the layer if there is one. `activation`: that output, contiguous;
+    None without ReLU. Returns the gradient in 8 bits; unless `transposed`, the same in the dtype of `grad`; its sum over
+    the samples, float32 [C].
     """
     if activation is not None:
         grad = grad.masked_fill(activation <= 0, 0)
@@ -128,20 +108,12 @@ def cross_backward(
 ) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
     """Compute the gradient of u in layer `index`, x + x0 * u, and in the first layer also the gradient of x0.
 
-    Args:
-        index: index of the layer, from 0.
-        grad: gradient of the last layer's output, [B, C].
-        products: [L - 1 (at least 1), B, C]. The gradient of any other layer's output is the sum of `grad` and
-            `products[index:]`. In the first layer `products[0]` is overwritten by the gradient of x0, without the term
-            through this layer's weights.
-        x0: [B, C].
-        factors: u of every layer, [L, B, C].
-        scale: of the gradient.
-        transposed: make its transposed copy, and no copy in the dtype of x0.
-
-    Returns:
-        The gradient of u, [B, C], in 8 bits; unless `transposed`, the same in the dtype of x0; its sum over the samples,
-        float32 [C].
+    `index`: index of the layer, from 0. `grad`: gradient of the last layer's output, [B, C]. `products`: [L - 1 (at least
+    1), B, C]. The gradient of any other layer's output is the sum of `grad` and `products[index:]`. In the first layer
+    `products[0]` is overwritten by the gradient of x0, without the term through this layer's weights. `x0`: [B, C].
+    `factors`: u of every layer, [L, B, C]. `transposed`: make its transposed copy, and no copy in the dtype of x0. Returns
+    the gradient of u, [B, C], in 8 bits; unless `transposed`, the same in the dtype of x0; its sum over the samples,
+    float32 [C].
     """
     grad_out = grad.float()
     grad_x0 = torch.zeros_like(grad_out)
@@ -167,14 +139,8 @@ def product(
 ) -> Tensor:
     """Compute left [R, K] times the transposed right [C, K], plus a bias [C]; [R, C].
 
-    Args:
-        left: at most one of the two is a gradient.
-        right: the other one.
-        dtype: of the result, as that of the bias.
-        bias: added to every row.
-        out: memory of the result.
-        exact: let a GPU add all products in 32 bits. Its faster sums have 14 bits within 128 products; the sum of a
-            weight's gradient runs over the batch.
+    `left`: at most one of the two is a gradient. `exact`: let a GPU add all products in 32 bits. Its faster sums have 14
+    bits within 128 products; the sum of a weight's gradient runs over the batch.
     """
     if left.rows.is_cuda:
         return torch._scaled_mm(

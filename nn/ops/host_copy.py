@@ -7,11 +7,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A tensor of the device, which the host reads later than it asks for it.
-
-    Args:
-        values: computed on the current stream.
-    """
+    """A tensor of the device, which the host reads later than it asks for it."""
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -36,13 +32,8 @@ class StagedValues:
     The host writes them to pinned memory, and a copy that is a part of the captured pass brings them to the device. The host may
     write again once the device has passed that copy.
 
-    Args:
-        values: the first numbers.
-        device: where they are read; on a CPU they are there as soon as they are written.
-
-    Attributes:
-        floats: float32 [n], on the device.
-        integer: int32 [1], on the device; 0 at first.
+    `device`: where they are read; on a CPU they are there as soon as they are written. `floats`: float32 [n], on the
+    device. `integer`: int32 [1], on the device; 0 at first.
     """
 
     def __init__(self, values: Sequence[float], device: torch.device) -> None:

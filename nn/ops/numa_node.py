@@ -11,12 +11,7 @@ SYSFS = Path("/sys")
 
 
 def gpu_cpus(device: int, sysfs: Path = SYSFS) -> set[int]:
-    """Return the CPUs near a GPU on which this process may run; none if the system does not tell.
-
-    Args:
-        device: number of the GPU.
-        sysfs: where the kernel describes its devices.
-    """
+    """Return the CPUs near a GPU on which this process may run; none if the system does not tell."""
     return cpus_near(pci_address(device), sysfs)
 
 

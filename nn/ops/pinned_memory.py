@@ -20,8 +20,7 @@ TOUCHING_THREADS = 8
 def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Allocate zeros in pinned host memory, on the NUMA node of the current CUDA device, if they are large.
 
-    Raises:
-        RuntimeError: the system has too little memory, or does not allow as much to be pinned.
+    Raises RuntimeError: the system has too little memory, or does not allow as much to be pinned.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if num_bytes < REGISTERED_BYTES:

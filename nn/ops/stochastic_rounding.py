@@ -35,15 +35,8 @@ def rounding_key(seed: int, table: str) -> int:
 def random_bits(key: int, step: Tensor, rows: Tensor, first_column: int, columns: int) -> Tensor:
     """Return 16 random bits for every element of some rows.
 
-    Args:
-        key: `rounding_key` of the table.
-        step: number of earlier updates, integer [1].
-        rows: row numbers, integers [n].
-        first_column: first column in the table; even.
-        columns: number of columns.
-
-    Returns:
-        int32 [n, columns], from 0 to 2^16 - 1.
+    `step`: number of earlier updates, integer [1]. `rows`: row numbers, integers [n]. `first_column`: first column in the
+    table; even. Returns int32 [n, columns], from 0 to 2^16 - 1.
     """
     column = torch.arange(
         first_column, first_column + columns, dtype=torch.int32, device=rows.device
@@ -61,10 +54,8 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Te
     largest become the largest. Between fp16's subnormal numbers the probability has 16 bits; the bias towards zero is
     below 2^-40.
 
-    Args:
-        values: float32.
-        dtype: bfloat16 or float16.
-        bits: random bits in the shape of `values`, uniform from 0 to 2^16 - 1.
+    `values`: float32. `dtype`: bfloat16 or float16. `bits`: random bits in the shape of `values`, uniform from 0 to 2^16 -
+    1.
     """
     signed = values.contiguous().view(torch.int32)
     magnitude = signed & 0x7FFFFFFF

@@ -9,11 +9,7 @@ MOST_WAITS = 256
 
 
 class StreamWaits:
-    """Waits of the current stream, timed on the device.
-
-    Args:
-        device: a GPU.
-    """
+    """Waits of the current stream, timed on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -9,17 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Tables of one width and dtype, looked up by one id per sample and feature.
+    """Tables of one width and dtype, looked up by one id per sample and feature."""
 
-    Attributes:
-        weights: of the first feature's table, [rows, D].
-        ids: row of every sample, feature after feature.
-        places: per feature the distance of its table from `weights`, in elements, and the position of the first sample's id;
-            int64 [2, F].
-        alignment: largest divisor of all distances and of D, at most 16.
-    """
-
-    weights: Tensor
-    ids: Tensor
+    weights: Tensor  # of the first feature's table, [rows, D]
+    ids: Tensor  # row of every sample, feature after feature
+    # per feature the distance of its table from `weights`, in elements, and the position of the first sample's id;
+    # int64 [2, F]
     places: Tensor
-    alignment: int
+    alignment: int  # largest divisor of all distances and of D, at most 16

@@ -27,16 +27,10 @@ MOST_CHANGES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ShardCost:
-    """Time and memory that a shard takes on its rank.
+    """Time and memory that a shard takes on its rank."""
 
-    Attributes:
-        ms: of a step, as the planner estimates it.
-        ids_ms: the part of it that its ids take whatever the columns.
-        storage: memory.
-    """
-
-    ms: float
-    ids_ms: float
+    ms: float  # of a step, as the planner estimates it
+    ids_ms: float  # the part of it that its ids take whatever the columns
     storage: Storage
 
 
@@ -48,17 +42,10 @@ Plan = MutableMapping[str, Any]
 
 @dataclass(slots=True)
 class _Group:
-    """Shards of a table on one rank, which are moved together.
-
-    Attributes:
-        table: name.
-        shards: of the table; their ids are looked up once.
-        ms: of a step.
-        storage: memory.
-    """
+    """Shards of a table on one rank, which are moved together."""
 
     table: str
-    shards: list[ShardMetadata]
+    shards: list[ShardMetadata]  # of the table; their ids are looked up once
     ms: float
     storage: Storage
 
@@ -68,12 +55,7 @@ def balance(plan: Plan, costs: Costs, world_size: int, device: str, local_size: 
 
     No rank gets more memory to hold than the fullest one has before.
 
-    Args:
-        plan: by table; the placement of `WHOLE` tables is changed.
-        costs: of all shards.
-        world_size: ranks.
-        device: `cpu` or `cuda`.
-        local_size: ranks per node.
+    `plan`: by table; the placement of `WHOLE` tables is changed.
     """
     groups: list[dict[str, _Group]] = [{} for _ in range(world_size)]
     fixed = [0.0] * world_size

@@ -16,14 +16,10 @@ REMEDY = "name a directory on a local disk that can be written"
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """Bytes on the disk of a node.
+    """Bytes on the disk of a node."""
 
-    Attributes:
-        table_bytes: of the files of all rows.
-        journal_bytes: of the journals, as expected: rows that change between two saves, unless host memory has room for all.
-    """
-
-    table_bytes: float
+    table_bytes: float  # of the files of all rows
+    # of the journals, as expected: rows that change between two saves, unless host memory has room for all
     journal_bytes: float
 
     def __str__(self) -> str:
@@ -34,12 +30,7 @@ class DiskNeed:
 
 
 def disk_need(tables: Sequence[TablePlan], local_world_size: int) -> DiskNeed | None:
-    """Return what the node needs whose tables need most; None without tables on disk.
-
-    Args:
-        tables: the plan.
-        local_world_size: ranks per node.
-    """
+    """Return what the node needs whose tables need most; None without tables on disk."""
     files: dict[int, float] = {}
     journals: dict[int, float] = {}
     for table in tables:
@@ -58,13 +49,8 @@ def disk_need(tables: Sequence[TablePlan], local_world_size: int) -> DiskNeed | 
 def check_disk(path: Path, need: DiskNeed, *, may_be_elsewhere: bool) -> str:
     """Return what a directory has room for beside what is needed, as one line.
 
-    Args:
-        path: of `sharding.disk_path`.
-        need: of this node.
-        may_be_elsewhere: whether the plan may be for another machine, so that the directory need not exist here.
-
-    Raises:
-        ValueError: the directory cannot be made or written, or has too little room.
+    `may_be_elsewhere`: whether the plan may be for another machine, so that the directory need not exist here. Raises
+    ValueError: the directory cannot be made or written, or has too little room.
     """
     existing = next(here for here in (path, *path.absolute().parents) if os.path.lexists(here))
     if may_be_elsewhere and existing != path:

@@ -25,32 +25,20 @@ TERMS = ("ids", "embeddings", "gradients", "dense gradients")
 
 @dataclass(frozen=True, slots=True)
 class RankExchange:
-    """Bytes that one rank sends per training step.
+    """Bytes that one rank sends per training step."""
 
-    Attributes:
-        within: bytes to other ranks of its node, by what is sent.
-        between: bytes to ranks of other nodes, by what is sent.
-    """
-
-    within: Mapping[str, float]
-    between: Mapping[str, float]
+    within: Mapping[str, float]  # bytes to other ranks of its node, by what is sent
+    between: Mapping[str, float]  # bytes to ranks of other nodes, by what is sent
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The rank that sends most over one kind of link.
-
-    Attributes:
-        name: of the link.
-        rank: the rank.
-        sent: bytes per step, by what is sent.
-        bytes_per_ms: rate of the link of an H200 server.
-    """
+    """The rank that sends most over one kind of link."""
 
     name: str
     rank: int
-    sent: Mapping[str, float]
-    bytes_per_ms: float
+    sent: Mapping[str, float]  # bytes per step, by what is sent
+    bytes_per_ms: float  # rate of the link of an H200 server
 
     @property
     def num_bytes(self) -> float:
@@ -83,12 +71,6 @@ def planned_exchange(
     Counted: ids, embeddings and their gradients; requested rows, with the room that is expected for them; the all-reduce of the
     gradients of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Not counted: losses,
     flags, metrics, and the maxima of `train.fp8`.
-
-    Args:
-        config: configuration of the run.
-        spec: the dataset as stored.
-        plan: of the tables.
-        hardware: ranks, and ranks per node.
     """
     world_size = hardware.world_size
     batch = config.train.batch_size // world_size

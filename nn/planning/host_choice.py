@@ -26,23 +26,14 @@ ORDER_CACHE = 0.1
 
 @dataclass(frozen=True)
 class Movable:
-    """A table that may lie in host memory.
-
-    Attributes:
-        rows: of it.
-        window: ids of the live batches.
-        row_bytes: of a row with its optimizer state.
-        ids: of the table per step, before they are expanded.
-        traffic: how often its rows are looked up.
-        shard_rows: at most the rows of its largest shard.
-    """
+    """A table that may lie in host memory."""
 
     rows: int
-    window: int
-    row_bytes: float
-    ids: float
-    traffic: IdTraffic
-    shard_rows: int
+    window: int  # ids of the live batches
+    row_bytes: float  # of a row with its optimizer state
+    ids: float  # of the table per step, before they are expanded
+    traffic: IdTraffic  # how often its rows are looked up
+    shard_rows: int  # at most the rows of its largest shard
 
     @property
     def num_bytes(self) -> float:
@@ -78,13 +69,9 @@ def movable_tables(
 ) -> dict[str, Movable]:
     """Return some tables with what their places in host memory cost.
 
-    Args:
-        tables: as the model declares them.
-        bytes_of: returns the bytes of a table with its optimizer state.
-        windows: table -> ids of the live batches.
-        parts: table -> shards into which its rows may be cut.
-        step_ids: table -> ids per step, all of them.
-        traffic_of: returns how often the rows of a table are looked up; None: all alike.
+    `bytes_of`: returns the bytes of a table with its optimizer state. `windows`: table -> ids of the live batches. `parts`:
+    table -> shards into which its rows may be cut. `step_ids`: table -> ids per step, all of them. `traffic_of`: returns
+    how often the rows of a table are looked up; None: all alike.
     """
 
     def movable(table: EmbeddingBagConfig) -> Movable:
@@ -106,18 +93,11 @@ def movable_tables(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Tables in host memory.
+    """Tables in host memory."""
 
-    Attributes:
-        tables: by name.
-        host_bytes: that they take in host memory.
-        freed_bytes: of the devices, at most.
-        fetched_bytes: per step, as expected.
-    """
-
-    tables: Mapping[str, HostTable]
-    host_bytes: float
-    freed_bytes: float
+    tables: Mapping[str, HostTable]  # by name
+    host_bytes: float  # that they take in host memory
+    freed_bytes: float  # of the devices, at most
     fetched_bytes: float
 
 
@@ -154,15 +134,9 @@ def with_host_tables(
 ) -> tuple[ShardingPlan, dict[str, HostTable]]:
     """Plan with the chosen tables in host memory; if they do not fit, with those beside them that cost the least traffic.
 
-    Args:
-        planned: returns the plan with some tables in host memory.
-        chosen: tables in host memory by overrides.
-        movable: returns the tables that may follow them.
-        lacking_bytes: bytes that the devices lack at least, with the chosen tables.
-        host_bytes: memory of all hosts for tables, at most.
-
-    Raises:
-        PlannerError: the tables do not fit into both memories.
+    `planned`: returns the plan with some tables in host memory. `movable`: returns the tables that may follow them.
+    `lacking_bytes`: bytes that the devices lack at least, with the chosen tables. `host_bytes`: memory of all hosts for
+    tables, at most. Raises PlannerError: the tables do not fit into both memories.
     """
     try:
         return planned(chosen), dict(chosen)

@@ -13,7 +13,7 @@ from nn.embedding.declared_tables import id_counts, tables_of_feature
 from nn.planning.plan import TablePlan
 from nn.sharding.tables import HostTable, TieredPlan
 from nn.tiers.host_tier import ring_slots
-from nn.tiers.stager import PASS_BATCHES
+from nn.tiers.stager import READ_AHEAD_BATCHES
 from nn.tiers.traffic import (
     Classes,
     IdTraffic,
@@ -49,14 +49,7 @@ def overrides_of(
 def windows_of(
     declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, live_samples: int, world_size: int
 ) -> dict[str, int]:
-    """Return the ids per table of the live batches of all ranks; of ragged features, those that batches have room for.
-
-    Args:
-        declared: the tables.
-        spec: feature spec after the expansion of ids.
-        live_samples: rows per rank of the live batches.
-        world_size: ranks.
-    """
+    """Return the ids per table of the live batches of all ranks; of ragged features, those that batches have room for."""
     counts = id_counts(spec, live_samples)
     return {
         table.name: world_size * sum(counts[name].capacity for name in table.feature_names)
@@ -72,8 +65,7 @@ def chosen_host_tables(
 ) -> dict[str, HostTable]:
     """Return the tables that overrides put into host memory or on disk.
 
-    Raises:
-        ValueError: one of them is `keyed`, a table for raw keys, whose rows change on the device.
+    Raises ValueError: one of them is `keyed`, a table for raw keys, whose rows change on the device.
     """
     chosen = {
         table: HostTable(
@@ -94,8 +86,7 @@ def chosen_host_tables(
 def check_windows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> None:
     """Refuse arenas that cannot hold the rows of all live batches, and more rows than slots have bits for.
 
-    Raises:
-        ValueError: the first of them, with the fraction that would do.
+    Raises ValueError: the first of them, with the fraction that would do.
     """
     rows_of_rank: dict[int, int] = {}
     for name, table in host_tables.items():
@@ -146,21 +137,12 @@ def with_expected_fetches(
     memories: int,
     steps_between_saves: int,
 ) -> list[TablePlan]:
-    """Return the rows of a plan with the rows that each table is expected to fetch per step, and to read from disk per pass.
+    """Return the rows of a plan with those that a table is expected to fetch per step, and to read per read-ahead group.
 
     Rows on disk that change between two saves are expected too.
 
-    Args:
-        plan: of the tables.
-        tables: the same as plain rows.
-        traffic_of: returns how often the rows of a table are looked up.
-        global_batch: rows of all ranks.
-        host_room: bytes of host memory per rank for rows on disk.
-        memories: that a row is spread over: its weights, and each state of the optimizer.
-        steps_between_saves: at most, of checkpoints or deltas.
-
-    Raises:
-        ValueError: this memory is too little.
+    `traffic_of`: returns how often the rows of a table are looked up. `host_room`: bytes of host memory per rank for rows
+    on disk. `steps_between_saves`: at most, of checkpoints or deltas. Raises ValueError: this memory is too little.
     """
     fetched: dict[str, float] = {}
     read: dict[str, float] = {}
@@ -183,8 +165,8 @@ def with_expected_fetches(
         ring, classes = _ring(plan, members), list(classes_of(members))
         add(members, expected_fetches(classes, ring), fetched)
         if is_on_disk:
-            reads = expected_reads(classes, ring, places[rank, columns], PASS_BATCHES)
-            add(members, [PASS_BATCHES * number for number in reads], read)
+            reads = expected_reads(classes, ring, places[rank, columns], READ_AHEAD_BATCHES)
+            add(members, [READ_AHEAD_BATCHES * number for number in reads], read)
             if any(reads):
                 add(members, expected_looked_up(classes, steps_between_saves), changed)
     return [
@@ -221,8 +203,7 @@ def _places(
 ) -> dict[tuple[int, int], int]:
     """Return the rows on disk for which host memory has room, by rank and columns: the same fraction of all.
 
-    Raises:
-        ValueError: they are too few for the rows on the device and those of the live batches.
+    Raises ValueError: they are too few for the rows on the device and those of the live batches.
     """
     groups = {
         (rank, columns): members
@@ -305,7 +286,7 @@ def link_ms(tables: Sequence[TablePlan]) -> float:
 
 
 def staged_row_bytes(table: TablePlan) -> float:
-    """Return the bytes that a table is expected to read per pass from disk, with optimizer state, over all ranks."""
+    """Return the bytes that a table is expected to read per read-ahead group from disk, with optimizer state, over all ranks."""
     return table.staged_rows * _disk_bytes(table)
 
 

@@ -42,30 +42,21 @@ LISTED_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes on one rank's GPU, by purpose.
+    """Bytes on one rank's GPU, by purpose."""
 
-    Attributes:
-        tables: weights and optimizer state, as planned.
-        expansion: further ids of each stored id (`data.multi_hot`), as planned.
-        dense_tables: gradients of the replicated tables, as large as their weights.
-        dense_half: weights, gradients and optimizer state of the MLPs, and autocast's 16-bit copies of the weights.
-        batches: numbers, labels and ids of the batches on the device, and the ids that this rank's tables were sent.
-        lookups: local embeddings, those that are sent, and the gradients that return.
-        dense_pass: peak of activations and gradients, in the graph's own memory.
-        update: keys sorted out of place with their positions, partial sums of rows that cross blocks, and the sources of the
-            gradients of tables with several lookups.
-        evaluation: embeddings of an evaluation with another batch size, and its activations beyond the graph's memory.
-        workspaces: workspaces of cuBLAS.
-    """
-
-    tables: int
-    expansion: int
-    dense_tables: int
+    tables: int  # weights and optimizer state, as planned
+    expansion: int  # further ids of each stored id (`data.multi_hot`), as planned
+    dense_tables: int  # gradients of the replicated tables, as large as their weights
+    # weights, gradients and optimizer state of the MLPs, and autocast's 16-bit copies of the weights
     dense_half: int
+    # numbers, labels and ids of the batches on the device, and the ids that this rank's tables were sent
     batches: int
-    lookups: int
-    dense_pass: int
+    lookups: int  # local embeddings, those that are sent, and the gradients that return
+    dense_pass: int  # peak of activations and gradients, in the graph's own memory
+    # keys sorted out of place with their positions, partial sums of rows that cross blocks, and the sources of the
+    # gradients of tables with several lookups
     update: int
+    # embeddings of an evaluation with another batch size, and its activations beyond the graph's memory
     evaluation: int
     workspaces: int
 
@@ -82,16 +73,8 @@ def plan_memory(
     world_size: int,
     dense_states: int,
 ) -> list[RankMemory]:
-    """Estimate the peak of every rank's GPU while training.
-
-    Args:
-        config: configuration of the run.
-        spec: the dataset as stored.
-        plan: of the tables.
-        world_size: ranks.
-        dense_states: numbers per weight that the dense component keeps: its optimizer's state, and its average.
-    """
-    global_batch, amp = config.train.batch_size, config.train.amp
+    """Estimate the peak of every rank's GPU while training."""
+    global_batch, amp, is_sent = config.train.batch_size, config.train.amp, world_size > 1
     batch = global_batch // world_size
     activation_bytes = 4 if amp is Amp.off else 2
     seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
@@ -101,14 +84,14 @@ def plan_memory(
     declared, sent_bytes = declared_tables(config.model, seen), _sent_bytes(config)
     embedding_bytes = embedding_columns(declared, seen) * sent_bytes
     local = batch * embedding_bytes
-    dense_pass = _dense_pass(config, model, batch * activation_bytes, local, world_size == 1)
+    dense_pass = _dense_pass(config, model, batch, embedding_bytes, world_size == 1)
     eval_batch = config.eval.batch_size // world_size
     features = _ids_of_tables(declared, seen, batch)
     requests = requests_of(config, seen, plan, world_size)
     eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
     others = _without(plan, requests)
     partial_bytes = batch * world_size * _partial_columns(others) * sent_bytes
-    memories, is_sent = [], world_size > 1
+    memories = []
     for rank in range(world_size):
         work = _work_of(rank, others, features, global_batch, batch)
         eval_work = _work_of(rank, others, features, config.eval.batch_size, eval_batch)
@@ -139,21 +122,13 @@ def plan_memory(
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Row-wise tables of one width whose rows are asked of their owners (`nn.sharding.row_requests`).
-
-    Attributes:
-        tables: their names.
-        columns: of each.
-        keys: ids of all lookups of a rank's samples.
-        room: rows that a rank can ask of each owner.
-        tiers: memories that their rows lie in.
-    """
+    """Row-wise tables of one width whose rows are asked of their owners (`nn.sharding.row_requests`)."""
 
     tables: tuple[str, ...]
     columns: int
-    keys: int
-    room: tuple[int, ...]
-    tiers: frozenset[str]
+    keys: int  # ids of all lookups of a rank's samples
+    room: tuple[int, ...]  # rows that a rank can ask of each owner
+    tiers: frozenset[str]  # memories that their rows lie in
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
         """Return the memory of the rows that are sent and received, and of their gradients' sums in float32.
@@ -193,12 +168,7 @@ def requests_of(
 
     How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it.
 
-    Args:
-        config: configuration of the run.
-        spec: feature spec after the expansion of ids.
-        plan: of the tables.
-        world_size: ranks.
-        batch: rows of one rank; None for those of training.
+    `batch`: rows of one rank; None for those of training.
     """
     batch = config.train.batch_size // world_size if batch is None else batch
     ids = {feature.name: feature.mean_hotness for feature in spec.categorical}
@@ -264,15 +234,7 @@ def _partial_columns(plan: Sequence[TablePlan]) -> int:
 def _bytes_of_batches(
     spec: FeatureSpec, seen: FeatureSpec, plan: Sequence[TablePlan], batch: int, world_size: int
 ) -> tuple[float, int]:
-    """Return the bytes of batches on the device, and those of each id that arrives at its table.
-
-    Args:
-        spec: feature spec of the dataset as stored.
-        seen: feature spec after the expansion of ids.
-        plan: of the tables.
-        batch: rows of one rank.
-        world_size: ranks.
-    """
+    """Return the bytes of batches on the device, and those of each id that arrives at its table."""
     ids_per_row = sum(x.mean_hotness for x in spec.categorical)
     row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * ids_per_row
     # Lengths and offsets of the features exist once; the id exchange has a copy of its input, and positions.
@@ -292,10 +254,6 @@ def update_bytes(num_keys: float, columns: int) -> int:
 
     See `nn.embedding.triton_launcher`: a block of 32 keys has 5 numbers, and leaves two sums with 9 bytes beside them, which
     are the keys of the next level. Sums have as many columns as the table's width class, the next power of two.
-
-    Args:
-        num_keys: ids per step, over all lookups of the table.
-        columns: of the table on this rank.
     """
     block_bytes = 4 * 5 + 2 * (4 * _width_class(columns) + 9)
     blocks = num_keys / 32 * 16 / 15
@@ -309,17 +267,12 @@ def _sent_bytes(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Ids:
-    """Ids of a feature per sample, on every rank that looks it up.
+    """Ids of a feature per sample, on every rank that looks it up."""
 
-    Attributes:
-        keys: ids, with the unused positions of a ragged feature.
-        numbers: ids, and of a ragged feature where samples begin, their lengths, and the sample of each id.
-        is_ragged: whether samples differ in their number of ids.
-    """
-
-    keys: float
+    keys: float  # ids, with the unused positions of a ragged feature
+    # ids, and of a ragged feature where samples begin, their lengths, and the sample of each id
     numbers: float
-    is_ragged: bool
+    is_ragged: bool  # whether samples differ in their number of ids
 
 
 def _ids_per_sample(spec: FeatureSpec, batch_size: int) -> dict[str, _Ids]:
@@ -341,21 +294,14 @@ def _ids_of_tables(
 
 @dataclass(frozen=True, slots=True)
 class _SparseWork:
-    """Lookups of one rank per step.
+    """Lookups of one rank per step."""
 
-    Attributes:
-        elements: elements of the embeddings that are looked up for all ranks; those of replicated tables do not count.
-        ids: ids that arrive: once per feature, whatever number of tables takes them.
-        keys: ids that are sorted: once per lookup.
-        update_bytes: memory of the update beside sorted keys.
-        mapping_bytes: memory to map the ids of tables in host memory to slots.
-    """
-
+    # elements of the embeddings that are looked up for all ranks; those of replicated tables do not count
     elements: int
-    ids: int
-    keys: int
-    update_bytes: int
-    mapping_bytes: int
+    ids: int  # ids that arrive: once per feature, whatever number of tables takes them
+    keys: int  # ids that are sorted: once per lookup
+    update_bytes: int  # memory of the update beside sorted keys
+    mapping_bytes: int  # memory to map the ids of tables in host memory to slots
 
     @property
     def sorted_bytes(self) -> int:
@@ -372,12 +318,7 @@ def _work_of(
 ) -> _SparseWork:
     """Return the lookups of a rank.
 
-    Args:
-        rank: the rank.
-        plan: of all tables.
-        features: table -> feature -> its ids.
-        global_batch: rows of all ranks, for which sharded tables are looked up.
-        batch: rows of one rank, for which replicated tables are.
+    `features`: table -> feature -> its ids.
     """
     held = [table for table in plan if rank in table.ranks]
     replicated = [table for table in held if table.sharding == "data_parallel"]
@@ -429,16 +370,26 @@ def _sum_of(rank: int, plan: Sequence[TablePlan]) -> int:
     )
 
 
-def _dense_pass(config: Config, model: Model, column_bytes: int, local: int, is_alone: bool) -> int:
+def _dense_pass(
+    config: Config, model: Model, batch: int, embedding_bytes: int, is_alone: bool
+) -> int:
+    """Return the bytes of the dense component's pass over a rank's batch, whose rows have `embedding_bytes` of vectors."""
+    if config.train.accumulate == 1:
+        return _pass_over(config, model, batch, batch * embedding_bytes, is_alone)
+    chunk, local = -(-batch // config.train.accumulate), batch * embedding_bytes
+    of_chunk = _pass_over(config, model, chunk, chunk * embedding_bytes, is_alone)
+    # Between ranks a chunk's vectors are copied out of the batch's.
+    of_chunk += 0 if is_alone else chunk * embedding_bytes
+    # The gradients of all vectors are kept until the last chunk, and are checked together under fp16.
+    return local + max(of_chunk, _checked_bytes(config, local))
+
+
+def _pass_over(config: Config, model: Model, rows: int, local: int, is_alone: bool) -> int:
     """Return the bytes of the fullest of three moments; memory of the first is reused by the later ones.
 
-    Args:
-        config: configuration of the run.
-        model: the dense component.
-        column_bytes: of one column of activations.
-        local: gradients of the embeddings of this rank's rows, bytes.
-        is_alone: whether there is one rank.
+    `local`: gradients of the embeddings of this rank's rows, bytes. `is_alone`: whether there is one rank.
     """
+    column_bytes = rows * (4 if config.train.amp is Amp.off else 2)
     layers = model.linear_layers()
     # What backward needs again: the input of every layer, which is the output of the one before.
     saved = sum(before for before, _ in layers) + model.activations().backward_columns
@@ -456,6 +407,9 @@ def _dense_pass(config: Config, model: Model, column_bytes: int, local: int, is_
         gradients = max(sum(first), *(2 * max(layer) for layer in others))
     top = (saved + gradients) * column_bytes
     interaction = local + (layers[0][1] if layers else 0) * column_bytes
-    # Under fp16 they are checked for overflows at the end: absolute values, and two booleans per number.
-    checked = local * 5 // 2 if config.train.amp is Amp.fp16 else 0
-    return max(top, interaction, checked)
+    return max(top, interaction, _checked_bytes(config, local))
+
+
+def _checked_bytes(config: Config, local: int) -> int:
+    """Return the memory of the check of gradients for overflows under fp16: absolute values, and two booleans per number."""
+    return local * 5 // 2 if config.train.amp is Amp.fp16 else 0

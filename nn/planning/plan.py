@@ -8,48 +8,34 @@ from nn.sharding.tables import ROWS_CUT
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """The plan of one table.
-
-    Attributes:
-        table: table name.
-        num_embeddings: rows of the complete table.
-        embedding_dim: columns of the complete table.
-        hotness: mean number of ids per sample, of all features that look the table up.
-        sharding: `table_wise`, `column_wise`, `row_wise`, `table_row_wise` or `data_parallel`.
-        kernel: `fused` (updated within the backward pass), or `dense` (after it) of a replicated table.
-        ranks: ranks that hold a shard of it.
-        bytes_per_rank: weight and optimizer bytes on each of `ranks`.
-        expansion_bytes: further bytes on each of `ranks` that the expansion of its ids (data.multi_hot) takes.
-        num_vectors: mean number of vectors per sample: one per feature, or one per id without pooling.
-        tier: memory of all its rows: `device`, or `host` or `disk` with an arena of rows on the device, which `bytes_per_rank`
-            counts.
-        cache_rows: rows of the arenas of all its ranks; 0 with tier `device`.
-        host_bytes_per_rank: weight and optimizer bytes in host memory of each of `ranks`, with tier `host`.
-        fetched_rows: rows that are expected to be fetched per step, over all ranks.
-        disk_bytes_per_rank: weight and optimizer bytes on disk of each of `ranks`, with tier `disk`.
-        staged_rows: rows that are expected to be read from disk per pass, over all ranks.
-        journal_rows: rows on disk that are expected to change between two saves, over all ranks; 0 if host memory has room for
-            all.
-        memories: that a row is spread over in host memory: its weights, and each state of the optimizer.
-    """
+    """The plan of one table."""
 
     table: str
-    num_embeddings: int
-    embedding_dim: int
-    hotness: float
-    sharding: str
+    num_embeddings: int  # rows of the complete table
+    embedding_dim: int  # columns of the complete table
+    hotness: float  # mean number of ids per sample, of all features that look the table up
+    sharding: str  # `table_wise`, `column_wise`, `row_wise`, `table_row_wise` or `data_parallel`
+    # `fused` (updated within the backward pass), or `dense` (after it) of a replicated table
     kernel: str
-    ranks: tuple[int, ...]
-    bytes_per_rank: tuple[int, ...]
+    ranks: tuple[int, ...]  # ranks that hold a shard of it
+    bytes_per_rank: tuple[int, ...]  # weight and optimizer bytes on each of `ranks`
+    # further bytes on each of `ranks` that the expansion of its ids (data.multi_hot) takes
     expansion_bytes: int = 0
+    # mean number of vectors per sample: one per feature, or one per id without pooling
     num_vectors: float = 1.0
+    # memory of all its rows: `device`, or `host` or `disk` with an arena of rows on the device, which
+    # `bytes_per_rank` counts
     tier: str = "device"
-    cache_rows: int = 0
+    cache_rows: int = 0  # rows of the arenas of all its ranks; 0 with tier `device`
+    # weight and optimizer bytes in host memory of each of `ranks`, with tier `host`
     host_bytes_per_rank: tuple[int, ...] = ()
-    fetched_rows: float = 0.0
+    fetched_rows: float = 0.0  # rows that are expected to be fetched per step, over all ranks
+    # weight and optimizer bytes on disk of each of `ranks`, with tier `disk`
     disk_bytes_per_rank: tuple[int, ...] = ()
-    staged_rows: float = 0.0
+    staged_rows: float = 0.0  # rows that are expected to be read from disk per read-ahead group, over all ranks
+    # rows on disk that are expected to change between two saves, over all ranks; 0 if host memory has room for all
     journal_rows: float = 0.0
+    # that a row is spread over in host memory: its weights, and each state of the optimizer
     memories: int = 1
 
     @property
@@ -92,20 +78,12 @@ def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The hardware that the plan is made for.
-
-    Attributes:
-        device_type: `cpu` or `cuda`.
-        world_size: total number of ranks.
-        local_world_size: ranks per node.
-        hbm_bytes: memory of one GPU; 0 on CPUs.
-        host_bytes: memory of one node.
-    """
+    """The hardware that the plan is made for."""
 
     device_type: str
     world_size: int
     local_world_size: int
-    hbm_bytes: int
+    hbm_bytes: int  # memory of one GPU; 0 on CPUs
     host_bytes: int
 
     @property

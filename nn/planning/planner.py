@@ -6,7 +6,6 @@ links, the hotness and optimizer state of each table, and only the kernels that 
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -35,10 +34,9 @@ from torchrec.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
     PoolingType,
-    data_type_to_dtype,
 )
 
-from configs.schema import MOST_RANKS, ShardingConfig, ShardingType, Tier
+from configs.schema import ShardingConfig, ShardingType, Tier
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import (
     ids_per_sample,
@@ -46,7 +44,8 @@ from nn.embedding.declared_tables import (
     tables_of_feature,
     vectors_per_sample,
 )
-from nn.embedding.optimizer import TableRule, less_state, with_column_cuts
+from nn.embedding.optimizer import TableRule, with_column_cuts
+from nn.planning.advice import does_not_fit, lacks_host_memory
 from nn.planning.balance import ShardCost, balance, join_columns
 from nn.planning.host_choice import movable_tables, with_host_tables
 from nn.planning.host_tables import (
@@ -58,10 +57,17 @@ from nn.planning.host_tables import (
     windows_of,
 )
 from nn.planning.plan import Hardware, TablePlan
+from nn.planning.table_sizes import (
+    FP32_BYTES,
+    arena_bytes,
+    bytes_of,
+    table_bytes,
+    usable_bytes,
+    usable_host_bytes,
+    weight_bytes_of,
+)
 from nn.sharding.tables import ROWS_CUT, HostTable, TieredPlan
 from nn.tiers.traffic import IdTraffic
-
-GIB = 2**30
 
 # Bytes per millisecond of an H200 server, for the planner's cost model: HBM copy and NVLink all-to-all as measured, PCIe
 # and one 400 Gb/s network card per GPU as specified. Only their ratios affect the plan.
@@ -71,10 +77,6 @@ INTER_HOST_BYTES_PER_MS = 50e9 / 1e3
 HOST_BYTES_PER_MS = 200e9 / 1e3
 HOST_LINK_BYTES_PER_MS = 55e9 / 1e3
 
-FP32_BYTES = 4
-MORE_HOST_MEMORY = (
-    "use hosts with more memory (sharding.host_gib if that of this machine does not count)"
-)
 
 ID_COLUMNS = 128
 """Columns whose lookup and update take as long as what an id takes whatever the width: expansion, sort, addressing."""
@@ -113,16 +115,8 @@ class TableEnumerator(EmbeddingEnumerator):
     That is the expansion of the table's ids, and half of the optimizer state of a 16-bit table: TorchRec takes the state
     to have 16 bits too.
 
-    Args:
-        topology: hardware to plan for.
-        batch_size: rows per rank.
-        constraints: of each table.
-        expansion_bytes: table -> bytes on every rank that holds a shard of it.
-        rule: optimizer of the tables.
-        host_tables: tables in host memory.
-
-    Attributes:
-        costs: of the shards of all options that were estimated.
+    `expansion_bytes`: table -> bytes on every rank that holds a shard of it. `costs`: of the shards of all options that
+    were estimated.
     """
 
     def __init__(
@@ -222,22 +216,10 @@ def plan_tables(
 ) -> tuple[TieredPlan, list[TablePlan]]:
     """Plan the sharding of all tables.
 
-    Args:
-        declared: the tables as the model declares them.
-        spec: feature spec with the hotness of each feature, after expansion.
-        config: allowed layouts and overrides.
-        rule: optimizer of the tables.
-        hardware: hardware to plan for.
-        batch_size: rows per rank.
-        expansion_bytes: feature -> bytes of the expansion of its ids on every rank with a shard of its table.
-        live_samples: rows per rank of all batches that are at work at once; None: those of three training batches.
-        traffic_of: returns how often the rows of a table are looked up; None: all alike.
-
-    Returns:
-        TorchRec's plan, and the same as plain rows.
-
-    Raises:
-        ValueError: the tables do not fit, or an override is invalid.
+    `expansion_bytes`: feature -> bytes of the expansion of its ids on every rank with a shard of its table. `live_samples`:
+    rows per rank of all batches that are at work at once; None: those of three training batches. `traffic_of`: returns how
+    often the rows of a table are looked up; None: all alike. Returns TorchRec's plan, and the same as plain rows. Raises
+    ValueError: the tables do not fit, or an override is invalid.
     """
     expansions = _expansions_of_tables(declared, expansion_bytes)
     embeddings = planned_tables(declared, rule)
@@ -253,7 +235,7 @@ def plan_tables(
     movable = partial(
         movable_tables,
         _candidates(declared, config, hardware, constraints, keyed),
-        partial(_bytes_of, rule=rule),
+        partial(bytes_of, rule=rule),
         windows,
         _most_parts(constraints, hardware),
         {name: global_batch * ids for name, ids in ids_per_sample(declared, spec).items()},
@@ -264,7 +246,7 @@ def plan_tables(
         plan, host_tables = with_host_tables(planned, chosen, movable, *room)
     except PlannerError as error:
         fits = _fits_the_devices(lambda more: _run_planner(more, *inputs, chosen), topology)
-        refusal = _lacks_host_memory if fits else partial(_does_not_fit, expansions, error)
+        refusal = lacks_host_memory if fits else partial(does_not_fit, expansions, error)
         raise ValueError(refusal(embeddings, config, rule, hardware, chosen)) from error
     check_windows(plan, host_tables)
     rows = _rows(plan, embeddings, declared, spec, rule, expansions, host_tables)
@@ -300,9 +282,9 @@ def _room(
 ) -> tuple[int, int]:
     """Return the bytes by which all tables but the chosen ones exceed the memory of the ranks, and the hosts' for tables."""
     on_device = [table for table in declared if table.name not in chosen]
-    usable = hardware.world_size * _usable_bytes(hardware, config)
-    lacking = sum(_bytes_of(table, rule) for table in on_device) - usable
-    return lacking, hardware.world_size * _usable_host_bytes(hardware, config)
+    usable = hardware.world_size * usable_bytes(hardware, config)
+    lacking = sum(bytes_of(table, rule) for table in on_device) - usable
+    return lacking, hardware.world_size * usable_host_bytes(hardware, config)
 
 
 def _most_parts(
@@ -377,11 +359,6 @@ def _run_planner(
     return plan
 
 
-def _usable_bytes(hardware: Hardware, config: ShardingConfig) -> int:
-    """Return the memory per rank that tables may fill."""
-    return int(hardware.bytes_per_rank * (1 - config.reserve))
-
-
 def _topology(
     hardware: Hardware,
     config: ShardingConfig,
@@ -390,16 +367,13 @@ def _topology(
 ) -> Topology:
     """Describe the hardware to TorchRec.
 
-    Args:
-        hardware: to plan for.
-        config: fraction of memory to keep free.
-        update_passes: passes over a row per update.
-        chosen: tables in host memory or on disk; rows of the latter take memory of the host too.
+    `config`: fraction of memory to keep free. `chosen`: tables in host memory or on disk; rows of the latter take memory of
+    the host too.
     """
     host_room = any(table.is_on_disk for table in chosen.values()) * staged_bytes(config)
     cuda = hardware.device_type == "cuda"
-    usable = _usable_bytes(hardware, config)
-    in_host = _usable_host_bytes(hardware, config)
+    usable = usable_bytes(hardware, config)
+    in_host = usable_host_bytes(hardware, config)
     links = HardwareConfig(
         hbm_mem_bw=HBM_BYTES_PER_MS,
         ddr_mem_bw=HOST_BYTES_PER_MS,
@@ -448,7 +422,7 @@ def _constraints(
             f"{', '.join(hotness)}; correct the names"
         )
     # A rank may have no memory, and features no ids.
-    most_bytes = max(_usable_bytes(hardware, config) * CUT_ABOVE, 1)
+    most_bytes = max(usable_bytes(hardware, config) * CUT_ABOVE, 1)
     most_lookups = sum(hotness.values()) / hardware.world_size or 1
     constraints = {}
     for table in declared:
@@ -466,7 +440,7 @@ def _constraints(
             types = _without_column_cuts(table.name, types, rule, overridden=chosen is not None)
         # Every column shard repeats the lookup, so only tables that are hard to place on one rank are sharded by columns, for
         # their lookups in two: quarters would take as long as halves.
-        size = _bytes_of(table, rule)
+        size = bytes_of(table, rule)
         parts = max(size / most_bytes, min(hotness[table.name] / most_lookups, 2))
         only = types == [ShardingType.column_wise]
         cut = ShardingType.column_wise in types and (only or parts > 1)
@@ -486,8 +460,7 @@ def _uncut(
 ) -> list[ShardingType]:
     """Return the layouts of a table that keep all its columns on one rank.
 
-    Raises:
-        ValueError: only column-wise was allowed.
+    Raises ValueError: only column-wise was allowed.
     """
     if only:
         raise ValueError(
@@ -519,8 +492,7 @@ def _without_column_cuts(
 ) -> list[ShardingType]:
     """Return the layouts of a table whose optimizer depends on complete rows.
 
-    Raises:
-        ValueError: there is none that leaves its rows complete.
+    Raises ValueError: there is none that leaves its rows complete.
     """
     reason = "keeps one state per row, and a column-wise table would have several"
     if overridden:
@@ -551,56 +523,13 @@ def _column_width(embedding_dim: int, parts: float, world_size: int) -> int | No
     return embedding_dim // next((count for count in counts if count >= max(parts, 2)), counts[-1])
 
 
-def table_bytes(
-    num_embeddings: int, embedding_dim: int, rule: TableRule, *, weight_bytes: int = FP32_BYTES
-) -> int:
-    """Return weight and optimizer bytes of a table, or of one shard of it; `weight_bytes` is that of one weight."""
-    row_bytes = embedding_dim * (weight_bytes + rule.bytes_per_element) + rule.bytes_per_row
-    return num_embeddings * row_bytes
-
-
-def arena_bytes(
-    num_rows: int, table: HostTable, columns: int, rule: TableRule, *, weight_bytes: int
-) -> int:
-    """Return the device memory of a shard whose rows lie in host memory or on disk: slots, and the map of rows to them."""
-    slots = table.slots(num_rows)
-    of_slots = table_bytes(slots, columns, rule, weight_bytes=weight_bytes)
-    # A slot and a bit per row, a place in host memory of rows on disk, and per slot a row, the batches that need it, and
-    # whether it has changed.
-    of_rows = (4 + 4 * table.is_on_disk) * num_rows + num_rows // 8
-    return of_slots + of_rows + (4 + 1 + 1) * slots
-
-
-def _bytes_of(table: EmbeddingBagConfig, rule: TableRule) -> int:
-    return table_bytes(
-        table.num_embeddings, table.embedding_dim, rule, weight_bytes=_weight_bytes(table)
-    )
-
-
-def _device_bytes(table: EmbeddingBagConfig, rule: TableRule, host_table: HostTable | None) -> int:
-    """Return what a table takes of the devices: all its rows, or an arena."""
-    if host_table is None:
-        return _bytes_of(table, rule)
-    return arena_bytes(
-        table.num_embeddings,
-        host_table,
-        table.embedding_dim,
-        rule,
-        weight_bytes=_weight_bytes(table),
-    )
-
-
-def _weight_bytes(table: EmbeddingBagConfig) -> int:
-    return data_type_to_dtype(table.data_type).itemsize
-
-
 def update_passes(embeddings: EmbeddingBagCollection, rule: TableRule) -> float:
     """Return the passes over a row's bytes that its update takes; a lookup takes one.
 
     The gradient is read; the weight and each state of its size are read and written. With the planner's default of 2 a
     hundred-hot table would stay on one rank.
     """
-    weight_bytes = min(map(_weight_bytes, embeddings.embedding_bag_configs()))
+    weight_bytes = min(map(weight_bytes_of, embeddings.embedding_bag_configs()))
     return 3 + 2 * rule.bytes_per_element // weight_bytes
 
 
@@ -621,12 +550,12 @@ def _rows(
         below: dict[int, int] = {}
         slots = 0
         if sharding.sharding_spec is None:
-            used = dict.fromkeys(sharding.ranks, _bytes_of(table, rule))
+            used = dict.fromkeys(sharding.ranks, bytes_of(table, rule))
         else:
             for shard in sharding.sharding_spec.shards:
                 rank = shard.placement.rank()
                 num_rows, columns = shard.shard_sizes
-                weight_bytes = _weight_bytes(table)
+                weight_bytes = weight_bytes_of(table)
                 size = table_bytes(num_rows, columns, rule, weight_bytes=weight_bytes)
                 if table.name in host_tables:
                     below[rank] = below.get(rank, 0) + size
@@ -660,131 +589,6 @@ def _rows(
     return rows
 
 
-def _does_not_fit(
-    expansion_bytes: Mapping[str, int],
-    error: PlannerError,
-    embeddings: EmbeddingBagCollection,
-    config: ShardingConfig,
-    rule: TableRule,
-    hardware: Hardware,
-    chosen: Mapping[str, HostTable],
-) -> str:
-    sizes = {
-        table.name: _device_bytes(table, rule, chosen.get(table.name))
-        + expansion_bytes.get(table.name, 0)
-        for table in embeddings.embedding_bag_configs()
-    }
-    state = f"{rule.name} state" + " and the expansion of their ids" * bool(expansion_bytes)
-    usable = _usable_bytes(hardware, config)
-    total = sum(sizes.values())
-    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
-    listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest)
-    cuts = (ShardingType.row_wise, ShardingType.column_wise)
-    forbidden = [kind.value for kind in cuts if kind not in config.types]
-    several = hardware.world_size > 1
-    remedies = []
-    if not several or sizes[largest[0]] <= usable or len(forbidden) < len(cuts):
-        # The total may fit so many ranks although a single table does not fit any of them.
-        enough = max(math.ceil(total / max(usable, 1)), hardware.world_size + 1)
-        if enough <= MOST_RANKS:
-            remedies.append(f"start {enough} ranks or more")
-    if several and forbidden:
-        remedies.append(f"add {' or '.join(forbidden)} to sharding.types")
-    remedies += _smaller_rows(embeddings, rule)
-    if Tier.host not in config.tiers and hardware.device_type == "cuda":
-        remedies.append("keep large tables in host memory (sharding.tiers=[device,host])")
-    remedies.append("lower model.embedding_dim")
-    beside = ""
-    if Tier.host in config.tiers and hardware.device_type == "cuda":
-        of_disk = any(table.is_on_disk for table in chosen.values()) * staged_bytes(config)
-        in_host = _usable_host_bytes(hardware, config) - of_disk
-        in_host = max(in_host, 0) * hardware.local_world_size
-        beside = f", and of host memory {in_host / GIB:.1f} GiB per node"
-        remedies.append(MORE_HOST_MEMORY)
-        of_device = [name for name in sizes if name not in chosen or not chosen[name].is_on_disk]
-        if of_device:
-            remedies.append(_on_disk(max(of_device, key=sizes.__getitem__)))
-        arenas = [name for name in largest if name in chosen]
-        if arenas:
-            remedies.append(f"lower cache of {' and '.join(arenas)} in sharding.tables")
-    return (
-        f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
-        f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
-        f"({hardware.bytes_per_rank / GIB:.1f} GiB per rank less sharding.reserve={config.reserve:g}){beside}; "
-        f"the largest are {listed}. {_either([*remedies, 'raise the frequency limit of the dataset'])}. TorchRec's planner: "
-        f"{_first_line(error)}"
-    )
-
-
-def _lacks_host_memory(
-    embeddings: EmbeddingBagCollection,
-    config: ShardingConfig,
-    rule: TableRule,
-    hardware: Hardware,
-    chosen: Mapping[str, HostTable],
-) -> str:
-    """Return the refusal of overrides for whose tables host memory is too small, where the devices have room."""
-    tables = embeddings.embedding_bag_configs()
-    sizes = {
-        table.name: DISK_ROW_BYTES * table.num_embeddings
-        if chosen[table.name].is_on_disk
-        else _bytes_of(table, rule)
-        for table in tables
-        if table.name in chosen
-    }
-    in_host = [name for name in sizes if not chosen[name].is_on_disk]
-    of_disk = staged_bytes(config) * (len(in_host) < len(chosen))
-    most = _usable_host_bytes(hardware, config)
-    usable = max(most - of_disk, 0)
-    needed = sum(sizes.values())
-    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)
-    remedies = []
-    if in_host:
-        remedies.append(_on_disk(max(in_host, key=sizes.__getitem__)))
-    on_device = hardware.world_size * _usable_bytes(hardware, config)
-    if sum(_bytes_of(table, rule) for table in tables) <= on_device:
-        remedies.append("leave the tables on the GPUs, where all fit (tier: device)")
-    if of_disk and needed <= hardware.world_size * most:
-        remedies.append("lower sharding.staged_gib")
-    if hardware.world_size > 1 and sizes[largest[0]] > usable:
-        remedies.append(f"shard {largest[0]} row_wise")
-    remedies += [*(_smaller_rows(embeddings, rule) if in_host else ()), MORE_HOST_MEMORY]
-    listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest[:3])
-    further = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
-    per_node = hardware.host_bytes / GIB
-    kept = f"sharding.reserve={config.reserve:g}"
-    if of_disk:
-        kept += (
-            f" and, per rank, sharding.staged_gib={config.staged_gib:g} for rows of tables on disk"
-        )
-    return (
-        f"host memory is too small: the tables that sharding.tables puts there or on disk take {needed / GIB:.1f} GiB of it "
-        f"({listed}{further}), and {hardware.world_size} x {usable / GIB:.1f} GiB are usable ({per_node:.1f} GiB per node less "
-        f"{kept}). {_either(remedies)}"
-    )
-
-
-def _either(remedies: Sequence[str]) -> str:
-    """Return a sentence of one remedy or several."""
-    *first, last = remedies
-    return f"Either {', '.join(first)}, or {last}" if first else f"{last[0].upper()}{last[1:]}"
-
-
-def _on_disk(table: str) -> str:
-    return f"keep {table} on disk ({{{table}: {{tier: disk}}}} in sharding.tables, and sharding.disk_path)"
-
-
-def _smaller_rows(embeddings: EmbeddingBagCollection, rule: TableRule) -> list[str]:
-    """Return the remedies that make rows smaller."""
-    remedies = []
-    if less_state(rule):
-        names = " or ".join(less_state(rule))
-        remedies.append(f"choose an optimizer with less state (optimizer.embedding_name={names})")
-    if all(_weight_bytes(table) == FP32_BYTES for table in embeddings.embedding_bag_configs()):
-        remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
-    return remedies
-
-
 def _with_plenty_of_host_memory(topology: Topology) -> Topology:
     """Return the hardware with room for all tables in the memory of hosts with GPUs."""
     if topology.compute_device != "cuda":
@@ -793,12 +597,3 @@ def _with_plenty_of_host_memory(topology: Topology) -> Topology:
     for device in plenty.devices:
         device.storage.ddr = 2**60
     return plenty
-
-
-def _usable_host_bytes(hardware: Hardware, config: ShardingConfig) -> int:
-    """Return the host memory of a rank for tables."""
-    return int(hardware.host_bytes // hardware.local_world_size * (1 - config.reserve))
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))

@@ -34,20 +34,16 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class RunRecords:
-    """The records of a run.
+    """The records of a run."""
 
-    Attributes:
-        header: environment of the run, and its constants: `recipe`, `data`, `batch_size`, `seed`, `split` (that is
-            evaluated), `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow), all of them
-            optional.
-        records: of training and of evaluations, in their order. A final evaluation is none of them: it may be of other
-            rows, and of a model of an earlier step.
-        restarts: steps of the checkpoints that the run resumed from.
-    """
-
+    # environment of the run, and its constants: `recipe`, `data`, `batch_size`, `seed`, `split` (that is
+    # evaluated), `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow), all of them
+    # optional
     header: Mapping[str, Any]
+    # of training and of evaluations, in their order. A final evaluation is none of them: it may be of other rows,
+    # and of a model of an earlier step
     records: Records
-    restarts: Sequence[int] = ()
+    restarts: Sequence[int] = ()  # steps of the checkpoints that the run resumed from
 
     @property
     def split(self) -> str:
@@ -123,12 +119,7 @@ def main_metrics(records: Records) -> list[_Metric]:
 def draw_curves(run: RunRecords, out_png: Path) -> None:
     """Plot the records of a run; a panel without data says so.
 
-    Args:
-        run: its records.
-        out_png: file to write, 1,560 pixels wide.
-
-    Raises:
-        OSError: the picture cannot be written.
+    `out_png`: file to write, 1,560 pixels wide. Raises OSError: the picture cannot be written.
     """
     metrics = main_metrics(run.records)
     drawn = metrics[:MOST_TASKS]
@@ -332,11 +323,7 @@ def _finish(
 ) -> None:
     """Set y range and legend, mark points outside the frame, or label an empty panel.
 
-    Args:
-        axes: the panel.
-        lines: what was drawn, by colour.
-        further: lines that the frame shows too.
-        from_zero: whether the frame begins at zero.
+    `from_zero`: whether the frame begins at zero.
     """
     value_range = limits(*lines.values())
     if value_range is not None:

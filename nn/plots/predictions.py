@@ -18,13 +18,7 @@ the second number times the smallest one."""
 def draw_predictions(document: Mapping[str, Any], out_png: Path) -> None:
     """Plot calibration, gain and lift, one row per binary label.
 
-    Args:
-        document: `recipe`, `split` and `step` of an evaluation, and under `tasks` the results of
-            `nn.metrics.prediction_curves.describe_predictions` by the name of the label.
-        out_png: file to write, 1,560 pixels wide.
-
-    Raises:
-        OSError: the picture cannot be written.
+    `out_png`: file to write, 1,560 pixels wide. Raises OSError: the picture cannot be written.
     """
     tasks = dict(list(document["tasks"].items())[:MOST_TASKS])
     num_rows = next(iter(tasks.values()))["rows"]

@@ -50,8 +50,7 @@ STYLE: dict[Any, Any] = {
 def picture(out_png: Path, height: float, title: str, facts: str) -> Iterator[Any]:
     """Yield an empty figure of `height` inches with a title and a line of facts, and write it at the end of the block.
 
-    Raises:
-        OSError: the picture cannot be written.
+    Raises OSError: the picture cannot be written.
     """
     # Importing matplotlib takes most of a second, so only the end of a run pays for it.
     from matplotlib import rc_context

@@ -28,8 +28,13 @@ from nn.distributed.failures import report_faults, report_lost_rank
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
 from nn.models.registry import check_model
 from nn.models.tasks import Task, scores_of, tasks_of_run
-from nn.observability.console import make_logger, print_header
-from nn.observability.run_directory import environment
+from nn.observability.console import (
+    make_logger,
+    print_header,
+)
+from nn.observability.environment import (
+    environment,
+)
 from nn.resume import ResumePoint, load, named_resume_point
 from nn.scores.output import ScoreOutput, open_output
 from nn.scores.request import output_path, shown_output

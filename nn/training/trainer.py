@@ -26,9 +26,11 @@ from nn.metrics.task_metrics import StartedMetrics, TaskMetrics
 from nn.models.metric import AUC, GAUC
 from nn.models.tasks import auc_key, best_metric, metrics_of
 from nn.observability.annotations import annotate
-from nn.observability.console import Progress
 from nn.observability.mlperf_log import MlperfLog
 from nn.observability.profiler import Profiler
+from nn.observability.progress import (
+    Progress,
+)
 from nn.observability.records import PROBLEM
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,

@@ -21,8 +21,7 @@ SMALLEST = 1e-7
 async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
     """Score a split and return its numbers.
 
-    Raises:
-        ValueError: server or dataset cannot be used, a request fails, or the split has no labels.
+    Raises ValueError: server or dataset cannot be used, a request fails, or the split has no labels.
     """
     target = await open_target(
         config.model, config.url, config.token_file, config.data_path, config.split
@@ -65,12 +64,7 @@ async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
 class _Scored:
     """Scores and labels of a split.
 
-    Args:
-        labels: float32 [rows, labels], to be filled.
-        names: of the labels.
-
-    Attributes:
-        latencies: seconds of each request.
+    `labels`: float32 [rows, labels], to be filled. `latencies`: seconds of each request.
     """
 
     def __init__(self, labels: np.ndarray, names: list[str]) -> None:

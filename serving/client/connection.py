@@ -20,28 +20,19 @@ class ServerError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of a server.
-
-    Attributes:
-        host: name or number.
-        port: of the server.
-        is_secure: whether the connection is encrypted.
-        prefix: path before that of the protocol.
-        token: that requests bear; None if none.
-    """
+    """Address of a server."""
 
     host: str
     port: int
-    is_secure: bool = False
-    prefix: str = ""
-    token: str | None = None
+    is_secure: bool = False  # whether the connection is encrypted
+    prefix: str = ""  # path before that of the protocol
+    token: str | None = None  # that requests bear; None if none
 
     @classmethod
     def of(cls, url: str, token: str | None = None) -> "Address":
         """Return the address of a URL.
 
-        Raises:
-            ValueError: it is none of http or https.
+        Raises ValueError: it is none of http or https.
         """
         try:
             parts = urlsplit(url)
@@ -73,11 +64,7 @@ class Reply:
 
 
 class Connection:
-    """A connection, opened at the first request and again after a failure.
-
-    Args:
-        address: of the server.
-    """
+    """A connection, opened at the first request and again after a failure."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -88,13 +75,8 @@ class Connection:
     ) -> Reply:
         """Send GET, or POST if there is a body, and return the response.
 
-        Args:
-            path: of the protocol.
-            body: of the request.
-            header_length: bytes of JSON before binary tensors.
-
-        Raises:
-            ServerError: the server cannot be reached, or answers nothing.
+        `header_length`: bytes of JSON before binary tensors. Raises ServerError: the server cannot be reached, or answers
+        nothing.
         """
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -151,8 +133,7 @@ class Connection:
 async def get_json(connection: Connection, path: str) -> Any:
     """Return the JSON of a path.
 
-    Raises:
-        ServerError: the server refuses it, or answers something else.
+    Raises ServerError: the server refuses it, or answers something else.
     """
     reply = await connection.call(path)
     if reply.status != 200:

@@ -20,30 +20,18 @@ DTYPES = {"FP32": "<f4", "INT32": "<i4", "INT64": "<i8"}
 
 @dataclass(frozen=True, slots=True)
 class EncodedRequest:
-    """A request for scores.
+    """A request for scores."""
 
-    Attributes:
-        num_rows: B.
-        body: JSON, and binary tensors behind it.
-        header_length: bytes of the JSON.
-        inputs: the tensors by name, for shared memory.
-    """
-
-    num_rows: int
-    body: bytes
-    header_length: int
-    inputs: Mapping[str, np.ndarray]
+    num_rows: int  # B
+    body: bytes  # JSON, and binary tensors behind it
+    header_length: int  # bytes of the JSON
+    inputs: Mapping[str, np.ndarray]  # the tensors by name, for shared memory
 
 
 class RequestEncoder:
     """Encoder of rows for one model.
 
-    Args:
-        metadata: of the model, as the server describes it.
-        spec: of the dataset.
-
-    Raises:
-        ValueError: the dataset has other features than the model.
+    Raises ValueError: the dataset has other features than the model.
     """
 
     def __init__(self, metadata: Mapping[str, Any], spec: FeatureSpec) -> None:
@@ -123,8 +111,7 @@ class RequestEncoder:
 def scores_of(reply: Reply, num_rows: int) -> dict[str, np.ndarray]:
     """Return the scores of a response by output, float32 [B].
 
-    Raises:
-        ServerError: it is an error, or malformed.
+    Raises ServerError: it is an error, or malformed.
     """
     if reply.status != 200:
         raise ServerError(f"the server answers {reply.status}, {reply.message}")

@@ -20,8 +20,7 @@ MOST_BYTES = 256 << 20
 async def measure(config: LatencyConfig, say: Callable[[str], None]) -> list[LoadResult]:
     """Measure all loads of the options, and say each result.
 
-    Raises:
-        ValueError: server or dataset cannot be used, or a load has no answer.
+    Raises ValueError: server or dataset cannot be used, or a load has no answer.
     """
     target = await open_target(
         config.model, config.url, config.token_file, config.data_path, config.split

@@ -20,17 +20,11 @@ STEPS = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row of panels.
-
-    Attributes:
-        results: of it.
-        over: attribute of the x axis.
-        line: attribute that a line has in common.
-    """
+    """A row of panels."""
 
     results: Sequence[LoadResult]
-    over: str
-    line: str
+    over: str  # attribute of the x axis
+    line: str  # attribute that a line has in common
 
 
 NAMES = {
@@ -43,8 +37,7 @@ NAMES = {
 def draw(results: Sequence[LoadResult], title: str, facts: str, path: Path) -> None:
     """Draw latency and throughput; loads at a rate have panels of their own below the others.
 
-    Raises:
-        OSError: the picture cannot be written.
+    Raises OSError: the picture cannot be written.
     """
     from nn.plots.style import picture
 

@@ -13,34 +13,21 @@ MOST_CONNECTIONS = 512
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request that is sent as it is.
-
-    Attributes:
-        content: of the request.
-        header_length: bytes of JSON before binary tensors; None if there are none.
-    """
+    """A request that is sent as it is."""
 
     content: bytes
-    header_length: int | None
+    header_length: int | None  # bytes of JSON before binary tensors; None if there are none
 
 
 @dataclass(slots=True)
 class Measured:
-    """Requests of a load.
+    """Requests of a load."""
 
-    Attributes:
-        latencies: seconds of each answered request.
-        failed: number of others.
-        error: the first of them.
-        seconds: of the load.
-        client_seconds: of CPU that this process took.
-    """
-
-    latencies: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)  # seconds of each answered request
     failed: int = 0
     error: str | None = None
     seconds: float = 0.0
-    client_seconds: float = 0.0
+    client_seconds: float = 0.0  # of CPU that this process took
 
     def add(self, reply: Reply | ServerError, seconds: float) -> None:
         """Count a request."""

@@ -16,33 +16,21 @@ QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """A load and its latencies.
-
-    Attributes:
-        batch: rows per request.
-        concurrency: requests at a time; None of a load at a rate.
-        rate: requests per second; None of the others.
-        requests: that were answered.
-        failed: others.
-        rows_per_s: scored rows per second.
-        mean_ms: of the latency, likewise the quantiles.
-        client_ms: CPU time of this client per request, which is part of the latency.
-        server_ms: time of the server per request, from its metrics; None if it has none.
-    """
+    """A load and its latencies."""
 
     batch: int
-    concurrency: int | None
-    rate: float | None
+    concurrency: int | None  # requests at a time; None of a load at a rate
+    rate: float | None  # requests per second; None of the others
     requests: int
     failed: int
     rows_per_s: float
-    mean_ms: float
+    mean_ms: float  # of the latency, likewise the quantiles
     p50_ms: float
     p90_ms: float
     p95_ms: float
     p99_ms: float
-    client_ms: float
-    server_ms: float | None
+    client_ms: float  # CPU time of this client per request, which is part of the latency
+    server_ms: float | None  # time of the server per request, from its metrics; None if it has none
 
     @classmethod
     def of(

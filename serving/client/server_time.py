@@ -12,12 +12,7 @@ SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class ServerTime:
-    """Sums since the server's start.
-
-    Attributes:
-        ms: of all requests.
-        count: of requests.
-    """
+    """Sums since the server's start."""
 
     ms: float
     count: float
@@ -30,13 +25,7 @@ class ServerTime:
 
 
 async def server_time(url: str, model: str, token: str | None) -> ServerTime | None:
-    """Return the time of a server; None if it has no such metrics, or cannot be reached.
-
-    Args:
-        url: of the metrics.
-        model: of which Triton's are taken.
-        token: that requests bear.
-    """
+    """Return the time of a server; None if it has no such metrics, or cannot be reached."""
     address = Address.of(url, token)
     connection = Connection(address)
     try:

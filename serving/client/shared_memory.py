@@ -16,11 +16,7 @@ EXTENSION = "system_shared_memory"
 
 
 class SharedInputs:
-    """A region of shared memory with the inputs of requests.
-
-    Args:
-        requests: whose inputs it holds.
-    """
+    """A region of shared memory with the inputs of requests."""
 
     def __init__(self, requests: Sequence[EncodedRequest]) -> None:
         self._name = f"serving-{secrets.token_hex(8)}"
@@ -51,8 +47,7 @@ class SharedInputs:
     async def register(self, connection: Connection) -> None:
         """Tell the server about the region.
 
-        Raises:
-            ServerError: it has no such extension, or runs on another machine.
+        Raises ServerError: it has no such extension, or runs on another machine.
         """
         document = {"key": f"/{self._name}", "offset": 0, "byte_size": self._size}
         path = f"{PATH}/{self._name}/register"

@@ -14,15 +14,7 @@ from serving.token_file import read_token
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and a dataset.
-
-    Attributes:
-        address: of the server.
-        path: of the model's requests.
-        source: of the rows.
-        encoder: of the rows.
-        extensions: of the server.
-    """
+    """A server and a dataset."""
 
     address: Address
     path: str
@@ -36,8 +28,7 @@ async def open_target(
 ) -> Target:
     """Open a dataset, and ask a server for its model.
 
-    Raises:
-        ValueError: one of them cannot be used, or they do not fit together.
+    Raises ValueError: one of them cannot be used, or they do not fit together.
     """
     assert model is not None, "checked by the options"
     assert data is not None, "likewise"

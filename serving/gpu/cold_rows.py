@@ -25,11 +25,7 @@ WARPS = 32
 class ColdRows:
     """Fetch of the cold rows of one size of batch, behind the lookup of the hot ones.
 
-    Args:
-        vectors: the C vectors.
-        base: memory from which they count.
-        scales: memory from which their scales count; None unless rows are int8.
-        num_rows: P.
+    `scales`: memory from which their scales count; None unless rows are int8. P is `num_rows`.
     """
 
     def __init__(

@@ -18,20 +18,13 @@ class InputLayout:
 
     They are, one after another: numerical [P, N], ids [P, H], keep rates [P], starts [P + 1] of each ragged feature, counted
     from the first of the ids of all ragged features, and those.
-
-    Attributes:
-        num_rows: P.
-        num_numerical: N.
-        num_ids: H.
-        has_keep_rates: whether rows may have one.
-        ragged: names of the ragged features.
     """
 
-    num_rows: int
-    num_numerical: int
-    num_ids: int
-    has_keep_rates: bool
-    ragged: tuple[str, ...]
+    num_rows: int  # P
+    num_numerical: int  # N
+    num_ids: int  # H
+    has_keep_rates: bool  # whether rows may have one
+    ragged: tuple[str, ...]  # names of the ragged features
 
     @classmethod
     def of(cls, manifest: Manifest, num_rows: int) -> "InputLayout":

@@ -27,13 +27,7 @@ ARGUMENTS = (
 
 
 class ServedLookup:
-    """Lookup of all tables of a model for one size of batch.
-
-    Args:
-        manifest: of the model.
-        tables: on the device.
-        layout: of the batch.
-    """
+    """Lookup of all tables of a model for one size of batch."""
 
     def __init__(
         self, manifest: Manifest, tables: Sequence[DeviceTable], layout: InputLayout
@@ -65,14 +59,7 @@ class ServedLookup:
 
 
 class _WidthClass:
-    """Vectors of tables whose columns have the same next power of two: one launch.
-
-    Args:
-        tables: of the model.
-        vectors: of the class.
-        fetched: vectors whose cold rows are fetched afterwards.
-        width: that power of two.
-    """
+    """Vectors of tables whose columns have the same next power of two: one launch."""
 
     def __init__(
         self,

@@ -40,18 +40,8 @@ class GpuModel:
     Batches are padded to the next power of two. Each such size is one CUDA graph, captured at the start; all read the same
     block of inputs and share their memory, so one thread at a time may score.
 
-    Args:
-        manifest: of the model.
-        tables: on the device.
-        dense: forward on the device.
-        raw: its transformation of raw values; None if only ids are served.
-        max_batch: rows of the largest batch; more rows are scored in parts.
-        dtype: of the embeddings.
-
-    Attributes:
-        manifest: of the model.
-        raw: as given.
-        keys: rows of raw keys by feature.
+    `raw`: its transformation of raw values; None if only ids are served. `max_batch`: rows of the largest batch; more rows
+    are scored in parts. `keys`: rows of raw keys by feature.
     """
 
     def __init__(
@@ -90,16 +80,8 @@ class GpuModel:
     ) -> Self:
         """Copy a model directory to a GPU.
 
-        Args:
-            directory: of the model.
-            manifest: of the model.
-            max_batch: rows of the largest batch.
-            dense_dtype: of embeddings and matrix products.
-            table_bytes: of the tables on the GPU; None for most of what is free.
-            device: a GPU; or the CPU, on which Triton interprets.
-
-        Raises:
-            ModelError: it is damaged, or the GPU has too little memory.
+        `table_bytes`: of the tables on the GPU; None for most of what is free. `device`: a GPU; or the CPU, on which Triton
+        interprets. Raises ModelError: it is damaged, or the GPU has too little memory.
         """
         device = torch.device(device)
         if max(feature.cardinality for feature in manifest.categorical) > MOST_ROWS_OF_TABLE:
@@ -147,8 +129,7 @@ class GpuModel:
     def _grow(self, ragged_ids: int) -> None:
         """Make room for more ids of ragged features; if memory does not suffice, keep what there is.
 
-        Raises:
-            OutOfMemoryError: the GPU has too little memory; smaller requests are answered as before.
+        Raises OutOfMemoryError: the GPU has too little memory; smaller requests are answered as before.
         """
         kept = self._ragged_room, self._passes, self._pinned, self._block
         try:

@@ -32,31 +32,19 @@ class StoredTable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceTable:
-    """A table in device and host memory.
-
-    Attributes:
-        declared: the table.
-        hot: first rows, on the device [C, D]; at least one.
-        cold: the others, pinned [rows - C, D]; None if there are none.
-        scale: of all rows, float32 on the device [rows]; None unless rows are int8.
-    """
+    """A table in device and host memory."""
 
     declared: Table
-    hot: Tensor
-    cold: Tensor | None
-    scale: Tensor | None
+    hot: Tensor  # first rows, on the device [C, D]; at least one
+    cold: Tensor | None  # the others, pinned [rows - C, D]; None if there are none
+    scale: Tensor | None  # of all rows, float32 on the device [rows]; None unless rows are int8
 
 
 def hot_rows(tables: Sequence[Table], dtype: str, budget: int) -> list[int]:
     """Return the rows of each table that are kept on the GPU.
 
-    Args:
-        tables: of the model.
-        dtype: of their rows.
-        budget: bytes of all hot rows; scales, which are complete on the GPU, count too.
-
-    Raises:
-        ValueError: not even one row of each table fits.
+    `budget`: bytes of all hot rows; scales, which are complete on the GPU, count too. Raises ValueError: not even one row
+    of each table fits.
     """
     rows = [table.rows for table in tables]
     row_bytes = [table.columns * TABLE_BYTES[dtype] for table in tables]
@@ -79,10 +67,7 @@ def to_device(
 ) -> list[DeviceTable]:
     """Copy tables: the first rows to the device, the others to pinned memory.
 
-    Args:
-        stored: the tables.
-        counts: hot rows of each.
-        device: a GPU; or the CPU, on which Triton interprets.
+    `device`: a GPU; or the CPU, on which Triton interprets.
     """
     tables = []
     for table, count in zip(stored, counts, strict=True):

@@ -11,35 +11,20 @@ from serving.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A vector of a sample.
+    """A vector of a sample."""
 
-    Attributes:
-        hot_offset: of the first row from the base, in elements.
-        cold_offset: likewise of row 0, as if the cold rows began with it.
-        hot_rows: number of hot rows.
-        scale_offset: of the first scale from the base.
-        columns: D.
-        is_mean: whether the sum is divided by the number of ids.
-        first_id: position of the first sample's first id in the block.
-        id_stride: from a sample to the next.
-        num_ids: ids whose rows are added.
-        first_start: position of the starts of a ragged feature; otherwise -1.
-        out_column: first column in the embeddings.
-        table_rows: rows of the table, hot and cold.
-    """
-
-    hot_offset: int
-    cold_offset: int
+    hot_offset: int  # of the first row from the base, in elements
+    cold_offset: int  # likewise of row 0, as if the cold rows began with it
     hot_rows: int
-    scale_offset: int
-    columns: int
-    is_mean: int
-    first_id: int
-    id_stride: int
-    num_ids: int
-    first_start: int
-    out_column: int
-    table_rows: int
+    scale_offset: int  # of the first scale from the base
+    columns: int  # D
+    is_mean: int  # whether the sum is divided by the number of ids
+    first_id: int  # position of the first sample's first id in the block
+    id_stride: int  # from a sample to the next
+    num_ids: int  # ids whose rows are added
+    first_start: int  # position of the starts of a ragged feature; otherwise -1
+    out_column: int  # first column in the embeddings
+    table_rows: int  # rows of the table, hot and cold
 
     @property
     def has_one_cold_row(self) -> bool:

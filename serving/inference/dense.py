@@ -43,8 +43,7 @@ def import_loader() -> None:
 def load_dense(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
     """Return forward(numerical [B, N], embeddings [B, T]) -> logits.
 
-    Raises:
-        ModelError: as `load_program`.
+    Raises ModelError: as `load_program`.
     """
     # Not the module itself: it compares every input with the export, which takes 0.2 ms, and requests are checked already.
     return load_program(path).module().forward
@@ -53,8 +52,7 @@ def load_dense(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
 def load_program(path: Path) -> ExportedProgram:
     """Return the program of forward(numerical [B, N], embeddings [B, T]) -> logits.
 
-    Raises:
-        ModelError: the archive is damaged, or holds what no export of this project holds.
+    Raises ModelError: the archive is damaged, or holds what no export of this project holds.
     """
     data = read_regular(path, MOST_BYTES)
     try:

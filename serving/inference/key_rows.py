@@ -12,10 +12,7 @@ from serving.manifest import KEY_BYTES, KeyFile, Manifest, ModelError
 def write_key_rows(directory: Path, table: str, keys: np.ndarray) -> KeyFile:
     """Write the rows of a table's keys to `keys/` of a model directory.
 
-    Args:
-        directory: of the model.
-        table: name of the table.
-        keys: of each row, int64 [rows]; 0 of rows without a key.
+    `keys`: of each row, int64 [rows]; 0 of rows without a key.
     """
     rows = np.flatnonzero(keys)
     rows = rows[np.argsort(keys[rows])]
@@ -30,13 +27,8 @@ def write_key_rows(directory: Path, table: str, keys: np.ndarray) -> KeyFile:
 class KeyRows:
     """Rows of the keys of one table.
 
-    Args:
-        path: of the file.
-        count: number of keys.
-        num_rows: of the table; None if its rows are not looked up.
-
-    Raises:
-        ModelError: the file has not the size of so many keys, its keys do not ascend, or a row is beyond the table.
+    `num_rows`: of the table; None if its rows are not looked up. Raises ModelError: the file has not the size of so many
+    keys, its keys do not ascend, or a row is beyond the table.
     """
 
     def __init__(self, path: Path, count: int, num_rows: int | None = None) -> None:
@@ -76,8 +68,7 @@ class KeyRows:
 def load_key_rows(directory: Path, manifest: Manifest) -> Mapping[str, KeyRows]:
     """Map the keys of a model directory, by feature.
 
-    Raises:
-        ModelError: a file is damaged, or has a row beyond the table of a feature.
+    Raises ModelError: a file is damaged, or has a row beyond the table of a feature.
     """
     rows: dict[KeyFile, int] = {}
     for feature in manifest.categorical:

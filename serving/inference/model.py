@@ -21,16 +21,7 @@ from serving.manifest import DENSE, Manifest
 class ServedModel:
     """Tables and dense component of a model directory.
 
-    Args:
-        manifest: of the model.
-        look_up: lookup of its tables.
-        dense: forward of its dense component.
-        raw: its transformation of raw values; None if only ids are served.
-
-    Attributes:
-        manifest: of the model.
-        raw: as given.
-        keys: rows of raw keys by feature.
+    `raw`: its transformation of raw values; None if only ids are served. `keys`: rows of raw keys by feature.
     """
 
     def __init__(
@@ -51,8 +42,7 @@ class ServedModel:
     def load(cls, directory: Path, manifest: Manifest | None = None) -> Self:
         """Map the tables and load the dense component of a model directory; `Manifest.verify` compares its files.
 
-        Raises:
-            ModelError: it is no model directory, or is damaged.
+        Raises ModelError: it is no model directory, or is damaged.
         """
         manifest = manifest or Manifest.read(directory)
         raw = RawValues.load(directory, manifest) if manifest.raw else None

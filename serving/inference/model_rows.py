@@ -11,15 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RaggedIds:
-    """Ids of a feature whose rows differ in their number.
+    """Ids of a feature whose rows differ in their number."""
 
-    Attributes:
-        values: int64, row after row.
-        lengths: ids per row, int64 [B].
-    """
-
-    values: Tensor
-    lengths: Tensor
+    values: Tensor  # int64, row after row
+    lengths: Tensor  # ids per row, int64 [B]
 
     def part(self, first: int, last: int) -> "RaggedIds":
         """Return the ids of the rows `first` to `last` - 1."""
@@ -29,19 +24,13 @@ class RaggedIds:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows to score.
+    """Rows to score."""
 
-    Attributes:
-        numerical: float32 [B, N].
-        ids: of the features of fixed hotness, in the order of `Manifest.fixed`, int32 or int64 [B, H]; valid row numbers.
-        ragged: ids of the other features.
-        keep_rates: float32 [B]; None if no row has one.
-    """
-
-    numerical: Tensor
+    numerical: Tensor  # float32 [B, N]
+    # of the features of fixed hotness, in the order of `Manifest.fixed`, int32 or int64 [B, H]; valid row numbers
     ids: Tensor
-    ragged: Mapping[str, RaggedIds] = field(default_factory=dict)
-    keep_rates: Tensor | None = None
+    ragged: Mapping[str, RaggedIds] = field(default_factory=dict)  # ids of the other features
+    keep_rates: Tensor | None = None  # float32 [B]; None if no row has one
 
     def __len__(self) -> int:
         return len(self.numerical)

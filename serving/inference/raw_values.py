@@ -37,14 +37,7 @@ Texts = Sequence[str | None]
 
 
 class RawValues:
-    """Transformation of raw values.
-
-    Args:
-        description: as `serving.exporting.raw_values` writes it.
-        manifest: of the model.
-        vocabularies: by feature.
-        keys: rows of raw keys by feature.
-    """
+    """Transformation of raw values."""
 
     def __init__(
         self,
@@ -74,8 +67,7 @@ class RawValues:
     def load(cls, directory: Path, manifest: Manifest) -> Self:
         """Map the vocabularies of a model directory, whose description `Manifest.read` has checked.
 
-        Raises:
-            ModelError: the description is malformed, or a vocabulary is damaged.
+        Raises ModelError: the description is malformed, or a vocabulary is damaged.
         """
         description = manifest.raw or {}
         try:
@@ -101,13 +93,9 @@ class RawValues:
     ) -> Rows:
         """Return the features of raw values.
 
-        Args:
-            inputs: by column: texts, None where one is missing, or an array of numbers.
-            shapes: of the inputs: [B], or [B, L] of lists.
-            num_rows: B.
-
-        Raises:
-            InputError: a column is missing or unknown, or a value is none that preprocessing accepts.
+        `inputs`: by column: texts, None where one is missing, or an array of numbers. `shapes`: of the inputs: [B], or [B,
+        L] of lists. B is `num_rows`. Raises InputError: a column is missing or unknown, or a value is none that
+        preprocessing accepts.
         """
         for name in set(self._columns) - set(inputs):
             _refuse(f"there is no column {shown(name)}; want {', '.join(self._columns)}")

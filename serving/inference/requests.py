@@ -43,10 +43,7 @@ def describe_inputs(manifest: Manifest) -> list[dict[str, Any]]:
 class IdInputs:
     """Inputs of features of one model.
 
-    Args:
-        manifest: of the model.
-        keys: rows of raw keys by feature.
-        with_numerical: whether the numerical features are among the inputs.
+    `with_numerical`: whether the numerical features are among the inputs.
     """
 
     def __init__(
@@ -79,8 +76,7 @@ class IdInputs:
     def rows(self, inputs: Mapping[str, np.ndarray], num_rows: int) -> Rows:
         """Return the rows of the inputs `numerical` [B, N], `ids` [B, H] and of each ragged feature [B, L].
 
-        Raises:
-            InputError: an input is missing, unknown, of another shape, or has an id or number that is not valid.
+        Raises InputError: an input is missing, unknown, of another shape, or has an id or number that is not valid.
         """
         for name in self._wanted - set(inputs):
             _refuse(f"there is no input {shown(name)}; want {', '.join(sorted(self._wanted))}")

@@ -10,12 +10,7 @@ from serving.manifest import Manifest
 
 
 class ScoreHead:
-    """Scores of a model's logits.
-
-    Args:
-        manifest: of the model.
-        device: of the logits.
-    """
+    """Scores of a model's logits."""
 
     def __init__(self, manifest: Manifest, device: torch.device | str = "cpu") -> None:
         self._is_binary = [output.is_binary for output in manifest.outputs]
@@ -27,9 +22,7 @@ class ScoreHead:
     def __call__(self, logits: Tensor, keep_rates: Tensor | None) -> Tensor:
         """Return the scores, float32 [B, O]: probabilities of binary outputs, numbers of others.
 
-        Args:
-            logits: [B], or [B, O] of several outputs.
-            keep_rates: float32 [B]; None if no row has one.
+        `logits`: [B], or [B, O] of several outputs. `keep_rates`: float32 [B]; None if no row has one.
         """
         logits = logits.view(len(logits), -1) + self._shifts
         if keep_rates is not None:

@@ -41,10 +41,7 @@ class LookedUp(Protocol):
 class MappedTables:
     """Tables in mapped files, looked up on the CPU.
 
-    Args:
-        directory: of the model.
-        manifest: of the model.
-        instead: tables to look up in place of the files, by name.
+    `instead`: tables to look up in place of the files, by name.
     """
 
     def __init__(
@@ -89,15 +86,7 @@ class MappedTables:
 class MappedTable:
     """One table in a mapped file.
 
-    Args:
-        directory: of the model.
-        declared: the table.
-        dtype: of its file.
-
-    Attributes:
-        declared: the table.
-        dtype: of its file.
-        scale: by which each row is multiplied, float32 [rows]; None unless rows are int8.
+    `scale`: by which each row is multiplied, float32 [rows]; None unless rows are int8.
     """
 
     def __init__(self, directory: Path, declared: Table, dtype: str) -> None:
@@ -141,9 +130,7 @@ def _mapped(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
     torch.from_file maps it for writing: the system then counts it as memory, and refuses what exceeds that.
 
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: it is too short.
+    Raises OSError: the file cannot be opened. Raises ValueError: it is too short.
     """
     numbers = np.memmap(path, NUMPY_DTYPES[dtype], "r", shape=shape)
     with warnings.catch_warnings():

@@ -47,17 +47,11 @@ class _OtherInterface(ModelError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Version:
-    """A version that is loaded.
+    """A version that is loaded."""
 
-    Attributes:
-        name: its number, which may be used again once it is withdrawn.
-        model: loaded.
-        identity: of its weights, vocabularies and transformation.
-    """
-
-    name: str
+    name: str  # its number, which may be used again once it is withdrawn
     model: Model
-    identity: str
+    identity: str  # of its weights, vocabularies and transformation
 
 
 def load_version(
@@ -71,16 +65,9 @@ def load_version(
 ) -> Version:
     """Verify and load a version, and score a row with it.
 
-    Args:
-        directory: of the model.
-        name: of the version.
-        decided: the version whose inputs, outputs and ids of values it must have; None accepts any.
-        load: loads a model directory.
-        verify: compare the SHA-256 of every file, not only its size.
-        threads: that compare them.
-
-    Raises:
-        ValueError: it is damaged, does not score, scores no finite number, or has another interface.
+    `decided`: the version whose inputs, outputs and ids of values it must have; None accepts any. `verify`: compare the
+    SHA-256 of every file, not only its size. Raises ValueError: it is damaged, does not score, scores no finite number, or
+    has another interface.
     """
     manifest = read_complete(directory)
     differing = [] if decided is None else decided.differing(directory, manifest)
@@ -119,35 +106,19 @@ def _one_row(manifest: Manifest) -> Rows:
 
 @dataclass(slots=True)
 class _Refused:
-    """A version that was refused.
+    """A version that was refused."""
 
-    Attributes:
-        tried: its files when it was.
-        seen: its files at the last look.
-        decided: version that decided then.
-    """
-
-    tried: _Files
-    seen: _Files
+    tried: _Files  # its files when it was
+    seen: _Files  # its files at the last look
     decided: Deciding | None
 
 
 class Versions:
     """The version that serves, and the search for a better one.
 
-    Args:
-        directory: a model directory, or a directory of versions.
-        log: called with one line about every change and refusal.
-        load: loads a model directory.
-        verify: compare the SHA-256 of every file, not only its size.
-
-    Attributes:
-        current: the version that serves.
-        refused: number of refusals.
-        swaps: number of changes of the version that serves.
-
-    Raises:
-        ValueError: there is no version that can serve.
+    `directory`: a model directory, or a directory of versions. `verify`: compare the SHA-256 of every file, not only its
+    size. `current`: the version that serves. `swaps`: number of changes of the version that serves. Raises ValueError:
+    there is no version that can serve.
     """
 
     def __init__(

@@ -5,13 +5,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from serving.server.coroutines import Result
 from serving.server.http_server import RequestError
 
 T = TypeVar("T")
@@ -34,7 +33,7 @@ class _Work:
 
     function: Callable[[], Any]
     arrived: float
-    answer: Result[Any] = field(default_factory=Result)
+    answer: asyncio.Future[Any]
 
 
 class Lane:
@@ -43,10 +42,7 @@ class Lane:
     The interpreter runs one thread. A JSON decoder keeps it until it has ended, and the loop gives it away at each read of a
     socket. So the loop makes a turn between two requests, in which all who wait for it are served.
 
-    Args:
-        name: of the thread.
-        deadline_s: longest time that a request waits for others.
-        switch_s: time after which other threads get the interpreter while this one works; None for Python's 5 ms.
+    `switch_s`: time after which other threads get the interpreter while this one works; None for Python's 5 ms.
     """
 
     def __init__(self, name: str, deadline_s: float, switch_s: float | None = None) -> None:
@@ -66,20 +62,21 @@ class Lane:
         self._waiting.put(None)
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Return the result of a function, called in the thread of the lane. It is awaited in a `Runner`.
+        """Return the result of a function, called in the thread of the lane.
 
-        Raises:
-            RequestError: the request has waited too long.
-            Exception: as the function.
+        Raises RequestError: the request has waited too long. Raises Exception: as the function.
         """
-        work = _Work(function, time.monotonic())
-        self._waiting.put(work)
-        return await work.answer
+        answer = self._loop.create_future()
+        self._waiting.put(_Work(function, time.monotonic(), answer))
+        try:
+            return await answer
+        finally:
+            del answer  # an error has this frame, and so would hold itself
 
     def _run(self) -> None:
         while (work := self._waiting.get()) is not None and not self._is_ended:
             # An answer that is done: the client has gone.
-            if not work.answer.is_done:
+            if not work.answer.done():
                 self._do(work)
             # Not until the next one: it holds the request.
             del work
@@ -91,7 +88,8 @@ class Lane:
         try:
             value = self._call(work.function)
         except Exception as error:
-            self._finish(_fail, work.answer, error)
+            # Its frames have the request, which would live until the next collection of circles.
+            self._finish(_fail, work.answer, error.with_traceback(None))
         else:
             self._finish(_set, work.answer, value)
 
@@ -111,15 +109,16 @@ class Lane:
         self._has_turned.clear()
         with suppress(RuntimeError):  # the loop has ended, and nobody waits
             self._loop.call_soon_threadsafe(function, *args)
-            self._loop.call_soon_threadsafe(self._has_turned.set)
+            # Who waits is resumed in the turn after the one that sets its answer.
+            self._loop.call_soon_threadsafe(self._loop.call_soon, self._has_turned.set)
             self._has_turned.wait(LONGEST_TURN_S)
 
 
-def _set(answer: Result[Any], value: object) -> None:
-    if not answer.is_done:
-        answer.set(value)
+def _set(answer: asyncio.Future[Any], value: object) -> None:
+    if not answer.done():
+        answer.set_result(value)
 
 
-def _fail(answer: Result[Any], error: Exception) -> None:
-    if not answer.is_done:
-        answer.fail(error)
+def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)

@@ -44,38 +44,24 @@ REMEMBERED_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An input.
-
-    Attributes:
-        name: of the input.
-        datatype: a key of `DTYPES`, or `TEXT`.
-        shape: one or two numbers.
-        values: array of this shape; of `TEXT`, a flat list of texts, None where one is missing.
-    """
+    """An input."""
 
     name: str
-    datatype: str
+    datatype: str  # a key of `DTYPES`, or `TEXT`
     shape: tuple[int, ...]
-    values: Any
+    values: Any  # array of this shape; of `TEXT`, a flat list of texts, None where one is missing
 
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A request for scores.
+    """A request for scores."""
 
-    Attributes:
-        inputs: by name; all have the same first number in their shape.
-        num_rows: that number.
-        id: of the client, which the response repeats.
-        outputs: whether each wanted output is binary; empty for all.
-        is_binary: whether outputs are binary where they do not say.
-    """
-
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Tensor]  # by name; all have the same first number in their shape
     num_rows: int
-    id: str | None = None
+    id: str | None = None  # of the client, which the response repeats
+    # whether each wanted output is binary; empty for all
     outputs: Mapping[str, bool] = field(default_factory=dict)
-    is_binary: bool = False
+    is_binary: bool = False  # whether outputs are binary where they do not say
 
 
 def refuse(message: str) -> NoReturn:
@@ -86,8 +72,7 @@ def refuse(message: str) -> NoReturn:
 def parse_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> InferRequest:
     """Return the request of a body.
 
-    Raises:
-        RequestError: it is malformed; the message names the input.
+    Raises RequestError: it is malformed; the message names the input.
     """
     return read_inputs(describe_infer(body, headers), body)
 
@@ -95,8 +80,7 @@ def parse_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> InferRe
 def json_length(body: bytes | memoryview, headers: Mapping[str, str]) -> int:
     """Return the bytes of JSON at the beginning of a body.
 
-    Raises:
-        RequestError: they are too many, or the header that says so is malformed.
+    Raises RequestError: they are too many, or the header that says so is malformed.
     """
     text = headers.get(HEADER_LENGTH)
     if text is not None and not (text.isdecimal() and len(text) < 12 and int(text) <= len(body)):
@@ -113,8 +97,7 @@ def json_length(body: bytes | memoryview, headers: Mapping[str, str]) -> int:
 def describe_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> "Described":
     """Return what the JSON of a body says; its tensors are not read.
 
-    Raises:
-        RequestError: it is malformed; the message names the input.
+    Raises RequestError: it is malformed; the message names the input.
     """
     length = json_length(body, headers)
     document = bytes(body[:length])
@@ -125,8 +108,7 @@ def describe_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> "Des
 def read_inputs(described: "Described", body: bytes | memoryview) -> InferRequest:
     """Return the request of a body, with its tensors.
 
-    Raises:
-        RequestError: a tensor is malformed; the message names the input.
+    Raises RequestError: a tensor is malformed; the message names the input.
     """
     inputs: dict[str, Tensor] = {}
     rest = memoryview(body)[described.length :]
@@ -148,21 +130,13 @@ def read_inputs(described: "Described", body: bytes | memoryview) -> InferReques
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An input as the JSON describes it.
-
-    Attributes:
-        name: of the input.
-        datatype: a key of `DTYPES`, or `TEXT`.
-        shape: one or two numbers.
-        size: bytes of its binary data; None if its values are in the JSON.
-        data: the values in the JSON.
-    """
+    """An input as the JSON describes it."""
 
     name: str
-    datatype: str
+    datatype: str  # a key of `DTYPES`, or `TEXT`
     shape: tuple[int, ...]
-    size: int | None
-    data: Any
+    size: int | None  # bytes of its binary data; None if its values are in the JSON
+    data: Any  # the values in the JSON
 
     @property
     def where(self) -> str:
@@ -172,15 +146,10 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A request as its JSON describes it; other fields as those of `InferRequest`.
-
-    Attributes:
-        entries: the inputs.
-        length: bytes of the JSON.
-    """
+    """A request as its JSON describes it; other fields as those of `InferRequest`."""
 
     entries: tuple[_Entry, ...]
-    length: int
+    length: int  # bytes of the JSON
     num_rows: int
     id: str | None
     outputs: Mapping[str, bool]
@@ -369,15 +338,8 @@ def infer_response(
 ) -> Response:
     """Return the response with these outputs, float32 [B] each.
 
-    Args:
-        request: to answer.
-        model: name of the model.
-        version: that made the outputs.
-        model_identity: of that version's content, since its number may be used again.
-        outputs: name and values of each.
-
-    Raises:
-        RequestError: the request wants an output that there is not.
+    `model_identity`: of that version's content, since its number may be used again. Raises RequestError: the request wants
+    an output that there is not.
     """
     names = [name for name, _ in outputs]
     for name in request.outputs:
@@ -414,12 +376,7 @@ def _response_head(
 ) -> bytes:
     """Return the JSON of a response.
 
-    Args:
-        model: name of the model.
-        version: that made it.
-        model_identity: of that version's content.
-        identity: of the request.
-        entries: name, rows and values of each output; None where they are binary.
+    `entries`: name, rows and values of each output; None where they are binary.
     """
     outputs = []
     for name, rows, values in entries:

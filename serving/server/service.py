@@ -41,15 +41,7 @@ SWITCH_S = 0.5e-3
 
 
 class Service:
-    """A server of one model.
-
-    Args:
-        versions: of the model.
-        batch_limits: of batches and of the queue.
-        http_limits: of what a client decides.
-        poll_s: time between two looks for a new version.
-        log: called with one line about a change or an error.
-    """
+    """A server of one model."""
 
     def __init__(
         self,
@@ -82,8 +74,7 @@ class Service:
     async def start(self, host: str, port: int) -> int:
         """Serve until `stop`; return the port.
 
-        Raises:
-            OSError: the address cannot be used.
+        Raises OSError: the address cannot be used.
         """
         found = await self._http.start(host, port)
         for thread in self._threads:
@@ -113,17 +104,16 @@ class Service:
                 self._log(f"error while versions were read: {error!r}")
 
     def _refuse(self, error: RequestError) -> Response:
-        self._metrics.responses[error.status.value] += 1
+        self._metrics.response(error.status.value)
         return error_response(error)
 
     async def _answer(self, request: Request) -> Response:
         """Return the response of a request.
 
-        Raises:
-            RequestError: it is refused.
+        Raises RequestError: it is refused.
         """
         response = await self._route(request)
-        self._metrics.responses[response.status.value] += 1
+        self._metrics.response(response.status.value)
         return response
 
     async def _route(self, request: Request) -> Response:
@@ -133,7 +123,7 @@ class Service:
         match parts:
             case ["metrics"]:
                 self._want(request, "GET")
-                return Response(body=self._metrics_text().encode(), content_type=CONTENT_TYPE)
+                return Response(body=self._metrics_text(), content_type=CONTENT_TYPE)
             case ["v2"]:
                 self._want(request, "GET")
                 return json_response({"name": SERVER, "version": "2", "extensions": EXTENSIONS})
@@ -144,6 +134,9 @@ class Service:
                 self._want(request, "GET")
                 status = HTTPStatus.OK if self._is_ready else HTTPStatus.SERVICE_UNAVAILABLE
                 return json_response({"ready": self._is_ready}, status)
+            case ["v2", "repository", "index"]:
+                self._want(request, "POST")
+                return json_response([{"name": name, "version": version.name, "state": "READY"}])
             case ["v2", "models"]:
                 self._want(request, "GET")
                 return json_response([{"name": name, "version": version.name, "state": "READY"}])
@@ -179,7 +172,7 @@ class Service:
         manifest = version.model.manifest
         outputs = [(output.name, scores[:, index]) for index, output in enumerate(manifest.outputs)]
         response = infer_response(parsed, manifest.name, version.name, version.identity, outputs)
-        self._metrics.request_seconds.add(time.monotonic() - started)
+        self._metrics.request_seconds.observe(time.monotonic() - started)
         return response
 
     async def _read(
@@ -190,8 +183,7 @@ class Service:
         JSON and texts become Python objects, which takes far longer than to look at an array. A thread makes those of more
         than `SMALL_BYTES`, and another one those of more than `LARGE_BYTES`, for which the others need not wait.
 
-        Raises:
-            RequestError: it is malformed, has more rows than may wait, or has waited too long.
+        Raises RequestError: it is malformed, has more rows than may wait, or has waited too long.
         """
         described = None
         size = json_length(request.body, request.headers)
@@ -229,8 +221,7 @@ class Service:
     def _reader(self, request: InferRequest, version: Version) -> tuple[bool, Callable[[], Rows]]:
         """Return whether the inputs of a request are raw values, and what reads its rows.
 
-        Raises:
-            RequestError: an input is wrong; what reads the rows raises it too.
+        Raises RequestError: an input is wrong; what reads the rows raises it too.
         """
         manifest, raw, num_rows = version.model.manifest, version.model.raw, request.num_rows
         if raw is not None and not takes_ids(manifest, request.inputs):
@@ -247,7 +238,7 @@ class Service:
             arrays[tensor.name] = tensor.values
         return False, partial(_refusing, known[1].rows, arrays, num_rows)
 
-    def _metrics_text(self) -> str:
+    def _metrics_text(self) -> bytes:
         version = self._versions.current
         gauges: dict[str, tuple[str, float]] = {
             "serving_queued_rows": ("Rows that wait.", self._batcher.queued_rows),
@@ -284,7 +275,9 @@ def _refusing(read: Callable[..., Rows], *args: Any) -> Rows:
     try:
         return read(*args)
     except InputError as error:
-        refuse(str(error))
+        message = str(error)
+    # Not within: the refusal would hold that error, its frames, and so itself.
+    raise RequestError(HTTPStatus.BAD_REQUEST, message)
 
 
 def _same(rows: Rows) -> Rows:

@@ -13,9 +13,8 @@ LOGITS = "logits"
 def write_onnx_scores(directory: Path, manifest: Manifest, path: Path) -> None:
     """Write an ONNX model with an output [B, 1] per task: a probability, or a number.
 
-    Raises:
-        ModelError: the model directory has no `dense.onnx`, or another one than an export writes.
-        ValueError: the package onnx is missing.
+    Raises ModelError: the model directory has no `dense.onnx`, or another one than an export writes. Raises ValueError: the
+    package onnx is missing.
     """
     if ONNX not in manifest.files:
         raise ModelError(

@@ -29,12 +29,7 @@ T = TypeVar("T")
 
 
 def load_part(directory: Path, parameters: Mapping[str, str]) -> Part:
-    """Return a part: a function from the inputs of several requests to an answer of each, a text if it is refused.
-
-    Args:
-        directory: of the model.
-        parameters: of `config.pbtxt`.
-    """
+    """Return a part: a function from the inputs of several requests to an answer of each, a text if it is refused."""
     torch.set_num_threads(int(parameters["threads"]))
     manifest = Manifest.read(directory)
     match parameters["part"]:

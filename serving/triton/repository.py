@@ -34,8 +34,7 @@ LOOPBACK = " ".join(f"--{kind}-address 127.0.0.1" for kind in ("http", "grpc", "
 def write_repository(config: TritonConfig) -> list[str]:
     """Write a model repository; return the names of its models.
 
-    Raises:
-        ValueError: the model cannot be served so, or the output exists.
+    Raises ValueError: the model cannot be served so, or the output exists.
     """
     assert config.model is not None, "checked by the options"
     assert config.output is not None, "likewise"

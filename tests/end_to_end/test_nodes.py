@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from configs.schema import OptimizerName, ShardingType
+from configs.schema import ShardingType
 from nn.distributed.process_group import ranks_from_environment
-from nn.embedding.optimizer import TABLE_RULES
+from nn.embedding.optimizer import table_rule
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_two_nodes_resumes_in_one_process(losses, tmp_path, rule
 def test_rowwise_adagrad_tables_may_be_cut_by_rows():
     row, *_ = rows_of(
         [1000],
-        rule=TABLE_RULES[OptimizerName.rowwise_adagrad],
+        rule=table_rule("rowwise_adagrad"),
         world_size=4,
         local_world_size=2,
         tables={"cat_0": "table_row_wise"},

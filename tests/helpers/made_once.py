@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from dataloading.synthetic import SyntheticSource
-from nn.observability import run_directory
+from nn.observability import environment
 
 
 def make_once() -> None:
     """Let the runs of this process and of its forks share git's answer, for which it looks at every file, and clicks."""
-    run_directory.git_commit = cache(run_directory.git_commit)
-    run_directory.git_commit(Path(run_directory.__file__).parents[2])
+    environment.git_commit = cache(environment.git_commit)
+    environment.git_commit(Path(environment.__file__).parents[2])
     # Its import takes seconds, which the fast tests do not need.
     if "nn.build" in sys.modules:
         sys.modules["nn.build"].SyntheticSource = _clicks  # type: ignore[attr-defined]

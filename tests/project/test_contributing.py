@@ -25,7 +25,7 @@ def examples(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_page_has_an_optimizer():
-    assert set(FILES) == {"momentum.py", "momentum_kernel.py"}
+    assert set(FILES) == {"momentum.py"}
     assert len(COMMANDS) == 1
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nn.models.registry import MODELS
+from configs.built_in import MODELS
 from tests.project.layout import HOLD_STATEMENTS, is_ours, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +73,7 @@ ROOMS = {
     "nn.ops.triton.fp8": {"nn.ops", "nn.ops.triton"},
     "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8"},
     "nn.embedding": {"nn.ops", "nn.ops.triton"},
+    "nn.embedding.rules": {"nn.embedding", "nn.ops"},
     "nn.layers.interactions": {"nn.layers"},
     "nn.models": {
         "nn.embedding",
@@ -132,7 +133,13 @@ ROOMS = {
         "nn.training",
     },
     "nn.hypertune": {"nn.models"},
-    "nn.early_checks": {"nn.checkpoint", "nn.distributed", "nn.loggers", "nn.scores"},
+    "nn.early_checks": {
+        "nn.checkpoint",
+        "nn.distributed",
+        "nn.loggers",
+        "nn.models",
+        "nn.scores",
+    },
     "nn.build": {
         "nn.checkpoint",
         "nn.ops",
@@ -315,9 +322,11 @@ KNOWS_RANKS = {
     "nn.sharding.sharded_tables",
     "nn.sharding.tables",
     "nn.sharding.id_all_to_all",
+    "nn.sharding.owned_shard",
     "nn.sharding.placement",
+    "nn.sharding.planned_tables",
     "nn.sharding.row_requests",
-    "nn.sharding.static_embeddings",
+    "nn.sharding.sharded_lookup",
     "nn.planning.host_tables",
     "nn.planning.planner",
     "nn.checkpoint.state",
@@ -580,7 +589,7 @@ def test_help_and_typing_errors_need_no_torch():
     for start in ("main", "dlrm", "dcnv2"):
         brought = reached_from(start, lazy=False)
         assert importers_of("torch", brought, lazy=False) == set()
-    assert reached_from("configs.schema") == {"configs.schema"}
+    assert reached_from("configs.schema") == {"configs.schema", "configs.built_in"}
     assert importers_of("hydra", {"configs.schema"}) == set()
 
 

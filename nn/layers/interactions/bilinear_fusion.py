@@ -15,10 +15,7 @@ class BilinearFusion(nn.Module):
 
     logit = b + w_1^T o_1 + w_2^T o_2 + sum over heads of o_1h^T W_h o_2h
 
-    Args:
-        first: I.
-        second: J.
-        heads: H; it divides I and J.
+    I is `first`. J is `second`. `heads`: H; it divides I and J.
     """
 
     def __init__(self, first: int, second: int, heads: int) -> None:

@@ -13,12 +13,7 @@ from nn.layers.mlp import MLP
 class Experts(nn.Module):
     """MLPs of the same widths with the same input.
 
-    Args:
-        num_inputs: I.
-        num_experts: E.
-        widths: of every expert, ReLU after each; the last is W.
-        dropout: rate after every layer.
-        batch_norm: normalise the output of every layer before its ReLU.
+    I is `num_inputs`. E is `num_experts`. `widths`: of every expert, ReLU after each; the last is W.
     """
 
     def __init__(
@@ -44,9 +39,7 @@ class Experts(nn.Module):
 class Gate(nn.Module):
     """Mean of experts, weighted by softmax(W x), as in MMoE and PLE.
 
-    Args:
-        num_inputs: I.
-        num_experts: E.
+    I is `num_inputs`. E is `num_experts`.
     """
 
     def __init__(self, num_inputs: int, num_experts: int) -> None:
@@ -62,12 +55,7 @@ class Gate(nn.Module):
 class Towers(nn.Module):
     """A tower per task: an MLP that ends in the logit of the task.
 
-    Args:
-        num_inputs: I.
-        num_tasks: T.
-        hidden: widths of the hidden layers of every tower; may be empty.
-        dropout: rate after every hidden layer.
-        batch_norm: normalise the output of every hidden layer before its ReLU.
+    I is `num_inputs`. T is `num_tasks`. `hidden`: widths of the hidden layers of every tower; may be empty.
     """
 
     def __init__(

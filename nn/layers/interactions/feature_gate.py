@@ -15,11 +15,7 @@ class FeatureGate(nn.Module):
 
     Gate is an MLP. Its input x is the embeddings of some features, or, without any, a learned vector.
 
-    Args:
-        positions: of the features of x among the F features.
-        num_features: F.
-        embedding_dim: D.
-        hidden: widths of the gate's hidden layers.
+    F is `num_features`. D is `embedding_dim`.
     """
 
     def __init__(

@@ -32,11 +32,8 @@ def fused_cross(
 ) -> Tensor:
     """Map x0 [B, C] through cross layers to [B, C], as `nn.layers.cross_net.CrossNet`.
 
-    Args:
-        x0: input in the compute dtype.
-        downs: per layer [R, C]; empty for full rank. All parameters have one dtype, which their gradients have too.
-        ups: per layer [C, R].
-        biases: per layer [C].
+    `downs`: per layer [R, C]; empty for full rank. All parameters have one dtype, which their gradients have too. `ups`:
+    per layer [C, R]. `biases`: per layer [C].
     """
     return _FusedCross.apply(x0, len(ups), *downs, *ups, *biases)
 
@@ -102,17 +99,11 @@ def cross_backward(
 ) -> Tensor:
     """Compute the gradient of u in layer `index`, x + x0 * u, and in the first layer also the gradient of x0.
 
-    Args:
-        index: index of the layer, from 0.
-        grad: g of the last layer, [B, C].
-        products: [L - 1 (at least 1), B, C]. g of any other layer is the sum of `grad` and `products[index:]`. In the
-            first layer `products[0]` is overwritten by the gradient of x0, without the term through this layer's weights.
-        x0: [B, C].
-        factors: u of every layer, [L, B, C].
-        partial_sums: [P, C], float32; receives every program's sum of u's gradient over its samples.
-
-    Returns:
-        The gradient of u, [B, C].
+    `index`: index of the layer, from 0. `grad`: g of the last layer, [B, C]. `products`: [L - 1 (at least 1), B, C]. g of
+    any other layer is the sum of `grad` and `products[index:]`. In the first layer `products[0]` is overwritten by the
+    gradient of x0, without the term through this layer's weights. `x0`: [B, C]. `factors`: u of every layer, [L, B, C].
+    `partial_sums`: [P, C], float32; receives every program's sum of u's gradient over its samples. Returns the gradient of
+    u, [B, C].
     """
     grad_factor = torch.empty_like(x0)
     num_rows, columns = x0.shape

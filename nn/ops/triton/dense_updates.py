@@ -20,12 +20,8 @@ class _Fused(torch.optim.Optimizer):
 
     Weights and gradients must stay where they are; a gradient that moves is found again, which costs host time.
 
-    Args:
-        params: float32 parameters on one device.
-        defaults: of the parameter group; `lr` is a number or a tensor of the device.
-
-    Attributes:
-        found_inf: float32 [] on the device; if it is not 0, `step` changes nothing.
+    `params`: float32 parameters on one device. `defaults`: of the parameter group; `lr` is a number or a tensor of the
+    device. `found_inf`: float32 [] on the device; if it is not 0, `step` changes nothing.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], defaults: dict[str, Any]) -> None:
@@ -68,9 +64,7 @@ class _Fused(torch.optim.Optimizer):
 class FusedSGD(_Fused):
     """`torch.optim.SGD` without momentum and decay.
 
-    Args:
-        params: float32 parameters on one device.
-        lr: learning rate, a number or a tensor of the device.
+    `params`: float32 parameters on one device.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float | Tensor = 1e-3) -> None:
@@ -97,10 +91,7 @@ class FusedSGD(_Fused):
 class FusedAdagrad(_Fused):
     """`torch.optim.Adagrad` without its decays, with torch's names of its state.
 
-    Args:
-        params: float32 parameters on one device.
-        lr: learning rate, a number or a tensor of the device.
-        eps: added to the root of the sum of squares.
+    `params`: float32 parameters on one device.
     """
 
     def __init__(

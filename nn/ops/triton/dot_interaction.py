@@ -33,13 +33,9 @@ def fused_dot_interaction(
 
     Sums are accumulated in float32. The result has the dtype of the bottom vector, or of the embeddings without one.
 
-    Args:
-        bottom: output of the bottom MLP.
-        values: embeddings in `layout`; their gradient has the same layout.
-        layout: layout of `values`, without column shards.
-        num_outputs: columns of the result.
-        rows: rows of the batch, if there is a bottom vector: the forward pass looks them up itself, and writes the embeddings
-            to `values`, where the backward pass reads them.
+    `values`: embeddings in `layout`; their gradient has the same layout. `layout`: layout of `values`, without column
+    shards. `rows`: rows of the batch, if there is a bottom vector: the forward pass looks them up itself, and writes the
+    embeddings to `values`, where the backward pass reads them.
     """
     assert not layout.has_column_shards
     return _FusedDotInteraction.apply(bottom, values, layout, num_outputs, rows)
@@ -56,12 +52,7 @@ def dot_interaction_of_rows(
 
     The result is that of `fused_dot_interaction` on vectors that were looked up in the dtype of the bottom vector.
 
-    Args:
-        bottom: output of the bottom MLP.
-        rows: of the batch.
-        num_outputs: columns of the result.
-        kept: memory in which the vectors are written too, in `layout`; None for none.
-        layout: of `kept`.
+    `kept`: memory in which the vectors are written too, in `layout`; None for none.
     """
     bottom = bottom.contiguous()
     out = bottom.new_empty(len(bottom), num_outputs)

@@ -17,10 +17,7 @@ BLOCKS = {"BLOCK_B": 16, "BLOCK_C": 128}
 def apply_mask(x: Tensor, mask: DropoutMask, out: Tensor | None = None) -> Tensor:
     """Compute `DropoutMask.apply` with the same bits.
 
-    Args:
-        x: [B, ...].
-        mask: of the layer.
-        out: contiguous, receives the result; may be `x`. None allocates it.
+    `x`: [B, ...]. `out`: contiguous, receives the result; may be `x`. None allocates it.
     """
     x = x.contiguous()
     if out is None:

@@ -16,10 +16,31 @@ that the next group updates are prefetched.
 Rows of 16 bits are read as float32 and written with stochastic rounding (`nn.ops.stochastic_rounding`).
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from nn.ops.triton.stochastic_rounding import random_bits, round_stochastically, step_bits
+
+
+class RowStep(NamedTuple):
+    """The numbers that a table optimizer's branch reads beside a row.
+
+    `rate` is the learning rate. `scalars` points to the rate, 1 / (1 - beta ** step) for beta1 and beta2, the factor of
+    gradients, L2, and from 5 on the options that the optimizer's `TableRule` names. `rest1` and `rest2` are 1 - beta, computed
+    on the host, since single precision keeps four digits only.
+    """
+
+    width: Any
+    rate: Any
+    scalars: Any
+    eps: Any
+    beta1: Any
+    rest1: Any
+    beta2: Any
+    rest2: Any
+
 
 # G: samples, H: hotness of a lookup, N: total number of ids, K: number of keys (an id and a table that it is looked up in),
 # D: columns of a local table, T: columns of all lookups
@@ -436,6 +457,7 @@ def _segment_update(
     scale = tl.load(scalars + 3)
     if L2:
         l2 = tl.load(scalars + 4)
+    row_step = RowStep(width, rate, scalars, eps, beta1, rest1, beta2, rest2)
 
     # Keys and places are loaded one group ahead.
     next_keys = _group_keys(keys, start, stop, GROUP)
@@ -525,14 +547,7 @@ def _segment_update(
                         sum_of_row,
                         of_row1,
                         of_row2,
-                        width,
-                        rate,
-                        scalars,
-                        eps,
-                        beta1,
-                        rest1,
-                        beta2,
-                        rest2,
+                        row_step,
                     )
                     _store_state(pointer1, of_row1, in_row, STATE1)
                     _store_state(pointer2, of_row2, in_row, STATE2)

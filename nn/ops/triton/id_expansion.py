@@ -15,10 +15,8 @@ IDS_PER_PROGRAM = 4096
 class IdExpansionKernel:
     """Kernel launcher for some features and a fixed number of samples.
 
-    Args:
-        tables: per feature the additional ids of every id, int32 [rows, hotness - 1]; None copies the input ids.
-        stored: per feature the number of input ids per sample.
-        num_samples: G.
+    `tables`: per feature the additional ids of every id, int32 [rows, hotness - 1]; None copies the input ids. G is
+    `num_samples`.
     """
 
     def __init__(

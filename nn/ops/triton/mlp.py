@@ -40,12 +40,8 @@ def fused_mlp(
 ) -> Tensor:
     """Map x [B, ..., columns] through linear layers with ReLU between them, as `nn.layers.mlp.MLP` without padding.
 
-    Args:
-        x: input in the compute dtype.
-        weights: per layer [outputs, inputs]. All parameters have one dtype, which their gradients have too.
-        biases: per layer [outputs].
-        final_activation: apply ReLU after the last layer too.
-        masks: of dropout after every ReLU, all of one rate; none without dropout.
+    `weights`: per layer [outputs, inputs]. All parameters have one dtype, which their gradients have too. `biases`: per
+    layer [outputs]. `masks`: of dropout after every ReLU, all of one rate; none without dropout.
     """
     rows = x.flatten(0, -2)
     out = _FusedMLP.apply(rows, len(x), final_activation, masks, *weights, *biases)
@@ -124,11 +120,9 @@ class _FusedMLP(torch.autograd.Function):
 def relu_backward(grad: Tensor, activation: Tensor, partial_sums: Tensor, scale: float) -> Tensor:
     """Compute the gradient of ReLU's input, [B, C].
 
-    Args:
-        grad: [B, C], gradient of ReLU's output, after dropout if there is one.
-        activation: [B, C], that output.
-        partial_sums: [P, C or more], float32; receives every program's sum of the returned gradient over its samples.
-        scale: of dropout's kept elements; 1 without dropout.
+    `grad`: [B, C], gradient of ReLU's output, after dropout if there is one. `activation`: [B, C], that output.
+    `partial_sums`: [P, C or more], float32; receives every program's sum of the returned gradient over its samples.
+    `scale`: of dropout's kept elements; 1 without dropout.
     """
     grad = grad.contiguous()
     masked = torch.empty_like(activation)
@@ -183,10 +177,7 @@ def _relu_backward(
 def logit_forward(activation: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Compute a linear layer with one output, float32 [B, 1]: what a loss reads, without a rounding on the way.
 
-    Args:
-        activation: [B, C].
-        weight: [1, C].
-        bias: [1].
+    `activation`: [B, C]. `weight`: [1, C]. `bias`: [1].
     """
     num_rows, columns = activation.shape
     logits = torch.empty(num_rows, 1, dtype=torch.float32, device=activation.device)
@@ -232,16 +223,10 @@ def logit_backward(
 ) -> Tensor:
     """Compute the backward pass of a linear layer with one output and of the ReLU before it.
 
-    Args:
-        grad: [B, 1], gradient of the logit.
-        weight: [1, C].
-        activation: [B, C], output of ReLU, after dropout if there is one.
-        partial_sums: [P, 2 C + 1 or more], float32; receives every program's sums over its samples: of the returned
-            gradient, of the weight's gradient and of the logit's gradient.
-        scale: of dropout's kept elements; 1 without dropout.
-
-    Returns:
-        The gradient of ReLU's input, [B, C].
+    `grad`: [B, 1], gradient of the logit. `weight`: [1, C]. `activation`: [B, C], output of ReLU, after dropout if there is
+    one. `partial_sums`: [P, 2 C + 1 or more], float32; receives every program's sums over its samples: of the returned
+    gradient, of the weight's gradient and of the logit's gradient. `scale`: of dropout's kept elements; 1 without dropout.
+    Returns the gradient of ReLU's input, [B, C].
     """
     grad = grad.contiguous()
     masked = torch.empty_like(activation)

@@ -14,11 +14,7 @@ def copy_segments(
 ) -> None:
     """Copy the columns of `values` to those of `matrix`, or back.
 
-    Args:
-        values: output blocks of the all-to-all.
-        matrix: [B, T]; its row stride may be larger.
-        layout: layout of `values`.
-        to_matrix: True copies from `values` to `matrix`, False from `matrix` to `values`.
+    `matrix`: [B, T]; its row stride may be larger.
     """
     table, most_columns, alignment = layout.copied_table
     grid = (triton.cdiv(len(matrix), BLOCK), table.shape[1])

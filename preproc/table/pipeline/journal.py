@@ -17,7 +17,7 @@ from preproc.work_directory import Work
 
 @dataclass(slots=True)
 class Journal:
-    """What a run reads, and what it has written: a killed run goes on after the last recorded relation."""
+    """Inputs of a run, and the relations that it has written; a killed run resumes after the last recorded one."""
 
     config: PreprocConfig
     table: TableConfig

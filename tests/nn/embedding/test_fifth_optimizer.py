@@ -12,17 +12,12 @@ from configs.schema import OptimizerConfig
 from nn.build import build_plan, check_optimizers, open_source, planned_hardware
 from nn.embedding.optimizer import StateField, TableRule, table_rule
 from nn.export.tables import export_tables
+from nn.ops.optional_triton import jit, tl
 from nn.training.dense_optimizer import DenseRule
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.nn.checkpoint.test_state import restored, save
 from tests.nn.embedding.test_triton_embedding_bag import compare
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch without CUDA
-    triton = None
 
 NUM_STEPS = 6
 HERE = "tests.nn.embedding.test_fifth_optimizer"
@@ -40,32 +35,17 @@ def _momentum(
         table.sub_(group["lr"] * state["velocity"] / (state["peak"] + group["eps"])[:, None])
 
 
-if triton is not None:
-
-    @triton.jit
-    def momentum_branch(
-        weight,
-        gradient,
-        state1,
-        state2,
-        width,
-        rate,
-        scalars,
-        eps,
-        beta1,
-        rest1,
-        beta2,
-        rest2,
-    ):
-        velocity = beta1 * state1 + gradient
-        peak = tl.maximum(state2, tl.max(tl.abs(gradient), 0))
-        return weight - rate * velocity / (peak + eps), velocity, peak
+@jit
+def momentum_kernel(weight, gradient, state1, state2, step):
+    velocity = step.beta1 * state1 + gradient
+    peak = tl.maximum(state2, tl.max(tl.abs(gradient), 0))
+    return weight - step.rate * velocity / (peak + step.eps), velocity, peak
 
 
 MOMENTUM = TableRule(
     name="momentum",
     update=_momentum,
-    kernel=f"{HERE}:momentum_branch",
+    kernel=momentum_kernel,
     states=(StateField("velocity"), StateField("peak", per_row=True)),
     columns_may_be_cut=False,
 )
@@ -178,7 +158,7 @@ def test_a_dense_optimizer_may_lie_outside_too():
     assert losses[0] != losses[-1]
 
 
-@pytest.mark.skipif(triton is None, reason="needs Triton")
+@pytest.mark.skipif(tl is None, reason="needs Triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
 def test_its_interpreted_branch_equals_plain_torch():
     compare(f"{HERE}:MOMENTUM", 40, "cpu", torch.float32)

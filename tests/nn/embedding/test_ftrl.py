@@ -25,7 +25,7 @@ OPTIONS = [
 
 def ftrl(lr: float = ALPHA, beta: float = BETA, l1: float = L1, l2: float = L2) -> OptimizerConfig:
     return OptimizerConfig(
-        embedding_name=OptimizerName.ftrl, embedding_lr=lr, ftrl_beta=beta, ftrl_l1=l1, ftrl_l2=l2
+        embedding_name="ftrl", embedding_lr=lr, ftrl_beta=beta, ftrl_l1=l1, ftrl_l2=l2
     )
 
 

@@ -13,9 +13,6 @@ from configs.console import LiteralConsole
 from dataloading.dataset.row_columns import RowColumn
 from nn.models.tasks import metrics_of, tasks_of
 from nn.observability.console import (
-    Progress,
-    format_test,
-    format_train,
     make_console,
     make_logger,
     print_header,
@@ -24,6 +21,11 @@ from nn.observability.console import (
     print_summary,
 )
 from nn.observability.plan_table import print_plan
+from nn.observability.progress import (
+    Progress,
+    format_test,
+    format_train,
+)
 from nn.planning.plan import TablePlan
 
 METRICS = metrics_of(tasks_of([RowColumn("clicked")]))

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from nn.metrics.prediction_curves import ScoreBuckets, describe_predictions
+from nn.observability.environment import (
+    environment,
+    git_commit,
+)
 from nn.observability.records import records_until
 from nn.observability.run_directory import (
     SUMMARY_KEYS,
     RunDirectory,
-    environment,
-    git_commit,
     to_json_value,
 )
 from nn.planning.memory_estimate import RankMemory

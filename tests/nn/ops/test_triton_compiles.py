@@ -43,7 +43,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 57
+    assert done.stdout.count("compiled") == 58
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -53,10 +53,10 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
 def run() -> None:
     from triton.compiler import CompilationError
 
-    from configs.schema import OptimizerName
-    from nn.embedding.optimizer import TABLE_RULES
+    from nn.embedding.optimizer import table_rule
+    from nn.embedding.rules import adagrad
     from nn.embedding.triton_launcher import branch_of
-    from nn.ops.triton import batch_norm, column_sums, row_updates
+    from nn.ops.triton import batch_norm, column_sums
     from nn.ops.triton.cross_net import BLOCKS, _cross_backward
     from nn.ops.triton.dense_updates import _dense_adagrad, _dense_sgd
     from nn.ops.triton.dot_interaction import _dot_forward_of_rows
@@ -80,8 +80,9 @@ def run() -> None:
         ("*fp16", "adam", 0, "listed"),
         ("*fp16", "rowwise_adagrad", 0, "sum"),
         ("*bf16", "ftrl", 1, "listed"),
+        ("*fp32", "lion", 0, "sum"),
     ):
-        branch = branch_of(TABLE_RULES[OptimizerName[name]])
+        branch = branch_of(table_rule(name))
         dtypes = {"weights": weights, "factors": "*fp32", "num_rows": "*i64"}
         constants = {"LEVEL": level, "L2": level == 1, "SOURCE": source}
         constants |= dict.fromkeys(("BOUNDED", "SLOTS", "PREFETCHES"), level == 0)
@@ -89,7 +90,7 @@ def run() -> None:
         constants["WIDTH"] = 128 * (source == "sum")
         constants |= untracked if level else {}
         build(_segment_update, dtypes, **update | constants, **branch)
-    branch = branch_of(TABLE_RULES[OptimizerName.rowwise_adagrad])
+    branch = branch_of(table_rule("rowwise_adagrad"))
     dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
     constants = {"LEVEL": 0, "SOURCE": "sum"}
     constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS", "PREFETCHES"), False)
@@ -106,7 +107,7 @@ def run() -> None:
     build(_cast, dtypes_of_cast, ALIGN=ALIGN, BLOCK=BLOCK)
     for branch in (
         {"UPDATE": None, "STATE1": "none", "STATE2": "none"},
-        {"UPDATE": row_updates.adagrad, "STATE1": "column", "STATE2": "none"},
+        {"UPDATE": adagrad.RULE.kernel, "STATE1": "column", "STATE2": "none"},
     ):
         try:
             constants = {"LEVEL": 0, "SOURCE": "sum"}

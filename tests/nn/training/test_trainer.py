@@ -13,7 +13,9 @@ from configs.schema import Config
 from dataloading.dataset.row_columns import RowColumn
 from nn.metrics.late_auc import LateAuc
 from nn.models.tasks import metrics_of, tasks_of
-from nn.observability.console import format_train
+from nn.observability.progress import (
+    format_train,
+)
 from nn.training.limits import EvalSteps, total_steps
 from nn.training.train_step import TrainStep
 from tests.helpers.command import run_command

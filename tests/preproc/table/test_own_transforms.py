@@ -1,4 +1,4 @@
-"""Transforms of a user, named as `package.module:NAME`: in a fit, applied again, extended, and refused where a server would import them."""
+"""Transforms of a user: in a fit, applied again, extended, and refused where a server would import them."""
 
 import sys
 

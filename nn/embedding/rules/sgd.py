@@ -1,0 +1,26 @@
+"""SGD, without momentum: a row that a batch does not look up would have to move too."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nn.embedding.optimizer import TableRule
+from nn.ops.optional_triton import jit, tl  # noqa: F401  (Triton's interpreter looks for tl)
+
+
+def _update(
+    tables: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    torch._foreach_add_(tables, gradients, alpha=-group["lr"])
+
+
+@jit
+def _kernel(weight, gradient, state1, state2, step):
+    return weight - step.rate * gradient, state1, state2
+
+
+RULE = TableRule(name="sgd", update=_update, kernel=_kernel, leaves_untouched_rows=True)

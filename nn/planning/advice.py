@@ -1,0 +1,155 @@
+"""The errors of tables that do not fit, with all that would help."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torchrec import EmbeddingBagCollection
+
+from configs.schema import MOST_RANKS, ShardingConfig, ShardingType, Tier
+from nn.embedding.optimizer import TableRule, less_state
+from nn.planning.host_tables import DISK_ROW_BYTES, staged_bytes
+from nn.planning.plan import Hardware
+from nn.planning.table_sizes import (
+    FP32_BYTES,
+    bytes_of,
+    device_bytes,
+    usable_bytes,
+    usable_host_bytes,
+    weight_bytes_of,
+)
+from nn.sharding.tables import HostTable
+
+GIB = 2**30
+MORE_HOST_MEMORY = (
+    "use hosts with more memory (sharding.host_gib if that of this machine does not count)"
+)
+
+
+def does_not_fit(
+    expansion_bytes: Mapping[str, int],
+    error: Exception,
+    embeddings: EmbeddingBagCollection,
+    config: ShardingConfig,
+    rule: TableRule,
+    hardware: Hardware,
+    chosen: Mapping[str, HostTable],
+) -> str:
+    """Return the refusal of tables that exceed the memory of the devices, or of devices and hosts together."""
+    sizes = {
+        table.name: device_bytes(table, rule, chosen.get(table.name))
+        + expansion_bytes.get(table.name, 0)
+        for table in embeddings.embedding_bag_configs()
+    }
+    state = f"{rule.name} state" + " and the expansion of their ids" * bool(expansion_bytes)
+    usable = usable_bytes(hardware, config)
+    total = sum(sizes.values())
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+    listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest)
+    cuts = (ShardingType.row_wise, ShardingType.column_wise)
+    forbidden = [kind.value for kind in cuts if kind not in config.types]
+    several = hardware.world_size > 1
+    remedies = []
+    if not several or sizes[largest[0]] <= usable or len(forbidden) < len(cuts):
+        # The total may fit so many ranks although a single table does not fit any of them.
+        enough = max(math.ceil(total / max(usable, 1)), hardware.world_size + 1)
+        if enough <= MOST_RANKS:
+            remedies.append(f"start {enough} ranks or more")
+    if several and forbidden:
+        remedies.append(f"add {' or '.join(forbidden)} to sharding.types")
+    remedies += _smaller_rows(embeddings, rule)
+    if Tier.host not in config.tiers and hardware.device_type == "cuda":
+        remedies.append("keep large tables in host memory (sharding.tiers=[device,host])")
+    remedies.append("lower model.embedding_dim")
+    beside = ""
+    if Tier.host in config.tiers and hardware.device_type == "cuda":
+        of_disk = any(table.is_on_disk for table in chosen.values()) * staged_bytes(config)
+        in_host = usable_host_bytes(hardware, config) - of_disk
+        in_host = max(in_host, 0) * hardware.local_world_size
+        beside = f", and of host memory {in_host / GIB:.1f} GiB per node"
+        remedies.append(MORE_HOST_MEMORY)
+        of_device = [name for name in sizes if name not in chosen or not chosen[name].is_on_disk]
+        if of_device:
+            remedies.append(_on_disk(max(of_device, key=sizes.__getitem__)))
+        arenas = [name for name in largest if name in chosen]
+        if arenas:
+            remedies.append(f"lower cache of {' and '.join(arenas)} in sharding.tables")
+    return (
+        f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
+        f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
+        f"({hardware.bytes_per_rank / GIB:.1f} GiB per rank less sharding.reserve={config.reserve:g}){beside}; "
+        f"the largest are {listed}. {_either([*remedies, 'raise the frequency limit of the dataset'])}. TorchRec's planner: "
+        f"{_first_line(error)}"
+    )
+
+
+def lacks_host_memory(
+    embeddings: EmbeddingBagCollection,
+    config: ShardingConfig,
+    rule: TableRule,
+    hardware: Hardware,
+    chosen: Mapping[str, HostTable],
+) -> str:
+    """Return the refusal of overrides for whose tables host memory is too small, where the devices have room."""
+    tables = embeddings.embedding_bag_configs()
+    sizes = {
+        table.name: DISK_ROW_BYTES * table.num_embeddings
+        if chosen[table.name].is_on_disk
+        else bytes_of(table, rule)
+        for table in tables
+        if table.name in chosen
+    }
+    in_host = [name for name in sizes if not chosen[name].is_on_disk]
+    of_disk = staged_bytes(config) * (len(in_host) < len(chosen))
+    most = usable_host_bytes(hardware, config)
+    usable = max(most - of_disk, 0)
+    needed = sum(sizes.values())
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    remedies = []
+    if in_host:
+        remedies.append(_on_disk(max(in_host, key=sizes.__getitem__)))
+    on_device = hardware.world_size * usable_bytes(hardware, config)
+    if sum(bytes_of(table, rule) for table in tables) <= on_device:
+        remedies.append("leave the tables on the GPUs, where all fit (tier: device)")
+    if of_disk and needed <= hardware.world_size * most:
+        remedies.append("lower sharding.staged_gib")
+    if hardware.world_size > 1 and sizes[largest[0]] > usable:
+        remedies.append(f"shard {largest[0]} row_wise")
+    remedies += [*(_smaller_rows(embeddings, rule) if in_host else ()), MORE_HOST_MEMORY]
+    listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest[:3])
+    further = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
+    per_node = hardware.host_bytes / GIB
+    kept = f"sharding.reserve={config.reserve:g}"
+    if of_disk:
+        kept += (
+            f" and, per rank, sharding.staged_gib={config.staged_gib:g} for rows of tables on disk"
+        )
+    return (
+        f"host memory is too small: the tables that sharding.tables puts there or on disk take {needed / GIB:.1f} GiB of it "
+        f"({listed}{further}), and {hardware.world_size} x {usable / GIB:.1f} GiB are usable ({per_node:.1f} GiB per node less "
+        f"{kept}). {_either(remedies)}"
+    )
+
+
+def _either(remedies: Sequence[str]) -> str:
+    """Return a sentence of one remedy or several."""
+    *first, last = remedies
+    return f"Either {', '.join(first)}, or {last}" if first else f"{last[0].upper()}{last[1:]}"
+
+
+def _on_disk(table: str) -> str:
+    return f"keep {table} on disk ({{{table}: {{tier: disk}}}} in sharding.tables, and sharding.disk_path)"
+
+
+def _smaller_rows(embeddings: EmbeddingBagCollection, rule: TableRule) -> list[str]:
+    """Return the remedies that make rows smaller."""
+    remedies = []
+    if less_state(rule):
+        names = " or ".join(less_state(rule))
+        remedies.append(f"choose an optimizer with less state (optimizer.embedding_name={names})")
+    if all(weight_bytes_of(table) == FP32_BYTES for table in embeddings.embedding_bag_configs()):
+        remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
+    return remedies
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
