@@ -11,16 +11,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from configs.messages import printable, shortened, shown
-from configs.schema import is_file_name, require
+from configs.schema import is_file_name, is_import_path, require
+from configs.transforms import TRANSFORMS, transform_named
 
 LINE_FORMATS = ("jsonl", "libsvm", "libffm")
 """Formats of text whose lines name their values (`preproc/table/line_formats.py`)."""
 FORMATS = ("csv", "tsv", "parquet", *LINE_FORMATS)
 SPLITS = ("fraction", "last_file", "random", "column")
-# Transforms of numbers, applied in order; minmax and standardise take no argument.
-TRANSFORMS = ("fill", "clip", "log", "minmax", "standardise")
-FITTED_TRANSFORMS = ("minmax", "standardise")
-"""Those with two numbers that are fitted on training rows."""
 # Ids are stored in at most 32 bits, and id 0 is taken.
 MOST_IDS = 2**31 - 2
 MOST_ROWS = 2**63 - 1
@@ -89,7 +86,7 @@ class Numerical:
 
     Transforms are applied in order, each `{fill: 0}`, `{clip: [low, high]}` (`-.inf` or `.inf`: no bound), `{log: shift}` for
     ln(x + shift), which is missing where that is not defined, `minmax` to [0, 1] or `standardise` to mean 0 and deviation 1,
-    both fitted on training rows.
+    both fitted on training rows; or `package.module:NAME` of a `configs.transforms.Transform`, with its arguments.
     """
 
     name: str
@@ -506,6 +503,11 @@ def transform_of(transform: Any) -> tuple[str, Any]:
     return transform, None
 
 
+def num_fitted(transform: Any) -> int:
+    """Return how many numbers are fitted for a transform: 2 or 0."""
+    return 2 * (transform_named(transform_of(transform)[0]).fits is not None)
+
+
 def numbers_of(missing: Iterable[str]) -> list[float]:
     """Return the finite numbers that texts read as."""
     numbers = [float(text) for text in missing if NUMBER.fullmatch(text)]
@@ -571,22 +573,29 @@ def _check_split(split: SplitRule) -> None:
     )
 
 
-def check_transform(where: str, transform: Any) -> None:
-    """Raise ValueError unless a transform is one of `Numerical`; the message begins with `where`."""
+def check_transform(where: str, transform: Any, *, imports: bool = True) -> None:
+    """Raise ValueError unless a transform is one of `Numerical`; the message begins with `where`.
+
+    Without `imports` it has to be a built-in one: an untrusted description must not name modules to import.
+    """
     single = not isinstance(transform, Mapping) or len(transform) == 1
     name, argument = transform_of(transform) if single else (None, None)
     require(
-        isinstance(name, str) and name in TRANSFORMS,
-        f"{where}: got transform {shown(transform)}, want one of {', '.join(TRANSFORMS)}",
+        isinstance(name, str) and (name in TRANSFORMS or (imports and is_import_path(name))),
+        f"{where}: got transform {shown(transform)}, want one of {', '.join(TRANSFORMS)}"
+        + ", or package.module:NAME of your own" * imports,
     )
+    try:
+        count = transform_named(str(name)).arguments
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     numbers = argument if isinstance(argument, list) else [argument]
-    count = {"fill": 1, "clip": 2, "log": 1}.get(str(name), 0)
     num_arguments = 0 if argument is None else len(numbers)
     # An infinite bound of clip leaves that side open.
     good = num_arguments == count and all(
         _is_number(n) or (name == "clip" and n in (math.inf, -math.inf)) for n in numbers if count
     )
-    kind = {0: "no number", 1: "1 finite number", 2: "2 numbers"}[count]
+    kind = {0: "no number", 1: "1 finite number"}.get(count, f"{count} numbers")
     require(good, f"{where}: transform {name} takes {kind}, got {shown(argument)}")
     require(
         name != "clip" or float(numbers[0] or 0) <= float(numbers[1] or 0),

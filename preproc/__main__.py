@@ -73,7 +73,7 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
 
         return lambda progress: build_synthetic(config, progress)
     if config.layout is Layout.table:
-        from preproc.table.pipeline import build_table
+        from preproc.table.pipeline.build import build_table
 
         return lambda progress: build_table(config, TableConfig.of(config.table), progress)
     if config.layout is Layout.mlperf:
@@ -85,7 +85,7 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
 
         return lambda progress: build_criteo(config, progress)
     from preproc.criteo.as_table import criteo_table
-    from preproc.table.pipeline import build_table
+    from preproc.table.pipeline.build import build_table
 
     return lambda progress: build_table(config, criteo_table(config), progress)
 

@@ -20,12 +20,11 @@ from configs.messages import printable, shortened, shown
 from configs.preproc_schema import Mode, PreprocConfig, VocabularyRows
 from configs.table_schema import (
     EMPTY_ITEMS,
-    FITTED_TRANSFORMS,
     Categorical,
     History,
     Numerical,
     TableConfig,
-    transform_of,
+    num_fitted,
 )
 from dataloading.dataset.dataset_directory import checksums_of
 from dataloading.dataset.documents import read_json, read_yaml
@@ -455,10 +454,7 @@ def _statistics(saved: object, table: TableConfig, where: str) -> dict[str, list
     """Return two finite numbers per fitted transform of every numerical, and none per other transform."""
     statistics = _mapping(saved, where)
     for feature in table.numerical:
-        wanted = [
-            2 * (transform_of(transform)[0] in FITTED_TRANSFORMS)
-            for transform in feature.transforms
-        ]
+        wanted = [num_fitted(transform) for transform in feature.transforms]
         fitted = statistics.get(feature.name)
         if not isinstance(fitted, list) or [_num_finite(entry) for entry in fitted] != wanted:
             raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from configs.messages import shown
-from configs.table_schema import EMPTY_ITEMS, FITTED_TRANSFORMS, TAKE, check_transform, transform_of
+from configs.table_schema import EMPTY_ITEMS, TAKE, check_transform, num_fitted
 
 
 def check_raw(
@@ -76,8 +76,8 @@ def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> 
     where = f"numerical {shown(feature['name'])}"
     transforms, fitted = feature["transforms"], feature["fitted"]
     for transform in transforms:
-        check_transform(where, transform)
-    wanted = [2 * (transform_of(transform)[0] in FITTED_TRANSFORMS) for transform in transforms]
+        check_transform(where, transform, imports=False)
+    wanted = [num_fitted(transform) for transform in transforms]
     numbers = [number for entry in fitted for number in entry]
     good = [len(entry) for entry in fitted] == wanted and all(map(_is_finite, numbers))
     _require(good, f"{where}: fitted", fitted, f"{wanted} finite numbers")

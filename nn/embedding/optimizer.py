@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec.optim import RowWiseAdagrad
 
 from configs.schema import OptimizerConfig, table_optimizers
-from nn.user_objects import load_user_object
+from configs.user_objects import load_user_object
 
 Update = Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], dict[str, Any]], None]
 """Change tables [rows, columns] and their states in place by gradients of the same shape, all float32.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from configs.schema import TaskConfig, is_import_path, require
-from nn.user_objects import load_user_object
+from configs.user_objects import load_user_object
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The losses [B] of predictions [B], logits of a binary label, and labels [B]; all float32. The host reads nothing back."""

@@ -5,9 +5,9 @@ from logging import Logger
 
 from configs.built_in import LOGGERS
 from configs.messages import DEPENDENCIES, EXTRAS, require_package
+from configs.user_objects import load_user_object
 from nn.loggers.background import Loggers
 from nn.loggers.run_logger import METHODS, RunLogger
-from nn.user_objects import load_user_object
 
 
 def check_loggers(names: Sequence[str]) -> None:

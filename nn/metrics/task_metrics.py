@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from configs.user_objects import load_user_object
 from dataloading.batch import Batch
 from nn.metrics.late_auc import LateAuc
 from nn.metrics.measured_rows import MeasuredRows, RowGather
@@ -18,7 +19,6 @@ from nn.metrics.prediction_curves import describe_predictions, score_buckets
 from nn.metrics.ranking import Collectives, RankingMetrics, first_not_finite
 from nn.models.metric import AUC, Metric
 from nn.models.tasks import Task, check_logits, column_of
-from nn.user_objects import load_user_object
 
 
 class TaskMetrics:

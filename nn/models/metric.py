@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.schema import is_import_path, require
+from configs.user_objects import load_user_object
 from dataloading.dataset.row_columns import RowColumn
-from nn.user_objects import load_user_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

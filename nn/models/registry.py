@@ -16,9 +16,9 @@ from configs.built_in import MODELS
 from configs.messages import shown
 from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_keys
 from configs.schema import Config, ModelConfig, describe
+from configs.user_objects import load_user_object
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.models import options as own_options
-from nn.user_objects import load_user_object
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig

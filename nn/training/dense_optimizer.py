@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from configs.messages import shown
 from configs.schema import OptimizerConfig, OptimizerName
+from configs.user_objects import load_user_object
 from nn.ops.host_copy import StagedValues
-from nn.user_objects import load_user_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,8 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
     by_name = {column.name.strip(): column for column in columns}
     if label is not None and label.strip() not in by_name:
         raise ValueError(f"label={label}: no such column; the columns are {', '.join(by_name)}")
-    chosen = by_name[label.strip()] if label is not None else (candidates or [None])[0]
+    likeliest = candidates[0] if candidates else None
+    chosen = by_name[label.strip()] if label is not None else likeliest
     has_names = table.source.format in LINE_FORMATS or not table.source.columns
     times = [c for c in columns if _is_time(c, has_names) and c is not chosen]
     choices = []
@@ -205,7 +206,7 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
         )
     if column.is_number and column.kind != "boolean" and not _is_code(column, is_key):
         return _numerical(column)
-    keys = {}
+    keys: dict[str, str] = {}
     if column.is_float and column.is_whole:
         keys["expression"] = f"CAST({quoted(column.name)} AS BIGINT)"
     return Choice(column, "categorical", keys, f"{column.distinct:,} values")

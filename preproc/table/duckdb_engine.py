@@ -1,7 +1,7 @@
 """Engines that run the SQL of table datasets: the interface, and DuckDB.
 
 An engine reads sources, numbers rows, and writes the result of a query to Parquet. The SQL itself and the
-files of the dataset are the same for all engines (`preproc/table/pipeline.py`).
+files of the dataset are the same for all engines (`preproc/table/pipeline/build.py`).
 """
 
 import glob

@@ -17,6 +17,7 @@ from configs.table_schema import (
     texts_of_no_other_type,
     transform_of,
 )
+from configs.transforms import transform_named
 from preproc.text_columns import TEXT_TYPES
 from preproc.vocabulary_sql import vocabulary
 
@@ -119,19 +120,11 @@ def shown_value(value: str) -> str:
 def transformed(expression: str, transform: object, fitted: list[float]) -> str:
     """Return `expression` after one transform; `fitted` holds the two numbers of a fitted transform."""
     name, argument = transform_of(transform)
-    if name == "fill":
-        return f"coalesce({expression}, {double(argument)})"
-    if name == "clip":
-        low, high = (double(bound) for bound in argument)
-        # Without the case, least and greatest would ignore a missing value.
-        clipped = f"least(greatest({expression}, {low}), {high})"
-        return f"(CASE WHEN {expression} IS NOT NULL THEN {clipped} END)"
-    if name == "log":
-        inner = f"({expression}) + {double(argument)}"
-        return f"(CASE WHEN {inner} > 0 THEN ln({inner}) END)"
-    smallest, size = fitted
-    # A column with a single value has size 0; it becomes 0.
-    return f"((({expression}) - {double(smallest)}) / {double(size or 1.0)})"
+    numbers = argument if isinstance(argument, list) else [] if argument is None else [argument]
+    if fitted:
+        smallest, size = fitted
+        numbers = [smallest, size or 1.0]
+    return transform_named(name).sql(expression, *map(double, numbers))
 
 
 def extremes(expression: str, rows: str) -> str:

@@ -1,6 +1,6 @@
 """The transformation of rows of one relation: numericals, ids and lists of ids, as SQL and arrays.
 
-Preprocessing applies it to all rows of a dataset (`preproc/table/pipeline.py`), and `preproc/transformed_rows.py` to the
+Preprocessing applies it to all rows of a dataset (`preproc/table/pipeline/build.py`), and `preproc/transformed_rows.py` to the
 rows of raw files as they are read. Relations have the columns `row_`, `n<i>` and `c<i>` of `preproc/table/staging.py`.
 """
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from configs.table_schema import Categorical, Numerical, TableConfig, transform_of
+from configs.transforms import transform_named
 from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.table.expressions import as_float, hashed_id, transformed
 
@@ -40,17 +41,17 @@ def length_columns(table: TableConfig, num_items: Callable[..., str]) -> list[st
 def changed_values(
     features: Sequence[Numerical], statistics: Mapping[str, list[list[float]]]
 ) -> list[tuple[str, str, str]]:
-    """Return the conditions (name, kind, SQL) of values that a transform empties (a log) or replaces (a clip)."""
+    """Return the conditions (name, kind, SQL) of values that a transform empties (as a log) or replaces (as a clip)."""
     conditions = []
     for number, feature in enumerate(features):
         before = f"n{number}"
         for transform, fitted in zip(feature.transforms, statistics[feature.name], strict=True):
             after = transformed(before, transform, fitted)
-            kind, _ = transform_of(transform)
-            if kind == "log":
+            counts = transform_named(transform_of(transform)[0]).counts
+            if counts == "emptied":
                 lost = f"({before}) IS NOT NULL AND ({after}) IS NULL"
                 conditions.append((feature.name, "emptied", lost))
-            elif kind == "clip":
+            elif counts == "clipped":
                 conditions.append((feature.name, "clipped", f"({after}) <> ({before})"))
             before = after
     return conditions

@@ -7,7 +7,8 @@ from typing import Any
 from urllib.parse import quote
 
 from configs.messages import shown
-from configs.table_schema import Categorical, History, Numerical
+from configs.table_schema import Categorical, History, Numerical, transform_of
+from configs.transforms import TRANSFORMS
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import FITTED
 from nn.checkpoint.compatibility import vocabulary_mismatch
@@ -78,6 +79,13 @@ def write_raw_values(
 
 def _numerical(feature: Numerical, state: FittedState, columns: dict[str, int]) -> dict[str, Any]:
     column = _column(feature, columns)
+    for transform in feature.transforms:
+        name, _ = transform_of(transform)
+        if name not in TRANSFORMS:
+            raise ValueError(
+                f"the transform {name} of {shown(feature.name)} is not built in, so a model cannot take raw values; export "
+                "it without fitted"
+            )
     return {
         "name": feature.name,
         "column": column,

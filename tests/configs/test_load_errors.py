@@ -152,7 +152,7 @@ def test_an_extra_is_asked_for_before_heavy_imports(
 ):
     without(package)
     # They would come next.
-    for heavy in ("sweep.run", "preproc.table.pipeline", "serving.exporting.run"):
+    for heavy in ("sweep.run", "preproc.table.pipeline.build", "serving.exporting.run"):
         monkeypatch.setitem(sys.modules, heavy, None)
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "s.yaml").write_text("{}")

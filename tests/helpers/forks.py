@@ -18,7 +18,7 @@ COMPOSED_VARIABLE = "COMPOSED_CONFIGURATIONS"
 IMPORTS = [
     "nn.run",
     "preproc.criteo.pipeline",
-    "preproc.table.pipeline",
+    "preproc.table.pipeline.build",
     "tests.helpers.preproc_command",
 ]
 """What the server imports if no test that was collected has."""

@@ -295,7 +295,7 @@ def test_the_histories_of_movielens_are_those_of_one_pass_in_the_order_of_time(t
 
 
 def test_a_stopped_run_with_histories_resumes(tmp_path, monkeypatch):
-    from preproc.table.pipeline import TableFiles
+    from preproc.table.output_files import TableFiles
 
     table = described(write_rows(tmp_path / "t.csv", random_rows(16)))
     wanted = build(tmp_path / "wanted", table, "shuffle=true")

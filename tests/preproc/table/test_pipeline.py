@@ -301,7 +301,7 @@ def test_a_transform_does_not_resume_after_the_fit_has_changed(tmp_path, people,
     build(tmp_path / "fit", table)
     options = ("mode=transform", f"fitted={tmp_path / 'fit'}")
     with monkeypatch.context() as patch:
-        patch.setattr("preproc.table.pipeline.TableFiles", None)
+        patch.setattr("preproc.table.pipeline.writing.TableFiles", None)
         with pytest.raises(TypeError):
             build(tmp_path / "out", table, *options)
     other = tmp_path / "other.csv"
@@ -421,7 +421,7 @@ def test_an_invalid_description_is_refused(tmp_path, people, change, message):
 
 
 def test_a_stopped_table_run_resumes(tmp_path, people, monkeypatch):
-    from preproc.table.pipeline import TableFiles
+    from preproc.table.output_files import TableFiles
 
     wanted = build(tmp_path / "wanted", described(people))
     with monkeypatch.context() as patch:

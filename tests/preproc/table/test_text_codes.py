@@ -11,10 +11,11 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from preproc.table import duckdb_engine, output_files, pipeline, text_codes
+from preproc.table import duckdb_engine, output_files, text_codes
 from preproc.table.duckdb_engine import DuckDBEngine
 from preproc.table.expressions import RELATION_FILE
 from preproc.table.parquet_texts import dictionary_columns
+from preproc.table.pipeline import build as pipeline
 from preproc.transformed_rows import open_transformed_rows
 from preproc.work_directory import Work
 from tests.helpers.preproc_command import Refused

@@ -16,7 +16,7 @@ def load_user_object(path: str, option: str) -> Any:
     try:
         content = import_module(module)
     except (Exception, SystemExit) as error:  # the module is not ours, and may raise anything
-        if module.split(".")[0] == __name__.split(".")[0]:
+        if module.split(".")[0] in ("configs", "nn"):
             raise  # a fault of the project or of its installation
         first_line = (str(error).splitlines() or [""])[0]
         frames = [

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from nn.user_objects import load_user_object
+from configs.user_objects import load_user_object
 
 
 def test_the_place_of_a_fault_in_a_users_module_is_named(tmp_path, monkeypatch):

@@ -1,0 +1,71 @@
+"""Transforms of the numericals of a table: the built-in ones, and those of a user by `package.module:NAME`.
+
+Both engines evaluate the SQL, so it has to mean the same in DuckDB and in Spark.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from configs.messages import shown
+from configs.schema import is_import_path
+from configs.user_objects import load_user_object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transform:
+    """A transform of doubles, in which a missing value is null."""
+
+    # (expression, numbers) -> expression. The numbers are SQL too: the arguments, or the two that are fitted.
+    sql: Callable[..., str]
+    arguments: int = 0  # numbers that the description gives
+    # Two numbers of the training rows: `range` (smallest, largest - smallest) or `moments` (mean, deviation). A size of
+    # 0, of a column with a single value, is given as 1.
+    fits: str | None = None
+    counts: str | None = None  # what the report counts: values that are `emptied` or `clipped`
+
+    def __post_init__(self) -> None:
+        good = self.fits in (None, "range", "moments") and not (self.fits and self.arguments)
+        if not good or self.counts not in (None, "emptied", "clipped"):
+            raise ValueError(
+                f"a Transform with fits={self.fits!r}, arguments={self.arguments} and counts={self.counts!r}; fits is range, "
+                "moments or None, and then it takes no arguments; counts is emptied, clipped or None"
+            )
+
+
+def _scaled(x: str, first: str, size: str) -> str:
+    return f"((({x}) - {first}) / {size})"
+
+
+TRANSFORMS = {
+    "fill": Transform(sql=lambda x, value: f"coalesce({x}, {value})", arguments=1),
+    # Without the case, least and greatest would ignore a missing value.
+    "clip": Transform(
+        sql=lambda x, low, high: (
+            f"(CASE WHEN {x} IS NOT NULL THEN least(greatest({x}, {low}), {high}) END)"
+        ),
+        arguments=2,
+        counts="clipped",
+    ),
+    "log": Transform(
+        sql=lambda x, shift: f"(CASE WHEN ({x}) + {shift} > 0 THEN ln(({x}) + {shift}) END)",
+        arguments=1,
+        counts="emptied",
+    ),
+    "minmax": Transform(sql=_scaled, fits="range"),
+    "standardise": Transform(sql=_scaled, fits="moments"),
+}
+"""The built-in ones, which `serving/inference/raw_values.py` has in Python too, for raw values."""
+
+
+def transform_named(name: str) -> Transform:
+    """Return a transform by its name; ValueError if it is none, or cannot be imported."""
+    if name in TRANSFORMS:
+        return TRANSFORMS[name]
+    if not is_import_path(name):
+        raise ValueError(f"no transform {shown(name)}, only {', '.join(TRANSFORMS)}")
+    found = load_user_object(name, "transform")
+    if not isinstance(found, Transform):
+        raise ValueError(
+            f"transform={name} is a {type(found).__name__}, want a Transform (configs.transforms)"
+        )
+    return found

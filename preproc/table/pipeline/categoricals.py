@@ -1,0 +1,247 @@
+"""Stage of the categorical features: values are counted and ranked, or looked up in an earlier fit, and get ids."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.messages import shown
+from configs.preproc_schema import Mode
+from configs.table_schema import Categorical
+from dataloading.dataset.feature_spec import CategoricalFeature
+from preproc.fitted_state import rare_name, vocabulary_name
+from preproc.report.console import COVERAGE_LIMITS, ColumnSummary
+from preproc.table.duckdb_engine import QueryError
+from preproc.table.expressions import kept_values
+from preproc.table.extension import (
+    DAYS_COLUMNS,
+    fitted_rows,
+    kept_ids,
+    live_values,
+    new_ids,
+    still_waiting,
+    waiting,
+)
+from preproc.table.feature_values import FeatureValues
+from preproc.table.known_values import note_of_new_values, note_of_twins
+from preproc.table.pipeline.journal import Journal
+from preproc.vocabulary_sql import coverage, merge_counts
+
+
+@dataclass(slots=True)
+class EncodedFeature:
+    """An encoded categorical feature: its summary, the rows of its table, and the relation of its vocabulary."""
+
+    summary: ColumnSummary
+    num_embeddings: int
+    vocabulary: str | None
+    has_days: bool = False  # whether the vocabulary has the columns of a later day
+    rare: str | None = None  # relation of the counts of the values without an id, if they are kept
+    is_dynamic: bool = False  # whether its values are keys
+
+    def feature(self, name: str, hotness: int | None, table: str | None) -> CategoricalFeature:
+        """Return the feature as the dataset has it."""
+        make = CategoricalFeature.of_keys if self.is_dynamic else CategoricalFeature.of
+        return make(name, self.num_embeddings, hotness, table)
+
+
+def encode_features(
+    journal: Journal, values: FeatureValues, counted: range
+) -> dict[str, EncodedFeature]:
+    """Count, rank and encode all categorical features, several at a time if the engine supports that."""
+    features = journal.table.categorical
+    # Numbers of the features of every vocabulary, the one that has its limits first.
+    groups = {f.name: [i] for i, f in enumerate(features) if f.vocabulary_of is None}
+    for number, feature in enumerate(features):
+        if feature.vocabulary_of is not None:
+            groups[feature.vocabulary_of].append(number)
+    encoded: dict[str, EncodedFeature] = {}
+    with journal.progress.stage("count, rank and encode categoricals") as stage:
+        stage.total = len(features)
+        with ThreadPoolExecutor(journal.engine.columns_at_once) as pool:
+            results = pool.map(
+                lambda numbers: _encode_group(journal, values, numbers, counted), groups.values()
+            )
+            for name, result in zip(groups, results, strict=True):
+                encoded |= result
+                stage.detail = name
+                stage.update(len(encoded))
+    return {feature.name: encoded[feature.name] for feature in features}
+
+
+def _encode_group(
+    journal: Journal, values: FeatureValues, numbers: list[int], counted: range
+) -> dict[str, EncodedFeature]:
+    """Write relation `vocabulary_<number>` of the first feature and find the ids of all, which share it."""
+    features = [journal.table.categorical[number] for number in numbers]
+    first, owner = numbers[0], features[0]
+    if owner.is_hashed:
+        return {
+            feature.name: _hashed(journal, values, number, feature, owner, counted)
+            for feature, number in zip(features, numbers, strict=True)
+        }
+    name = f"vocabulary_{first}"
+    counts = [values.counts(number, counted) for number in numbers]
+    query = counts[0]
+    if len(counts) > 1:
+        query = merge_counts(f"({' UNION ALL '.join(counts)})")
+    journal.query(f"counts_{first}", query)
+    rare = _make_vocabulary(journal, first, owner)
+    _note_values(journal, first, owner)
+    for number in numbers:
+        values.find_ids(number, values_with_id(journal, first, owner))
+    covered_query = coverage(f"counts_{first}", COVERAGE_LIMITS)
+    (sums,) = journal.engine.rows(
+        f"SELECT * FROM ({covered_query}) CROSS JOIN (SELECT count(*) FROM {name})"
+    )
+    distinct, seen, *covered, kept_rows = [int(value or 0) for value in sums]
+    pairs = [list(pair) for pair in zip(covered[::2], covered[1::2], strict=True)]
+    encoded = {}
+    for number, feature in zip(numbers, features, strict=True):
+        counts_rows = len(features) == 1 and not feature.is_list
+        with_value = seen if counts_rows else _rows_with_value(journal, values, number, counted)
+        missing = 1 - with_value / len(counted)
+        # The coverage of a vocabulary is reported once, at the feature that has its limits.
+        coverages = pairs if feature is owner else None
+        summary = ColumnSummary(missing, distinct, kept_rows, coverages, len(counted))
+        encoded[feature.name] = EncodedFeature(
+            summary,
+            kept_rows + 1,
+            name if feature is owner else None,
+            _has_days(journal, owner),
+            rare if feature is owner else None,
+        )
+    return encoded
+
+
+def _rows_with_value(journal: Journal, values: FeatureValues, number: int, counted: range) -> int:
+    """Return how many of the rows `counted` have a value of a categorical feature."""
+    ((seen,),) = journal.engine.rows(values.num_rows(number, counted))
+    return seen
+
+
+def _note_values(journal: Journal, first: int, owner: Categorical) -> None:
+    """Say which values are written in several ways; refuse those of a fit that are written in another way here."""
+    counts, known = f"counts_{first}", f"vocabulary_{first}"
+    note = None
+    if journal.fitted is not None:
+        if journal.config.mode is Mode.extend:
+            known = f"{known}_old"
+        note = note_of_new_values(journal.engine.rows, counts, known, owner.name)
+    if journal.config.mode is not Mode.transform:
+        note = note or note_of_twins(journal.engine.rows, counts, owner.name)
+    if note is not None:
+        journal.progress.say(note)
+
+
+def values_with_id(journal: Journal, first: int, owner: Categorical) -> str:
+    """Return the relation (value, id) that values are looked up in."""
+    name = f"vocabulary_{first}"
+    return live_values(name) if _has_days(journal, owner) else name
+
+
+def _make_vocabulary(journal: Journal, first: int, owner: Categorical) -> str | None:
+    """Write relation `vocabulary_<first>`; return the relation of the counts of the values without an id, if kept."""
+    name, counts, rare = f"vocabulary_{first}", f"counts_{first}", f"rare_{first}"
+    if journal.config.mode is Mode.extend:
+        return _extend_vocabulary(journal, first, owner)
+    if journal.fitted is not None:
+        journal.once(name, lambda path: _copy_vocabulary(journal, owner.name, path))
+        return None
+    kept = kept_values(counts, _limit(journal, owner), owner.max_size)
+    journal.query(name, f"{kept} ORDER BY id")
+    if not journal.config.rare_counts:
+        return None
+    journal.query(rare, still_waiting(counts, name))
+    return rare
+
+
+def _extend_vocabulary(journal: Journal, first: int, owner: Categorical) -> str:
+    """Write relation `vocabulary_<first>` of the parent's values and those of this day; return that of the rare counts."""
+    fitted, day = journal.fitted, journal.lineage.day
+    assert fitted is not None
+    name, counts, rare = f"vocabulary_{first}", f"counts_{first}", f"rare_{first}"
+    before, parent, old, wait = (f"{name}_{part}" for part in ("read", "old", "kept", "wait"))
+    limit = _limit(journal, owner)
+    journal.once(before, lambda path: _copy_vocabulary(journal, owner.name, path))
+    journal.query(parent, fitted_rows(before, fitted.has_days(owner.name)))
+    journal.query(old, kept_ids(parent, counts, day, limit, journal.config.retire_after))
+    rare_before = None
+    if fitted.has_rare(owner.name):
+        rare_before = f"{rare}_read"
+        journal.once(rare_before, lambda path: _copy_rare(journal, owner.name, path))
+    journal.query(wait, waiting(parent, rare_before, counts))
+    ((num_old,),) = journal.engine.rows(f"SELECT count(*) FROM {parent}")
+    new = new_ids(wait, num_old + 1, day, limit, owner.max_size)
+    columns = ", ".join(["value", "id", "count", *DAYS_COLUMNS])
+    every = f"SELECT {columns} FROM {old} UNION ALL SELECT {columns} FROM ({new})"
+    journal.query(name, f"SELECT * FROM ({every}) ORDER BY id")
+    journal.query(rare, still_waiting(wait, name))
+    return rare
+
+
+def _limit(journal: Journal, owner: Categorical) -> int:
+    """Return the count from which on a value has an id."""
+    limit = owner.frequency_limit
+    return journal.config.frequency_limit if limit is None else limit
+
+
+def _has_days(journal: Journal, owner: Categorical) -> bool:
+    """Tell whether the vocabulary of a feature has the columns of a later day."""
+    if journal.config.mode is Mode.extend:
+        return True
+    return journal.fitted is not None and journal.fitted.has_days(owner.name)
+
+
+def _hashed(
+    journal: Journal,
+    values: FeatureValues,
+    number: int,
+    feature: Categorical,
+    owner: Categorical,
+    counted: range,
+) -> EncodedFeature:
+    """Find the hashes of the values."""
+    values.hash_ids(number, owner)
+    ((seen, distinct),) = journal.engine.rows(
+        f"SELECT CAST(sum(count) AS BIGINT), count(*) FROM ({values.counts(number, counted)})"
+    )
+    seen = _rows_with_value(journal, values, number, counted) if feature.is_list else int(seen or 0)
+    kept = distinct if owner.buckets is None else owner.buckets
+    if owner.capacity is not None:
+        kept = owner.capacity - 1
+        if distinct > kept:
+            journal.progress.warn(
+                f"{shown(owner.name)} has {distinct:,} values and rows for {kept:,} keys: training admits some "
+                "(data.dynamic.admit_after) and evicts others (data.dynamic.evict); raise its capacity to keep all"
+            )
+    summary = ColumnSummary(1 - seen / len(counted), distinct, kept, rows=len(counted))
+    rows = owner.capacity or kept + 1
+    return EncodedFeature(summary, rows, None, is_dynamic=owner.is_dynamic)
+
+
+def _copy_vocabulary(journal: Journal, name: str, path: Path) -> None:
+    """Copy the vocabulary of feature `name`; ValueError if a value has two ids."""
+    fitted = journal.fitted
+    assert fitted is not None
+    fitted.copy_vocabulary(name, path)
+    if _of_copy(journal, path, vocabulary_name(name), "count(*) - count(DISTINCT value)"):
+        raise fitted.two_ids(name)
+
+
+def _copy_rare(journal: Journal, name: str, path: Path) -> None:
+    """Copy the counts of the values of feature `name` without an id; ValueError if they cannot be read."""
+    assert journal.fitted is not None
+    journal.fitted.copy_rare(name, path)
+    _of_copy(journal, path, rare_name(name), "count(DISTINCT value) + max(count)")
+
+
+def _of_copy(journal: Journal, path: Path, name: str, expression: str) -> int | None:
+    """Return a number over all rows of the copy of file `name` of the fit; ValueError if it cannot be read."""
+    assert journal.fitted is not None
+    copied = f"copied_{path.name}"
+    try:
+        journal.engine.view(copied, path)
+        ((number,),) = journal.engine.rows(f"SELECT {expression} FROM {copied}")
+    except QueryError as error:
+        raise journal.fitted.unreadable(name, error) from None
+    return number

@@ -1,0 +1,153 @@
+"""Stage of the numericals: fitted on training rows, or by an earlier fit, and transformed."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from configs.messages import shown
+from configs.table_schema import Categorical, History, Numerical, transform_of
+from configs.transforms import TRANSFORMS, transform_named
+from preproc.report.console import ColumnSummary, NumericalRange
+from preproc.table.expressions import (
+    double,
+    extremes,
+    fixed_point_sums,
+    mean_and_deviation,
+    transformed,
+)
+from preproc.table.feature_values import rows_of
+from preproc.table.mistakes import SMALLEST_OVERFLOW, overflow
+from preproc.table.output_files import TableFiles
+from preproc.table.pipeline.journal import Journal
+from preproc.table.pipeline.rows import place_of_output
+from preproc.table.transformation import length_columns, numerical_columns
+
+
+@dataclass(frozen=True, slots=True)
+class Numericals:
+    """Transformed numericals of the rows of the dataset, as they are written."""
+
+    relation: str  # of them, as columns `n<i>`
+    columns: list[
+        str
+    ]  # expressions of them over the rows that the relation is stored or computed from
+
+
+def transform_numericals(
+    journal: Journal, train: range, counted: range, statistics: dict[str, Any], *, fit: bool
+) -> tuple[Numericals, dict[str, ColumnSummary]]:
+    """Return the transformed numericals; with `fit`, add the numbers fitted on rows `train` to `statistics`."""
+    features, histories = journal.table.numerical, journal.table.history
+    lengths_of: list[Categorical | History] = [*journal.table.with_length, *histories]
+    if not features and not lengths_of:
+        return Numericals("numerical_", []), {}
+    if fit:
+        own = {transform_of(t)[0] for f in features for t in f.transforms} - set(TRANSFORMS)
+        if own:
+            journal.progress.say(
+                f"note: {', '.join(sorted(own))} is not built in, so models of this dataset cannot be exported for raw values"
+            )
+        for number, feature in enumerate(features):
+            statistics[feature.name] = _fit_all(journal, feature, f"n{number}", rows_of(train))
+    expressions = numerical_columns(features, statistics)
+    expressions += length_columns(journal.table, journal.engine.num_items)
+    relation = "rows_"
+    if histories:
+        joins = (f"JOIN slices_{i} AS s{i} ON r.row_ = s{i}.row_" for i in range(len(histories)))
+        lengths = ", ".join(f"s{i}.length_ AS length{i}_" for i in range(len(histories)))
+        relation = f"(SELECT r.*, {lengths} FROM rows_ AS r {' '.join(joins)})"
+        expressions += [
+            f"CAST(length{i}_ AS FLOAT) AS n{len(expressions) + i}" for i in range(len(histories))
+        ]
+    query = f"SELECT row_, {', '.join(expressions)} FROM {relation}"
+    if histories or not journal.engine.codes_texts:
+        journal.query("numerical_", f"{query} ORDER BY row_")
+        numericals = Numericals("numerical_", [f"n{i}" for i in range(len(expressions))])
+    else:
+        # Computed twice in less time than it is stored.
+        numericals = Numericals(f"({query})", expressions)
+    summaries = {
+        feature.length_name: ColumnSummary(0.0, rows=len(counted)) for feature in lengths_of
+    }
+    if not features:
+        return numericals, summaries
+    present = ", ".join(f"count(n{i})" for i in range(len(features)))
+    (counts,) = journal.engine.rows(f"SELECT {present} FROM {rows_of(counted)}")
+    return numericals, {
+        feature.name: ColumnSummary(1 - count / len(counted), rows=len(counted))
+        for feature, count in zip(features, counts, strict=True)
+    } | summaries
+
+
+def _fit_all(
+    journal: Journal, feature: Numerical, expression: str, train: str
+) -> list[list[float]]:
+    """Return the fitted numbers of every transform of a numerical, each on the result of those before it."""
+    fitted = []
+    for transform in feature.transforms:
+        fitted.append(_fit(journal, feature, transform, expression, train))
+        expression = transformed(expression, transform, fitted[-1])
+    return fitted
+
+
+def _fit(
+    journal: Journal, feature: Numerical, transform: Any, expression: str, train: str
+) -> list[float]:
+    """Return the two numbers of a fitted transform, or an empty list for any other."""
+    name, _ = transform_of(transform)
+    fits = transform_named(name).fits
+    if fits is None:
+        return []
+    ((count, low, high),) = journal.engine.rows(extremes(expression, train))
+    if not count:
+        return [0.0, 1.0]
+    if not math.isfinite(high - low):
+        raise ValueError(
+            f"table.numerical: {shown(feature.name)}: values from {low:g} to {high:g}, whose range is no finite "
+            f"double; clip them before {name}"
+        )
+    if fits == "range":
+        return [low, high - low]
+    ((first, second),) = journal.engine.rows(fixed_point_sums(expression, low, high, train))
+    return list(mean_and_deviation(count, low, high, (int(first), int(second))))
+
+
+def write_numericals(
+    journal: Journal, numericals: Numericals, files: TableFiles
+) -> dict[str, NumericalRange]:
+    """Write the files of the numericals; return the range of each."""
+    names = journal.table.numerical_names
+    if not names:
+        return {}
+    relation = numericals.relation
+    if relation != "numerical_":
+        relation = journal.work.state["rows_in"]
+    dtype = journal.config.numerical_dtype.name
+    return files.write_numericals(
+        relation,
+        numericals.columns,
+        list(names),
+        dtype,
+        lambda: _refuse_overflows(journal, numericals.relation),
+    )
+
+
+def _refuse_overflows(journal: Journal, relation: str) -> None:
+    """Raise ValueError for the first feature with a value that the stored type cannot hold."""
+    features, dtype = journal.table.numerical, journal.config.numerical_dtype.name
+    values = ", ".join(f"max(n{i}), min(n{i})" for i in range(len(features)))
+    (extremes_of,) = journal.engine.rows(f"SELECT {values} FROM {relation}")
+    for i, feature in enumerate(features):
+        if max(extremes_of[2 * i], -extremes_of[2 * i + 1]) >= SMALLEST_OVERFLOW[dtype]:
+            _refuse_overflow(journal, relation, i, feature)
+
+
+def _refuse_overflow(journal: Journal, relation: str, number: int, feature: Numerical) -> None:
+    """Raise ValueError that names the first value of a numerical that the stored type cannot hold."""
+    dtype = journal.config.numerical_dtype.name
+    column = f"n{number}"
+    ((row, stored, raw),) = journal.engine.rows(
+        f"SELECT x.row_, x.{column}, r.{column} FROM {relation} AS x JOIN rows_ AS r "
+        f"ON x.row_ = r.row_ WHERE abs(x.{column}) >= {double(SMALLEST_OVERFLOW[dtype])} ORDER BY x.row_ LIMIT 1"
+    )
+    raise overflow(place_of_output(journal, row), feature, raw, stored, dtype)

@@ -1,0 +1,101 @@
+"""Stage of the writing: the files of all splits and vocabularies."""
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from configs.preproc_schema import Mode
+from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.lineage import RARE
+from preproc.complete_dataset import draw_report, row_columns
+from preproc.report.console import ColumnSummary, SplitSummary, print_notes
+from preproc.table.feature_values import FeatureValues
+from preproc.table.output_files import TableFiles, WrittenIds
+from preproc.table.pipeline.categoricals import EncodedFeature
+from preproc.table.pipeline.journal import Journal
+from preproc.table.pipeline.numericals import Numericals, write_numericals
+from preproc.table.pipeline.summaries import count_changes, count_unseen
+
+
+@dataclass(frozen=True, slots=True)
+class Transformed:
+    """The rows of the dataset after the other stages."""
+
+    splits: dict[str, range]
+    values: FeatureValues
+    numericals: Numericals
+    statistics: dict[str, Any]  # fitted numbers per numerical feature
+    categorical: list[CategoricalFeature]  # features, then histories
+    encoded: dict[str, EncodedFeature]
+    columns: dict[str, ColumnSummary]
+
+
+def write_splits(
+    journal: Journal, of: Transformed
+) -> tuple[dict[str, SplitSummary], dict[str, dict[str, Any]]]:
+    """Write the files of all splits and vocabularies; return summaries, and bytes and CRC-32 per file."""
+    config, table, dataset = journal.config, journal.table, journal.work.dataset
+    splits = of.splits
+    # Threads that write files.
+    threads = min(config.threads or os.cpu_count() or 1, journal.engine.columns_at_once)
+    for name in ("vocabulary", *splits):
+        (dataset / name).mkdir(parents=True, exist_ok=True)
+    with (
+        journal.progress.stage("write"),
+        TableFiles(journal.work, dataset, splits) as files,
+        ThreadPoolExecutor(threads) as pool,
+    ):
+        numericals = pool.submit(write_numericals, journal, of.numericals, files)
+        named = dict(zip(journal.held.row_numbers, row_columns(journal.held), strict=True))
+        labels = pool.submit(files.write_row_columns, named)
+        kept = pool.submit(files.write_kept, table.keep)
+        features = _begin_features(journal, of, files, pool)
+        ranges = numericals.result()
+        summaries = {
+            split: SplitSummary(len(rows), labels.result()[split]) for split, rows in splits.items()
+        }
+        if threads == 1:
+            wait(features.values())
+        numerical_bin = dataset / next(iter(summaries)) / "numerical.bin"
+        draw_report(dataset, numerical_bin, of.columns, summaries, config, table)
+        kept.result()
+        nonzeros: dict[str, dict[str, int]] = {split: {} for split in splits}
+        for name, counts in features.items():
+            for split, (num_nonzero, num_zero) in counts.result().items():
+                nonzeros[split][name] = num_nonzero
+                summaries[split].zero_ids[name] = num_zero
+    # A fit that is only applied cannot be changed.
+    if config.mode is Mode.fit or config.refit:
+        # The length of a list or a history is left as it is.
+        scaled = [feature.name for feature in table.numerical]
+        print_notes(journal.progress.console, {name: ranges[name] for name in scaled})
+    count_unseen(journal, of.values, splits, summaries, nonzeros, files.present)
+    count_changes(journal, splits, summaries, of.statistics)
+    return summaries, files.records
+
+
+def _begin_features(
+    journal: Journal, of: Transformed, files: TableFiles, pool: ThreadPoolExecutor
+) -> dict[str, Future[WrittenIds]]:
+    """Begin to write ids and vocabularies; return the counts of the ids of every feature."""
+    if any(column.rare for column in of.encoded.values()):
+        (journal.work.dataset / RARE).mkdir(exist_ok=True)
+
+    def write(number: int) -> WrittenIds:
+        feature = of.categorical[number]
+        past = number - len(journal.table.categorical)
+        if past >= 0:
+            counts = files.write_history(f"past_ids_{past}", f"slices_{past}", feature)
+        else:
+            counts = of.values.write_ids(files, number, feature)
+        written = of.encoded[feature.name]
+        if written.vocabulary:
+            files.write_vocabulary(written.vocabulary, feature.name, has_days=written.has_days)
+        if written.rare:
+            files.write_rare(written.rare, feature.name)
+        return counts
+
+    return {
+        feature.name: pool.submit(write, number) for number, feature in enumerate(of.categorical)
+    }
