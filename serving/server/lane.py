@@ -81,14 +81,14 @@ class Lane:
 
     def _do(self, work: _Work) -> None:
         if time.monotonic() - work.arrived > self._deadline_s:
-            self._finish(_fail, work.answer, too_late(self._deadline_s))
+            self._finish(work.answer, Result.fail, too_late(self._deadline_s))
             return
         try:
             value = self._call(work.function)
         except Exception as error:
-            self._finish(_fail, work.answer, error)
+            self._finish(work.answer, Result.fail, error)
         else:
-            self._finish(_set, work.answer, value)
+            self._finish(work.answer, Result.set, value)
 
     def _call(self, function: Callable[[], Any]) -> Any:
         # The interval belongs to the process: a second thread that set it back would keep what this one had set.
@@ -101,20 +101,15 @@ class Lane:
         finally:
             sys.setswitchinterval(before)
 
-    def _finish(self, function: Callable[..., None], *args: object) -> None:
-        """Call a function in the loop, and wait until its turn has ended."""
+    def _finish(self, answer: Result[Any], end: Callable[..., None], value: object) -> None:
+        """Set the answer or let it fail, in the loop, and wait until its turn has ended."""
         self._has_turned.clear()
         with suppress(RuntimeError):  # the loop has ended, and nobody waits
-            self._loop.call_soon_threadsafe(function, *args)
+            self._loop.call_soon_threadsafe(_end, answer, end, value)
             self._loop.call_soon_threadsafe(self._has_turned.set)
             self._has_turned.wait(LONGEST_TURN_S)
 
 
-def _set(answer: Result[Any], value: object) -> None:
+def _end(answer: Result[Any], end: Callable[..., None], value: object) -> None:
     if not answer.is_done:
-        answer.set(value)
-
-
-def _fail(answer: Result[Any], error: Exception) -> None:
-    if not answer.is_done:
-        answer.fail(error)
+        end(answer, value)
