@@ -168,13 +168,7 @@ def _largest_difference(one: Sequence[Result], other: Sequence[Result]) -> float
 
 
 def draw_losses(losses: Mapping[str, Sequence[float]], experiment: str, out_png: Path) -> None:
-    """Draw the losses of all variants over steps, and below it their difference to the first.
-
-    Args:
-        losses: loss per step by variant, as many of each.
-        experiment: for the title.
-        out_png: plot to write, 1,300 x 910 pixels.
-    """
+    """Draw the losses of all variants over steps, and below it their difference to the first."""
     steps, means = windows(losses)
     first, *others = means
     with rc_context(STYLE):

@@ -84,11 +84,7 @@ def main() -> None:
 def measured(
     config: Config, source: Source, loader: Loader, ranks: Ranks, baseline_s: float
 ) -> dict[str, Any]:
-    """Train, save, train on and restore.
-
-    Returns:
-        Seconds, bytes and shares; where ranks differ, those of the slowest.
-    """
+    """Train, save, train on and restore."""
     assert config.mode is Mode.train
     hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
     plan, _ = ranks.run_on_rank0(lambda: build_plan(config, source, hardware))
@@ -117,13 +113,7 @@ def measured(
 
 
 class Steps:
-    """Training in bunches of steps, with a count and a clock.
-
-    Attributes:
-        num_steps: total.
-        count: steps since it was last set to 0.
-        seconds: time since it was last set to 0.
-    """
+    """Training in bunches of steps, with a count and a clock."""
 
     def __init__(
         self, step: TrainStep, prefetcher: Prefetcher, ranks: Ranks, channel: HostChannel
@@ -168,14 +158,7 @@ def timed(run: Steps) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class SaveTimes:
-    """Times of one save on this rank.
-
-    Attributes:
-        step_s: a training step while nothing is written.
-        paused_s: time for which the loop waited.
-        total_s: from the start of the save until the files are written.
-        steps_meanwhile: steps trained while the files were written.
-    """
+    """Times of one save on this rank."""
 
     step_s: float
     paused_s: float

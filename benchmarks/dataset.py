@@ -16,13 +16,7 @@ MOST_IDS = 10
 
 
 def ragged_dataset(stored: Path, num_ragged: int, exponent: float) -> Path:
-    """Return a dataset like a one-hot one whose first features are ragged; write it beside it if it does not exist.
-
-    Args:
-        stored: the one-hot dataset.
-        num_ragged: features that become ragged.
-        exponent: of the power law of the new ids.
-    """
+    """Return a dataset like a one-hot one whose first features are ragged; write it beside it if it does not exist."""
     path = stored.with_name(f"{stored.name}_ragged{num_ragged}")
     if (path / "feature_spec.yaml").exists():
         return path

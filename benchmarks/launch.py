@@ -30,13 +30,7 @@ def writer_options(
     defaults: Mapping[str, str],
     choices: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Return the options `KEY=VALUE` of a command that writes files.
-
-    Args:
-        description: for --help.
-        defaults: of all options; `output` has none, and those without `choices` are numbers.
-        choices: values of options.
-    """
+    """Return the options `KEY=VALUE` of a command that writes files."""
     options = dict(defaults)
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     others = " ".join(key for key in options if key != "output")

@@ -1,15 +1,18 @@
-"""Comparison of the bytes that DuckDB, Spark and a short reference in Python write. It takes too long for the tests.
+"""Comparison of the bytes that the pipelines for Criteo and for tables, Spark and a short reference in Python write.
+
+It takes too long for the tests. `rare_counts=true` is what takes the pipeline for tables to Criteo's logs.
 
     python -m benchmarks.preproc_equality LOGS                 # Criteo logs, .gz or plain
     python -m benchmarks.preproc_equality 1000000              # this many generated rows
     python -m benchmarks.preproc_equality LOGS --without-spark
 
-It prints one line per run with its seconds, and ends with exit code 1 at the first difference.
+It prints one line per run with its wall and CPU seconds, and ends with exit code 1 at the first difference.
 """
 
 import argparse
 import gzip
 import math
+import resource
 import subprocess
 import sys
 import tempfile
@@ -66,6 +69,12 @@ def reference(source: Path) -> Iterator[tuple[str, bytes]]:
             yield f"{split}/cat_{number}.bin", encoded.tobytes()
 
 
+def cpu_seconds() -> float:
+    """Return the CPU time of all commands so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     """Preprocess with every engine and compare the files."""
     parser = argparse.ArgumentParser()
@@ -78,14 +87,16 @@ def main() -> None:
             source = Path(directory) / "generated.tsv"
             generate(source, int(options.source))
         runs = {"threads 1": ["threads=1"], "threads 2": ["threads=2"]}
+        runs |= {f"table, {name}": [*more, "rare_counts=true"] for name, more in runs.items()}
         if not options.without_spark:
             runs["spark"] = ["engine=spark", "threads=2", "memory_limit=4GB"]
         for name, more in runs.items():
-            began = time.perf_counter()
+            began, cpu_before = time.perf_counter(), cpu_seconds()
             command = [sys.executable, "-m", "preproc", f"source={source}", "plot=false", *more]
             command += [f"output={directory}/{name}", f"frequency_limit={FREQUENCY_LIMIT}"]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+            wall, cpu = time.perf_counter() - began, cpu_seconds() - cpu_before
+            print(f"{name}: {wall:.1f} s, {cpu:.1f} CPU s", flush=True)
         num_files = 0
         for file, content in reference(source):
             for name in runs:

@@ -5,8 +5,8 @@
     python -m benchmarks.preprocessing dataset=events 'source=DIR/part_*.parquet' peers=polars turns=2
 
 The first command generates the logs (`benchmarks/day_files.py`) in a temporary directory below `work`. The last one reads
-tables that `benchmarks/peers/event_tables.py` has written. Peers are the straightforward scripts in `benchmarks/peers/`; they
-need the extra `bench`; for `events` there is only Polars. Options that begin with `preproc.` are passed to
+tables that `benchmarks/peers/event_tables.py` has written. The peer is a straightforward script for Polars in
+`benchmarks/peers/`, which needs the extra `bench`. Options that begin with `preproc.` are passed to
 `python -m preproc`. `turns` repeats all commands.
 
 Memory is the resident set of all processes of a command. Disk is the space below its directory. Both are sampled every 0.1 s.
@@ -30,7 +30,7 @@ from time import perf_counter, sleep
 
 from benchmarks.day_files import write_days
 
-PEERS = ("polars", "pandas", "spark")
+PEERS = ("polars",)
 PEERS_DIRECTORY = Path(__file__).parent / "peers"
 OPTIONS = {
     "source": "",
@@ -52,16 +52,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(slots=True)
 class Measured:
-    """Measurement of one command.
-
-    Attributes:
-        outcome: `ok`, or the failure.
-        seconds: wall time, the start of Python included.
-        cpu_s: CPU time of all its processes.
-        memory_bytes: peak of the resident set of all its processes together.
-        disk_bytes: peak of the disk space below its directory.
-        output_bytes: disk space below its directory at the end.
-    """
+    """Measurement of all processes of a command; memory and disk are peaks, `output_bytes` is the disk at the end."""
 
     outcome: str = "ok"
     seconds: float = 0.0
@@ -170,10 +161,8 @@ def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         else:
             parser.error(f"got {option!r}, want KEY=VALUE with one of {', '.join(options)}")
     unknown = set(options["peers"].split(",")) - {*PEERS, ""}
-    if options["dataset"] == "events" and (options["peers"] != "polars" or not options["source"]):
-        parser.error(
-            "dataset=events wants peers=polars, and source=FILES of benchmarks.peers.event_tables"
-        )
+    if options["dataset"] == "events" and not options["source"]:
+        parser.error("dataset=events wants source=FILES of benchmarks.peers.event_tables")
     if unknown:
         parser.error(f"no peer {', '.join(unknown)}, only {', '.join(PEERS)}")
     return options, passed_on

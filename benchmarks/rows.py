@@ -21,10 +21,7 @@ class Row:
 
     Attributes:
         recipe: `dlrm`, `dcnv2` or `main`, whose experiments name their model.
-        world_size: GPUs.
-        experiment: configs/experiment/<experiment>.yaml.
         tables: configs/data/<tables>.yaml, the tables of the dataset.
-        overrides: further options.
         exponent: exponent of the ids' power law; 0 is uniform.
         train_rows: rows of the dataset, small enough for the page cache. An epoch is a multiple of 50 steps, so that its
             evaluation coincides with a record.

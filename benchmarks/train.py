@@ -5,8 +5,8 @@
 Each row runs `torchrun ... dlrm.py experiment=...`. Its dataset is generated first, unless --data holds it already. The speed is
 that of the records after the first. The last steps run under the profiler and count in no speed.
 
-The command prints two tables for benchmarks/README.md and writes --out/ROW.json. `python -m benchmarks.scaling` draws from those
-files. The rows are in benchmarks/rows.py; results with date, machine and commit are in benchmarks/README.md.
+The command prints two tables for benchmarks/README.md and writes --out/ROW.json. The rows are in benchmarks/rows.py; results
+with date, machine and commit are in benchmarks/README.md.
 """
 
 import argparse
@@ -110,17 +110,7 @@ def _run(name: str, row: Row, args: argparse.Namespace, run_dir: Path) -> bool:
 
 
 def read_result(name: str, row: Row, run_dir: Path, floor: Floor | None = None) -> dict[str, Any]:
-    """Read the result of a finished run.
-
-    Args:
-        name: name of the row.
-        row: the row.
-        run_dir: run directory.
-        floor: lower bound of the row's step; None for that of the card that it ran on.
-
-    Returns:
-        Speeds in samples per second, times in ms per step, memory of rank 0 in bytes (None without a GPU).
-    """
+    """Read the result of a finished run."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     floor = floor or floor_of_row(row, lines[0].get("gpu") or "")
     # The first record includes compilation and capture. A record of profiled steps only has no speed.

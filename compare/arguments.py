@@ -11,11 +11,6 @@ def with_directories(arguments: Sequence[str], schema: type, option: str) -> lis
     """Return the arguments with all directories as one option.
 
     An argument is a directory if it names no option: no `=`, or one in the name of a path, such as `many/00-lr=0.1`.
-
-    Args:
-        arguments: of the command line.
-        schema: class of the options.
-        option: name of the option that takes directories.
     """
     names = {key for key, _ in describe(schema)}
     directories: list[str] = []

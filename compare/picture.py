@@ -22,16 +22,9 @@ MAX_LABEL_CHARS = 44
 def draw_runs(
     runs: Sequence[RunRecord], names: Sequence[str], metric: Metric | None, out_png: Path
 ) -> None:
-    """Draw the curves of runs.
+    """Draw the curves of runs, the best one first, of which the first `MAX_NAMED` are named; 1,690 x 780 pixels.
 
-    Args:
-        runs: the best one first; the first `MAX_NAMED` are named.
-        names: of the runs, for the legend.
-        metric: of the evaluations; None if there are none yet.
-        out_png: file to write, 1,690 x 780 pixels.
-
-    Raises:
-        OSError: the picture cannot be written.
+    `metric` is of the evaluations; None if there are none yet.
     """
     if metric is not None:
         splits = {run.split for run in runs}

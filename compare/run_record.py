@@ -13,7 +13,13 @@ from typing import Any
 
 from configs.schema import Mode
 from dataloading.dataset.documents import read_json, read_yaml
-from nn.models.metric import Metric, best_of, metric_of_key
+from nn.models.metric import (
+    METRIC_FACTS,
+    Metric,
+    best_of,
+    metric_of_key,
+    metrics_of_facts,
+)
 from nn.observability.records import (
     CONFIG,
     DATA_IDENTITY,
@@ -51,15 +57,8 @@ class State(StrEnum):
 class RunRecord:
     """A run directory, read once.
 
-    Attributes:
-        path: of the directory.
-        state: of the run.
-        message: why it was stopped or has failed; empty otherwise.
-        options: by dotted key, as in config.yaml; empty if that is missing or damaged.
-        header: the environment, first line of metrics.jsonl.
-        records: of training and evaluation.
-        summary: the result; empty without.
-        restarts: step and environment of each resume.
+    `options` are by dotted key, as in config.yaml, and empty if that is missing or damaged; `header` is the first line of
+    metrics.jsonl; `message` says why the run was stopped or has failed.
     """
 
     path: Path
@@ -104,7 +103,7 @@ class RunRecord:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """Records of evaluations while training, in order."""
-        return [r for r in self.records if FINAL not in r and any(map(metric_of_key, r))]
+        return [r for r in self.records if FINAL not in r and any(map(self.metric_of, r))]
 
     @property
     def comparable(self) -> list[dict[str, Any]]:
@@ -152,7 +151,13 @@ class RunRecord:
     def metrics(self) -> list[Metric]:
         """Return the metrics of the evaluations, in the order of the records."""
         keys = dict.fromkeys(key for record in self.records for key in record)
-        return [metric for metric in map(metric_of_key, keys) if metric is not None]
+        return [metric for metric in map(self.metric_of, keys) if metric is not None]
+
+    def metric_of(self, key: str) -> Metric | None:
+        """Return the metric of a key of a record; None if it is of none."""
+        starts = [self.header, *self.restarts]
+        further = [m for start in starts for m in metrics_of_facts(start.get(METRIC_FACTS))]
+        return metric_of_key(key, further)
 
     def main_metric(self) -> Metric | None:
         """Return the metric by which the run chooses its best checkpoint; None before the first evaluation."""

@@ -47,20 +47,14 @@ ONE_RUN = "only --multirun of a training makes a run of each"
 REFUSED_FLAGS = {
     "--experimental-rerun": "it would unpickle a file; name the options of that run again"
 }
-# Of these, Hydra obeys one.
-ACTIONS = ("--cfg", "--info", "--run", "--multirun", "--shell-completion")
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
     """Names that the arguments of one command may have.
 
-    Attributes:
-        schema: class of the options.
-        groups: config groups, such as `experiment`.
-        likely: options of open sections, to which a mistyped one may be close.
-        configs: configs of this command that --config-name may name; empty if any.
-        has_jobs: whether --multirun has a job for each value; only trainings do.
+    `likely` are options of open sections, to which a mistyped one may be close; --config-name may name one of `configs`, or any
+    if there are none; with `has_jobs`, as only trainings have, --multirun makes a job of each value.
     """
 
     schema: type
@@ -119,9 +113,6 @@ def as_written(arguments: Sequence[str]) -> list[str]:
 
 def help_words(arguments: Sequence[str], choices: Choices) -> tuple[list[str], list[str]]:
     """Part the words after --help, such as `optimizer`, from the other arguments.
-
-    Returns:
-        The words, none without --help, and the other arguments.
 
     Raises:
         ValueError: a flag is invalid.
@@ -185,12 +176,9 @@ def _check_flag_value(flag: str, value: str | None) -> None:
 
 
 def _check_flags(flags: Mapping[str, str | None], choices: Choices) -> None:
-    actions = [flag for flag in ACTIONS if flag in flags]
-    if len(actions) > 1:
-        raise ValueError(f"{' and '.join(actions)} exclude each other; write one of them")
-    for flag, needed in (("--package", ("--cfg",)), ("--resolve", ("--cfg", "--help"))):
-        if flag in flags and not any(other in flags for other in needed):
-            raise ValueError(f"{flag} belongs to {' or '.join(needed)}; write that flag too")
+    # Hydra refuses flags that exclude each other, but ignores this one.
+    if "--package" in flags and "--cfg" not in flags:
+        raise ValueError("--package belongs to --cfg; write that flag too")
     name = flags.get("--config-name")
     is_own = not {"--config-dir", "--config-path"} & set(flags)
     if name and is_own and choices.configs and name.removesuffix(".yaml") not in choices.configs:

@@ -50,14 +50,7 @@ def register(
     section_classes: SectionClasses = NO_SECTIONS,
     topics: Topics | None = None,
 ) -> None:
-    """Register a schema with Hydra under its name in the yaml files, and its help; call it before composing.
-
-    Args:
-        schema: typed options.
-        name: name of the schema in the yaml files.
-        section_classes: per open section of the schema, the function that returns its class; used by the help.
-        topics: the part of the help to print; None for everything.
-    """
+    """Register a schema with Hydra under its name in the yaml files, and its help; call it before composing."""
     ConfigStore.instance().store(name=name, node=_node(schema))
     register_option_help(schema, section_classes, topics)
 
@@ -82,17 +75,8 @@ def composed_command(
 ) -> Callable[[], None]:
     """Return a function that composes `configs/<config_name>.yaml` with the command line and calls `task` with the result.
 
-    It is Hydra's own function, wrapped to translate errors. A stack trace holds no function of this module
-    between Hydra and `task`.
-
-    Args:
-        task: function to call with the composed options, which it passes to `to_config`.
-        schema: typed options.
-        schema_name: name of the schema in the yaml files.
-        config_name: name of the yaml file to compose.
-        groups: config groups, that is, folders of yaml files to choose from.
-        section_classes: per open section of the schema, the function that returns its class; used by the help.
-        read_saved: of a schema with the option `config`.
+    It is Hydra's own function, wrapped to translate errors. A stack trace holds no function of this module between Hydra and
+    `task`, which passes the composed options to `to_config`. `read_saved` is of a schema with the option `config`.
 
     Raises:
         ValueError: from the returned function: an option does not exist, or has an invalid value.
@@ -169,10 +153,7 @@ def written_options(
     """Return the options of the command line, of the user's own yaml files, and of the project's for the model that is trained.
 
     The latter are those from the last file on that chooses a model: what another one before it sets is meant for its own model.
-
-    Args:
-        overrides: of the command line, as `key=value`.
-        hydra: of a composed command; None if only the project's recipes can be composed.
+    `hydra` is of a composed command; None if only the project's recipes can be composed.
     """
     typed = [WrittenOption(key) for key in _keys_of(overrides)]
     found: list[WrittenOption] = []
@@ -284,10 +265,8 @@ def errors_end_command(
 ) -> Iterator[None]:
     """End the process with one message after a user error, an error of the system, or Ctrl-C.
 
-    Args:
-        place: what the command reads or writes, for an error of the system that names no file.
-        more: continues the remedy for a full disk.
-        interrupted: message after Ctrl-C.
+    `place` is what the command reads or writes, for an error of the system that names no file; `more` continues the remedy for a
+    full disk; `interrupted` is the message after Ctrl-C.
     """
     try:
         yield

@@ -48,12 +48,7 @@ class UnknownTopicError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Topics:
-    """The part of the help that is printed.
-
-    Attributes:
-        words: groups, options or parts of their names; empty for everything.
-        groups: config groups of the command, such as `experiment`.
-    """
+    """The part of the help that is printed: groups, options or parts of their names; everything without words."""
 
     words: Sequence[str] = ()
     groups: Sequence[str] = ()
@@ -153,11 +148,9 @@ def _first_sentence(section: type) -> str:
 
 
 def group_help(group: str, *, is_short: bool = False) -> str:
-    """Return an entry `group=name  description` per file of a config group.
+    """Return an entry `group=name  description` per file of a config group; a short one leaves out what follows a colon.
 
-    Args:
-        group: folder of the files. The first comment of a file describes it.
-        is_short: leave out what follows a colon.
+    The first comment of a file describes it.
     """
     lines: list[str] = []
     for path in sorted((CONFIGS / group).glob("*.yaml")):

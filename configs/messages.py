@@ -104,12 +104,9 @@ UNKNOWN_PLACE = "while a file of the run was read or written"
 
 
 def os_error_text(error: OSError, place: str = UNKNOWN_PLACE, more: str = "") -> str:
-    """Describe an error of the system in one line: reason, path and remedy.
+    """Describe an error of the system in one line: reason, path (`place` if it names none) and remedy.
 
-    Args:
-        error: the error.
-        place: what was read or written, for an error that names no file.
-        more: continues the remedy for a full disk.
+    `more` continues the remedy for a full disk.
     """
     # A name that a damaged file holds may have any length.
     files = [
@@ -136,7 +133,7 @@ EXTRAS = {
     "sweep": ("optuna", "sklearn"),
     "loggers": ("wandb", "mlflow", "sqlalchemy", "alembic"),
     "mlperf": ("mlperf_logging",),
-    "bench": ("polars", "pandas"),
+    "bench": ("polars",),
 }
 """Modules that an extra of pyproject.toml installs."""
 

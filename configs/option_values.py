@@ -22,11 +22,6 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 def check_values(values: Mapping[Any, Any], schema: type, prefix: str = "") -> None:
     """Refuse values of options that lie beyond every limit, before the classes of the options check them further.
 
-    Args:
-        values: composed values of the options; those that are not set may be absent.
-        schema: class of the options.
-        prefix: prefix of every key.
-
     Raises:
         ValueError: a value of another kind, an integer beyond 64 bits or the option's `most`, a number that is not finite or
             that float32 cannot hold, or a text that no file can hold.
@@ -121,12 +116,7 @@ def plain_values(options: Any) -> dict[str, Any]:
 
 
 def written(value: Any, number: Callable[[float], str] = repr) -> str:
-    """Return a value as it is typed behind `key=`.
-
-    Args:
-        value: of an option.
-        number: the text of a floating-point number.
-    """
+    """Return a value as it is typed behind `key=`; `number` returns the text of a floating-point number."""
     if isinstance(value, Container):
         value = OmegaConf.to_container(value, resolve=True)
     if value is None:
@@ -143,11 +133,7 @@ def written(value: Any, number: Callable[[float], str] = repr) -> str:
 
 
 def expand_home(composed: DictConfig, schema: type) -> None:
-    """Replace a leading `~` by the home directory in all options that name files, as a shell does.
-
-    Raises:
-        ValueError: there is no such user.
-    """
+    """Replace a leading `~` by the home directory in options that name files, as a shell does; ValueError for no such user."""
     for key in _path_keys(schema):
         value = OmegaConf.select(composed, key)
         if isinstance(value, str):

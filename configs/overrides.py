@@ -20,12 +20,9 @@ from configs.schema import open_sections, option_keys, replaced_options, type_hi
 
 
 class WrittenOption(NamedTuple):
-    """An option that somebody has written for the model that is trained.
+    """An option that somebody, the user or the project, has written for the model that is trained.
 
-    Attributes:
-        key: dotted.
-        place: what a message about it begins with: `experiment/mine.yaml: `, or nothing for the command line.
-        is_users: whether the user wrote it, not the project.
+    `place` is what a message about it begins with: `experiment/mine.yaml: `, or nothing for the command line.
     """
 
     key: str
@@ -68,12 +65,7 @@ def to_config(composed: DictConfig) -> Any:
 
 
 def refuse_unresolved(composed: DictConfig, schema: type) -> None:
-    """Raise ValueError for the first option whose interpolation does not resolve; one line that names it.
-
-    Args:
-        composed: composed options.
-        schema: class of the options, of which one may have been meant.
-    """
+    """Raise ValueError for the first option whose interpolation does not resolve; one line that names it."""
     options = option_keys(schema)
     problems = []
     for key, text, error in _unresolved(composed, OmegaConf.to_container(composed), ""):
@@ -158,11 +150,6 @@ def drop_replaced(composed: DictConfig, overrides: Sequence[str], schema: type) 
     """Let an option of the command line prevail over the one of a yaml file that would replace it, in place.
 
     `eval.per_epoch=2` takes effect although a recipe sets `eval.every`, which replaces it.
-
-    Args:
-        composed: composed options, with every option of `schema`.
-        overrides: the overrides of the command line, as `key=value`.
-        schema: class of the options.
 
     Raises:
         ValueError: the command line gives a value to both options of a pair.

@@ -117,6 +117,7 @@ class PreprocConfig(Section):
         "with mode=convert to=parquet: files of each split, which SPLIT/_file_list.txt lists; null: a file per "
         "16,777,216 rows, and no list",
         most=65_536,
+        gt=0,
     )
     layout: Layout = option(Layout.criteo, "criteo, mlperf, table or synthetic; set by dataset=...")
     engine: EngineName = option(
@@ -144,7 +145,10 @@ class PreprocConfig(Section):
         "mode=fit does",
     )
     train_fraction: float = option(
-        0.9, "fraction of the lines in the training split, with split=fraction"
+        0.9,
+        "fraction of the lines in the training split, with split=fraction; to test on other files set test_source",
+        gt=0,
+        lt=1,
     )
     test_source: Any = option(
         None, "files of the test split, written like source; then all of source trains", path=True
@@ -182,6 +186,7 @@ class PreprocConfig(Section):
         "rows per table with dataset=criteo_mlperf, one entry per category, and with mode=convert of ids that are hashes, one "
         "entry per table; ids are taken modulo",
         most=2**31 - 1,
+        gt=0,
     )
     shuffle: bool = option(
         False, "write the training rows in a random order, the same for the same seed and rows"
@@ -205,18 +210,7 @@ class PreprocConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        require(
-            0 < self.train_fraction < 1,
-            f"train_fraction must lie between 0 and 1, got {self.train_fraction}; to test on other files set test_source",
-        )
-        require(
-            all(rows > 0 for rows in self.table_rows or []),
-            f"table_rows must all be positive, got {self.table_rows}",
-        )
         files = self.files_per_split
-        require(
-            files is None or files > 0, f"files_per_split must be positive or null, got {files}"
-        )
         require(
             files is None or (self.mode is Mode.convert and self.to is Format.parquet),
             f"files_per_split={files} is for mode=convert to=parquet; the files of a binary dataset are its columns",

@@ -18,6 +18,11 @@ from typing import Any, ClassVar, get_args, get_type_hints
 
 from omegaconf import MISSING
 
+from configs.built_in import LOGGERS, MODELS
+
+FILLED = "filled"
+"""Among the bounds of a list that is not empty."""
+
 
 def option(
     default: Any,
@@ -26,26 +31,27 @@ def option(
     gt: float | None = None,
     ge: float | None = None,
     lt: float | None = None,
+    le: float | None = None,
     most: int | None = None,
+    filled: bool = False,
     path: bool = False,
     replaces: str | None = None,
 ) -> Any:
-    """Declare one option.
+    """Declare one option; `--help` prints its meaning with the bounds.
 
-    Args:
-        default: its default value.
-        meaning: the sentence that `--help` prints, with the bounds.
-        gt: bound that the option, or each of its elements, is above; null is within all bounds.
-        ge: bound that it is not below.
-        lt: bound that it is below.
-        most: largest value; `configs/option_values.py` checks it, before any class is made.
-        path: whether the option names files, so that `~` is the home directory.
-        replaces: option of the same section that has no effect while this one has a value;
-            `configs/overrides.py` lets the command line name only one of them.
+    `gt`, `ge`, `lt` and `le` bound the option, or each of its elements; null is within all bounds. `most` is the largest value,
+    checked before any class is made (`configs/option_values.py`). A list that is `filled` names
+    at least one. With `path` the option names files, so `~` is the home
+    directory. The option `replaces` of the same section has no effect while this one has a value, and `configs/overrides.py`
+    lets the command line name only one of them.
     """
     bounds = {
-        name: bound for name, bound in (("gt", gt), ("ge", ge), ("lt", lt)) if bound is not None
+        name: bound
+        for name, bound in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le))
+        if bound is not None
     }
+    if filled:
+        bounds[FILLED] = True
     metadata = {"help": meaning, "most": most, "path": path, "replaces": replaces, "bounds": bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -53,13 +59,10 @@ def option(
 
 
 class Section:
-    """Base of a class of options, which checks the bounds that they state.
+    """Base of a class of options, which checks the bounds that they state; `section` is the prefix of their keys.
 
     A class that relates options to each other does so in a `__post_init__` of its own, which calls this one first. Bounds of
     an option hold in classes that declare it again, too.
-
-    Attributes:
-        section: prefix of the keys of the options, without its dot.
     """
 
     __slots__ = ()
@@ -92,18 +95,23 @@ def _bounds_of(section: type) -> dict[str, tuple[Any, dict[str, float]]]:
 
 
 def _check_bounds(key: str, value: Any, bounds: Mapping[str, float], hint: Any) -> None:
+    if FILLED in bounds and value == []:
+        raise ValueError(f"{key} must name at least one, got []")
+    bounds = {name: bound for name, bound in bounds.items() if name != FILLED}
     values = value if isinstance(value, list) else [] if value is None else [value]
     # Not a number is within no bounds.
     if not all(
         _COMPARED[name](number, bound) for number in values for name, bound in bounds.items()
     ):
         of_all = "all " * isinstance(value, list)
-        or_null = (" or be null" if "lt" in bounds else " or null") * (NoneType in get_args(hint))
+        or_null = (" or be null" if {"lt", "le"} & set(bounds) else " or null") * (
+            NoneType in get_args(hint)
+        )
         raise ValueError(f"{key} must {of_all}{_in_words(bounds)}{or_null}, got {value}")
 
 
-_COMPARED = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt}
-SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "most": "<="}
+_COMPARED = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
+SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "most": "<="}
 
 
 def _in_words(bounds: Mapping[str, float]) -> str:
@@ -113,6 +121,8 @@ def _in_words(bounds: Mapping[str, float]) -> str:
             return f"lie between 0 and {most}"
         case [("ge", least), ("lt", most)]:
             return f"lie in [{least}, {most})"
+        case [("gt", least), ("le", most)]:
+            return f"lie in ({least}, {most}]"
         case [("gt", 0)]:
             return "be positive"
         case [("ge", 0)]:
@@ -142,11 +152,8 @@ def open_sections(config: type) -> list[str]:
 
 
 def require_widths(name: str, widths: Sequence[int]) -> None:
-    """Raise `ValueError` unless `widths`, of the option `name`, are those of an MLP's layers."""
-    require(
-        bool(widths) and all(width > 0 for width in widths),
-        f"{name} must name at least one positive width, got {widths}",
-    )
+    """Raise `ValueError` unless `widths` are those of an MLP's layers; models outside the project call it."""
+    _check_bounds(name, list(widths), {"gt": 0, FILLED: True}, list[int])
 
 
 def require_rate(name: str, rate: float) -> None:
@@ -362,16 +369,10 @@ class MultiHotConfig(Section):
         "ids to look up per stored id, one entry per categorical feature; 1 leaves a feature as it is "
         "stored, null leaves all features so",
         most=MOST_COLUMNS,
+        filled=True,
+        gt=0,
     )
     seed: int = option(0, "seed of the added ids; MLPerf's is 0", ge=0, lt=2**32)
-
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
-        require(
-            self.hotness is None or (bool(self.hotness) and all(h > 0 for h in self.hotness)),
-            "data.multi_hot.hotness must name a positive number per categorical feature, or be null, "
-            f"got {self.hotness}",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -449,8 +450,7 @@ class ModelConfig(Section):
 
     name: str = option(
         "dlrm",
-        "dlrm, dcnv2, wide_deep, deepfm, embedding_mlp, finalmlp, masknet, wukong, din, shared_bottom, mmoe, ple, or "
-        "package.module:Class for a model of your own",
+        f"{', '.join(MODELS)}, or package.module:Class for a model of your own",
     )
     embedding_dim: int = option(128, "columns of every table", most=MOST_COLUMNS, gt=0)
     embedding_dtype: TableDtype = option(
@@ -691,6 +691,13 @@ class TrainConfig(Section):
     )
     compile: bool = option(False, "torch.compile the dense component")
     capture: bool = option(True, "capture the step as a CUDA graph, on GPUs")
+    accumulate: int = option(
+        1,
+        "chunks of a batch that the dense component takes one after the other, their gradients added up, to save memory; "
+        "updates are those of the complete batch, but for batch normalization, which is per chunk",
+        gt=0,
+        most=MOST_SAMPLES,
+    )
     freeze: list[Component] = option([], "components that keep their weights: dense or tables")
     clip_norm: float | None = option(
         None,
@@ -738,55 +745,62 @@ class TrainConfig(Section):
 class TaskConfig:
     """Options of one label, in the section `tasks` under the label's name."""
 
-    weight: float = option(1.0, "factor of its loss in the sum over all labels")
-    label_smoothing: float = option(0.0, "s: labels 1 and 0 become 1 - s/2 and s/2")
-    focal_gamma: float = option(0.0, "gamma of the focal loss; 0: cross entropy")
-    focal_alpha: float | None = option(
-        None, "alpha of the focal loss: factor of positive rows, and 1 - alpha of negative ones"
+    weight: float = option(1.0, "factor of its loss in the sum over all labels", ge=0)
+    loss: str | None = option(
+        None,
+        "loss of a row by name, or package.module:NAME; null: the default of its kind of label",
     )
-    positive_weight: float = option(1.0, "factor of the loss of positive rows")
+    label_smoothing: float = option(0.0, "s: labels 1 and 0 become 1 - s/2 and s/2", ge=0, lt=1)
+    focal_gamma: float = option(0.0, "gamma of the focal loss; 0: cross entropy", ge=0)
+    focal_alpha: float | None = option(
+        None,
+        "alpha of the focal loss: factor of positive rows, and 1 - alpha of negative ones",
+        gt=0,
+        lt=1,
+    )
+    positive_weight: float = option(1.0, "factor of the loss of positive rows", gt=0)
     keep_rate: float | None = option(
         None,
         "fraction of the negatives that the training rows have; predictions are corrected for it",
+        gt=0,
+        le=1,
     )
+
+    @property
+    def changes_cross_entropy(self) -> bool:
+        """Return whether an option changes the cross entropy of a row."""
+        changes = (self.label_smoothing, self.focal_gamma, self.positive_weight - 1)
+        return any(changes) or self.focal_alpha is not None
 
     @property
     def changes_loss(self) -> bool:
         """Return whether the loss of a row differs from the plain one."""
-        changes = (self.label_smoothing, self.focal_gamma, self.positive_weight - 1)
-        return any(changes) or self.focal_alpha is not None
+        return self.loss is not None or self.changes_cross_entropy
 
     @classmethod
     def of(cls, where: str, values: Any) -> "TaskConfig":
         """Return the checked options under the key `where`; ValueError names the key that is wrong."""
-        names = [declared.name for declared in fields(cls)]
+        types = get_type_hints(cls)
         require(
             isinstance(values, dict) and bool(values),
             f"{where}: got {values}, want options of a label, such as {{weight: 2}}",
         )
         for name, value in values.items():
             require(
-                name in names, f"{where}.{name}: no such option; want one of {', '.join(names)}"
+                name in types, f"{where}.{name}: no such option; want one of {', '.join(types)}"
             )
-            may_be_null = name in ("focal_alpha", "keep_rate")
+            kinds = get_args(types[name]) or (types[name],)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_good = isinstance(value, str) if str in kinds else is_number and isfinite(value)
+            want = ("text" if str in kinds else "a number") + " or null" * (NoneType in kinds)
             require(
-                (value is None and may_be_null) or (is_number and isfinite(value)),
-                f"{where}.{name}: got {value}, want a number{' or null' if may_be_null else ''}",
+                is_good or (value is None and NoneType in kinds),
+                f"{where}.{name}: got {value}, want {want}",
             )
         made = cls(**values)
-        alpha, rate = made.focal_alpha, made.keep_rate
-        for name, good, want in (
-            ("weight", made.weight >= 0, "not be negative"),
-            ("label_smoothing", 0 <= made.label_smoothing < 1, "lie in [0, 1)"),
-            ("focal_gamma", made.focal_gamma >= 0, "not be negative"),
-            ("focal_alpha", alpha is None or 0 < alpha < 1, "lie between 0 and 1, or be null"),
-            ("positive_weight", made.positive_weight > 0, "be positive"),
-            ("keep_rate", rate is None or 0 < rate <= 1, "lie in (0, 1], or be null"),
-        ):
-            require(good, f"{where}.{name} must {want}, got {getattr(made, name)}")
+        _check_section(made, where)
         require(
-            alpha is None or made.positive_weight == 1,
+            made.focal_alpha is None or made.positive_weight == 1,
             f"{where}: focal_alpha and positive_weight both weigh positive rows; set one of them",
         )
         return made
@@ -794,12 +808,6 @@ class TaskConfig:
 
 SCORE_ENDINGS = (".parquet", ".csv")
 """Endings of `output`; they tell the format."""
-
-LOGGER_NAMES = ("tensorboard", "wandb", "mlflow")
-"""Names of the project's own loggers."""
-
-METRICS = ("normalised_entropy", "calibration", "mae")
-"""Names that `eval.metrics` may have."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -849,20 +857,12 @@ class EvalConfig(Section):
     metrics: list[str] = option(
         [],
         "metrics beyond auc and log_loss of binary labels and rmse of regression labels: normalised_entropy, "
-        "calibration, mae",
+        "calibration, mae, or package.module:NAME of a Metric (docs/tasks_and_metrics.md)",
     )
     group: str | None = option(
         None,
         "categorical feature of one id per row, such as user_id: measures gauc, the AUC within its ids",
     )
-
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
-        for name in self.metrics:
-            require(
-                name in METRICS,
-                f"eval.metrics names {name}, which is none of {', '.join(METRICS)}",
-            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -875,14 +875,11 @@ class InferenceConfig(Section):
         [1, 64, 512, 2048, 8192, 32768, 65536],
         "global batch sizes to time",
         most=MOST_SAMPLES,
+        filled=True,
         gt=0,
     )
     steps: int = option(200, "timed forward passes per batch size", most=10**6, gt=0)
     warmup_steps: int = option(20, "untimed forward passes before the timed ones", most=10**6, ge=0)
-
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
-        require(bool(self.batch_sizes), "inference.batch_sizes must name at least one size")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -909,10 +906,7 @@ class PredictConfig(Section):
 class TableOverride:
     """Sharding type and memory of a single table in `sharding.tables`; None leaves the choice to the planner.
 
-    Attributes:
-        type: sharding type.
-        tier: memory that holds all its rows.
-        cache: fraction of its rows for which the device has room, with `tier: host` or `disk`.
+    `cache` is the fraction of its rows for which the device has room, with `tier: host` or `disk`.
     """
 
     type: ShardingType | None = None
@@ -933,6 +927,7 @@ class ShardingConfig(Section):
     types: list[ShardingType] = option(
         [ShardingType.table_wise, ShardingType.column_wise, ShardingType.data_parallel],
         "sharding types that the planner may choose from",
+        filled=True,
     )
     # Any, since Hydra lets nobody add keys to a typed dictionary; checked and converted below.
     tables: Any = option(
@@ -975,7 +970,6 @@ class ShardingConfig(Section):
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         self.tables = _table_overrides(self.tables)
-        require(bool(self.types), "sharding.types must name at least one sharding type")
         require(
             Tier.device in self.tiers,
             f"sharding.tiers={[tier.value for tier in self.tiers]} must name device; {{cat_0: {{tier: host}}}} in "
@@ -1102,6 +1096,7 @@ class CheckpointConfig(Section):
         list(CheckpointPart),
         "what to load from checkpoint.restore: dense, tables, or both; with optimizer the run resumes "
         "at its step, without it a new run starts at step 0 from those weights",
+        filled=True,
     )
     grow: bool = option(
         False,
@@ -1125,7 +1120,6 @@ class CheckpointConfig(Section):
         )
         components = {CheckpointPart.dense, CheckpointPart.tables}
         names = "[" + ", ".join(part.name for part in self.parts) + "]"
-        require(bool(self.parts), "checkpoint.parts must name at least one of dense and tables")
         require(
             CheckpointPart.optimizer not in self.parts or components <= set(self.parts),
             f"checkpoint.parts={names} loads the optimizers' state without the weights it belongs to; "
@@ -1152,7 +1146,7 @@ class LogConfig(Section):
     every: int = option(100, "steps between records of loss, AUC and speed", gt=0)
     loggers: list[str] = option(
         ["tensorboard"],
-        "destinations of the records beside metrics.jsonl: tensorboard, wandb, mlflow, or package.module:NAME of one of "
+        f"destinations of the records beside metrics.jsonl: {', '.join(LOGGERS)}, or package.module:NAME of one of "
         "your own (docs/operations.md#loggers)",
     )
     mlperf: bool = option(
@@ -1178,8 +1172,8 @@ class LogConfig(Section):
         Section.__post_init__(self)
         for name in self.loggers:
             require(
-                name in LOGGER_NAMES or is_import_path(name),
-                f"log.loggers names {name}, which is none of {', '.join(LOGGER_NAMES)}, nor package.module:NAME",
+                name in LOGGERS or is_import_path(name),
+                f"log.loggers names {name}, which is none of {', '.join(LOGGERS)}, nor package.module:NAME",
             )
             require(self.loggers.count(name) == 1, f"log.loggers names {name} twice; name it once")
         for name in ("mlperf_org", "mlperf_platform"):
@@ -1251,7 +1245,7 @@ class Config(Section):
     # Any, since a dataset names its labels; checked below.
     tasks: Any = option(
         None,
-        "options per label, such as {click: {weight: 2}}: weight, label_smoothing, focal_gamma, focal_alpha, "
+        "options per label, such as {click: {weight: 2}}: weight, loss, label_smoothing, focal_gamma, focal_alpha, "
         "positive_weight, keep_rate (docs/tasks_and_metrics.md)",
     )
     inference: InferenceConfig = MISSING
@@ -1391,9 +1385,7 @@ class Config(Section):
 def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return the default of every option below a section by dotted key, as values of JSON.
 
-    Args:
-        config: an instance of the section: those of the model depend on its name.
-        prefix: prefix of every key.
+    `config` is an instance of the section: the options of the model depend on its name.
     """
     defaults: dict[str, Any] = {}
     for declared in fields(config):
@@ -1430,10 +1422,7 @@ def describe(
 ) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, meaning) of every option below `config`, in the order of declaration.
 
-    Args:
-        config: class of the options.
-        prefix: prefix of every key.
-        sections: classes of open sections, where they are known.
+    `sections` are the classes of open sections, where they are known.
     """
     types = type_hints(config) | dict(sections or {})
     for declared in fields(config):
@@ -1444,7 +1433,10 @@ def describe(
             most = declared.metadata["most"]
             # Those of 32 bits and more say nothing.
             bounds = bounds | ({} if most is None or most >= MOST_SAMPLES else {"most": most})
-            within = ", ".join(f"{SIGNS[name]}{bound:,}" for name, bound in bounds.items())
+            within = ", ".join(
+                "at least one" if name == FILLED else f"{SIGNS[name]}{bound:,}"
+                for name, bound in bounds.items()
+            )
             yield (
                 f"{prefix}{declared.name}",
                 declared.metadata["help"] + (f" ({within})" if within else ""),

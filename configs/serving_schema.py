@@ -327,11 +327,19 @@ class LatencyConfig(Section):
     token_file: str | None = option(None, "file with the token that the server wants", path=True)
     split: str = option("test", "split of the rows that are sent")
     batch_sizes: list[int] = option(
-        [1, 256, 1024, 4096], "rows per request, one load after another"
+        [1, 256, 1024, 4096],
+        "rows per request, one load after another",
+        most=65_536,
+        filled=True,
+        gt=0,
     )
-    concurrency: list[int] = option([1, 4], "requests at a time, one load per number")
+    concurrency: list[int] = option(
+        [1, 4], "requests at a time, one load per number", most=MOST_REQUESTS, gt=0
+    )
     rates: list[float] = option(
-        [], "requests per second, one load per number; a latency begins when its request is due"
+        [],
+        "requests per second, one load per number; a latency begins when its request is due",
+        gt=0,
     )
     seconds: float = option(5.0, "time of each load", gt=0)
     warmup_s: float = option(1.0, "time before it that is not measured", ge=0)
@@ -343,12 +351,6 @@ class LatencyConfig(Section):
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         _require_server(self.model, self.data_path)
-        for name, most in (("batch_sizes", 65_536), ("concurrency", MOST_REQUESTS)):
-            for value in getattr(self, name):
-                require(0 < value <= most, f"{name}: got {value}, want 1 to {most:,}")
-        for rate in self.rates:
-            require(rate > 0, f"rates must be positive, got {rate}")
-        require(bool(self.batch_sizes), "batch_sizes is empty; name at least one")
         require(
             bool(self.concurrency or self.rates), "concurrency and rates are empty; name a load"
         )

@@ -39,15 +39,13 @@ MOST_NAME_BYTES = 200
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Source:
-    """One named relation.
+    """One named relation; the rows of its files (a file, a glob or a list) in their order.
 
     Attributes:
-        files: a file, a glob or a list; their rows in that order.
         format: csv (quoted as in RFC 4180), tsv (never quoted) or parquet; null: parquet if the files are
             Parquet, csv otherwise.
         header: whether the first line of each text file names the columns; null: where `columns` does not name them.
         columns: names of the columns of text files, in place of those of a header line.
-        delimiter: between the fields of a csv.
     """
 
     files: Any
@@ -64,12 +62,9 @@ class Source:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Label:
-    """A label: an SQL expression.
+    """A label: SQL over the source's columns, by default the column called `name`.
 
-    Attributes:
-        name: of the label.
-        expression: SQL over the source's columns; by default the column called `name`.
-        kind: binary (0 or 1, true or false) or regression (any finite number, stored as float32).
+    `kind` is binary (0 or 1, true or false) or regression (any finite number, stored as float32).
     """
 
     name: str = "label"
@@ -79,12 +74,7 @@ class Label:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RowNumber:
-    """A number per row that is no feature: its weight, or its keep rate.
-
-    Attributes:
-        name: of the column.
-        expression: SQL over the source's columns; by default the column called `name`.
-    """
+    """A number per row that is no feature, its weight or its keep rate: SQL, by default the column called `name`."""
 
     name: str
     expression: str = ""
@@ -92,14 +82,11 @@ class RowNumber:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Numerical:
-    """One numerical feature.
+    """One numerical feature: SQL over the source's columns, by default the column called `name`.
 
-    Attributes:
-        name: of the feature.
-        expression: SQL over the source's columns; by default the column called `name`.
-        transforms: applied in order, each `{fill: 0}`, `{clip: [low, high]}` (`-.inf` or `.inf`: no bound),
-            `{log: shift}` for ln(x + shift), which is missing where that is not defined, `minmax` to [0, 1] or
-            `standardise` to mean 0 and deviation 1, both fitted on training rows.
+    Transforms are applied in order, each `{fill: 0}`, `{clip: [low, high]}` (`-.inf` or `.inf`: no bound), `{log: shift}` for
+    ln(x + shift), which is missing where that is not defined, `minmax` to [0, 1] or `standardise` to mean 0 and deviation 1,
+    both fitted on training rows.
     """
 
     name: str
@@ -109,11 +96,9 @@ class Numerical:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Categorical:
-    """One categorical feature.
+    """One categorical feature: SQL over the source's columns, by default the column called `name`.
 
     Attributes:
-        name: of the feature.
-        expression: SQL over the source's columns; by default the column called `name`.
         cross: names of columns whose combined values are the value; instead of an expression.
         separator: separator of several values within one text.
         list: the value is a Parquet list of several values.
@@ -173,7 +158,6 @@ class History:
     values is the numerical feature `<name>_length`.
 
     Attributes:
-        name: of the feature.
         of: name of the categorical feature whose values it holds, which is no list.
         by: SQL of the user; a row sees rows of equal users only.
         order_by: SQL of the time, a number, a date or a timestamp; a row sees rows of smaller times only.
@@ -238,19 +222,13 @@ class TableConfig:
     """Description of a dataset made from tables.
 
     Attributes:
-        sources: relations by name.
         query: SQL over the sources; by default all rows of the only source.
         order_by: expressions that order the rows of a query, which are unordered otherwise.
         missing: texts that are missing values when they are all of a field, such as NA, in every column of text. Later rows
             are treated as those of the fit, by what a column was there: where it was text, an integer is missing if its text
             is, and a float if one of the texts reads as it (`numbers_of`). Where it was none, a text is missing if no value
             of another type has it (`texts_of_no_other_type`).
-        label: the labels; a single one needs no list.
-        numerical: numerical features in channel order.
-        categorical: categorical features in the model's order.
         history: histories of categorical features, which follow these in the model's order.
-        split: division into splits.
-        weight: the weight of a row.
         keep_rate: the rate at which negatives such as a row were kept.
         keep: columns of the source, or of the query, that the dataset keeps beside its rows as they stand.
         empty_items: what an empty item of a list is, as of 'a||b': dropped, or `unknown`, id 0, as in fits of earlier versions.

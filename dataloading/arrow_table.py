@@ -18,16 +18,9 @@ SPLIT = "rows"
 def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySource:
     """Return a source of the features of a table, and of its keep rates if the dataset has them.
 
-    Labels and weights are not read: the labels of the source are 0, and it has no weights. Columns that the spec does not
-    name are ignored.
-
-    Args:
-        table: a column per feature, as in a Parquet dataset; at least one row.
-        spec: features.
-        name: of the table, for messages.
-
-    Raises:
-        ValueError: a column is missing or of another type, or a value is missing, not finite or outside its table.
+    Labels and weights are not read: the labels of the source are 0, and it has no weights. Columns that the spec does
+    not name are ignored. `table`: a column per feature, as in a Parquet dataset; at least one row. Raises ValueError: a
+    column is missing or of another type, or a value is missing, not finite or outside its table.
     """
     labels = frozenset(label.name for label in spec.labels)
     files = SplitFiles(table.num_rows, absent=labels)

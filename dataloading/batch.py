@@ -27,12 +27,8 @@ def jagged(
 ) -> KeyedJaggedTensor:
     """Return a `KeyedJaggedTensor` that holds every count TorchRec would otherwise read back from the device.
 
-    Args:
-        keys: feature names in the spec's order.
-        values: all ids, feature after feature.
-        lengths: ids of each row, feature after feature, [F * B].
-        offsets: [F * B + 1]; None: TorchRec computes them from `lengths` on first use, on their device.
-        length_per_key: ids of each feature.
+    `keys`: feature names in the spec's order. `lengths`: ids of each row, feature after feature, [F * B]. `offsets`: [F
+    * B + 1]; None: TorchRec computes them from `lengths` on first use, on their device.
     """
     return KeyedJaggedTensor(
         keys=list(keys),
@@ -48,12 +44,8 @@ def jagged(
 class FixedLayout:
     """Lengths and offsets of batches with fixed hotness: built once, and copied to a device once.
 
-    Args:
-        keys: feature names in the spec's order.
-        hotness: ids of a valid row per feature.
-        num_valid: rows with ids; the others have none.
-        padded_to: rows of the batch, B.
-        dtype: dtype of the ids; FBGEMM requires the same for offsets.
+    `keys`: feature names in the spec's order. `num_valid`: rows with ids; the others have none. `dtype`: dtype of the
+    ids; FBGEMM requires the same for offsets.
     """
 
     def __init__(
@@ -87,28 +79,20 @@ fixed_layout = lru_cache(maxsize=8)(FixedLayout)
 
 @dataclass
 class Batch:
-    """Rows of one rank at one step; rows [num_valid, B) are padding.
+    """Rows of one rank at one step; rows [num_valid, B) are padding."""
 
-    Attributes:
-        numerical: float32 [B, num_numerical].
-        labels: float32 [B]; [B, labels] with several.
-        ids: keys are the feature names in the spec's order; padding rows have length 0, so they touch no table.
-        num_valid: rows without padding.
-        global_valid: rows without padding over all ranks.
-        weights: float32 [B], 0 of padding rows; None if all rows count alike.
-        keep_rates: float32 [B], 1 of padding rows; None without such a column.
-        memory: uint8, all tensors of the batch but a shared layout; None if they do not lie in one memory.
-    """
-
-    numerical: Tensor
-    labels: Tensor
+    numerical: Tensor  # float32 [B, num_numerical]
+    labels: Tensor  # float32 [B]; [B, labels] with several
+    # keys are the feature names in the spec's order; padding rows have length 0, so they touch no
+    # table
     ids: KeyedJaggedTensor
-    num_valid: int
-    global_valid: int
+    num_valid: int  # rows without padding
+    global_valid: int  # rows without padding over all ranks
     layout: FixedLayout | None = field(default=None, repr=False)
     """Layout of `ids`, if batches share it; then only the ids themselves are copied to the device."""
-    weights: Tensor | None = None
-    keep_rates: Tensor | None = None
+    weights: Tensor | None = None  # float32 [B], 0 of padding rows; None if all rows count alike
+    keep_rates: Tensor | None = None  # float32 [B], 1 of padding rows; None without such a column
+    # uint8, all tensors of the batch but a shared layout; None if they do not lie in one memory
     memory: Tensor | None = field(default=None, repr=False)
 
     @property

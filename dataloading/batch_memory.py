@@ -73,17 +73,14 @@ class Slot(BatchMemory):
 
 
 class Slots:
-    """Memory that reader processes fill, and CUDA events of the copies from it to the device.
-
-    Attributes:
-        batches: per slot, its batches by their sizes; a batch of the same sizes always has the same memory.
-    """
+    """Memory that reader processes fill, and CUDA events of the copies from it to the device."""
 
     def __init__(self, num_slots: int, num_bytes: int) -> None:
         self._memories = [
             torch.frombuffer(shared_memory(num_bytes), dtype=torch.uint8) for _ in range(num_slots)
         ]
         self._copied: list[torch.cuda.Event] = []
+        # per slot, its batches by their sizes; a batch of the same sizes always has the same memory
         self.batches: list[dict[tuple[int, int, int], Batch]] = [{} for _ in range(num_slots)]
 
     def __len__(self) -> int:

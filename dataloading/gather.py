@@ -13,12 +13,9 @@ LONG_RUN = 8
 class Selection:
     """Half-open row ranges to select from any number of columns.
 
-    A shuffled batch is tens of blocks or thousands of single rows. Columns are then viewed as blocks of
-    `unit` rows, the largest number that divides every bound, and one `take` per column copies all of them; or, where
-    units are short and runs are long, one `concatenate`.
-
-    Args:
-        runs: int64 [K, 2].
+    A shuffled batch is tens of blocks or thousands of single rows. Columns are then viewed as blocks of `unit` rows,
+    the largest number that divides every bound, and one `take` per column copies all of them; or, where units are short
+    and runs are long, one `concatenate`. `runs`: int64 [K, 2].
     """
 
     def __init__(self, runs: np.ndarray) -> None:
@@ -34,8 +31,7 @@ class Selection:
     def pieces(self, column: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield (slice of the selection, rows of `column`) for all selected rows.
 
-        Args:
-            column: [N] or [N, k], C-contiguous.
+        `column`: [N] or [N, k], C-contiguous.
         """
         if self._units is not None:
             whole = column[: len(column) // self._unit * self._unit]

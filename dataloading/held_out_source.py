@@ -10,15 +10,9 @@ TRAIN, VALIDATION = "train", "validation"
 class HeldOutSource:
     """Rows of another source, of which the last training rows are held out.
 
-    Rows keep their order, so that of logs in the order of time the latest are held out, as a test split has still later ones.
-    The border lies between two row groups of Parquet.
-
-    Args:
-        source: of the rows, with a split `train` and none called `validation`.
-        fraction: of the training rows to hold out, between 0 and 1.
-
-    Raises:
-        ValueError: the dataset has a split `validation`, or too few rows for one.
+    Rows keep their order, so that of logs in the order of time the latest are held out, as a test split has still later
+    ones. The border lies between two row groups of Parquet. Raises ValueError: the dataset has a split `validation`, or
+    too few rows for one.
     """
 
     def __init__(self, source: Source, fraction: float) -> None:

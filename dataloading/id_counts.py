@@ -13,10 +13,6 @@ def counts_of_ids(root: Path, feature: CategoricalFeature) -> np.ndarray | None:
     """Return the counts of a feature's ids, int64 [cardinality]; None if the dataset has no readable ones.
 
     The id 0 stands for all values without an own id, which are not counted there; it counts as the most frequent other one.
-
-    Args:
-        root: of the dataset.
-        feature: of its spec.
     """
     path = root / "vocabulary" / f"{feature.name}.parquet"
     if not path.is_file():

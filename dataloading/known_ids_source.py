@@ -10,9 +10,7 @@ from dataloading.dataset.source import Allocate, Columns, Keys, Source
 class KnownIdsSource:
     """Rows of another source as a model of fewer ids sees them: new values are unknown to it.
 
-    Args:
-        source: of the rows.
-        known: rows of the model's table per feature; larger ids become 0.
+    `known`: rows of the model's table per feature; larger ids become 0.
     """
 
     def __init__(self, source: Source, known: Mapping[str, int]) -> None:

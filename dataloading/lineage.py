@@ -25,17 +25,12 @@ HEX = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Place of a dataset among the days of its vocabularies.
+    """Place of a dataset among the days of its vocabularies."""
 
-    Attributes:
-        day: 0 for a fit, and one more per extension.
-        identity: of its fit; None for a dataset whose spec lists no checksums of one.
-        parent: identity of the fit that it extends; None for day 0.
-    """
-
-    day: int = 0
+    day: int = 0  # 0 for a fit, and one more per extension
+    # of its fit; None for a dataset whose spec lists no checksums of one
     identity: str | None = None
-    parent: str | None = None
+    parent: str | None = None  # identity of the fit that it extends; None for day 0
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Self:

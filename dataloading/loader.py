@@ -43,26 +43,19 @@ TOO_LARGE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Settings of a loader that are the same on every rank.
+    """Settings of a loader that are the same on every rank."""
 
-    Attributes:
-        batch_size: rows of a batch over all ranks.
-        seed: of the shuffle.
-        shuffle_block: rows that stay together when an epoch is shuffled, rounded up to the source's granule; 0 keeps the
-            order on disk.
-        prefetch: batches read ahead; None: `READERS`, or `RAGGED_READERS` where a feature is ragged.
-        workers: threads or processes that read; None: the same.
-        only_scores: whether the rows are scored and not trained, so that a split may have fewer than a batch.
-        admits_keys: whether raw keys are counted and admitted, which is for training.
-    """
-
-    batch_size: int
-    seed: int = 0
+    batch_size: int  # rows of a batch over all ranks
+    seed: int = 0  # of the shuffle
+    # rows that stay together when an epoch is shuffled, rounded up to the source's granule; 0 keeps
+    # the order on disk
     shuffle_block: int = 0
+    # batches read ahead; None: `READERS`, or `RAGGED_READERS` where a feature is ragged
     prefetch: int | None = None
-    workers: int | None = None
+    workers: int | None = None  # threads or processes that read; None: the same
+    # whether the rows are scored and not trained, so that a split may have fewer than a batch
     only_scores: bool = False
-    admits_keys: bool = False
+    admits_keys: bool = False  # whether raw keys are counted and admitted, which is for training
 
 
 class Loader:
@@ -73,22 +66,8 @@ class Loader:
     the order of the steps, independent of the timing of the workers. They are in host memory, and the
     training step copies them.
 
-    Args:
-        source: source of the rows.
-        split: `train`, `test`, ...
-        settings: batch size, shuffle and workers.
-        rank: of `world_size` ranks.
-        world_size: divides the batch size.
-        device: pinned memory is used if this is a GPU.
-        key_maps: rows for raw keys; None for a dataset without.
-
-    Raises:
-        ValueError: the split does not exist, the training split is smaller than a batch, or the batch does not divide
-            over the ranks.
-
-    Attributes:
-        steps_per_epoch: batches of an epoch, including its partial last one.
-        data_wait_ms: how long the last `next()` waited for its batch.
+    `key_maps`: rows for raw keys; None for a dataset without. Raises ValueError: the split does not exist, the training
+    split is smaller than a batch, or the batch does not divide over the ranks.
     """
 
     def __init__(
@@ -132,7 +111,7 @@ class Loader:
         self.prefetch = settings.prefetch or usual
         self.workers = settings.workers or usual
         self.steps_per_epoch = num_steps(self.num_rows, self.batch_size)
-        self.data_wait_ms = 0.0
+        self.data_wait_ms = 0.0  # how long the last `next()` waited for its batch
         self._slots: Slots | None = None
         self._readers: ReaderProcesses | None = None
 
@@ -146,10 +125,8 @@ class Loader:
         same row group. A row group across the border of two batches is decoded twice in any case.
 
         The size of a batch with ragged features depends on its rows. A slot has room for `ROOM` times the expected
-        number of ids; a larger batch is read by the calling thread.
-
-        Raises:
-            ValueError: the system has too little memory for the processes or for the batches that they read ahead.
+        number of ids; a larger batch is read by the calling thread. Raises ValueError: the system has too little memory
+        for the processes or for the batches that they read ahead.
         """
         if self.source.granule(self.split) > self.batch_size // self.world_size:
             return
@@ -236,12 +213,8 @@ class Loader:
     ) -> Generator[Batch, None, None]:
         """Yield the batches of steps [start_step, start_step + num_steps), epoch after epoch.
 
-        Args:
-            start_step: first step, counted over epochs; resuming needs nothing else.
-            num_steps: number of steps; None: without end.
-
-        Raises:
-            ValueError: an invalid row, raised at the batch that holds it.
+        `start_step`: first step, counted over epochs; resuming needs nothing else. `num_steps`: number of steps; None:
+        without end. Raises ValueError: an invalid row, raised at the batch that holds it.
         """
         steps = islice(count(start_step), num_steps)
         if self._key_maps is not None and self._admits:
@@ -490,17 +463,11 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class _RaggedHead:
-    """Head of a slot with ragged features.
+    """Head of a slot with ragged features."""
 
-    Attributes:
-        size: valid rows and rows of the batch before, int64 [2].
-        num_ids: ids of each feature, int64 [F].
-        lengths: ids of each row, feature after feature, [F * B].
-    """
-
-    size: np.ndarray
-    num_ids: np.ndarray
-    lengths: np.ndarray
+    size: np.ndarray  # valid rows and rows of the batch before, int64 [2]
+    num_ids: np.ndarray  # ids of each feature, int64 [F]
+    lengths: np.ndarray  # ids of each row, feature after feature, [F * B]
 
 
 def _fill_lengths(

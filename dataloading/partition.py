@@ -17,17 +17,11 @@ MAX_BLOCKS = 2**27
 
 @dataclass(frozen=True, slots=True)
 class Shuffle:
-    """Order of one epoch: blocks of consecutive rows are permuted, rows inside a block are not.
+    """Order of one epoch: blocks of consecutive rows are permuted, rows inside a block are not."""
 
-    Attributes:
-        seed: not negative.
-        epoch: counted from 0; every epoch has its own order.
-        block: rows that stay together. A partial last block stays at the end.
-    """
-
-    seed: int
-    epoch: int
-    block: int
+    seed: int  # not negative
+    epoch: int  # counted from 0; every epoch has its own order
+    block: int  # rows that stay together. A partial last block stays at the end.
 
     def __post_init__(self) -> None:
         if self.seed < 0 or self.epoch < 0 or self.block < 1:
@@ -38,19 +32,12 @@ class Shuffle:
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """Rows of one rank at one step.
+    """Rows of one rank at one step."""
 
-    Attributes:
-        runs: int64 [K, 2], half-open row ranges in the order of the batch.
-        num_valid: rows in `runs`.
-        padded_to: rows of the batch, the same on all ranks.
-        global_valid: rows over all ranks.
-    """
-
-    runs: np.ndarray
-    num_valid: int
-    padded_to: int
-    global_valid: int
+    runs: np.ndarray  # int64 [K, 2], half-open row ranges in the order of the batch
+    num_valid: int  # rows in `runs`
+    padded_to: int  # rows of the batch, the same on all ranks
+    global_valid: int  # rows over all ranks
 
 
 def num_steps(num_rows: int, batch_size: int) -> int:
@@ -79,16 +66,8 @@ def rows_at(
 ) -> RankRows:
     """Return the rows that `rank` reads at `step` of an epoch; over ranks and steps every row is read exactly once.
 
-    Args:
-        step: step of the epoch, below `num_steps(num_rows, batch_size)`.
-        num_rows: rows of the split.
-        batch_size: rows of a batch over all ranks.
-        rank: of `world_size` ranks.
-        world_size: divides `batch_size`.
-        shuffle: None keeps the order on disk.
-
-    Raises:
-        ValueError: `world_size` does not divide `batch_size`, or the shuffle has too many blocks.
+    `shuffle`: None keeps the order on disk. Raises ValueError: `world_size` does not divide `batch_size`, or the
+    shuffle has too many blocks.
     """
     check_batch(batch_size, world_size)
     assert 0 <= rank < world_size

@@ -16,12 +16,6 @@ class PermutedSource:
     """Rows of another source in which one feature is permuted over the rows of a split.
 
     The permutation is a function of seed and row alone, so every rank sees the same rows.
-
-    Args:
-        source: of the rows.
-        feature: name of a numerical or categorical feature.
-        seed: of the permutation.
-        block_rows: rows that are permuted among themselves.
     """
 
     def __init__(

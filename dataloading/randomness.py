@@ -13,9 +13,7 @@ def stream_key(*names: object) -> int:
 def uniform(key: int, counters: np.ndarray) -> np.ndarray:
     """Return float64 numbers in [0, 1): output `counters` of the SplitMix64 generator (Steele et al. 2014) at `key`.
 
-    Args:
-        key: of the stream.
-        counters: uint64 [n].
+    `counters`: uint64 [n].
     """
     state = counters * np.uint64(0x9E3779B97F4A7C15)
     state += np.uint64(key)
@@ -37,16 +35,9 @@ def uniform(key: int, counters: np.ndarray) -> np.ndarray:
 def power_law(numbers: np.ndarray, cardinality: int, exponent: float) -> np.ndarray:
     """Turn uniform numbers into ids in [0, cardinality); id i is about as frequent as (i + 1) ** -exponent.
 
-    The inverse of the continuous distribution over [1, cardinality + 1), rounded down, as in the generator of
-    NVIDIA's TensorFlow 2 recipe; exponent 0 is uniform.
-
-    Args:
-        numbers: float64 [n] in [0, 1), overwritten.
-        cardinality: rows of the table.
-        exponent: not negative.
-
-    Returns:
-        float64 [n], whole numbers.
+    The inverse of the continuous distribution over [1, cardinality + 1), rounded down, as in the generator of NVIDIA's
+    TensorFlow 2 recipe; exponent 0 is uniform. `numbers`: float64 [n] in [0, 1), overwritten. Returns float64 [n],
+    whole numbers.
     """
     bound = cardinality + 1.0
     if exponent == 1.0:

@@ -36,14 +36,9 @@ class ReaderProcesses:
     process also inherits the state of all locks, and there are fewer of them before a CUDA context, NCCL and
     most threads exist.
 
-    Args:
-        read: function of a slot and a number, called in a process: fill the slot with the batch of that
-            number. It may use numpy, but neither CUDA nor libraries that start threads.
-        num_slots: number of slots, in memory from `shared_memory`.
-        num_processes: number of processes.
-
-    Raises:
-        ValueError: the system cannot start that many processes.
+    `read`: function of a slot and a number, called in a process: fill the slot with the batch of that number. It may
+    use numpy, but neither CUDA nor libraries that start threads. Raises ValueError: the system cannot start that many
+    processes.
     """
 
     def __init__(
@@ -90,9 +85,8 @@ class ReaderProcesses:
     def finish(self) -> int:
         """Wait for the oldest pending read, and return its slot.
 
-        Raises:
-            ValueError, OSError, MemoryError: raised by `read`.
-            RuntimeError: `read` raised another exception, or its process has ended.
+        Raises ValueError, OSError, MemoryError: raised by `read`; RuntimeError: `read` raised another exception, or its
+        process has ended.
         """
         reader = self._readers[self._num_finished % len(self._readers)]
         slot = self._num_finished % self._num_slots

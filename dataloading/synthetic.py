@@ -24,15 +24,9 @@ CALIBRATION_ROWS = 16384
 class SyntheticSource:
     """Source of synthetic clicks, made on demand.
 
-    Args:
-        train_rows: rows of split `train`.
-        test_rows: rows of split `test`.
-        num_numerical: numerical features, each uniform with mean 0 and variance 1.
-        cardinalities: rows of each table, by the name of its feature; without names they are cat_0, cat_1 and so on. Names
-            change no value.
-        hotness: ids per row of each feature; empty: one for all features.
-        exponent: of the ids' power law; 0 is uniform.
-        seed: of the rows and of the teacher.
+    `cardinalities`: rows of each table, by the name of its feature; without names they are cat_0, cat_1 and so on.
+    Names change no value. `hotness`: ids per row of each feature; empty: one for all features. `exponent`: of the ids'
+    power law; 0 is uniform.
     """
 
     def __init__(

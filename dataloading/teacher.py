@@ -26,12 +26,7 @@ POSITIVE_RATE = 0.27
 
 
 class Teacher:
-    """Model that returns logits of rows.
-
-    Args:
-        spec: features, each of fixed hotness.
-        seed: of the hidden weights.
-    """
+    """Model that returns logits of rows."""
 
     def __init__(self, spec: FeatureSpec, seed: int) -> None:
         num_features = len(spec.categorical)
@@ -78,9 +73,7 @@ class Teacher:
     def logits(self, numerical: np.ndarray, ids: Sequence[np.ndarray]) -> np.ndarray:
         """Return float32 [n].
 
-        Args:
-            numerical: float32 [n, num_numerical].
-            ids: integers [n, hotness], one array per feature.
+        `numerical`: float32 [n, num_numerical]. `ids`: integers [n, hotness], one array per feature.
         """
         total = np.full(len(numerical), self._bias)
         for name, values in self._parts(numerical, ids).items():

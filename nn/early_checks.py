@@ -14,6 +14,7 @@ from dataloading.storage.local_copy import local_path
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.launcher import is_single_node
 from nn.loggers.choice import check_loggers
+from nn.models.metric import further_metrics
 from nn.scores.request import is_held_out, output_path, split_to_score
 
 LABELLED = (Mode.train, Mode.eval, Mode.importance)
@@ -37,6 +38,7 @@ def check_inputs(config: Config) -> None:
             _check_plan_dir(Path(config.run_dir))
         return
     check_loggers(config.log.loggers)
+    further_metrics(config.eval.metrics)
     if config.checkpoint.restore is not None and not _may_resume(config):
         _check_checkpoint(local_path(config.checkpoint.restore))
     if not is_single_node():

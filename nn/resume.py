@@ -10,6 +10,7 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
+from configs.built_in import MODELS
 from configs.messages import printable, shortened
 from configs.option_values import plain_values
 from configs.schema import Component, Config, Mode, default_values
@@ -36,7 +37,7 @@ from nn.checkpoint.tensor_index import read_index
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
-from nn.models.registry import MODELS, declared_tables, options_of_own_models
+from nn.models.registry import declared_tables, options_of_own_models
 from nn.observability.records import (
     CONFIG,
     METRICS,

@@ -65,7 +65,7 @@ from nn.hypertune import hypertune_report
 from nn.importance import as_csv, measure_importance
 from nn.loggers.choice import make_loggers
 from nn.models.description import describe_model
-from nn.models.metric import Metric
+from nn.models.metric import METRIC_FACTS, Metric, facts_of_metrics
 from nn.models.registry import check_model
 from nn.models.tasks import metrics_of, tasks_of_run
 from nn.observability.console import (
@@ -417,6 +417,8 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
     # The point that the curves mark as the restored model.
     facts["restored"] = config.checkpoint.restore
     facts["start_step"] = start_step
+    if metrics := facts_of_metrics(config.eval.metrics):
+        facts[METRIC_FACTS] = metrics
     return facts
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from configs.built_in import MODELS
 from configs.messages import shown
 from configs.overrides import no_option, unknown_keys
 from configs.schema import Config, describe, open_sections
 from dataloading.dataset.documents import read_yaml
-from nn.models.registry import MODELS, typed_config
+from nn.models.registry import typed_config
 
 
 def read_saved_config(path: Path) -> dict[str, Any]:

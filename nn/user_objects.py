@@ -6,11 +6,7 @@ from typing import Any
 
 
 def load_user_object(path: str, option: str) -> Any:
-    """Import an object.
-
-    Args:
-        path: `package.module:NAME`.
-        option: option whose value the path is, for errors.
+    """Import an object, `package.module:NAME`, that an option names.
 
     Raises:
         ValueError: the module cannot be imported, or has no such name. Errors of the project's own modules are raised as

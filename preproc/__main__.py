@@ -156,12 +156,7 @@ def run(composed: DictConfig) -> None:
 
 
 def refuse_idle_split(config: PreprocConfig, typed: Sequence[str]) -> None:
-    """Raise ValueError if an option of the command line divides no rows; one of a description may (`one_split`).
-
-    Args:
-        config: the options.
-        typed: those of the command line, as `key=value`.
-    """
+    """Raise ValueError if an option of the command line divides no rows; one of a description may (`one_split`)."""
     by_files = "split=last_file" if config.split is Split.last_file else None
     if config.test_source is not None:
         by_files = "test_source"

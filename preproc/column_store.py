@@ -37,18 +37,12 @@ def bytes_of(values: np.ndarray) -> memoryview:
 
 
 class StoredColumn:
-    """One file of fixed-width rows.
-
-    Attributes:
-        path: the file.
-        dtype: of an item.
-        width: items per row.
-    """
+    """One file of fixed-width rows."""
 
     def __init__(self, path: Path, dtype: str, width: int = 1) -> None:
-        self.path = path
-        self.dtype = np.dtype(dtype)
-        self.width = width
+        self.path = path  # the file
+        self.dtype = np.dtype(dtype)  # of an item
+        self.width = width  # items per row
 
     @property
     def row_bytes(self) -> int:

@@ -41,38 +41,22 @@ UNUSED = "unused"
 
 @dataclass(frozen=True, slots=True)
 class WrittenColumns:
-    """Written columns of a dataset, and their statistics.
+    """Written columns of a dataset, and their statistics."""
 
-    Attributes:
-        categorical: features in the model's order.
-        files: bytes and CRC-32 per file.
-        columns: summary per feature.
-        splits: summary per split.
-        statistics: fitted numbers per numerical feature.
-        counted: rows that vocabularies are built on, in words.
-        rows: what became of the rows that were read.
-        source_columns: what every column of the sources became.
-        absent: names of the labels, the weight and the keep rate that new rows lack.
-        lineage: the day, and the fit that it extends.
-        vocabularies: checksums of those of the fit that `mode=transform` takes, by feature.
-        text_columns: which columns were text; None if the fit that is extended does not say.
-        read: fingerprints of the files that were read, on the days before too.
-        five: the text of the number 5, by categorical feature whose values are numbers.
-    """
-
-    categorical: list[CategoricalFeature]
-    files: Mapping[str, dict[str, Any]]
-    columns: dict[str, ColumnSummary]
-    splits: dict[str, SplitSummary]
-    statistics: dict[str, Any]
-    counted: str
-    rows: RowCounts
-    source_columns: Mapping[str, str]
+    categorical: list[CategoricalFeature]  # features in the model's order
+    files: Mapping[str, dict[str, Any]]  # bytes and CRC-32 per file
+    columns: dict[str, ColumnSummary]  # summary per feature
+    splits: dict[str, SplitSummary]  # summary per split
+    statistics: dict[str, Any]  # fitted numbers per numerical feature
+    counted: str  # rows that vocabularies are built on, in words
+    rows: RowCounts  # what became of the rows that were read
+    source_columns: Mapping[str, str]  # what every column of the sources became
     absent: frozenset[str] = frozenset()
-    lineage: Lineage = field(default_factory=Lineage)
+    lineage: Lineage = field(default_factory=Lineage)  # the day, and the fit that it extends
     vocabularies: Mapping[str, str] = field(default_factory=dict)
+    # which columns were text; None if the fit that is extended does not say
     text_columns: TextColumns | None = None
-    read: Sequence[str] = ()
+    read: Sequence[str] = ()  # fingerprints of the files that were read, on the days before too
     five: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -96,13 +80,7 @@ def draw_report(
 ) -> None:
     """Draw report.png, with `plot`, and add the distributions of the written numericals to their summaries.
 
-    Args:
-        directory: of the dataset.
-        numerical_bin: row-major numericals, those of the first split first.
-        columns: summary per feature.
-        splits: rows and labels per split; ids that are 0 may be missing.
-        config: options.
-        table: description.
+    `splits`: rows and labels per split; ids that are 0 may be missing.
     """
     distributions = read_distributions(
         numerical_bin,

@@ -71,12 +71,9 @@ def finish_dataset(
 ) -> None:
     """Write the spec of a directory whose files are complete, and rename the directory to `output`.
 
-    Args:
-        spec: names, rows per split and metadata of the dataset in its `root`; files per split, mean hotness and the
-            metadata `rows` and `files` are filled in.
-        files: bytes and CRC-32 per file of a split. Those of other files are computed here unless they are listed.
-        output: a dataset at this path is replaced.
-        before_rename: called once the directory is complete.
+    `spec`: names, rows per split and metadata of the dataset in its `root`; files per split, mean hotness and the
+    metadata `rows` and `files` are filled in. `files`: bytes and CRC-32 per file of a split. Those of other files are
+    computed here unless they are listed.
     """
     directory = spec.root
     assert directory is not None

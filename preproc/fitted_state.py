@@ -54,47 +54,38 @@ AGAIN = "copy the dataset again, or fit again"
 
 @dataclass(frozen=True, slots=True)
 class FittedState:
-    """A fit that is compared with its records.
+    """A fit that is compared with its records."""
 
-    Attributes:
-        directory: of the dataset that holds it.
-        statistics: fitted numbers per numerical feature and transform.
-        files: bytes and CRC-32 of each file, as they were compared.
-        lineage: its day and its identity.
-        limits: metadata of the spec, `frequency_limit` and `vocabulary_rows` among them.
-        missing: texts that were missing values in its columns of text.
-        empty_items: of its description; `unknown` if an earlier version has made the fit.
-        five: the text of the number 5, by categorical feature whose values were numbers; none of an earlier version.
-        read: fingerprints of the files whose values it and the fits before it have counted; none of an earlier version.
-        text_columns: which columns these were; None if an earlier version has made the fit, which did not record it.
-        query: of its description; None if an earlier version has made the fit, which did not record it.
-    """
-
-    directory: Path
-    statistics: dict[str, list[list[float]]]
-    files: dict[str, dict[str, Any]]
-    lineage: Lineage = field(default_factory=Lineage)
+    directory: Path  # of the dataset that holds it
+    statistics: dict[str, list[list[float]]]  # fitted numbers per numerical feature and transform
+    files: dict[str, dict[str, Any]]  # bytes and CRC-32 of each file, as they were compared
+    lineage: Lineage = field(default_factory=Lineage)  # its day and its identity
     limits: Mapping[str, Any] = field(default_factory=dict)
-    missing: Sequence[str] = ()
+    missing: Sequence[str] = ()  # texts that were missing values in its columns of text
+    # of its description; `unknown` if an earlier version has made the fit
     empty_items: str = "unknown"
+    # fingerprints of the files whose values it and the fits before it have counted; none of an
+    # earlier version
     read: Sequence[str] = ()
+    # the text of the number 5, by categorical feature whose values were numbers; none of an earlier
+    # version
     five: Mapping[str, str] = field(default_factory=dict)
+    # which columns these were; None if an earlier version has made the fit, which did not record it
     text_columns: TextColumns | None = None
+    # of its description; None if an earlier version has made the fit, which did not record it
     query: str | None = None
 
     def copy_vocabulary(self, name: str, path: Path) -> None:
         """Copy the vocabulary of feature `name` to the relation directory `path`.
 
-        Raises:
-            ValueError: it is not the one that was compared.
+        Raises ValueError: it is not the one that was compared.
         """
         self._copy(vocabulary_name(name), path)
 
     def copy_rare(self, name: str, path: Path) -> None:
         """Copy the counts of the values of feature `name` without an id to the relation directory `path`.
 
-        Raises:
-            ValueError: they are not those that were compared.
+        Raises ValueError: they are not those that were compared.
         """
         self._copy(rare_name(name), path)
 
@@ -159,18 +150,7 @@ def save_fitted(
     read: Sequence[str] = (),
     five: Mapping[str, str] | None = None,
 ) -> None:
-    """Write preproc.json below `directory`.
-
-    Args:
-        directory: of the dataset.
-        table: its description.
-        statistics: fitted numbers per numerical feature.
-        source: option `source` of the run, whose place in the files of the table other sources take.
-        day: number of the day; 0 for a fit.
-        text_columns: which columns were text.
-        read: fingerprints of the files whose values this fit, and those before it, have counted.
-        five: the text of the number 5, by categorical feature whose values are numbers.
-    """
+    """Write preproc.json below `directory`. `day`: number of the day; 0 for a fit."""
     whole = json.loads(json.dumps(asdict(table)))
     sources = whole["sources"]
     for described in sources.values():
@@ -203,8 +183,7 @@ def with_place(files: Any, source: Any) -> Any:
 def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
     """Return the description of rows in `sources` as the dataset in `directory` had been described when it was fitted.
 
-    Raises:
-        ValueError: there is no fit, or one of an earlier version, or its sources are not replaced by these.
+    Raises ValueError: there is no fit, or one of an earlier version, or its sources are not replaced by these.
     """
     path, table = directory / FITTED, fitted_description(directory)
     replaced = {
@@ -219,8 +198,7 @@ def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
 def fitted_description(directory: Path) -> TableConfig:
     """Return the description of rows of the dataset in `directory` as it was fitted, before `${source}` is replaced.
 
-    Raises:
-        ValueError: there is no fit, or one of an earlier version.
+    Raises ValueError: there is no fit, or one of an earlier version.
     """
     path = directory / FITTED
     if not path.exists():
@@ -259,13 +237,7 @@ def load_fitted(
 ) -> FittedState:
     """Return the fitted state of an earlier run, compared with the spec of its dataset.
 
-    Args:
-        directory: the dataset, option `fitted`.
-        table: features that the fit is applied to.
-        warn: called with one line if the spec lists no checksums.
-
-    Raises:
-        ValueError: `fitted` holds no fitted state, one of other features, or one that is not as it was written.
+    Raises ValueError: `fitted` holds no fitted state, one of other features, or one that is not as it was written.
     """
     if directory is None or not all((directory / n).exists() for n in (FITTED, SPEC_NAME)):
         raise ValueError(_no_fit(directory))
@@ -369,9 +341,8 @@ def _missing_texts(saved: Mapping[str, Any], path: Path) -> tuple[list[str], Tex
 def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfig) -> PreprocConfig:
     """Return the options of `mode=extend` with the frequency limit of the fit, and the rows that it counted.
 
-    Raises:
-        ValueError: the options name another limit; or the spec of the fit has no checksums or no limit, or the fit no counts
-            of the values below it.
+    Raises ValueError: the options name another limit; or the spec of the fit has no checksums or no limit, or the fit
+    no counts of the values below it.
     """
     limit, rows = (fitted.limits.get(key) for key in ("frequency_limit", "vocabulary_rows"))
     where = f"fitted={fitted.directory}"
@@ -408,10 +379,7 @@ def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfi
 def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
     """Return a fitted state with the features that it says it is of, for who has no description of their own.
 
-    Of the description only features and missing texts are known.
-
-    Raises:
-        ValueError: as of `load_fitted`.
+    Of the description only features and missing texts are known. Raises ValueError: as of `load_fitted`.
     """
     path = Path(fitted) / FITTED
     saved = _mapping(read_json(path), str(path)) if path.exists() else {}

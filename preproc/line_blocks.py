@@ -21,10 +21,8 @@ GZIP_ERRORS = (gzip.BadGzipFile, cast("type[Exception]", isal_zlib.error))
 def blocks(file: RawFile, offset: int, size: int = 1 << 19) -> Iterator[bytes]:
     """Yield the text of `file` from byte `offset` of the plain text, in complete lines.
 
-    The last line gets a line end if it has none.
-
-    Raises:
-        ValueError: a compressed file is truncated or damaged, or a line has no end.
+    The last line gets a line end if it has none. Raises ValueError: a compressed file is truncated or damaged, or a
+    line has no end.
     """
     try:
         with _open(file) as stream:

@@ -41,31 +41,20 @@ OTHER_TABLES = {
 
 @dataclass(frozen=True, slots=True)
 class RawFile:
-    """One raw file; its kind is detected from its first bytes, not its name.
+    """One raw file; its kind is detected from its first bytes, not its name."""
 
-    Attributes:
-        path: the file.
-        compression: of text: none, gzip or zstd.
-        is_parquet: whether it is Parquet instead of text.
-    """
-
-    path: Path
-    compression: str
-    is_parquet: bool = False
+    path: Path  # the file
+    compression: str  # of text: none, gzip or zstd
+    is_parquet: bool = False  # whether it is Parquet instead of text
 
 
 def find_files(source: str | Sequence[str], option: str, tables: bool = False) -> list[RawFile]:
     """Return the files of `source`, with every check that needs no full read.
 
-    Args:
-        source: a path, a glob, a file list, or several of them. Matches of one glob are in natural order (day_2
-            before day_10); several patterns and the files of a list keep their order.
-        option: name of the option that `source` came from, for messages.
-        tables: accept Parquet files too.
-
-    Raises:
-        ValueError: a path or glob matches nothing, a path is a directory or no regular file, a file is named
-            twice, is empty, has an unsupported type, or is a truncated .zst file.
+    `source`: a path, a glob, a file list, or several of them. Matches of one glob are in natural order (day_2 before
+    day_10); several patterns and the files of a list keep their order. Raises ValueError: a path or glob matches
+    nothing, a path is a directory or no regular file, a file is named twice, is empty, has an unsupported type, or is a
+    truncated .zst file.
     """
     paths: list[Path] = []
     for pattern in [source] if isinstance(source, str) else source:
@@ -106,8 +95,7 @@ def refuse_shared(files: Sequence[RawFile], tests: Sequence[RawFile]) -> None:
 def _listed_files(file_list: Path) -> list[Path]:
     """Return the files that a file list names, relative to it.
 
-    Raises:
-        ValueError: the list is malformed, or a file is missing.
+    Raises ValueError: the list is malformed, or a file is missing.
     """
     paths = [file_list.parent / name for name in read_file_list(file_list)]
     missing = [path for path in paths if not path.exists()]

@@ -21,14 +21,8 @@ THE_TABLE = "the table"
 class RawTables:
     """The fit of a dataset, applied to tables.
 
-    Args:
-        fitted: a dataset with its fit; the files of its rows need not exist.
-
-    Attributes:
-        spec: features of the fitted dataset, without splits.
-
-    Raises:
-        ValueError: there is no fit, or its features have histories.
+    `fitted`: a dataset with its fit; the files of its rows need not exist. Raises ValueError: there is no fit, or its
+    features have histories.
     """
 
     def __init__(self, fitted: Path) -> None:
@@ -44,11 +38,8 @@ class RawTables:
     def transformed(self, rows: pa.Table) -> pa.Table:
         """Return the features of rows in their order: a column per feature as in a Parquet dataset, and keep rates if given.
 
-        Args:
-            rows: a column per column that the fit reads: those of the raw files, or of the query's result. At least one row.
-
-        Raises:
-            ValueError: a column is missing or of a type that Parquet lacks, or a row is bad; one line.
+        `rows`: a column per column that the fit reads: those of the raw files, or of the query's result. At least one
+        row. Raises ValueError: a column is missing or of a type that Parquet lacks, or a row is bad; one line.
         """
         with TemporaryDirectory(prefix="raw-table-") as directory:
             path = Path(directory) / f"{ROWS}.parquet"

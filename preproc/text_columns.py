@@ -12,14 +12,10 @@ TEXT_TYPES = ("varchar", "string")
 
 @dataclass(frozen=True, slots=True)
 class TextColumns:
-    """Record of whether a column was text, by its name in lower case, since SQL ignores case.
+    """Record of whether a column was text, by its name in lower case, since SQL ignores case."""
 
-    Attributes:
-        sources: columns of every source, by its name.
-        result: columns of the query's result; without a query, those of the only source.
-    """
-
-    sources: Mapping[str, Mapping[str, bool]]
+    sources: Mapping[str, Mapping[str, bool]]  # columns of every source, by its name
+    # columns of the query's result; without a query, those of the only source
     result: Mapping[str, bool]
 
     @classmethod
@@ -30,11 +26,7 @@ class TextColumns:
 
     @classmethod
     def of(cls, saved: Any, where: str) -> "TextColumns":
-        """Return what `as_json` has made.
-
-        Raises:
-            ValueError: it is something else; begins with `where`.
-        """
+        """Return what `as_json` has made. Raises ValueError: it is something else; begins with `where`."""
         if not isinstance(saved, Mapping) or saved.keys() != {"sources", "result"}:
             raise ValueError(f"{where}: got {shown(saved)}, want sources and result")
         sources = saved["sources"]

@@ -49,14 +49,13 @@ ROWS = "rows_"
 
 
 class RowBatch(NamedTuple):
-    """Consecutive rows.
+    """Consecutive rows."""
 
-    Attributes:
-        features: columns as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the files have it.
-        kept: raw columns as they stand, in the order in which they were named; a name may be that of a feature.
-    """
-
+    # columns as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the
+    # files have it
     features: pa.RecordBatch
+    # raw columns as they stand, in the order in which they were named; a name may be that of a
+    # feature
     kept: pa.RecordBatch
 
 
@@ -68,15 +67,9 @@ def open_transformed_rows(
 ) -> "TransformedRows":
     """Open raw files whose rows are transformed by the fit in the dataset directory `fitted`.
 
-    Args:
-        fitted: a dataset with its fit; the files of its rows need not exist.
-        sources: raw files, or globs, in place of the option `source` of the fit.
-        keep: names of raw columns to return beside the features.
-        warn: called with one line if nothing tells whether the fit is as it was written.
-
-    Raises:
-        ValueError: there is no fit, its features have histories, or the files lack the column of a feature or of `keep`;
-            one line.
+    `fitted`: a dataset with its fit; the files of its rows need not exist. `warn`: called with one line if nothing
+    tells whether the fit is as it was written. Raises ValueError: there is no fit, its features have histories, or the
+    files lack the column of a feature or of `keep`; one line.
     """
     table = described_rows(fitted, [str(source) for source in sources])
     refuse_histories(fitted, table)
@@ -96,15 +89,10 @@ def refuse_histories(fitted: Path, table: TableConfig) -> None:
 
 
 class TransformedRows:
-    """Iterator over the batches of rows, in the order of the files; close it, or use it in a `with` statement.
-
-    Attributes:
-        spec: features of the fitted dataset, without splits.
-        kept_schema: names and types of the raw columns.
-    """
+    """Iterator over the batches of rows, in the order of the files; close it, or use it in a `with` statement."""
 
     def __init__(self, spec: FeatureSpec, table: TableConfig, state: FittedState) -> None:
-        self.spec = spec
+        self.spec = spec  # features of the fitted dataset, without splits
         self._state = state
         self._directory = TemporaryDirectory(prefix="transformed-rows-")
         directory = Path(self._directory.name)
@@ -147,8 +135,7 @@ class TransformedRows:
     def __iter__(self) -> Iterator[RowBatch]:
         """Yield all rows, once.
 
-        Raises:
-            ValueError: a row that cannot be read or stored, with its place; or there are none.
+        Raises ValueError: a row that cannot be read or stored, with its place; or there are none.
         """
         query = self._staging.query
         if self._table.query:

@@ -26,13 +26,8 @@ def has_days(path: Path) -> bool:
 def check_vocabulary(path: Path, remedy: str) -> int:
     """Read a vocabulary once, in constant memory, and return its rows.
 
-    Args:
-        path: of the file.
-        remedy: what to do about a mistake, for the message.
-
-    Raises:
-        ValueError: it is truncated, or its rows are not those of ids 1, 2, ... by descending count and, for equal counts,
-            ascending value; in a vocabulary of a later day, within the ids that each day gave.
+    Raises ValueError: it is truncated, or its rows are not those of ids 1, 2, ... by descending count and, for equal
+    counts, ascending value; in a vocabulary of a later day, within the ids that each day gave.
     """
     import pyarrow as pa
 

@@ -46,12 +46,7 @@ def merge_counts(partial: str) -> str:
 
 
 def coverage(counts: str, limits: Sequence[int]) -> str:
-    """Return a query of one row: number of values and of rows, then both again per limit.
-
-    Args:
-        counts: relation (value, count).
-        limits: frequency limits to try.
-    """
+    """Return a query of one row: number of values and of rows, then both again per limit."""
     at_least = [
         f"sum(CASE WHEN count >= {limit} THEN {what} ELSE 0 END)"
         for limit in limits

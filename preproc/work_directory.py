@@ -49,19 +49,15 @@ SMALL_BYTES = 2 << 30
 
 
 class Work:
-    """Record of a run. `state` is plain JSON; call `save` after each step that is complete.
-
-    Attributes:
-        directory: path of the work directory.
-        dataset: path of the partial dataset, on the file system of the output, to which it is renamed.
-        state: the record. Its `files` lists the complete files of the dataset, in the form of `metadata.files`, and
-            `checked` the files of the work directory, each as its parts in order: [bytes, CRC-32], or [bytes, null] for a
-            part that is being rewritten. A file of `growing` may be longer than its parts.
-    """
+    """Record of a run. `state` is plain JSON; call `save` after each step that is complete."""
 
     def __init__(self, directory: Path, dataset: Path, state: dict[str, Any]) -> None:
-        self.directory = directory
+        self.directory = directory  # path of the work directory
         self.dataset = dataset
+        # the record. Its `files` lists the complete files of the dataset, in the form of
+        # `metadata.files`, and `checked` the files of the work directory, each as its parts in
+        # order: [bytes, CRC-32], or [bytes, null] for a part that is being rewritten. A file of
+        # `growing` may be longer than its parts.
         self.state = state
         for key, empty in (("files", {}), ("checked", {}), ("growing", [])):
             state.setdefault(key, empty)
@@ -118,13 +114,10 @@ def work_directory(
 ) -> Iterator[Work]:
     """Open the work directory of `output`; it is removed when the run is complete.
 
-    A run that fails leaves it if it has recorded something. The next run resumes from there if its output and
-    its `identity` are the same and the recorded files are intact. Otherwise it restarts; a damaged record is reported.
-    The identity is every option that the bytes of the dataset depend on.
-
-    Raises:
-        ValueError: another run holds the directory or writes to `output`, DuckDB runs out of memory
-            or disk.
+    A run that fails leaves it if it has recorded something. The next run resumes from there if its output and its
+    `identity` are the same and the recorded files are intact. Otherwise it restarts; a damaged record is reported. The
+    identity is every option that the bytes of the dataset depend on. Raises ValueError: another run holds the directory
+    or writes to `output`, DuckDB runs out of memory or disk.
     """
     directory = work_directory_of(config, output)
     try:
@@ -177,8 +170,7 @@ def work_directory(
 def finish_killed_run(config: PreprocConfig, output: Path) -> bool:
     """Remove the work directory that a run left which was killed after it had completed `output`.
 
-    Returns:
-        Whether there was such a run of the same command, so that nothing is left to do.
+    Returns whether there was such a run of the same command, so that nothing is left to do.
     """
     directory = work_directory_of(config, output)
     if not directory.is_dir():
@@ -314,8 +306,7 @@ def _delete(path: Path) -> None:
 def memory_bytes(config: PreprocConfig) -> int:
     """Return `memory_limit` in bytes; without one, 80 % of the machine's memory.
 
-    Raises:
-        ValueError: the option is no size.
+    Raises ValueError: the option is no size.
     """
     if config.memory_limit is None:
         return int(DEFAULT_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

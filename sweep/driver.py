@@ -39,18 +39,7 @@ class StoppedSweepError(Exception):
 
 @dataclass(slots=True)
 class Driver:
-    """The running trials of a sweep.
-
-    Attributes:
-        directory: of the sweep.
-        config: of the sweep.
-        space: of the trials.
-        plan: of the trials.
-        study: of the sweep.
-        gpus: ids of GPUs, one per trial that may run at once; or None for each on CPUs.
-        say: prints a line.
-        start_process: starts a trial's command.
-    """
+    """The running trials of a sweep; `gpus` has the id of a GPU per trial that may run at once, or None for each on CPUs."""
 
     directory: Path
     config: SweepConfig

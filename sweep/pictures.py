@@ -26,16 +26,6 @@ def draw_coordinates(
     """Draw a line per trial through its value of each option to its value of the metric.
 
     Complete trials have the colour of their metric; pruned ones, with their last evaluation, are dashed and grey.
-
-    Args:
-        rows: of the trials, as of `sweep.results.rows_of`.
-        space: of the trials.
-        metric: that they are chosen by.
-        split: that it is measured on.
-        out_png: file to write.
-
-    Raises:
-        OSError: the picture cannot be written.
     """
     from matplotlib import colormaps, rc_context
     from matplotlib.figure import Figure
@@ -112,13 +102,7 @@ def _coordinate_axes(
 def draw_importances(importances: Mapping[str, float], num_complete: int, out_png: Path) -> None:
     """Draw a bar per option: its share of the variance of the metric over the complete trials (fANOVA).
 
-    Args:
-        importances: by option; empty if they are unknown.
-        num_complete: complete trials; few of them tell little.
-        out_png: file to write.
-
-    Raises:
-        OSError: the picture cannot be written.
+    `importances` is empty if they are unknown; few complete trials tell little.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.arguments import Choices as ArgumentChoices
 from configs.arguments import hydra_arguments
+from configs.built_in import MODELS
 from configs.command_line import register, written_options
 from configs.many_runs_schema import SweepConfig
 from configs.messages import shown
@@ -28,9 +29,9 @@ from dataloading.dataset.row_columns import RowColumn
 from dataloading.held_out_source import VALIDATION
 from dataloading.storage.local_copy import local_path
 from nn.early_checks import check_inputs
-from nn.models.metric import Metric, best_of, metrics_of_label
+from nn.models.metric import Metric, best_of, further_metrics, metrics_of_label
 from nn.models.options import without_effect
-from nn.models.registry import MODELS, options_of_own_models, typed_config
+from nn.models.registry import options_of_own_models, typed_config
 from sweep.space import Choices, Space, as_override, corners, grid_of
 
 ROOT = Path(__file__).parents[1]
@@ -47,15 +48,8 @@ MODEL_KEYS = ("experiment", "model.name")
 class TrialPlan:
     """The command of a trial without the values that are its own.
 
-    Attributes:
-        script: of the command, such as `dlrm.py`.
-        overrides: of all trials.
-        metric: that trials are chosen by.
-        split: that it is measured on.
-        uses_gpus: whether trials train on a GPU where there is one.
-        data: of all trials.
-        effective: leaves out those values of a trial that have no effect beside its others, such as those of another model.
-        own_values: values that the recipe has for the options of the space; None if the space lacks one of them.
+    `effective` leaves out those values of a trial that have no effect beside its others, such as those of another model.
+    `own_values` are those that the recipe has for the options of the space; None if the space lacks one of them.
     """
 
     script: Path
@@ -241,12 +235,7 @@ def _selection(config: Config, own: Sequence[str]) -> tuple[str, list[str]]:
 
 
 class _Composition:
-    """The options of a run as its command composes them, to which values of trials are added.
-
-    Args:
-        recipe: name of the yaml file in configs/.
-        overrides: of the command line.
-    """
+    """The options of a run as its command composes them, to which values of trials are added."""
 
     def __init__(self, recipe: str, overrides: Sequence[str]) -> None:
         self._recipe = recipe
@@ -256,14 +245,10 @@ class _Composition:
         self._configs: dict[str, Config] = {}
 
     def config(self, values: Mapping[str, Any], written: Iterable[str] = ()) -> Config:
-        """Return the checked options of a run with further values.
-
-        Args:
-            values: of a trial; those that have no effect beside the others are left out.
-            written: those of them that must have one.
+        """Return the checked options of a run with values of a trial, without those that have no effect beside the others.
 
         Raises:
-            ValueError: an option does not exist, or has an invalid value, or no effect.
+            ValueError: an option does not exist, or has an invalid value, or one of `written` has no effect.
         """
         key = str((dict(values), list(written)))
         if key not in self._configs:
@@ -333,12 +318,13 @@ def _metrics(config: Config) -> list[Metric]:
     if config.data.path is not None:
         spec = _spec_of(config.data)
         labels = spec.labels
+    further = further_metrics(config.eval.metrics)
     return [
         metric
         for label in labels
         for metric in metrics_of_label(
             label,
-            further=config.eval.metrics,
+            further=further,
             has_groups=config.eval.group is not None,
             is_single=len(labels) == 1,
         )

@@ -56,9 +56,7 @@ def promising_values(
 def final_values(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
     """Return the value of each trial by its number, the larger the better: of unfinished ones the expected value.
 
-    Args:
-        trials: in any state; those without a value are left out.
-        sign: -1 if a smaller value of the metric is better.
+    Trials without a value are left out; `sign` is -1 if a smaller value of the metric is better.
     """
     complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
     values = {trial.number: sign * trial.value for trial in complete if trial.value is not None}

@@ -18,7 +18,6 @@ from compare.run_record import RunRecord
 from compare.table import short_keys
 from configs.schema import require
 from dataloading.dataset.durable_files import replace_link, replace_text
-from nn.models.metric import metric_of_key
 from nn.observability.records import METRICS
 from sweep.driver import BEST_STEP, IDLE, POLL_SECONDS, PROBLEM, RUN_DIR
 from sweep.plan import TrialPlan
@@ -67,14 +66,7 @@ def rows_of(directory: Path, study: Study, space: Space) -> list[dict[str, Any]]
 
 
 def print_trials(console: Console, rows: Sequence[dict[str, Any]], space: Space, name: str) -> None:
-    """Print a line per trial.
-
-    Args:
-        console: to print on.
-        rows: of the trials.
-        space: whose options are columns.
-        name: of the metric.
-    """
+    """Print a line per trial, with the options of the space; `name` is the metric's."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in ("trial", "state", *short_keys(list(space)), name, "at step", "steps"):
         table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
@@ -109,8 +101,8 @@ def test_once(
         ValueError: the evaluation failed.
     """
     run_dir = directory / f"test_trial_{best.number:02d}"
-    summary = RunRecord.read(run_dir).summary if run_dir.exists() else {}
-    if not summary:
+    run = RunRecord.read(run_dir) if run_dir.exists() else None
+    if run is None or not run.summary:
         checkpoint = best_checkpoint(directory / best.user_attrs[RUN_DIR])
         command = plan.test_command(best.params, checkpoint, run_dir)
         log = directory / "logs" / f"{run_dir.name}.log"
@@ -121,8 +113,8 @@ def test_once(
             exit_code == 0,
             f"trial {best.number} could not be tested (exit code {exit_code}): {last_line(log)}; {log} has more",
         )
-        summary = RunRecord.read(run_dir).summary
-    return {key: value for key, value in summary.items() if metric_of_key(key) is not None}
+        run = RunRecord.read(run_dir)
+    return {key: value for key, value in run.summary.items() if run.metric_of(key) is not None}
 
 
 def write_sweep(
@@ -133,16 +125,7 @@ def write_sweep(
     rows: Sequence[dict[str, Any]],
     measured: dict[str, Any],
 ) -> None:
-    """Link the best trial, and write `sweep.json`, whose existence shows that the sweep is complete.
-
-    Args:
-        directory: of the sweep.
-        study: of the sweep.
-        plan: of the trials.
-        space: of the trials.
-        rows: of the trials.
-        measured: of the best trial and of all of them: entries of the file.
-    """
+    """Link the best trial, and write `sweep.json`, whose existence shows that the sweep is complete."""
     best = study.best()
     assert best is not None
     run_dir = directory / best.user_attrs[RUN_DIR]

@@ -21,16 +21,10 @@ from sweep.trial_process import Process, Start, start_process
 
 
 def run_sweep(config: SweepConfig, console: Console, start: Start = start_process) -> None:
-    """Run a sweep, or what is left of it.
-
-    Args:
-        config: of the sweep.
-        console: to print on.
-        start: starts a trial's command.
+    """Run a sweep, or what is left of it; `start` starts a trial's command.
 
     Raises:
         ValueError: an option is invalid, the directory is in use or holds another sweep, or no trial is complete.
-        OSError: a file cannot be read or written.
         StoppedSweepError: a signal arrived.
     """
     assert config.space is not None, "SweepConfig refuses a configuration without"

@@ -130,17 +130,10 @@ Space = Mapping[str, Choices | Range]
 
 
 def read_space(name: str) -> tuple[Path, Space]:
-    """Read a space file.
-
-    Args:
-        name: its path, or the name of a file in configs/sweep_spaces.
-
-    Returns:
-        The path of the file, and the space.
+    """Read a space file, `name` a path or a file in configs/sweep_spaces; return its path and the space.
 
     Raises:
         ValueError: it is missing, empty or malformed; the message names file and key.
-        OSError: it cannot be read.
     """
     path = Path(name)
     if not path.exists() and (COMMITTED / f"{name}.yaml").is_file():

@@ -30,12 +30,7 @@ MAX_STARTUP_TRIALS = 10
 class Study:
     """Trials of a sweep directory, which the caller holds alone.
 
-    Args:
-        directory: of the sweep.
-        config: of the sweep.
-        space: of the trials.
-        metric: that they are chosen by.
-        own_values: values of the recipe, for the first trial; None if the space lacks one of them.
+    `own_values` are those of the recipe, for the first trial; None if the space lacks one of them.
 
     Raises:
         ValueError: the directory holds another sweep, or the sampler cannot search this space.
@@ -152,14 +147,9 @@ class Study:
 
 
 def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Record what a sweep searches, or compare it with what an earlier start has recorded.
+    """Record what a sweep searches, or raise ValueError if an earlier start has recorded another sweep, or other data.
 
-    Args:
-        directory: of the sweep.
-        settings: from `settings_of`, and the state of the data as `DATA`.
-
-    Raises:
-        ValueError: the directory holds another sweep, or one on other data.
+    `settings` are from `settings_of`, and the state of the data as `DATA`.
     """
     path = directory / SETTINGS
     now = json.loads(json.dumps(settings))

@@ -36,18 +36,8 @@ class Ending(Enum):
 class RunningTrial:
     """A trial of which no end is recorded.
 
-    Attributes:
-        trial: of the study.
-        values: of the trial, by option.
-        run_dir: of its run.
-        log: file of its output, over all starts.
-        gpu: id of its GPU, or None.
-        metric: that trials are chosen by.
-        start: starts its process.
-        restarts: that it has left.
-        process: None before its first start by this command.
-        problem: why it failed.
-        num_reported: evaluations that the study has.
+    `log` has its output over all starts, `process` is None before its first start by this command, `restarts` are those that
+    it has left, and `num_reported` are the evaluations that the study has.
     """
 
     trial: optuna.Trial
@@ -66,8 +56,7 @@ class RunningTrial:
     def update(self, report: Callable[["RunningTrial", int, float], None]) -> Ending | None:
         """Start the process if it may start, report new evaluations, and return the ending if there is one.
 
-        Args:
-            report: called with this trial, the step and the value of each new evaluation.
+        `report` is called with this trial, the step and the value of each new evaluation.
         """
         if self.process is None:
             return self._begin()

@@ -240,6 +240,63 @@ def ple(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, tasks: i
     return towers(p, inputs)
 
 
+def per_token(p: Parameters, name: str, x: Sequence[Tensor]) -> list[Tensor]:
+    """Apply a linear layer of its own to every token."""
+    return [t @ p[f"{name}.weight"][i] + p[f"{name}.bias"][i] for i, t in enumerate(x)]
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Weigh x by the normal distribution."""
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def rankmixer(
+    p: Parameters,
+    numerical: Tensor,
+    lookups: Sequence[Tensor],
+    *,
+    tasks: int = 1,
+    order: Sequence[int] = (),
+    experts: int = 1,
+    training: bool = True,
+):
+    """Mix tokens head by head, and compute every expert of every token by itself."""
+    vectors = numerical_vectors(p, "vectors.numerical", numerical) + list(lookups)
+    vectors = [vectors[i] for i in order or range(len(vectors))]
+    count, piece = p["tokens.weight"].shape[:2]
+    joined = torch.cat(vectors, 1)
+    joined = torch.cat([joined, joined.new_zeros(len(joined), count * piece - joined.shape[1])], 1)
+    x = per_token(p, "tokens", joined.split(piece, dim=1))
+    for number in range(sum(key.endswith("network.up") for key in p)):
+        block = f"blocks.{number}"
+        heads = [token.chunk(count, dim=1) for token in x]
+        mixed = [torch.cat([of[head] for of in heads], 1) for head in range(count)]
+        norm = f"{block}.mixing_norm"
+        s = [
+            layer_norm(one + other) * p[f"{norm}.weight"] + p[f"{norm}.bias"]
+            for one, other in zip(mixed, x, strict=True)
+        ]
+        gates = [torch.ones(len(joined), 1, dtype=joined.dtype)] * count
+        if experts > 1:
+            gates = [gate.clamp(min=0) for gate in per_token(p, f"{block}.router.router", s)]
+        if experts > 1 and training:
+            first = per_token(p, f"{block}.router.training_router", s)
+            gates = [(gate + one.clamp(min=0)) / 2 for gate, one in zip(gates, first, strict=True)]
+        x = []
+        for i, token in enumerate(s):
+            v = torch.zeros_like(token)
+            up, up_bias, down, down_bias = (
+                p[f"{block}.network.{name}"][i].chunk(experts, dim=dim)
+                for name, dim in (("up", 1), ("up_bias", 1), ("down", 0), ("down_bias", 0))
+            )
+            for j in range(experts):
+                hidden = gelu(token @ up[j] + up_bias[j])
+                v = v + gates[i][:, j : j + 1] * (hidden @ down[j] + down_bias[j])
+            norm = f"{block}.network_norm"
+            x.append(layer_norm(v + token) * p[f"{norm}.weight"] + p[f"{norm}.bias"])
+    return towers(p, [sum(x) / count] * tasks)
+
+
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "wide_deep": wide_deep,
     "deepfm": deepfm,
@@ -251,6 +308,7 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
     "shared_bottom": shared_bottom,
     "mmoe": mmoe,
     "ple": ple,
+    "rankmixer": rankmixer,
 }
 
 

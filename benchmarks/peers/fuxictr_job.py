@@ -26,13 +26,7 @@ LABEL = "label"
 
 
 class Batches:
-    """Batches of a split, as FuxiCTR's training loop reads them: a dictionary of tensors by column.
-
-    Args:
-        columns: all columns by name, one value per row; numerical ones [rows, 1].
-        batch_size: rows per batch; the last batch may have fewer.
-        shuffle: whether each epoch has another order, drawn from torch's global generator.
-    """
+    """Batches of a split, as FuxiCTR's training loop reads them: a dictionary of tensors by column."""
 
     def __init__(self, columns: dict[str, torch.Tensor], batch_size: int, shuffle: bool) -> None:
         self.columns = columns

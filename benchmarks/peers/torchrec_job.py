@@ -13,7 +13,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,9 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import TrainPipelineSparseDist
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import CacheParams
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -56,31 +53,8 @@ RULES = {
 """Optimizer of the recipe: that of the tables, that of the dense component."""
 
 
-@dataclass(frozen=True)
-class HostCache:
-    """Tables in host memory, and FBGEMM's cache of their rows on the GPU.
-
-    Attributes:
-        features: of these tables.
-        load_factor: room of the cache, as a fraction of all their rows.
-        prefetch: whether TorchRec's pipeline fetches the rows of the next batch; otherwise the lookup does.
-        kernel: of the tables; a CPU has none with a cache.
-    """
-
-    features: frozenset[str]
-    load_factor: float
-    prefetch: bool
-    kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED_UVM_CACHING
-
-
 class Trained(nn.Module):
-    """TorchRec's model with its loss, the dense component in bf16 and compiled, or as shipped (TF32).
-
-    Args:
-        model: DLRM or DLRM_DCN; the tables are on the meta device.
-        device: of the dense component.
-        is_compiled: whether the dense component is compiled and runs under autocast to bf16.
-    """
+    """TorchRec's model with its loss, the dense component in bf16 and compiled, or as shipped (TF32)."""
 
     def __init__(self, model: DLRM, device: torch.device, *, is_compiled: bool) -> None:
         super().__init__()
@@ -175,18 +149,8 @@ def build(
     device: torch.device,
     *,
     is_compiled: bool,
-    cache: HostCache | None = None,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Return the sharded model and the optimizer of all its parameters.
-
-    Args:
-        config: of the row.
-        spec: of its dataset.
-        num_rows: rows of a batch per rank.
-        device: of the model.
-        is_compiled: see `Trained`.
-        cache: of the tables in host memory; None: all lie on the device.
-    """
+    """Return the sharded model and the optimizer of all its parameters; `num_rows` per rank and batch."""
     rule = config.optimizer.embedding_name or config.optimizer.name
     tables, dense = RULES[rule][0], RULES[config.optimizer.name][1]
     model = Trained(dlrm(config.model, spec), device, is_compiled=is_compiled)
@@ -194,7 +158,11 @@ def build(
     rate = config.optimizer.lr / 1000
     apply_optimizer_in_backward(tables, model.model.sparse_arch.parameters(), {"lr": rate})
     is_bf16 = is_compiled and device.type == "cuda"
-    sharders = [EmbeddingBagCollectionSharder(fused_params=lookup_options(cache, is_bf16=is_bf16))]
+    lookup = {
+        "output_dtype": SparseType.BF16 if is_bf16 else SparseType.FP32,
+        "bounds_check_mode": BoundsCheckMode.NONE,
+    }
+    sharders = [EmbeddingBagCollectionSharder(fused_params=lookup)]
     topology: dict[str, Any] = {"compute_device": device.type}
     if device.type == "cuda":
         topology["hbm_cap"] = int(0.9 * torch.cuda.get_device_properties(device).total_memory)
@@ -202,25 +170,13 @@ def build(
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=num_ranks, local_world_size=num_ranks, **topology),
         batch_size=num_rows,
-        constraints=constraints(config, spec, cache),
+        constraints=constraints(config, spec),
     )
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     parameters = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     of_dense = KeyedOptimizerWrapper(parameters, lambda parameters: dense(parameters, lr=rate))
     return sharded, CombinedOptimizer([sharded.fused_optimizer, of_dense])
-
-
-def lookup_options(cache: HostCache | None, *, is_bf16: bool) -> dict[str, Any]:
-    """Return the options of FBGEMM's lookups."""
-    options = {
-        "output_dtype": SparseType.BF16 if is_bf16 else SparseType.FP32,
-        "bounds_check_mode": BoundsCheckMode.NONE,
-    }
-    if cache is not None:
-        # Pinned memory that the GPU reads by itself, instead of memory that CUDA manages.
-        options |= {"uvm_host_mapped": True, "gather_uvm_cache_stats": True}
-    return options
 
 
 def dlrm(options: Any, spec: FeatureSpec) -> DLRM:
@@ -244,13 +200,11 @@ def dlrm(options: Any, spec: FeatureSpec) -> DLRM:
     return DLRM_DCN(*sizes, dcn_num_layers=cross.num_layers, dcn_low_rank_dim=cross.projection_dim)
 
 
-def constraints(
-    config: Config, spec: FeatureSpec, cache: HostCache | None = None
-) -> dict[str, ParameterConstraints]:
-    """Return the row's sharding types, the mean number of ids per table and the cached tables, for TorchRec's planner."""
+def constraints(config: Config, spec: FeatureSpec) -> dict[str, ParameterConstraints]:
+    """Return the row's sharding types and the mean number of ids per table, for TorchRec's planner."""
     single = config.sharding.tables
     types = [kind.value for kind in config.sharding.types]
-    found = {
+    return {
         f"t_{feature.name}": ParameterConstraints(
             sharding_types=[single[feature.name].value] if feature.name in single else types,
             compute_kernels=["fused"] if "data_parallel" not in types else None,
@@ -258,14 +212,6 @@ def constraints(
         )
         for feature in spec.categorical
     }
-    if cache is not None:
-        for feature in cache.features:
-            table = found[f"t_{feature}"]
-            table.compute_kernels = [cache.kernel.value]
-            table.cache_params = CacheParams(
-                load_factor=cache.load_factor, prefetch_pipeline=cache.prefetch
-            )
-    return found
 
 
 def measure(

@@ -45,15 +45,7 @@ FTRL = (
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One model in both libraries.
-
-    Attributes:
-        folder: of FuxiCTR's model below `model_zoo`.
-        model_class: FuxiCTR's class.
-        settings: of ours, as overrides of the command line.
-        peer_settings: of FuxiCTR's.
-        batch_size: of both.
-    """
+    """One model in both libraries."""
 
     folder: str
     model_class: str

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.faults import ROWS, request_of, start
+from benchmarks.serving.started import ROWS, request_of, start
 from serving.client.connection import Address, Connection
 from serving.client.dataset_requests import scores_of
 from serving.manifest import Manifest
@@ -37,15 +37,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """Content of each connection.
-
-    Attributes:
-        title: of the attack.
-        content: sent at once.
-        repeats: times that the content is sent.
-        reads: whether the client reads.
-        connections: at a time.
-    """
+    """Content of each connection: sent at once, `repeats` times, to a client that reads or does not."""
 
     title: str
     content: bytes
@@ -63,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-    process, _, port = start(args.model)
+    process, port = start(args.model)
     try:
         asyncio.run(_run(args.model, process.pid, port))
     finally:
@@ -123,13 +115,7 @@ async def _probe(port: int, path: str, body: bytes, length: int) -> AsyncIterato
 
 
 def attacks(post: str, body: bytes, length: int) -> Sequence[Attack]:
-    """Return the attacks.
-
-    Args:
-        post: beginning of a request.
-        body: of a good request.
-        length: of its JSON.
-    """
+    """Return the attacks; `post` begins a request, `body` is of a good one, whose JSON has `length` bytes."""
     texts = json.dumps({"inputs": [_texts(1_300_000)]}).encode()
     good = f"{post}Inference-Header-Content-Length: {length}\r\n".encode() + _sized(len(body))
     return [

@@ -45,18 +45,7 @@ class OneVersion(Versions):
 async def measure(
     model: Model, batches: Sequence[Rows], concurrency: int, clients: int, seconds: float
 ) -> tuple[str, float]:
-    """Serve a model, send it the batches in turns, and return a line below `HEAD`, and rows per second.
-
-    Args:
-        model: to serve.
-        batches: rows of the requests.
-        concurrency: requests at a time.
-        clients: processes that send them.
-        seconds: of the load.
-
-    Raises:
-        ValueError: a request failed.
-    """
+    """Serve a model, send it the batches in turns, and return a line below `HEAD`, and rows per second."""
     limits = BatchLimits(MAX_BATCH, 4 * MAX_BATCH, 0.0, 10.0)
     http = HttpLimits(64 * MIB, 512 * MIB, 1024, 30.0)
     # As the server does when it starts.

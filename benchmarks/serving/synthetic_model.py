@@ -34,17 +34,7 @@ DENSE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class RepeatedTable:
-    """A table that repeats a block of random rows, so that a table of any size is written at the speed of memory.
-
-    Args:
-        declared: the table.
-        dtype: of its rows.
-
-    Attributes:
-        declared: the table.
-        dtype: of its rows, as torch's.
-        scale: by which each row is multiplied, if rows are int8.
-    """
+    """A table that repeats a block of random rows, so that a table of any size is written at the speed of memory."""
 
     def __init__(self, declared: Table, dtype: str) -> None:
         self.declared, self.dtype = declared, DTYPES[dtype]

@@ -61,12 +61,6 @@ class SplitWriter:
 
     Columns grow independently: chunk by chunk over all columns, or one complete column after another. Threads
     may append to different columns at the same time.
-
-    Args:
-        directory: of the dataset.
-        split: its name.
-        spec: of the dataset.
-        absent: names of the labels, the weight and the keep rate that the split lacks.
     """
 
     file_type: type[GrowingFile] = GrowingFile
@@ -116,16 +110,10 @@ class SplitWriter:
     ) -> None:
         """Append rows to any of the columns.
 
-        Args:
-            numerical: numbers [n, num_numerical].
-            labels: [n], or [n, labels] of several; bool, or 0 and 1, of a binary label.
-            weights: numbers [n], not negative.
-            keep_rates: numbers [n] above 0, at most 1.
-            ids: integers by feature: [n], [n, hotness], or flat for a ragged feature.
-            lengths: ids per row, [n], for each ragged feature in `ids`.
-
-        Raises:
-            ValueError: a value that the file cannot hold; the message names feature, value and row.
+        `numerical`: numbers [n, num_numerical]. `labels`: [n], or [n, labels] of several; bool, or 0 and 1, of a binary
+        label. `weights`: numbers [n], not negative. `keep_rates`: numbers [n] above 0, at most 1. `ids`: integers by
+        feature: [n], [n, hotness], or flat for a ragged feature. `lengths`: ids per row, [n], for each ragged feature
+        in `ids`. Raises ValueError: a value that the file cannot hold; the message names feature, value and row.
         """
         if numerical is not None:
             self._append_numerical(np.asarray(numerical))
@@ -302,12 +290,8 @@ def column_file_name(labels: Sequence[RowColumn], column: RowColumn) -> str:
 class BinarySource:
     """Source of the rows of a dataset directory, read through memory maps without a copy of its own.
 
-    Ids are checked on every read: one maximum over an unsigned view, in which negative ids are too large as
-    well.
-
-    Args:
-        spec: of the dataset.
-        columns: columns per split, if they are in memory; None: the files are mapped.
+    Ids are checked on every read: one maximum over an unsigned view, in which negative ids are too large as well.
+    `columns`: columns per split, if they are in memory; None: the files are mapped.
     """
 
     def __init__(
@@ -338,9 +322,8 @@ class BinarySource:
     ) -> Columns:
         """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`.
 
-        Raises:
-            ValueError: an id outside its table, a number that is not finite, or an invalid label, weight or keep rate, with
-                its row and file.
+        Raises ValueError: an id outside its table, a number that is not finite, or an invalid label, weight or keep
+        rate, with its row and file.
         """
         files, columns = self.spec.splits[split], self._columns[split]
         rows = Selection(runs)
@@ -435,21 +418,16 @@ class BinarySource:
 
 @dataclass(frozen=True, slots=True)
 class SplitColumns:
-    """Columns of one split as arrays.
+    """Columns of one split as arrays."""
 
-    Attributes:
-        columns: labels, weight and keep rate that the split has, by name, [N]; uint8 for a binary label, else floats.
-        numerical: floats [N, num_numerical]; None without numericals.
-        ids: integers by feature: [N], [N, hotness], or flat for a ragged feature.
-        offsets: int64 [N + 1] per ragged feature.
-        files: files of the split, for messages.
-    """
-
+    # labels, weight and keep rate that the split has, by name, [N]; uint8 for a binary label, else
+    # floats
     columns: dict[str, np.ndarray]
-    numerical: np.ndarray | None
+    numerical: np.ndarray | None  # floats [N, num_numerical]; None without numericals
+    # integers by feature: [N], [N, hotness], or flat for a ragged feature
     ids: dict[str, np.ndarray]
-    offsets: dict[str, np.ndarray]
-    files: SplitFiles
+    offsets: dict[str, np.ndarray]  # int64 [N + 1] per ragged feature
+    files: SplitFiles  # files of the split, for messages
 
     @classmethod
     def of_files(cls, spec: FeatureSpec, files: SplitFiles) -> "SplitColumns":

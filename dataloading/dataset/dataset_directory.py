@@ -48,15 +48,12 @@ from dataloading.dataset.split_files import (
 
 
 class DatasetWriter:
-    """The splits of a dataset that is being written; `writer["train"]` is a `SplitWriter`.
-
-    Attributes:
-        directory: temporary directory of the files; other files added there become part of the dataset.
-    """
+    """The splits of a dataset that is being written; `writer["train"]` is a `SplitWriter`."""
 
     def __init__(
         self, directory: Path, spec: FeatureSpec, splits: Mapping[str, Callable[..., SplitWriter]]
     ) -> None:
+        # temporary directory of the files; other files added there become part of the dataset
         self.directory = directory
         self._spec = spec
         self._splits = {split: make(directory, split, spec) for split, make in splits.items()}
@@ -120,24 +117,13 @@ def write_dataset(
 ) -> Iterator[DatasetWriter]:
     """Write a dataset directory; leaving the block completes it, an exception leaves `root` as it was.
 
-    Args:
-        root: directory to create, with its parents.
-        categorical: features in the model's order.
-        numerical: names of the numericals; may be empty.
-        label: name of the one binary label, or several labels.
-        weight: name of the column of weights, if there is one.
-        keep_rate: name of the column of keep rates, if there is one.
-        numerical_dtype: float16 (required by NVIDIA's recipe) or float32.
-        file_format: `binary`, or `parquet`, whose columns must grow together.
-        splits: at least one of `train`, `test` and `validation`, and any other.
-        metadata: plain yaml values; `rows` and `files` are added.
-        overwrite: replace a complete dataset, once the new one is complete.
-        absent: per split, names of the labels, the weight and the keep rate that it lacks: all labels, or nothing.
-        part_rows: of a dataset in Parquet, the rows of each file per split; a file list then names the files.
-
-    Raises:
-        ValueError: at the start, if `root` cannot be written or the features contradict each other; at the end, if
-            the columns of a split hold different rows.
+    `categorical`: features in the model's order. `numerical`: names of the numericals; may be empty. `numerical_dtype`:
+    float16 (required by NVIDIA's recipe) or float32. `file_format`: `binary`, or `parquet`, whose columns must grow
+    together. `splits`: at least one of `train`, `test` and `validation`, and any other. `metadata`: plain yaml values;
+    `rows` and `files` are added. `absent`: per split, names of the labels, the weight and the keep rate that it lacks:
+    all labels, or nothing. `part_rows`: of a dataset in Parquet, the rows of each file per split; a file list then
+    names the files. Raises ValueError: at the start, if `root` cannot be written or the features contradict each other;
+    at the end, if the columns of a split hold different rows.
     """
     root = check_output(root, overwrite)
     spec = FeatureSpec(
@@ -166,12 +152,7 @@ def write_dataset(
 def new_output(root: Path, overwrite: bool) -> Iterator[Path]:
     """Hold an output and yield an empty directory beside it; it is renamed to `root` at the end, or removed after an error.
 
-    Args:
-        root: result of `check_output`.
-        overwrite: replace the dataset at `root`.
-
-    Raises:
-        ValueError: another process is writing `root`, or has written it meanwhile.
+    Raises ValueError: another process is writing `root`, or has written it meanwhile.
     """
     with hold(root, f"is writing {root}") as alone:
         check_output(root, overwrite)  # again: another process may have written it meanwhile
@@ -268,12 +249,9 @@ def check_output(root: Path | str, overwrite: bool = False) -> Path:
 def write_spec(spec: FeatureSpec, root: Path) -> None:
     """Write `root`/feature_spec.yaml by rename, synced, so that it is never partial.
 
-    A split `validation` is not named if NVIDIA's recipes can read the dataset, since they refuse a spec with other splits
-    than `train` and `test`. Readers here find its files beside those of `test`.
-
-    Args:
-        spec: its paths must lie below `root`.
-        root: directory that holds all files already, since a directory with a spec counts as complete.
+    A split `validation` is not named if NVIDIA's recipes can read the dataset, since they refuse a spec with other
+    splits than `train` and `test`. Readers here find its files beside those of `test`. `spec`: its paths must lie below
+    `root`.
     """
     features: dict[str, dict[str, Any]] = {}
     for feature in spec.categorical:
@@ -347,8 +325,7 @@ def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, 
 def checksums_of(metadata: object, where: str) -> dict[str, dict[str, Any]]:
     """Return `files` of a spec's metadata: bytes and CRC-32 per file; empty if it lists none.
 
-    Raises:
-        ValueError: it is of another shape; starts with `where`, the key of `metadata`.
+    Raises ValueError: it is of another shape; starts with `where`, the key of `metadata`.
     """
     listed = metadata.get("files") if isinstance(metadata, Mapping) else None
     if not listed:
@@ -368,12 +345,8 @@ def checksums_of(metadata: object, where: str) -> dict[str, dict[str, Any]]:
 def verify_checksums(spec: FeatureSpec, only: Collection[str] | None = None) -> int:
     """Compare the checksum of every file in the metadata of the spec; return the number of files.
 
-    Args:
-        spec: of the dataset.
-        only: names of the files to compare; None for all that are listed.
-
-    Raises:
-        ValueError: a file has changed, or the spec lists no checksums.
+    `only`: names of the files to compare; None for all that are listed. Raises ValueError: a file has changed, or the
+    spec lists no checksums.
     """
     assert spec.root is not None
     listed = checksums_of(spec.metadata, f"{spec.root / SPEC_NAME}: metadata")

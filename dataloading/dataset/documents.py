@@ -40,10 +40,8 @@ _NO_FILE = {errno.ENXIO, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EI
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, for reading without a buffer.
 
-    Raises:
-        FileNotFoundError, NotADirectoryError: nothing lies there.
-        ValueError: it is a directory, a FIFO, a device, a socket or a circle of links, or no file can have this name.
-        OSError: it cannot be read, at least not now.
+    Raises FileNotFoundError, NotADirectoryError: nothing lies there; ValueError: it is a directory, a FIFO, a device, a
+    socket or a circle of links, or no file can have this name; OSError: it cannot be read, at least not now.
     """
     with _reported(path):
         # Without O_NONBLOCK, opening a FIFO waits for a writer. On a regular file it has no effect.
@@ -101,9 +99,8 @@ def read_yaml(path: Path) -> Any:
 def parse_yaml(text: str, where: str) -> Any:
     """Return the content of plain yaml.
 
-    Raises:
-        ValueError: not plain yaml, a key twice in a mapping, or beyond `MAX_NESTING` levels or `MAX_NODES` nodes; starts with
-            `where`.
+    Raises ValueError: not plain yaml, a key twice in a mapping, or beyond `MAX_NESTING` levels or `MAX_NODES` nodes;
+    starts with `where`.
     """
     try:
         return _limited_yaml(text)
@@ -125,8 +122,7 @@ def read_json(path: Path) -> Any:
 def parse_json(text: str | bytes, where: str) -> Any:
     """Return the content of a JSON text.
 
-    Raises:
-        ValueError: not JSON, a key twice in an object, or deeper than `MAX_NESTING` levels; starts with `where`.
+    Raises ValueError: not JSON, a key twice in an object, or deeper than `MAX_NESTING` levels; starts with `where`.
     """
     try:
         document = decode_json(text)
@@ -149,10 +145,8 @@ def read_file_list(path: Path) -> list[str]:
     """Return the paths of a file list in order, as they are written.
 
     HugeCTR reads and NVTabular writes such lists: the number of files, then one path per line, relative to the list.
-
-    Raises:
-        ValueError: the first line is no number, there are more or fewer paths, or a path is listed twice.
-        OSError: the file cannot be read.
+    Raises ValueError: the first line is no number, there are more or fewer paths, or a path is listed twice; OSError:
+    the file cannot be read.
     """
     first, *names = [line.strip() for line in read_text(path).splitlines() if line.strip()] or [""]
     if not re.fullmatch("[0-9]{1,9}", first) or int(first) == 0:
@@ -188,10 +182,7 @@ class DoubleKeyError(ValueError):
 def decode_json(text: str | bytes) -> Any:
     """Return the content of a JSON text without `parse_json`'s limit of levels, which takes a walk through all values.
 
-    Raises:
-        DoubleKeyError: an object has a key twice.
-        ValueError: it is no JSON.
-        RecursionError: it is very deep.
+    Raises DoubleKeyError: an object has a key twice; ValueError: it is no JSON; RecursionError: it is very deep.
     """
     return json.loads(text, object_pairs_hook=_object)
 
@@ -253,21 +244,13 @@ def _limited_yaml(text: str) -> Any:
 
 @dataclass(slots=True)
 class _Collection:
-    """A collection of a yaml document whose end has not been read.
+    """A collection of a yaml document whose end has not been read."""
 
-    Attributes:
-        anchor: name by which aliases refer to it, or an empty text.
-        is_mapping: whether keys and values take turns.
-        num_children: its keys, values or items so far.
-        num_nodes: all nodes below it so far, and itself, with aliases written out.
-        keys: its plain keys so far.
-    """
-
-    anchor: str
-    is_mapping: bool
-    num_children: int = 0
-    num_nodes: int = 1
-    keys: set[str] = field(default_factory=set)
+    anchor: str  # name by which aliases refer to it, or an empty text
+    is_mapping: bool  # whether keys and values take turns
+    num_children: int = 0  # its keys, values or items so far
+    num_nodes: int = 1  # all nodes below it so far, and itself, with aliases written out
+    keys: set[str] = field(default_factory=set)  # its plain keys so far
 
     def add_scalar(self, scalar: yaml.ScalarEvent) -> None:
         is_key = self.is_mapping and self.num_children % 2 == 0

@@ -74,14 +74,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str, temporary: Path, *, synced: bool = True) -> None:
-    """Write `text` to `path` by rename, so that `path` holds the text before or the complete new one.
-
-    Args:
-        path: file to replace or to make.
-        text: its content.
-        temporary: file in the same directory that is written first.
-        synced: sync the file before the rename and its directory after it.
-    """
+    """Write `text` to `path` by rename, so that `path` holds the text before or the complete new one."""
     replace_bytes(path, text.encode(), temporary, synced=synced)
 
 
@@ -105,11 +98,8 @@ def replace_bytes(path: Path, content: bytes, temporary: Path, *, synced: bool =
 class AppendedFile:
     """File that grows by complete pieces: a piece that cannot be written completely leaves no part of it.
 
-    Only the last piece can be incomplete, after the process was killed while writing it.
-
-    Args:
-        path: created if it is missing.
-        is_text: whether a last line without line end is removed first.
+    Only the last piece can be incomplete, after the process was killed while writing it. `is_text`: whether a last line
+    without line end is removed first.
     """
 
     def __init__(self, path: Path, *, is_text: bool) -> None:
@@ -122,11 +112,7 @@ class AppendedFile:
             _cut_incomplete_line(self._descriptor)
 
     def append(self, piece: bytes | memoryview) -> None:
-        """Append a piece.
-
-        Raises:
-            OSError: with the path; the file is as before.
-        """
+        """Append a piece. Raises OSError: with the path; the file is as before."""
         num_bytes = os.fstat(self._descriptor).st_size
         left = memoryview(piece)
         try:
@@ -212,14 +198,9 @@ def new_directory(path: Path, temporary: Path) -> Iterator[Path]:
 def lock_directory(directory: Path) -> int:
     """Lock a directory against other processes; return the descriptor that holds the lock until it is closed.
 
-    The lock ends with the process at the latest, however the process ends.
-
-    Args:
-        directory: to lock; only processes that lock it too are kept out.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-        UnlockableError: the file system has no locks for directories.
+    The lock ends with the process at the latest, however the process ends. `directory`: to lock; only processes that
+    lock it too are kept out. Raises BlockingIOError: another process holds the lock; UnlockableError: the file system
+    has no locks for directories.
     """
     return _locked(os.open(directory, os.O_RDONLY))
 
@@ -247,18 +228,10 @@ def _locked(descriptor: int) -> int:
 def hold(directory: Path, doing: str) -> Iterator[bool]:
     """Keep other processes from writing `directory`, which need not exist, until the block ends.
 
-    The lock is on a file beside it, `.NAME.lock`, that names its holder and is removed at the end. A killed process leaves
-    the file, without a lock. The parents of `directory` are created.
-
-    Args:
-        directory: to write; only processes that hold it too are kept out.
-        doing: what the holder does, for the message, as `is writing out`.
-
-    Yields:
-        Whether others are kept out; False on a file system without locks.
-
-    Raises:
-        ValueError: another process holds it; the message names that process and its host.
+    The lock is on a file beside it, `.NAME.lock`, that names its holder and is removed at the end. A killed process
+    leaves the file, without a lock. The parents of `directory` are created. `directory`: to write; only processes that
+    hold it too are kept out. Yields whether others are kept out; False on a file system without locks. Raises
+    ValueError: another process holds it; the message names that process and its host.
     """
     absolute = Path(os.path.abspath(directory))
     absolute.parent.mkdir(parents=True, exist_ok=True)
@@ -316,14 +289,9 @@ def clear_leftovers(root: Path, but: Path | None = None) -> list[Path]:
     """Remove what killed processes left beside `root`: partial siblings, and a directory that they were replacing.
 
     If they were killed between the two renames of `put_in_place`, `root` is missing and gets the latter back. Several
-    processes may remove the same leftovers at once.
-
-    Args:
-        root: the directory that those processes wrote; the caller holds it, so nobody else writes it.
-        but: a sibling that stays.
-
-    Returns:
-        The siblings that another process has locked; they stay too, as do those of another user.
+    processes may remove the same leftovers at once. `root`: the directory that those processes wrote; the caller holds
+    it, so nobody else writes it. Returns the siblings that another process has locked; they stay too, as do those of
+    another user.
     """
     for replaced in sorted(root.parent.glob(f".{escape(root.name)}.replaced-*")):
         if root.exists():

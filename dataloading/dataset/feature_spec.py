@@ -51,25 +51,19 @@ def id_dtype(cardinality: int) -> np.dtype:
 
 @dataclass(frozen=True, slots=True)
 class CategoricalFeature:
-    """One categorical feature and the table that its ids point into.
+    """One categorical feature and the table that its ids point into."""
 
-    Attributes:
-        name: any string that is not empty; NVIDIA's own are `cat_0.bin`, `cat_1.bin`, ...
-        cardinality: rows of the table; ids lie in [0, cardinality).
-        dtype: integer dtype of the ids on disk.
-        hotness: ids per row; None if rows differ (ragged).
-        mean_hotness: mean ids per row without outliers (`Lengths.mean`); equal to `hotness` where that is fixed.
-        table: name of its table; features that name one table share it, since an id means the same in all of them.
-            None: the table is named like the feature.
-        is_dynamic: whether the files hold int64 keys, 0 of missing ones, to which training gives rows of the table.
-    """
-
-    name: str
-    cardinality: int
-    dtype: np.dtype
-    hotness: int | None
+    name: str  # any string that is not empty; NVIDIA's own are `cat_0.bin`, `cat_1.bin`
+    cardinality: int  # rows of the table; ids lie in [0, cardinality)
+    dtype: np.dtype  # integer dtype of the ids on disk
+    hotness: int | None  # ids per row; None if rows differ (ragged)
+    # mean ids per row without outliers (`Lengths.mean`); equal to `hotness` where that is fixed
     mean_hotness: float
+    # name of its table; features that name one table share it, since an id means the same in all of
+    # them. None: the table is named like the feature.
     table: str | None = None
+    # whether the files hold int64 keys, 0 of missing ones, to which training gives rows of the
+    # table
     is_dynamic: bool = False
 
     def __post_init__(self) -> None:
@@ -110,28 +104,22 @@ class CategoricalFeature:
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
-    """Names, order, dtypes, table sizes and files of one dataset.
+    """Names, order, dtypes, table sizes and files of one dataset."""
 
-    Attributes:
-        root: the dataset directory; None for synthetic streams.
-        numerical: names in channel order; may be empty.
-        numerical_dtype: float16 or float32.
-        labels: in channel order, which is the order of a model's logits; at least one.
-        categorical: features in channel order, which is the model's order.
-        splits: at least one of `train`, `test` and `validation`, and any other split, by name.
-        metadata: any keys; the writer fills in `rows` and `files`.
-        weight: factor of a row's loss and of its part in the metrics; None: all rows count alike.
-        keep_rate: rate at which negatives such as this row were kept in the training rows; None without such a column.
-    """
-
-    root: Path | None
-    numerical: tuple[str, ...]
-    numerical_dtype: np.dtype
+    root: Path | None  # the dataset directory; None for synthetic streams
+    numerical: tuple[str, ...]  # names in channel order; may be empty
+    numerical_dtype: np.dtype  # float16 or float32
+    # in channel order, which is the order of a model's logits; at least one
     labels: tuple[RowColumn, ...]
+    # features in channel order, which is the model's order
     categorical: tuple[CategoricalFeature, ...]
+    # at least one of `train`, `test` and `validation`, and any other split, by name
     splits: dict[str, SplitFiles]
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # any keys; the writer fills in `rows` and `files`
+    # factor of a row's loss and of its part in the metrics; None: all rows count alike
     weight: RowColumn | None = None
+    # rate at which negatives such as this row were kept in the training rows; None without such a
+    # column
     keep_rate: RowColumn | None = None
 
     @property
@@ -192,8 +180,7 @@ class FeatureSpec:
     def fingerprint(self, cardinalities: Mapping[str, int] | None = None) -> str:
         """Return the SHA-256 (hex) of names, order, cardinalities, hotness and shared tables, on which a model depends.
 
-        Args:
-            cardinalities: rows per feature to use instead of its own.
+        `cardinalities`: rows per feature to use instead of its own.
         """
         rows = cardinalities or {}
         categorical = [
@@ -212,8 +199,7 @@ class FeatureSpec:
     def load_features(cls, root: Path) -> "FeatureSpec":
         """Read the spec in `root` without its splits, whose files need not exist.
 
-        Raises:
-            ValueError: it is missing, malformed or contradictory.
+        Raises ValueError: it is missing, malformed or contradictory.
         """
         document = _read_yaml(root / SPEC_NAME)
         try:
@@ -227,14 +213,8 @@ class FeatureSpec:
     ) -> "FeatureSpec":
         """Read and check the spec in `root`, and the sizes of every file that it names.
 
-        Args:
-            root: dataset directory.
-            filename: name of the spec in it.
-            measure: check sizes and count rows; False also loads the spec of a dataset with damaged files.
-
-        Raises:
-            ValueError: something is missing, malformed or contradictory; the message names file, key and
-                expected value.
+        `measure`: check sizes and count rows; False also loads the spec of a dataset with damaged files. Raises
+        ValueError: something is missing, malformed or contradictory; the message names file, key and expected value.
         """
         root = Path(root)
         path = root / filename
@@ -260,8 +240,7 @@ def features_by_table(
 ) -> dict[str, tuple[CategoricalFeature, ...]]:
     """Return the features of every table, in the order of the tables' first features.
 
-    Raises:
-        ValueError: features of one table have different cardinalities.
+    Raises ValueError: features of one table have different cardinalities.
     """
     tables: dict[str, tuple[CategoricalFeature, ...]] = {}
     for feature in categorical:

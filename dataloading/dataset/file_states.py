@@ -55,9 +55,7 @@ def data_identity(spec: FeatureSpec) -> str | None:
 def changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the names of files whose samples or listed checksums differ, with the difference.
 
-    Args:
-        before: with the entries of `data_state`; one of an earlier version has no checksums.
-        now: likewise.
+    `before`: with the entries of `data_state`; one of an earlier version has no checksums.
     """
     old, new = before.get("data_checksums", {}), now["data_checksums"]
     in_both = old.keys() & new.keys()  # the spec of a copy may list none
@@ -71,10 +69,8 @@ def changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 def verify_small_files(spec: FeatureSpec) -> None:
     """Compare every byte of the smallest files with the checksums that the spec lists, up to `WHOLE_BYTES` in total.
 
-    Labels are among the smallest, and samples miss what changes between them.
-
-    Raises:
-        ValueError: a file has changed since it was written.
+    Labels are among the smallest, and samples miss what changes between them. Raises ValueError: a file has changed
+    since it was written.
     """
     names, left = [], WHOLE_BYTES
     for name, (num_bytes, _) in sorted(listed_checksums(spec).items(), key=lambda item: item[1]):

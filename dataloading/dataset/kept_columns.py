@@ -31,22 +31,12 @@ def kept_file_name(split: str) -> str:
 class KeptColumns:
     """Kept columns of one split, read by ranges of rows; safe to call from several threads.
 
-    The row group that was read last stays in memory, so consecutive ranges decode each row group once.
-
-    Args:
-        root: dataset directory.
-        split: its name.
-        num_rows: rows of the split, with which the file is compared.
-
-    Attributes:
-        names: of the columns; empty if the dataset keeps none.
-
-    Raises:
-        ValueError: the file is damaged, or holds another number of rows.
+    The row group that was read last stays in memory, so consecutive ranges decode each row group once. Raises
+    ValueError: the file is damaged, or holds another number of rows.
     """
 
     def __init__(self, root: Path, split: str, num_rows: int | None = None) -> None:
-        self.names: list[str] = []
+        self.names: list[str] = []  # of the columns; empty if the dataset keeps none
         self._root = root
         self._split = split
         self._lock = Lock()
@@ -69,8 +59,7 @@ class KeptColumns:
     def read(self, start: int, stop: int, names: Sequence[str]) -> pa.Table:
         """Return the columns `names` of the rows [start, stop), in the order of `names`.
 
-        Raises:
-            ValueError: the dataset does not keep one of them, or its data is damaged.
+        Raises ValueError: the dataset does not keep one of them, or its data is damaged.
         """
         unknown = [name for name in names if name not in self.names]
         if unknown:
@@ -98,13 +87,7 @@ class KeptColumns:
 
 
 class KeptWriter:
-    """Writes the kept columns of one split.
-
-    Args:
-        root: directory of the dataset.
-        split: its name.
-        schema: names and types of the columns.
-    """
+    """Writes the kept columns of one split."""
 
     def __init__(self, root: Path, split: str, schema: pa.Schema) -> None:
         self._name = kept_file_name(split)

@@ -6,11 +6,7 @@ from dataloading.dataset.source import Source
 
 
 def open_dataset(spec: FeatureSpec) -> Source:
-    """Return the source of rows of `spec`.
-
-    Raises:
-        ValueError: some splits are Parquet, and others are not.
-    """
+    """Return the source of rows of `spec`. Raises ValueError: some splits are Parquet, and others are not."""
     in_parquet = [name for name, files in spec.splits.items() if files.parquet]
     if not in_parquet:
         return BinarySource(spec)

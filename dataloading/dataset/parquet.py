@@ -73,9 +73,8 @@ class ParquetSource:
     ) -> Columns:
         """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`.
 
-        Raises:
-            ValueError: a missing value, an id outside its table, or an invalid label, weight or keep rate; the message
-                names row and file.
+        Raises ValueError: a missing value, an id outside its table, or an invalid label, weight or keep rate; the
+        message names row and file.
         """
         if self._fits[split]:
             return self._whole(split).read(split, runs, padded_to, allocate)

@@ -39,12 +39,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def open_file(path: Path, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    """Open a Parquet file through a memory map; ValueError unless it is one.
-
-    Args:
-        path: of the file.
-        metadata: its footer, if it has been read already.
-    """
+    """Open a Parquet file through a memory map; ValueError unless it is one."""
     with _complete(path):
         check_regular(path)
         # Reading ahead gains nothing with a memory map, and it would start Arrow's threads in reader processes.
@@ -84,12 +79,7 @@ def read_schema(path: Path) -> pa.Schema:
 def count_rows(paths: Sequence[Path], columns: Mapping[str, ColumnKind]) -> int:
     """Return the rows of all files.
 
-    Args:
-        paths: files of a split.
-        columns: kind of each column.
-
-    Raises:
-        ValueError: a file is truncated, lacks a column or has one of another type, or there are no rows.
+    Raises ValueError: a file is truncated, lacks a column or has one of another type, or there are no rows.
     """
     num_rows = 0
     for path in paths:

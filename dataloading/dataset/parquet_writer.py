@@ -61,14 +61,8 @@ class PendingColumn(GrowingFile):
 class ParquetSplitWriter(SplitWriter):
     """Appends chunks of rows to the Parquet files of one split.
 
-    Columns should grow together: rows that some column still lacks are kept in memory.
-
-    Args:
-        directory: of the dataset.
-        split: its name.
-        spec: of the dataset.
-        absent: names of the labels, the weight and the keep rate that the split lacks.
-        part_rows: rows of each file, which a file list then names; None begins a file after every `PART_ROWS`.
+    Columns should grow together: rows that some column still lacks are kept in memory. `part_rows`: rows of each file,
+    which a file list then names; None begins a file after every `PART_ROWS`.
     """
 
     file_type = PendingColumn

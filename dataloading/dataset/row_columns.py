@@ -25,17 +25,14 @@ LABEL_DTYPE = np.dtype(np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class RowColumn:
-    """One number per row.
+    """One number per row."""
 
-    Attributes:
-        name: of the column, unique among all features.
-        channel: what the number is. A row has one number per label, at most one weight and at most one keep rate.
-        dtype: `bool` for a binary label, 0 or 1; float16 or float32 for a regression label; float32 for a weight and a keep
-            rate.
-    """
-
-    name: str
+    name: str  # of the column, unique among all features
+    # what the number is. A row has one number per label, at most one weight and at most one keep
+    # rate.
     channel: Channel = Channel.label
+    # `bool` for a binary label, 0 or 1; float16 or float32 for a regression label; float32 for a
+    # weight and a keep rate
     dtype: np.dtype = BINARY
 
     def __post_init__(self) -> None:

@@ -17,28 +17,18 @@ from dataloading.dataset.parquet_files import open_file, read_footer
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Decoded rows, one array per column.
+    """Decoded rows, one array per column."""
 
-    Attributes:
-        columns: numbers [n] of each label, of the weight and of the keep rate, checked, in the spec's order.
-        numerical: numbers [n], one array per feature.
-        ids: integers, flat, one array per feature, checked against its table.
-        offsets: int [n + 1] of ragged features, None where the hotness is fixed.
-    """
-
+    # numbers [n] of each label, of the weight and of the keep rate, checked, in the spec's order
     columns: list[np.ndarray]
-    numerical: list[np.ndarray]
-    ids: list[np.ndarray]
+    numerical: list[np.ndarray]  # numbers [n], one array per feature
+    ids: list[np.ndarray]  # integers, flat, one array per feature, checked against its table
+    # int [n + 1] of ragged features, None where the hotness is fixed
     offsets: list[np.ndarray | None]
 
 
 class SplitGroups:
-    """Row groups of one split, over all its files.
-
-    Args:
-        paths: its files.
-        absent: names of the labels, the weight and the keep rate that it lacks.
-    """
+    """Row groups of one split, over all its files."""
 
     def __init__(self, paths: tuple[Path, ...], absent: Collection[str] = ()) -> None:
         self.paths = paths
@@ -78,9 +68,8 @@ class SplitGroups:
     def decode(self, spec: FeatureSpec, group: int) -> RowGroup:
         """Read a row group.
 
-        Raises:
-            ValueError: damaged Parquet data, a missing value, an id outside its table, or an invalid label, weight or keep
-                rate; the message names row and file.
+        Raises ValueError: damaged Parquet data, a missing value, an id outside its table, or an invalid label, weight
+        or keep rate; the message names row and file.
         """
         part, _ = self._locate(group)
         names = [name for name in spec.names if name not in self._absent]
@@ -129,15 +118,8 @@ def decode(
 ) -> RowGroup:
     """Return the rows of a table whose columns have the right types, every value checked.
 
-    Args:
-        table: with a column for each of `spec.names` that is not `absent`.
-        spec: features.
-        where: the table's place, for messages.
-        absent: names of the labels, the weight and the keep rate that the rows lack.
-
-    Raises:
-        ValueError: a missing value, an id outside its table, or an invalid label, weight or keep rate; the message names row
-            and file.
+    Raises ValueError: a missing value, an id outside its table, or an invalid label, weight or keep rate; the message
+    names row and file.
     """
     columns = []
     for column in spec.row_columns:

@@ -17,24 +17,19 @@ of `Columns.empty`."""
 
 @dataclass(slots=True)
 class Columns:
-    """B rows as arrays. The last rows may be padding: all zero, without ids.
+    """B rows as arrays. The last rows may be padding: all zero, without ids."""
 
-    Attributes:
-        numerical: float32 [B, num_numerical]; (B, 0) in a dataset without numericals.
-        labels: float32 [B]; [B, labels] with several.
-        values: all ids, feature after feature, int32 (int64 if any table has 2**31 rows or more).
-        ids: one view into `values` per feature, in the spec's order: flat [num_valid * hotness] or [sum of lengths].
-        lengths: int32 [B] for ragged features, None where the hotness is fixed.
-        weights: float32 [B], 0 of padding rows; None without such a column.
-        keep_rates: float32 [B], 1 of padding rows; None without such a column.
-    """
-
-    numerical: np.ndarray
-    labels: np.ndarray
+    numerical: np.ndarray  # float32 [B, num_numerical]; (B, 0) in a dataset without numericals
+    labels: np.ndarray  # float32 [B]; [B, labels] with several
+    # all ids, feature after feature, int32 (int64 if any table has 2**31 rows or more)
     values: np.ndarray
+    # one view into `values` per feature, in the spec's order: flat [num_valid * hotness] or [sum of
+    # lengths]
     ids: list[np.ndarray]
+    # int32 [B] for ragged features, None where the hotness is fixed
     lengths: list[np.ndarray | None]
-    weights: np.ndarray | None = None
+    weights: np.ndarray | None = None  # float32 [B], 0 of padding rows; None without such a column
+    # float32 [B], 1 of padding rows; None without such a column
     keep_rates: np.ndarray | None = None
 
     @classmethod
@@ -46,15 +41,7 @@ class Columns:
         num_ids: Sequence[int],
         allocate: Allocate = np.empty,
     ) -> "Columns":
-        """Return columns to fill: valid rows and ids are undefined, padding is zero.
-
-        Args:
-            spec: features.
-            num_valid: rows to fill.
-            padded_to: B.
-            num_ids: ids per feature over all valid rows.
-            allocate: allocator of the memory.
-        """
+        """Return columns to fill: valid rows and ids are undefined, padding is zero."""
         assert num_valid <= padded_to
         numerical = allocate((padded_to, len(spec.numerical)), np.dtype(np.float32))
         several = (len(spec.labels),) if len(spec.labels) > 1 else ()
@@ -85,16 +72,11 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys of one feature with `vocabulary: dynamic` in some rows.
+    """Keys of one feature with `vocabulary: dynamic` in some rows."""
 
-    Attributes:
-        column: int64 [N], of which the keys are parts; 0 is no key.
-        runs: the parts, int64 [K, 2], half-open, in the order of the rows.
-        lengths: keys per row, int64 [rows], of a ragged feature; None where the hotness is fixed.
-    """
-
-    column: np.ndarray
-    runs: np.ndarray
+    column: np.ndarray  # int64 [N], of which the keys are parts; 0 is no key
+    runs: np.ndarray  # the parts, int64 [K, 2], half-open, in the order of the rows
+    # keys per row, int64 [rows], of a ragged feature; None where the hotness is fixed
     lengths: np.ndarray | None
 
     @classmethod
@@ -116,13 +98,9 @@ class Keys:
 
 
 class Source(Protocol):
-    """Source of rows: a dataset directory or a synthetic stream.
+    """Source of rows: a dataset directory or a synthetic stream."""
 
-    Attributes:
-        spec: of the dataset.
-    """
-
-    spec: FeatureSpec
+    spec: FeatureSpec  # of the dataset
 
     def num_rows(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
@@ -145,25 +123,15 @@ class Source(Protocol):
     ) -> Columns:
         """Return the rows of `runs`, in that order; safe to call from several threads.
 
-        Args:
-            split: name of the split.
-            runs: int64 [K, 2], half-open row ranges.
-            padded_to: rows of the result; the rest is padding. None: no padding.
-            allocate: allocator of the memory.
-
-        The ids of features with `vocabulary: dynamic` are undefined; `read_keys` returns their keys.
-
-        Raises:
-            ValueError: an id is outside its table; the message names feature, value, row and file.
+        The ids of features with `vocabulary: dynamic` are undefined; `read_keys` returns their keys. `runs`: int64 [K,
+        2], half-open row ranges. `padded_to`: rows of the result; the rest is padding. None: no padding. Raises
+        ValueError: an id is outside its table; the message names feature, value, row and file.
         """
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         """Return the keys of the rows of `runs`, in that order, of a feature with `vocabulary: dynamic`.
 
-        Args:
-            split: name of the split.
-            runs: int64 [K, 2], half-open row ranges.
-            feature: its index in `spec.categorical`.
+        `runs`: int64 [K, 2], half-open row ranges.
         """
 
 

@@ -50,26 +50,18 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class SplitFiles:
-    """Files of one split; a synthetic stream has rows only.
+    """Files of one split; a synthetic stream has rows only."""
 
-    Attributes:
-        num_rows: rows of every file.
-        numerical: file of the numericals; None without numericals.
-        columns: file of each label, of the weight and of the keep rate that it has, by name. Empty in a synthetic stream.
-        ids: file of each categorical feature, by name.
-        offsets: file of each ragged feature, by name.
-        parquet: Parquet files that hold all columns, in order; the files above do not exist then.
-        lists: file lists that name the Parquet files.
-        absent: names of the labels, the weight and the keep rate that it lacks: rows to be scored have no labels.
-    """
-
-    num_rows: int
-    numerical: Path | None = None
+    num_rows: int  # rows of every file
+    numerical: Path | None = None  # file of the numericals; None without numericals
     columns: dict[str, Path] = field(default_factory=dict)
-    ids: dict[str, Path] = field(default_factory=dict)
-    offsets: dict[str, Path] = field(default_factory=dict)
+    ids: dict[str, Path] = field(default_factory=dict)  # file of each categorical feature, by name
+    offsets: dict[str, Path] = field(default_factory=dict)  # file of each ragged feature, by name
+    # Parquet files that hold all columns, in order; the files above do not exist then
     parquet: tuple[Path, ...] = ()
-    lists: tuple[Path, ...] = ()
+    lists: tuple[Path, ...] = ()  # file lists that name the Parquet files
+    # names of the labels, the weight and the keep rate that it lacks: rows to be scored have no
+    # labels
     absent: frozenset[str] = frozenset()
 
     def paths(self) -> list[Path]:
@@ -89,16 +81,11 @@ class SplitFiles:
 
 @dataclass(frozen=True, slots=True)
 class RowBytes:
-    """Width of one row in each file.
+    """Width of one row in each file."""
 
-    Attributes:
-        numerical: bytes of all numericals of a row.
-        columns: bytes of a row's label, weight or keep rate, by name.
-        ids: bytes of a row's ids, by feature; for a ragged feature the bytes of one id.
-    """
-
-    numerical: int
-    columns: Mapping[str, int]
+    numerical: int  # bytes of all numericals of a row
+    columns: Mapping[str, int]  # bytes of a row's label, weight or keep rate, by name
+    # bytes of a row's ids, by feature; for a ragged feature the bytes of one id
     ids: Mapping[str, int]
 
 
@@ -126,13 +113,7 @@ def parse_chunks(
 ) -> SplitFiles:
     """Return the files in the `source_spec` of one split, without row counts.
 
-    Args:
-        root: dataset directory.
-        where: key of `chunks`, with which every error starts.
-        chunks: value of that key.
-        numericals: names of the numericals in channel order.
-        columns: channel of each label, of the weight and of the keep rate, by name.
-        ragged: per categorical feature, whether it is ragged.
+    `numericals`: names of the numericals in channel order. `ragged`: per categorical feature, whether it is ragged.
     """
     expect(isinstance(chunks, list), where, chunks, "a list of chunks")
     assert isinstance(chunks, list)
@@ -295,12 +276,8 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 def count_rows(files: SplitFiles, widths: RowBytes) -> int:
     """Return the rows of a split, by the size of the file of its first label; without labels, of another file.
 
-    Args:
-        files: files of the split; `num_rows` is ignored.
-        widths: bytes per row of each file.
-
-    Raises:
-        ValueError: the split is empty, or the size of a file does not match the number of rows.
+    `files`: files of the split; `num_rows` is ignored. `widths`: bytes per row of each file. Raises ValueError: the
+    split is empty, or the size of a file does not match the number of rows.
     """
     first, row_bytes, more = _counted_file(files, widths)
     num_rows = first.stat().st_size // row_bytes - more

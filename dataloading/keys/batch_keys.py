@@ -9,17 +9,11 @@ from dataloading.dataset.source import Keys
 
 @dataclass(frozen=True, slots=True)
 class BatchKeys:
-    """Keys of a feature in a batch, and the memory for rows.
+    """Keys of a feature in a batch, and the memory for rows."""
 
-    Attributes:
-        keys: of the rows of all ranks, in their order.
-        rows: receives the table's rows of this rank's keys, integers.
-        first: position of the first of these keys.
-    """
-
-    keys: Keys
-    rows: np.ndarray
-    first: int = 0
+    keys: Keys  # of the rows of all ranks, in their order
+    rows: np.ndarray  # receives the table's rows of this rank's keys, integers
+    first: int = 0  # position of the first of these keys
 
     @classmethod
     def alone(cls, keys: np.ndarray) -> "BatchKeys":

@@ -25,20 +25,13 @@ SHARED_KEYS = 2048
 
 @dataclass(frozen=True, slots=True)
 class BatchChange:
-    """Changes that one batch makes to maps.
+    """Changes that one batch makes to maps."""
 
-    Attributes:
-        seen: memory of the slots that the parts of columns have seen, int32 [keys, 3].
-        tables: of the parts, int64 [P].
-        spans: half-open parts of `seen` that are used, int64 [P, 2].
-        changed: keys that tables got, by table.
-        left_out: keys that find no row in a table that is full, by table, int64 [n].
-    """
-
-    seen: np.ndarray
-    tables: np.ndarray
-    spans: np.ndarray
-    changed: dict[int, MapChange] = field(default_factory=dict)
+    seen: np.ndarray  # memory of the slots that the parts of columns have seen, int32 [keys, 3]
+    tables: np.ndarray  # of the parts, int64 [P]
+    spans: np.ndarray  # half-open parts of `seen` that are used, int64 [P, 2]
+    changed: dict[int, MapChange] = field(default_factory=dict)  # keys that tables got, by table
+    # keys that find no row in a table that is full, by table, int64 [n]
     left_out: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
@@ -54,13 +47,7 @@ class BatchChange:
 
 
 class BatchMapper:
-    """Maps keys of batches to rows.
-
-    Args:
-        maps: of the tables.
-        policy: admission and eviction, of all of them.
-        workers: threads.
-    """
+    """Maps keys of batches to rows."""
 
     def __init__(self, maps: Sequence[KeyMap], policy: DynamicConfig, workers: int) -> None:
         self._maps = maps
@@ -78,12 +65,9 @@ class BatchMapper:
     def map(self, keys: DescribedKeys, batch: int) -> BatchChange:
         """Write the rows of the keys of a batch, and return what changed.
 
-        All keys of a batch are counted first; then those with `admit_after` sightings get rows, in the order in which the batch
-        has them. A key has the same row in the complete batch.
-
-        Args:
-            keys: of the batch.
-            batch: its number, from 1; larger than that of the batch before.
+        All keys of a batch are counted first; then those with `admit_after` sightings get rows, in the order in which
+        the batch has them. A key has the same row in the complete batch. `batch`: its number, from 1; larger than that
+        of the batch before.
         """
         seen = self._memory(keys.count)
         parts = self._see(keys, batch, seen)

@@ -14,19 +14,12 @@ Columns = Mapping[int, Sequence[BatchKeys]]
 
 @dataclass(frozen=True, slots=True)
 class DescribedKeys:
-    """Keys of a batch, feature after feature.
+    """Keys of a batch, feature after feature."""
 
-    Attributes:
-        keys: of the features of each table.
-        columns: int64 [columns, Column].
-        counts: keys of the columns.
-        held: arrays whose addresses the columns have.
-    """
-
-    keys: Columns
-    columns: np.ndarray
-    counts: list[int]
-    held: list[np.ndarray]
+    keys: Columns  # of the features of each table
+    columns: np.ndarray  # int64 [columns, Column]
+    counts: list[int]  # keys of the columns
+    held: list[np.ndarray]  # arrays whose addresses the columns have
 
     @property
     def count(self) -> int:
@@ -61,19 +54,12 @@ def described(columns: Columns) -> DescribedKeys:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Runs of keys in a column, of one or several features.
+    """Runs of keys in a column, of one or several features."""
 
-    Attributes:
-        array: int64 [K, 2].
-        count: keys.
-        least: first position.
-        most: end of the last one.
-    """
-
-    array: np.ndarray
-    count: int
-    least: int
-    most: int
+    array: np.ndarray  # int64 [K, 2]
+    count: int  # keys
+    least: int  # first position
+    most: int  # end of the last one
 
     @classmethod
     def of(cls, runs: np.ndarray) -> "_Runs":

@@ -28,19 +28,12 @@ Seen = Sequence[np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class MapChange:
-    """Changes that one batch makes to a map.
+    """Changes that one batch makes to a map."""
 
-    Attributes:
-        seen: keys with rows.
-        rows: keys that got rows; None if none did.
-        candidates_seen: keys that are counted until they are admitted.
-        candidates: keys that are new among these.
-    """
-
-    seen: Seen
-    rows: TableChange | None = None
-    candidates_seen: Seen = ()
-    candidates: TableChange | None = None
+    seen: Seen  # keys with rows
+    rows: TableChange | None = None  # keys that got rows; None if none did
+    candidates_seen: Seen = ()  # keys that are counted until they are admitted
+    candidates: TableChange | None = None  # keys that are new among these
 
 
 class KeyMap:
@@ -49,22 +42,12 @@ class KeyMap:
     All keys of a batch are counted first; then those with `admit_after` sightings get rows, in the order in which the batch has
     them. A key has the same row in the complete batch. Of keys that are not admitted, as many are counted as the table has rows,
     and those that were seen longest ago are forgotten. A key that leaves is counted from 0 again.
-
-    Args:
-        name: of the table.
-        capacity: rows of the table.
-        policy: admission and eviction.
-
-    Attributes:
-        capacity: rows of the table.
-        rows: keys with rows.
-        candidates: keys that are counted until they are admitted.
     """
 
     def __init__(self, name: str, capacity: int, policy: DynamicConfig) -> None:
         self.name = name
         self._policy = policy
-        self.capacity = capacity
+        self.capacity = capacity  # rows of the table
         self.rows = KeyTable(capacity, policy.evict, counts_sightings=policy.evict is Evict.count)
         # With admission at the first sighting no key waits.
         size = capacity if policy.admit_after > 1 else 1
@@ -73,10 +56,7 @@ class KeyMap:
     def before(self, keys: np.ndarray, rows: np.ndarray, pending: Iterable[MapChange]) -> None:
         """Replace the present rows of keys, integers [K], by those before the latest changes.
 
-        Args:
-            keys: int64 [K].
-            rows: of the keys; they are changed.
-            pending: the latest changes, the oldest first.
+        `keys`: int64 [K]. `rows`: of the keys; they are changed.
         """
         changed = [
             part
@@ -100,12 +80,7 @@ class KeyMap:
         rows[is_changed] = all_rows[first[at[is_changed]]]
 
     def state(self, batch: int, pending: Sequence[MapChange] = ()) -> State:
-        """Return a copy of the state after `batch`, in arrays of constant shapes.
-
-        Args:
-            batch: number of that batch.
-            pending: changes of later batches, the oldest first.
-        """
+        """Return a copy of the state after `batch`, in arrays of constant shapes."""
         changes = [
             ((change.seen, change.rows), (change.candidates_seen, change.candidates))
             for change in reversed(pending)
@@ -127,11 +102,7 @@ class KeyMap:
         return state
 
     def load(self, state: Mapping[str, np.ndarray]) -> int:
-        """Load a state; return the number of its batch.
-
-        Raises:
-            ValueError: it has numbers that no map has.
-        """
+        """Load a state; return the number of its batch. Raises ValueError: it has numbers that no map has."""
         progress = state[PROGRESS]
         for number, (prefix, table) in enumerate(self._tables()):
             padded, facts = state[f"{prefix}leaving"], state[f"{prefix}facts"]

@@ -27,16 +27,7 @@ SHARE_OF_CORES = 0.8
 
 
 class KeyMaps:
-    """Maps of the tables of a dataset; every rank has the same ones, since it maps the keys of all ranks' rows.
-
-    Args:
-        spec: of the dataset.
-        policy: admission and eviction.
-        ranks_of_node: ranks that share the cores of this machine.
-
-    Attributes:
-        counts: keys that got a row, and that lost theirs, since `take_counts`.
-    """
+    """Maps of the tables of a dataset; every rank has the same ones, since it maps the keys of all ranks' rows."""
 
     def __init__(self, spec: FeatureSpec, policy: DynamicConfig, ranks_of_node: int = 1) -> None:
         self._features = spec.dynamic_tables
@@ -65,8 +56,7 @@ class KeyMaps:
     def describe(self, keys_of: KeysOf) -> DescribedKeys:
         """Describe the keys of a batch, beside `map` and `look_up` in another thread.
 
-        Raises:
-            ValueError: the keys are invalid.
+        Raises ValueError: the keys are invalid.
         """
         return described(
             {
@@ -78,13 +68,8 @@ class KeyMaps:
     def map(self, take: Callable[[], DescribedKeys]) -> None:
         """Write the rows of the keys of the next training batch, which is pending until `take_new_rows`.
 
-        Args:
-            take: returns the keys; a batch for which it fails, and every later one, is not mapped.
-
-        Raises:
-            TableFullError: more keys need rows than a table has.
-            RuntimeError: an earlier batch has failed.
-            Exception: as `take` raises.
+        `take`: returns the keys; a batch for which it fails, and every later one, is not mapped. Raises TableFullError:
+        more keys need rows than a table has; RuntimeError: an earlier batch has failed; Exception: as `take` raises.
         """
         keys, error = None, None
         try:
@@ -118,11 +103,7 @@ class KeyMaps:
             raise
 
     def look_up(self, take: Callable[[], DescribedKeys]) -> None:
-        """Write the rows of keys in the state of the step; nothing is counted or admitted.
-
-        Args:
-            take: returns the keys.
-        """
+        """Write the rows of keys in the state of the step; nothing is counted or admitted."""
         keys = take()
         with self._lock:
             self._mapper.look_up(keys)
@@ -165,12 +146,8 @@ class KeyMaps:
     def take_counts(self, steps: int) -> dict[str, float]:
         """Return what the map did per step since the last call, for a record.
 
-        Args:
-            steps: since the last call.
-
-        Returns:
-            `keys_new` and `keys_evicted`, keys that got a row and that lost theirs; `key_rows_used`, the share of rows that have
-            a key.
+        Returns `keys_new` and `keys_evicted`, keys that got a row and that lost theirs; `key_rows_used`, the share of
+        rows that have a key.
         """
         rows = sum(own.capacity - 1 for own in self._maps)
         taken = {name: count / steps for name, count in self.counts.items()}

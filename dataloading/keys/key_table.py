@@ -27,55 +27,34 @@ COUNT, LAST = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Slots that are evicted next.
+    """Slots that are evicted next."""
 
-    Attributes:
-        slots: in their order, int64.
-        next: index of the next one.
-        batch: in which they were marked.
-    """
-
-    slots: np.ndarray
-    next: int
-    batch: int
+    slots: np.ndarray  # in their order, int64
+    next: int  # index of the next one
+    batch: int  # in which they were marked
 
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """Keys that a batch brings to a table; enough to take them back.
+    """Keys that a batch brings to a table; enough to take them back."""
 
-    Attributes:
-        slots: slots that got another key, int64 [m].
-        keys: their new keys, int64 [m].
-        old_keys: their old keys, 0 of free slots, int64 [m].
-        old_facts: of these slots, int32 [m, 2].
-        used: slots in use before.
-        leaving: the marked keys before.
-    """
-
-    slots: np.ndarray
-    keys: np.ndarray
-    old_keys: np.ndarray
-    old_facts: np.ndarray
-    used: int
-    leaving: Leaving
+    slots: np.ndarray  # slots that got another key, int64 [m]
+    keys: np.ndarray  # their new keys, int64 [m]
+    old_keys: np.ndarray  # their old keys, 0 of free slots, int64 [m]
+    old_facts: np.ndarray  # of these slots, int32 [m, 2]
+    used: int  # slots in use before
+    leaving: Leaving  # the marked keys before
 
 
 @dataclass(slots=True)
 class TableState:
-    """Content of a table after a batch.
+    """Content of a table after a batch."""
 
-    Attributes:
-        keys: of each slot, int64 [C]; 0 of free slots and of slot 0.
-        facts: sightings, 0 if they do not matter, and batch that saw the key last, int32 [C, 2].
-        used: slots in use, with slot 0; they are the first ones.
-        leaving: slots that are evicted next.
-    """
-
-    keys: np.ndarray
+    keys: np.ndarray  # of each slot, int64 [C]; 0 of free slots and of slot 0
+    # sightings, 0 if they do not matter, and batch that saw the key last, int32 [C, 2]
     facts: np.ndarray
-    used: int
-    leaving: Leaving
+    used: int  # slots in use, with slot 0; they are the first ones
+    leaving: Leaving  # slots that are evicted next
 
     def problem(self) -> str | None:
         """Return what is wrong with numbers that kernels would take for places in memory, or None."""
@@ -94,9 +73,7 @@ class TableState:
     def take_back(self, seen: Sequence[np.ndarray], change: TableChange | None) -> None:
         """Take the latest batch back.
 
-        Args:
-            seen: slots whose key the batch has seen, and their facts before, parts of int32 [n, 3].
-            change: new keys, if there are any.
+        `seen`: slots whose key the batch has seen, and their facts before, parts of int32 [n, 3].
         """
         for part in seen:
             self.facts[part[:, 0]] = part[:, 1:]
@@ -109,13 +86,7 @@ class TableState:
 class KeyTable:
     """Slots 1 to C - 1 for keys; slot 0 is that of all others. Kernels read and write it by its `fields`.
 
-    Args:
-        capacity: C, at least 2.
-        evict: policy.
-        counts_sightings: count the sightings of every key, which takes another place in memory per key.
-
-    Attributes:
-        fields: addresses and numbers that kernels know the table by, int64 [Field]; `describe` may move them.
+    `capacity`: C, at least 2.
     """
 
     def __init__(self, capacity: int, evict: Evict, *, counts_sightings: bool) -> None:
@@ -125,6 +96,8 @@ class KeyTable:
         self._cells, self._entries = cells_for(capacity)
         self._leaving = np.zeros(0, np.int64)
         self._spare: np.ndarray | None = None
+        # addresses and numbers that kernels know the table by, int64 [Field]; `describe` may move
+        # them
         self.fields = np.zeros(len(Field), np.int64)
         self.fields[Field.CELLS] = address_of(self._cells)
         self.fields[Field.NUM_CELLS] = len(self._cells)

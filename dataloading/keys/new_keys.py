@@ -10,19 +10,12 @@ from dataloading.keys.key_table import Leaving, TableChange
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Memory for the slots that get keys, job after job.
+    """Memory for the slots that get keys, job after job."""
 
-    Attributes:
-        slots: int64 [n].
-        keys: of them, int64 [n].
-        old_keys: before, int64 [n].
-        old_facts: likewise, int32 [n, 2].
-    """
-
-    slots: np.ndarray
-    keys: np.ndarray
-    old_keys: np.ndarray
-    old_facts: np.ndarray
+    slots: np.ndarray  # int64 [n]
+    keys: np.ndarray  # of them, int64 [n]
+    old_keys: np.ndarray  # before, int64 [n]
+    old_facts: np.ndarray  # likewise, int32 [n, 2]
 
     @classmethod
     def empty(cls, count: int) -> "Changed":
@@ -43,23 +36,14 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class NewKeys:
-    """Memory for keys without rows, job after job.
+    """Memory for keys without rows, job after job."""
 
-    Attributes:
-        keys: to insert, int64 [n].
-        times: their sightings, int64 [n].
-        key_slots: their slots, int64 [n].
-        candidates_seen: as `seen` of `BatchChange`.
-        candidates: those that are new.
-        rows: those that change.
-    """
-
-    keys: np.ndarray
-    times: np.ndarray
-    key_slots: np.ndarray
-    candidates_seen: np.ndarray
-    candidates: Changed
-    rows: Changed
+    keys: np.ndarray  # to insert, int64 [n]
+    times: np.ndarray  # their sightings, int64 [n]
+    key_slots: np.ndarray  # their slots, int64 [n]
+    candidates_seen: np.ndarray  # as `seen` of `BatchChange`
+    candidates: Changed  # those that are new
+    rows: Changed  # those that change
 
     @classmethod
     def empty(cls, count: int) -> "NewKeys":
@@ -75,12 +59,7 @@ class NewKeys:
 
 
 def jobs_of(table_of: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Return the jobs of tables with keys without rows, int64 [jobs, Job].
-
-    Args:
-        table_of: tables of the parts, ascending.
-        missing: such keys of the parts.
-    """
+    """Return the jobs of tables with keys without rows, int64 [jobs, Job]."""
     if not missing.any():
         return np.zeros((0, len(Job)), np.int64)
     tables, first = np.unique(table_of, return_index=True)

@@ -15,23 +15,14 @@ class TableFullError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """Rows of a table that got other keys, in ascending order.
+    """Rows of a table that got other keys, in ascending order."""
 
-    Attributes:
-        rows: int64 [n], distinct.
-        keys: of them, int64 [n].
-    """
-
-    rows: np.ndarray
-    keys: np.ndarray
+    rows: np.ndarray  # int64 [n], distinct
+    keys: np.ndarray  # of them, int64 [n]
 
 
 class RekeyedRows:
-    """The rows that got other keys since they were last taken, with their present keys: 8 bytes per row of a table.
-
-    Args:
-        rows: of each table for raw keys, by the name of its map.
-    """
+    """The rows that got other keys since they were last taken, with their present keys: 8 bytes per row of a table."""
 
     def __init__(self, rows: Mapping[str, int]) -> None:
         # 0, which is no key, of the other rows.

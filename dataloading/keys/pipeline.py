@@ -9,12 +9,7 @@ Described = TypeVar("Described")
 
 
 class KeyPipeline:
-    """Two threads: one reads batches and describes their keys, which is Python's work; the other maps them, which is not.
-
-    Args:
-        name: prefix of the names of the threads.
-        enter: called once in each.
-    """
+    """Two threads: one reads batches and describes their keys, which is Python's work; the other maps them, which is not."""
 
     def __init__(self, name: str, enter: Callable[[], None]) -> None:
         self._describing, self._mapping = (
@@ -26,12 +21,7 @@ class KeyPipeline:
         read: Callable[[], tuple[Read, Described]],
         map_keys: Callable[[Callable[[], Described]], None],
     ) -> Future[Read]:
-        """Return a batch once it has its rows.
-
-        Args:
-            read: returns the batch and its described keys.
-            map_keys: fills in the rows of keys that its argument waits for, and raises what that raises.
-        """
+        """Return a batch once it has its rows."""
         described = self._describing.submit(read)
 
         def mapped() -> Read:

@@ -18,30 +18,19 @@ MIN_KEYS = 8192
 
 @dataclass(frozen=True, slots=True)
 class TableSize:
-    """Size of a table, on which the cost of its keys depends.
+    """Size of a table, on which the cost of its keys depends."""
 
-    Attributes:
-        rows: of the table.
-        counts_sightings: whether only one thread at a time may see its keys.
-    """
-
-    rows: int
-    counts_sightings: bool
+    rows: int  # of the table
+    counts_sightings: bool  # whether only one thread at a time may see its keys
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Parts of the columns of a batch, and the threads that see them.
+    """Parts of the columns of a batch, and the threads that see them."""
 
-    Attributes:
-        parts: columns and spans, int64 [P, Part], in the order of the columns.
-        order: indices of parts, share after share, int64 [P].
-        starts: of the shares in `order`, int64 [shares + 1].
-    """
-
-    parts: np.ndarray
-    order: np.ndarray
-    starts: np.ndarray
+    parts: np.ndarray  # columns and spans, int64 [P, Part], in the order of the columns
+    order: np.ndarray  # indices of parts, share after share, int64 [P]
+    starts: np.ndarray  # of the shares in `order`, int64 [shares + 1]
 
     def copy(self) -> "Shares":
         """Return the same shares, with parts that a batch may write to."""
@@ -55,12 +44,6 @@ def shares_of(
 
     A table is one unit, and has threads of its own only if it costs as much as two of them should do, or more. Cores that share
     a table take from each other the cells that they write to.
-
-    Args:
-        tables: of the columns, ascending.
-        counts: keys of the columns.
-        sizes: of the tables.
-        workers: threads.
     """
     keys_of = dict.fromkeys(tables, 0)
     for table, count in zip(tables, counts, strict=True):

@@ -32,8 +32,7 @@ def cache_directory() -> Path:
 def local_path(path: str | Path) -> Path:
     """Return a path of this machine as it is, and the local copy of an address of an object store.
 
-    Raises:
-        ValueError: there is nothing at the address, it cannot be read, or the disk has no room for it.
+    Raises ValueError: there is nothing at the address, it cannot be read, or the disk has no room for it.
     """
     return _local_copy(str(path)) if is_remote(str(path)) else Path(path)
 
@@ -71,13 +70,8 @@ def _of(file: StoredFile) -> tuple[int, int]:
 def download_folder(store: ObjectStore, files: dict[str, StoredFile], target: Path) -> None:
     """Copy files of a store into the new folder `target`, complete or absent.
 
-    Args:
-        store: to read.
-        files: by their paths in `target`.
-        target: to write; a copy of these files that was interrupted is continued.
-
-    Raises:
-        ValueError: the store cannot be read, or the disk has no room.
+    `target`: to write; a copy of these files that was interrupted is continued. Raises ValueError: the store cannot be
+    read, or the disk has no room.
     """
     partial = target.with_name(f".{target.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)

@@ -38,27 +38,17 @@ def is_remote(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of an object store.
+    """A file of an object store."""
 
-    Attributes:
-        path: in its file system, with the bucket.
-        size: bytes.
-        mtime_ns: time of its last change, nanoseconds since 1970.
-    """
-
-    path: str
-    size: int
-    mtime_ns: int
+    path: str  # in its file system, with the bucket
+    size: int  # bytes
+    mtime_ns: int  # time of its last change, nanoseconds since 1970
 
 
 class ObjectStore:
     """A folder or file of an object store.
 
-    Args:
-        address: as `s3://bucket/folder`.
-
-    Raises:
-        ValueError: the address names no bucket, or its library is missing.
+    `address`: as `s3://bucket/folder`. Raises ValueError: the address names no bucket, or its library is missing.
     """
 
     def __init__(self, address: str) -> None:
@@ -73,8 +63,7 @@ class ObjectStore:
     def list_files(self) -> dict[str, StoredFile]:
         """Return the files below the folder by their relative paths; a file itself has the path "".
 
-        Raises:
-            ValueError: there is nothing at the address, or it cannot be read.
+        Raises ValueError: there is nothing at the address, or it cannot be read.
         """
         from pyarrow.fs import FileSelector, FileType
 
@@ -136,8 +125,7 @@ class ObjectStore:
     def upload(self, source: Path, name: str) -> None:
         """Copy the file `source` to `name` in the folder; an empty name is the address itself.
 
-        Raises:
-            FileNotFoundError: there is no such file, or no longer.
+        Raises FileNotFoundError: there is no such file, or no longer.
         """
         from pyarrow.fs import LocalFileSystem, copy_files
 
@@ -178,10 +166,8 @@ class ObjectStore:
     def _ask(self, request: Callable[[Any], Any], of: Any) -> Any:
         """Return the answer to a small request; repeat it while the server is away, and say so.
 
-        The libraries of some stores wait for minutes, so a thread waits for them.
-
-        Raises:
-            ValueError: there is no such answer, or none within GIVE_UP_AFTER_S.
+        The libraries of some stores wait for minutes, so a thread waits for them. Raises ValueError: there is no such
+        answer, or none within GIVE_UP_AFTER_S.
         """
         answers: list[Any] = []
         began = time.monotonic()
@@ -246,8 +232,7 @@ def _file_system(address: str) -> tuple[Any, str]:
 def matching_addresses(pattern: str) -> list[str]:
     """Return the addresses of the files that a pattern with `*`, `?` or `[` matches; of others, the pattern itself.
 
-    Raises:
-        ValueError: nothing matches, or the store cannot be read.
+    Raises ValueError: nothing matches, or the store cannot be read.
     """
     scheme, _, rest = pattern.partition("://")
     parts = rest.split("/")
@@ -279,8 +264,7 @@ def shown_address(address: str) -> str:
 def _errors_of(address: str) -> Iterator[None]:
     """Convert pyarrow's errors to one line that names the address.
 
-    Raises:
-        ValueError: with the text of the library, without the number of its request.
+    Raises ValueError: with the text of the library, without the number of its request.
     """
     try:
         yield

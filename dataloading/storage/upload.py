@@ -18,16 +18,9 @@ from dataloading.storage.object_store import ObjectStore, is_remote
 def upload_folder(folder: Path, store: ObjectStore, last: str, prefix: str = "") -> None:
     """Upload all files below `folder`, the file `last` after all others.
 
-    A file `last` of an earlier upload is removed first, so that a mixture of both never looks complete.
-
-    Args:
-        folder: to upload.
-        store: where to.
-        last: name of the file that makes it complete.
-        prefix: folder of the store to write, with a slash at its end; "" for the address itself.
-
-    Raises:
-        ValueError: the store cannot be written.
+    A file `last` of an earlier upload is removed first, so that a mixture of both never looks complete. `prefix`:
+    folder of the store to write, with a slash at its end; "" for the address itself. Raises ValueError: the store
+    cannot be written.
     """
     store.remove(f"{prefix}{last}")
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -42,15 +35,10 @@ def upload_folder(folder: Path, store: ObjectStore, last: str, prefix: str = "")
 def writable(output: str, last: str, overwrite: bool = False) -> Iterator[Path]:
     """Yield the path that a command writes as its `output`; what it wrote at an address is uploaded at the end.
 
-    The path of an address is in the cache and depends on the address alone, so that a command that resumes finds its work.
-
-    Args:
-        output: a path, or an address of an object store.
-        last: file without which a folder is not complete; not used if the command writes one file.
-        overwrite: whether something complete may be there.
-
-    Raises:
-        ValueError: something complete is there already, or the store cannot be written.
+    The path of an address is in the cache and depends on the address alone, so that a command that resumes finds its
+    work. `last`: file without which a folder is not complete; not used if the command writes one file. `overwrite`:
+    whether something complete may be there. Raises ValueError: something complete is there already, or the store cannot
+    be written.
     """
     if not is_remote(output):
         yield Path(output)

@@ -7,20 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.local_tables import LocalTable
+from nn.ops.addresses import are_adjacent, joined
 
 
 @dataclass(frozen=True, slots=True)
 class AdjacentTables:
     """Consecutive local tables with one lookup each, of one kind, whose rows are adjacent in memory.
 
-    Attributes:
-        first: position of the first table in its group.
-        end: position after the last table.
-        joined: one table with the rows of all of them, and the lookups of the first.
+    They are those from `first` to before `end` of their group; `joined` has the rows of all, and the lookups of the first.
     """
 
     first: int
@@ -36,9 +33,7 @@ class AdjacentTables:
 def adjacent_tables(tables: Sequence[LocalTable], ids: Sequence[IdBlock]) -> list[AdjacentTables]:
     """Join the tables of a group into as few `AdjacentTables` as their memory and ids allow, in the order of the group.
 
-    Args:
-        tables: in order.
-        ids: of each table's first lookup.
+    `ids` are those of each table's first lookup.
     """
 
     def follows(position: int) -> bool:
@@ -68,18 +63,7 @@ def _follows(before: LocalTable, table: LocalTable) -> bool:
     )
 
 
-def are_adjacent(before: Tensor, after: Tensor) -> bool:
-    """Return whether a tensor follows another one in the same memory."""
-    is_one_memory = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-    return is_one_memory and before.storage_offset() + before.numel() == after.storage_offset()
-
-
 def _joined(tables: Sequence[LocalTable]) -> LocalTable:
-    rows = sum(len(table.weight) for table in tables)
-
-    def with_all_rows(tensor: Tensor) -> Tensor:
-        return tensor.as_strided((rows, *tensor.shape[1:]), tensor.stride())
-
-    first = tables[0]
-    state = {name: with_all_rows(tensor) for name, tensor in first.state.items()}
-    return replace(first, weight=with_all_rows(first.weight), state=state)
+    rows, first = sum(len(table.weight) for table in tables), tables[0]
+    state = {name: joined(tensor, rows) for name, tensor in first.state.items()}
+    return replace(first, weight=joined(first.weight, rows), state=state)

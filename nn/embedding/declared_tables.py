@@ -30,12 +30,8 @@ def one_table_per_feature(
 
     Features that share a vocabulary share a table (`FeatureSpec.table_features`), at the position of the first of them.
 
-    Args:
-        options: columns, dtype and bound of the initial weights.
-        spec: names and rows.
-        columns: of every table; None for `options.embedding_dim`.
-        features: names of the features to look up; None for all.
-        prefix: put before the names of the tables.
+    `columns` replaces `options.embedding_dim`, `features` names those to look up, and `prefix` is put before the names of the
+    tables.
     """
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
@@ -169,9 +165,7 @@ def lookups_of(
 ) -> dict[str, tuple[Lookup, ...]]:
     """Return the lookups of every table, one per feature.
 
-    Args:
-        tables: as declared.
-        spec: feature spec after the expansion of ids.
+    `spec` has the hotness after the expansion of ids.
     """
     hotness = {feature.name: feature.hotness or 0 for feature in spec.categorical}
     return {
@@ -203,11 +197,6 @@ def id_counts(spec: FeatureSpec, batch_size: int, level: int = 0) -> dict[str, I
 
     A ragged feature has room for its mean number of ids per row, an eighth more, and six standard deviations of a sum of
     `batch_size` rows whose lengths are spread as their mean. Each level doubles that.
-
-    Args:
-        spec: feature spec as stored.
-        batch_size: rows.
-        level: 0 is the usual capacity.
     """
     counts = {}
     for feature in spec.categorical:
@@ -237,9 +226,7 @@ def tables_of_feature(tables: Sequence[EmbeddingBagConfig]) -> dict[str, list[st
 def ids_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, float]:
     """Return the mean number of ids that a sample looks up in every table.
 
-    Args:
-        tables: as declared.
-        spec: feature spec after the expansion of ids.
+    `spec` has the hotness after the expansion of ids.
     """
     hotness = {feature.name: feature.mean_hotness for feature in spec.categorical}
     return {
@@ -250,9 +237,7 @@ def ids_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> d
 def vectors_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, float]:
     """Return the vectors that a sample looks up in every table: one per feature, or per id without pooling.
 
-    Args:
-        tables: as declared.
-        spec: feature spec after the expansion of ids.
+    `spec` has the hotness after the expansion of ids.
     """
     ids = ids_per_sample(tables, spec)
     return {

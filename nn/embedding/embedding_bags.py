@@ -44,19 +44,8 @@ COMPARED_IDS = 2**12
 class LocalEmbeddingBags:
     """Local tables that are looked up and updated together.
 
-    Args:
-        tables: in the order of their columns in the embeddings.
-        blocks: feature -> position of its ids; every lookup is of one of these features.
-        num_samples: G.
-        config: optimizer of the tables.
-        scalars: of the update.
-        dtype: of the embeddings and their gradients.
-        device: of the tables.
-
-    Attributes:
-        num_ids: N.
-        num_columns: T.
-        touched: collects the rows of updates; None: nobody asks for them.
+    Tables are in the order of their columns in the embeddings of `num_samples` (G); every lookup is of a feature of `blocks`.
+    `touched` collects the rows of updates, if anybody asks for them.
     """
 
     touched: TouchedRows | None = None
@@ -140,9 +129,8 @@ class LocalEmbeddingBags:
     def look_up(self, ids: Tensor, out: Tensor) -> None:
         """Look up the rows of each sample's ids, and pool them as each lookup does.
 
-        Args:
-            ids: [N], feature after feature, each [G, H].
-            out: [G, T], any row stride; overwritten. A lookup without pooling has H vectors of D columns.
+        `ids` [N] are in the order of the features, each [G, H]; `out` [G, T] may have any row stride, and is overwritten. A
+        lookup without pooling has H vectors of D columns.
         """
         if self._kernels is not None:
             self._kernels.look_up(ids, out)
@@ -240,10 +228,7 @@ class LocalEmbeddingBags:
     def update(self, ids: SortedIds, gradients: Tensor, is_good: Tensor) -> None:
         """Update every row that was looked up, once, by the sum of its gradients.
 
-        Args:
-            ids: result of `sort`.
-            gradients: of the embeddings, [G, T], any row stride.
-            is_good: int32 [1]; 0 leaves everything unchanged.
+        Gradients are those of the embeddings, [G, T], any row stride; `is_good`, int32 [1], of 0 leaves everything unchanged.
         """
         if self._kernels is not None:
             mask = None if self.touched is None else self.touched.mask

@@ -19,9 +19,8 @@ NO_ID = -1
 class IdCount:
     """Ids of a feature in a batch of one rank.
 
-    Attributes:
-        hotness: ids per row; 0 if the feature is ragged.
-        capacity: ids for which a batch has room; B * hotness if the hotness is fixed.
+    `hotness` is ids per row, 0 if the feature is ragged; `capacity` is the ids for which a batch has room, B * hotness if it is
+    not.
     """
 
     hotness: int
@@ -36,11 +35,8 @@ class IdCount:
 class IdBlock:
     """Position of a feature's numbers on the rank that looks them up.
 
-    Attributes:
-        first: of the ids.
-        count: ids, with those that are `NO_ID`.
-        num_samples: G.
-        is_ragged: whether starts, lengths and samples follow the ids.
+    `count` ids begin at `first`, with those that are `NO_ID`; if the feature is ragged, starts, lengths and samples follow
+    them.
     """
 
     first: int
@@ -74,10 +70,7 @@ def id_blocks(
 ) -> dict[str, IdBlock]:
     """Return the positions of features that lie one after the other.
 
-    Args:
-        counts: feature -> ids per source, after the expansion of ids.
-        num_sources: W.
-        batch_size: B.
+    `counts` are per source, after the expansion of ids.
     """
     blocks, first = {}, 0
     for feature, count in counts.items():
@@ -94,11 +87,7 @@ def with_positions(
 ) -> Tensor:
     """Add starts and samples to the ids and lengths of ragged features; see `IdBlock` for the order.
 
-    Args:
-        arrived: feature after feature, ids [W, C] and lengths [W, B].
-        capacities: C of each feature.
-        num_sources: W.
-        batch_size: B.
+    `arrived` has ids [W, C] and lengths [W, B], feature after feature; `capacities` has the C of each.
     """
     sources = torch.arange(num_sources, device=arrived.device).unsqueeze(1)
     sizes = [num_sources * (capacity + batch_size) for capacity in capacities]

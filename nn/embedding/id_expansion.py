@@ -11,11 +11,8 @@ from nn.embedding.multi_hot import expand
 class IdExpansion:
     """Expansion of the ids of some features for a fixed number of samples.
 
-    Args:
-        features: features in the order of their ids.
-        num_samples: G.
-        stored: number of input ids per sample, by feature.
-        tables: additional ids of every id by feature, int32 [num_embeddings, hotness - 1]; only features that are expanded.
+    `stored` is the number of input ids per sample and feature; `tables` has the additional ids of every id of features that are
+    expanded, int32 [num_embeddings, hotness - 1].
     """
 
     def __init__(

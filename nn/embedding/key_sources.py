@@ -16,11 +16,6 @@ class KeySources:
     """Sources of all keys; those of ragged features change with every batch, in the same memory.
 
     The memory is allocated on first use: an evaluation uses none.
-
-    Args:
-        lookups: of all tables, in the order of their keys.
-        num_samples: G.
-        device: of the ids.
     """
 
     def __init__(

@@ -104,13 +104,8 @@ def row_bases(tables: Sequence[LocalTable]) -> list[int]:
 class PlacedLookup:
     """A lookup and its positions.
 
-    Attributes:
-        table: position of its table.
-        lookup: the lookup.
-        ids: position of its ids, [N].
-        first_key: position of its first key in the keys, [K]; it has one per id.
-        first_column: first column in the embeddings, [G, T].
-        width: D.
+    `first_key` is the position of its first key in the keys [K], of which it has one per id, and `first_column` that of its
+    first column in the embeddings [G, T].
     """
 
     table: int
@@ -124,12 +119,7 @@ class PlacedLookup:
 def place_lookups(
     tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock]
 ) -> list[PlacedLookup]:
-    """Return the lookups of all tables with their positions: keys and columns lie table after table.
-
-    Args:
-        tables: in order.
-        blocks: feature -> position of its ids.
-    """
+    """Return the lookups of all tables with their positions: keys and columns lie table after table."""
     placed, first_key, first_column = [], 0, 0
     for position, table in enumerate(tables):
         width = table.weight.shape[1]

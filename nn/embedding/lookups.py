@@ -16,10 +16,8 @@ class Pooling(StrEnum):
 class Lookup:
     """A lookup in a table by the ids of one feature.
 
-    Attributes:
-        feature: feature whose ids are row numbers of the table.
-        hotness: ids per sample; 0 if the feature is ragged, whose lookups are pooled.
-        pooling: `sum` and `mean` give one vector per sample, `none` one per id.
+    `hotness` is ids per sample, 0 if the feature is ragged, whose lookups are pooled. Pooling by `sum` and `mean` gives one
+    vector per sample, `none` one per id.
     """
 
     feature: str

@@ -35,11 +35,7 @@ def words(generator: np.random.RandomState, count: int) -> np.ndarray:
 
 
 class Jump:
-    """Jump-ahead of states by a fixed number of words.
-
-    Args:
-        num_words: distance in 32-bit words.
-    """
+    """Jump-ahead of states by a fixed number of words."""
 
     def __init__(self, num_words: int) -> None:
         self.num_words = num_words

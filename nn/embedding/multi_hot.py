@@ -40,13 +40,7 @@ SURE = 0.995
 class MultiHot:
     """Multi-hot expansion of one dataset by the options `data.multi_hot`.
 
-    Args:
-        spec: feature spec of the stored dataset.
-        config: hotness per feature, and the seed.
-        threads: number of threads that draw additional ids.
-
-    Attributes:
-        hotness: hotness after expansion by feature; only features that are expanded.
+    `threads` draw additional ids. `hotness` is that after expansion, of features that are expanded.
 
     Raises:
         ValueError: the number of entries differs from that of features, or a feature to expand is not stored one-hot.
@@ -109,8 +103,7 @@ class MultiHot:
     def _draw(self, index: int, *, keep: bool) -> Iterator[np.ndarray]:
         """Draw the ids of table `index` and store the generator's state after them.
 
-        Yields:
-            Ids, int32, valid until the next iteration; empty unless `keep`.
+        Ids are int32, valid until the next iteration, and empty unless `keep`.
         """
         feature, hotness = self._features[index]
         rows, state = feature.cardinality, self._starts[index]
@@ -142,12 +135,7 @@ class MultiHot:
 
 
 def expand(ids: Tensor, lookup_table: Tensor) -> Tensor:
-    """Append the additional ids to every id: [n] to int32 [n, hotness].
-
-    Args:
-        ids: one-hot ids of a feature.
-        lookup_table: of the feature, from `MultiHot.lookup_table`.
-    """
+    """Append the additional ids to every id: [n] to int32 [n, hotness]."""
     return torch.cat([ids.int().unsqueeze(1), lookup_table.index_select(0, ids)], dim=1)
 
 
@@ -176,11 +164,8 @@ _segment_jump = cache(Jump)
 def _pick(state: State, rows: int, most: int, buffer: np.ndarray) -> Picked:
     """Return the ids that `randint(0, rows)` would take from the next SEGMENT_WORDS words, at most `most`.
 
-    Args:
-        state: of the generator.
-        rows: of the table, 2 or more.
-        most: maximum number of ids; the generator stops after the word of the last one.
-        buffer: int32 [SEGMENT_WORDS], overwritten with the ids; of length 0 to only count them.
+    `rows` are 2 or more. `buffer`, int32 [SEGMENT_WORDS], is overwritten with the ids; of length 0 they are counted only. The
+    generator stops after the word of the last id.
     """
     generator, num_ids = generator_at(state), 0
     bound, mask = np.uint32(rows - 1), np.uint32(_power_of_two(rows) - 1)

@@ -9,19 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nn.embedding.adjacent_tables import are_adjacent
 from nn.embedding.local_tables import LocalTable, row_bases
+from nn.ops.addresses import are_adjacent, joined
 
 
 class TouchedRows:
     """Marks of the rows of local tables.
 
-    Args:
-        tables: in the order in which they are updated together.
-        device: of the tables.
-
-    Attributes:
-        mask: uint8 by row keys of `LocalEmbeddingBags`; 1 of rows that have changed.
+    `mask` is uint8 by row keys of `LocalEmbeddingBags`, 1 of rows that have changed.
     """
 
     def __init__(self, tables: Sequence[LocalTable], device: torch.device) -> None:
@@ -43,12 +38,7 @@ class TouchedRows:
 
 
 class TouchedReplicas:
-    """Marks of the rows of replicated tables, whose gradients are dense: a row changes where its gradient is not zero.
-
-    Args:
-        rows: of each table.
-        device: of the tables.
-    """
+    """Marks of the rows of replicated tables, whose gradients are dense: a row changes where its gradient is not zero."""
 
     def __init__(self, rows: Sequence[int], device: torch.device) -> None:
         self._rows = list(rows)
@@ -57,10 +47,10 @@ class TouchedReplicas:
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Mark the rows with a gradient; call it with the gradients [rows, D] of all ranks, before an update changes them."""
         first = 0
-        for joined in _joined(gradients):
-            mask = self._mask.narrow(0, first, len(joined))
-            mask |= joined.ne(0).any(dim=1)
-            first += len(joined)
+        for gradient in _joined(gradients):
+            mask = self._mask.narrow(0, first, len(gradient))
+            mask |= gradient.ne(0).any(dim=1)
+            first += len(gradient)
 
     def of_table(self, position: int) -> Tensor:
         """Return the mask of a table, uint8 [rows], a view."""
@@ -73,16 +63,14 @@ class TouchedReplicas:
 
 def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Join gradients of one width that are adjacent in memory, so that they take one launch."""
-    joined: list[Tensor] = []
+    groups: list[Tensor] = []
     for gradient in gradients:
-        before = joined[-1] if joined else None
         if (
-            before is not None
-            and before.shape[1] == gradient.shape[1]
-            and are_adjacent(before, gradient)
+            groups
+            and groups[-1].shape[1] == gradient.shape[1]
+            and are_adjacent(groups[-1], gradient)
         ):
-            rows = len(before) + len(gradient)
-            joined[-1] = before.as_strided((rows, before.shape[1]), before.stride())
+            groups[-1] = joined(groups[-1], len(groups[-1]) + len(gradient))
         else:
-            joined.append(gradient)
-    return joined
+            groups.append(gradient)
+    return groups

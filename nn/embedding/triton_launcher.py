@@ -67,14 +67,6 @@ class TritonLauncher:
 
     Tables of one width class (the next power of two) share their launches: a program has as many columns as its class.
 
-    Args:
-        tables: in order; all of one dtype.
-        lookups: of all tables, with their positions.
-        key_bases: keys of all tables before each table.
-        sources: of the gradients of all keys; None if every table has one lookup, of fixed hotness.
-        num_samples: G.
-        config: optimizer of the tables.
-
     Raises:
         ValueError: the optimizer has no kernel.
     """
@@ -124,14 +116,7 @@ class TritonLauncher:
 class _WidthClass:
     """Launcher for the tables of one width class.
 
-    Args:
-        tables: all tables of the group.
-        members: positions of those of this class.
-        lookups: of all tables.
-        key_bases: keys of all tables before each table.
-        sources: of the gradients of all keys, where a table has several lookups or a ragged one.
-        num_samples: G.
-        config: optimizer of the tables.
+    `members` are the positions of its tables in the group.
     """
 
     def __init__(
@@ -228,9 +213,7 @@ class _WidthClass:
     def _set_slots(self, own: Sequence[LocalTable], row_starts: Sequence[int]) -> None:
         """Describe the rows in the arenas of tables in host memory, by which 16-bit weights are rounded and rows marked.
 
-        Args:
-            own: tables of the class.
-            row_starts: row key of each one's first row here.
+        `row_starts` are the row keys of each table's first row here.
         """
         rows = [table.slots.rows for table in own if table.slots is not None]
         self._has_slots = bool(rows)
@@ -456,10 +439,7 @@ def _vectors(
 def _source_of(own: Sequence[LocalTable], hotness: Sequence[int], factors: Sequence[float]) -> str:
     """Return the way in which the update finds the gradients of an id.
 
-    Args:
-        own: tables of the class.
-        hotness: ids per row of each table's first lookup; negative without pooling.
-        factors: of the vectors of each table's first lookup.
+    `hotness` is that of each table's first lookup, negative without pooling; `factors` are those of its vectors.
     """
     if any(len(table.lookups) > 1 or table.lookups[0].is_ragged for table in own):
         return "listed"

@@ -17,6 +17,7 @@ class BatchNorm(PassLayer):
 
     In training, mean and variance are those of the valid rows of the global batch: ranks sum moments in the forward pass
     and gradients in the backward pass, and padding rows count in no sum. In evaluation they are the running ones.
+    A step that takes its batch in parts (`train.accumulate`) normalizes each part by itself; the running ones take their mean.
     Statistics are float32, under autocast too. A batch of one row is normalized to the bias.
 
     `momentum`: share of a batch in the running mean and variance. `affine`: whether columns are scaled and shifted after
@@ -95,7 +96,12 @@ class _BatchNorm(torch.autograd.Function):
         mean = total / count
         squares = (squares + of_means - total * mean).clamp(min=0)
         dtype = plain.statistics_dtype(x)
-        layer._latest.copy_(torch.stack([mean, squares / (count - 1).clamp(min=1)]))
+        latest = torch.stack([mean, squares / (count - 1).clamp(min=1)])
+        if state.chunk == 0:
+            layer._latest.copy_(latest)
+        else:
+            # The mean over the parts of the batch so far.
+            layer._latest.lerp_(latest.float(), 1 / (state.chunk + 1))
         rstd = torch.rsqrt(squares / count + layer.eps).to(dtype)
         mean = mean.to(dtype)
         ctx.save_for_backward(x, weight, mean, rstd, num_valid, count)

@@ -16,13 +16,8 @@ def unit_gradient(device: torch.device) -> Tensor:
 def bce_loss_share(logits: Tensor, labels: Tensor, num_valid: int, global_valid: int) -> Tensor:
     """Compute this rank's share of the mean binary cross entropy over the rows of the global batch.
 
-    The sum of the shares over ranks is the mean, for any number of ranks. The same holds for gradients.
-
-    Args:
-        logits: [B], float32.
-        labels: [B], float32.
-        num_valid: number of valid rows on this rank; they come first, the others are padding.
-        global_valid: number of valid rows over all ranks.
+    The sum of the shares over ranks is the mean, for any number of ranks, and so are gradients. Logits and labels are [B]
+    float32; `num_valid` rows of this rank come first, the others are padding, and all ranks have `global_valid` valid ones.
     """
     if logits.is_cuda:
         # Only CUDA builds of torch include Triton.

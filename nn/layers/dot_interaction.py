@@ -77,12 +77,12 @@ def _fused(bottom: Tensor | None, embeddings: PooledEmbeddings, num_outputs: int
 
     rows, layout = embeddings.rows, embeddings.layout
     if rows is not None and bottom is not None:
-        if embeddings.room is None:
+        if not torch.is_grad_enabled():
             return dot_interaction_of_rows(bottom, rows, num_outputs)
-        return fused_dot_interaction(bottom, embeddings.room(), layout, num_outputs, rows)
+        return fused_dot_interaction(bottom, embeddings.take(True), layout, num_outputs, rows)
     if layout.has_column_shards:
         embeddings = PooledEmbeddings.of(embeddings.matrix(), layout.num_vectors)
-    return fused_dot_interaction(bottom, embeddings.wait(), embeddings.layout, num_outputs)
+    return fused_dot_interaction(bottom, embeddings.values(), embeddings.layout, num_outputs)
 
 
 class _PairProducts(torch.autograd.Function):

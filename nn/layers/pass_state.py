@@ -18,6 +18,7 @@ class PassState:
     `all_reduce_sum`: sums a tensor over ranks in place and returns it; the identity for one rank. `step`: number of earlier
     updates, int64 [1]. `first_row`: number of this rank's first row in the global batch, int64 [1]. `num_valid`: valid rows
     of this rank, which come first, int64 [1]. The others are padding. `global_valid`: valid rows over all ranks, int64 [1].
+    `chunk`: number of the rows' part of the batch, if a step takes it in parts.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class PassState:
         numbers = torch.zeros(4, dtype=torch.int64, device=device)
         self.step, self.first_row, self.num_valid, self.global_valid = numbers.split(1)
         self._rows: tuple[int, int, int] | None = None
+        self.chunk = 0
 
     def set(self, step: int, rows: int, num_valid: int, global_valid: int) -> None:
         """Queue the numbers of the next pass; they are passed as kernel arguments, without copies.
@@ -47,6 +49,17 @@ class PassState:
             self.first_row.fill_(self._rank * rows)
             self.num_valid.fill_(num_valid)
             self.global_valid.fill_(global_valid)
+
+    def set_chunk(self, chunk: int, first_row: int, num_valid: int, global_valid: int) -> None:
+        """Queue the numbers of a part of the batch, which begins at `first_row` of this rank's rows; see `set`.
+
+        A pass that does so once does it in every step: the numbers of the complete batch are not restored.
+        """
+        rows, _, _ = self._rows or (0, 0, 0)
+        self.chunk = chunk
+        self.first_row.fill_(self._rank * rows + first_row)
+        self.num_valid.fill_(num_valid)
+        self.global_valid.fill_(global_valid)
 
 
 class PassLayer(nn.Module):

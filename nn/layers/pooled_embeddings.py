@@ -23,34 +23,31 @@ class PooledEmbeddings:
 
     Attributes:
         layout: memory layout of the values.
-        wait: waits for the all-to-all and returns the values as one flat tensor; computes them if `rows` are there.
-        rows: the tables' rows, of which a kernel may take the vectors itself; None: call `wait`.
-        room: returns the values' memory, in which such a kernel must write the vectors, for the backward pass; None if there
-            is none. Call either this or `wait`, once.
+        take: returns the values as one flat tensor, once; given True, it is memory that the caller fills from `rows`.
+        rows: the tables' rows, of which a kernel may take the vectors itself; without gradients it needs no memory for them.
     """
 
     layout: EmbeddingLayout
-    wait: Callable[[], Tensor]
+    take: Callable[[bool], Tensor]
     rows: TableRows | None = None
-    room: Callable[[], Tensor] | None = None
 
     @classmethod
     def of(cls, matrix: Tensor, num_features: int) -> "PooledEmbeddings":
         """Wrap a contiguous matrix [B, F * D]."""
         widths = (matrix.shape[1] // num_features,) * num_features
-        return cls(EmbeddingLayout.dense(widths, matrix.device), lambda: matrix)
+        return cls(EmbeddingLayout.dense(widths, matrix.device), lambda _: matrix)
+
+    def values(self) -> Tensor:
+        """Return the values as one flat tensor, once they have arrived or are looked up."""
+        return self.take(False)
 
     @torch.compiler.disable
     def matrix(self, prefix: Tensor | None = None) -> Tensor:
-        """Return the embeddings as one matrix; differentiable.
+        """Return the embeddings as one matrix [B, H + F * D], features in the model's order; differentiable.
 
-        Args:
-            prefix: [B, H], columns to put before the embeddings; determines the dtype of the result.
-
-        Returns:
-            [B, H + F * D], features in the model's order. It is a view of the values if their layout allows it.
+        A prefix [B, H] comes before them and determines the dtype. It is a view of the values if their layout allows it.
         """
-        values, layout = self.wait(), self.layout
+        values, layout = self.values(), self.layout
         if layout.is_dense and layout.prefix_columns == (0 if prefix is None else prefix.shape[1]):
             matrix = values.view(-1, layout.prefix_columns + layout.width)
             if prefix is None:
@@ -61,15 +58,7 @@ class PooledEmbeddings:
 
 
 def join(prefix: Tensor | None, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-    """Concatenate a prefix [B, H] (or None) and embeddings.
-
-    Args:
-        prefix: [B, H]; determines the dtype of the result.
-        embeddings: matrix [B, F * D], or embeddings in any layout.
-
-    Returns:
-        [B, H + F * D].
-    """
+    """Concatenate a prefix [B, H] (or None), which determines the dtype, and embeddings [B, F * D] in any layout."""
     if not isinstance(embeddings, Tensor):
         return embeddings.matrix(prefix)
     return embeddings if prefix is None else torch.cat([prefix, embeddings.to(prefix.dtype)], dim=1)

@@ -1,8 +1,20 @@
-"""Losses of single rows, for labels that the plain binary cross entropy of `nn.layers.bce_loss` does not serve."""
+"""Losses of single rows, for labels that the plain binary cross entropy of `nn.layers.bce_loss` does not serve.
+
+A new loss is an entry of `LOSSES`, or a function outside the project that `tasks={LABEL: {loss: package.module:NAME}}` names.
+"""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
+
+from configs.schema import TaskConfig, is_import_path, require
+from nn.user_objects import load_user_object
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""The losses [B] of predictions [B], logits of a binary label, and labels [B]; all float32. The host reads nothing back."""
 
 
 def binary_losses(
@@ -14,24 +26,13 @@ def binary_losses(
     focal_alpha: float | None = None,
     positive_weight: float = 1.0,
 ) -> Tensor:
-    """Compute the binary cross entropy of each row, with p = sigmoid(logit) and any of three changes.
+    """Compute the binary cross entropy of each row [B] float32, with p = sigmoid(logit) and any of three changes.
 
         loss = - y a (1 - p)^gamma ln p  -  (1 - y) b p^gamma ln(1 - p)
 
     Label smoothing s: y = label (1 - s) + s / 2 (Szegedy et al. 2016, section 7, for two classes). Focal loss: gamma, and
     a = alpha, b = 1 - alpha (Lin et al. 2017, equation 5); without alpha a = b = 1 (equation 4). Positive weight w: a = w,
     as in `torch.nn.BCEWithLogitsLoss`.
-
-    Args:
-        logits: [B], float32.
-        labels: [B], float32, 0 or 1.
-        label_smoothing: s, in [0, 1).
-        focal_gamma: gamma, not negative; 0 leaves the cross entropy.
-        focal_alpha: alpha, in (0, 1), or None.
-        positive_weight: w, above 0.
-
-    Returns:
-        [B], float32.
     """
     if label_smoothing:
         labels = labels * (1 - label_smoothing) + label_smoothing / 2
@@ -48,6 +49,48 @@ def binary_losses(
 def squared_errors(predictions: Tensor, labels: Tensor) -> Tensor:
     """Compute the squared error of each row, [B], of predictions [B] and labels [B], float32."""
     return (predictions - labels).square()
+
+
+LOSSES: dict[bool, dict[str, Callable[..., Tensor]]] = {
+    True: {"cross_entropy": binary_losses},
+    False: {"squared_error": squared_errors},
+}
+"""The project's losses by name, of binary labels and of regression labels; the first is the default."""
+
+
+def loss_of(options: TaskConfig, *, is_binary: bool, key: str) -> Loss:
+    """Return the loss of a label; `key` is that of its option.
+
+    Raises:
+        ValueError: there is no such loss of this kind of label, or the object is no function.
+    """
+    own = LOSSES[is_binary]
+    name = options.loss or next(iter(own))
+    if name == "cross_entropy" and is_binary:
+        return partial(
+            binary_losses,
+            label_smoothing=options.label_smoothing,
+            focal_gamma=options.focal_gamma,
+            focal_alpha=options.focal_alpha,
+            positive_weight=options.positive_weight,
+        )
+    require(
+        not options.changes_cross_entropy,
+        f"{key}={name}: label_smoothing, focal_gamma, focal_alpha and positive_weight are of cross_entropy; leave them out",
+    )
+    if name in own:
+        return own[name]
+    kind = "binary" if is_binary else "regression"
+    require(
+        is_import_path(name),
+        f"{key}={name} is none of {', '.join(own)}, the losses of {kind} labels, nor package.module:NAME",
+    )
+    loss = load_user_object(name, key)
+    require(
+        callable(loss),
+        f"{key}={name} is no function of predictions and labels; docs/tasks_and_metrics.md has one",
+    )
+    return loss
 
 
 def mean_share(losses: Tensor, weights: Tensor | None, total: Tensor | int) -> Tensor:

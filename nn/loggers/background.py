@@ -18,10 +18,7 @@ CLOSE_WITHIN_S = 20.0
 class Loggers:
     """The loggers of a run, which training calls without waiting for them; only rank 0 has any.
 
-    Args:
-        loggers: by the name that `log.loggers` has for them.
-        logger: prints one warning for each that fails.
-        close_within_s: time in which they must write their last records.
+    Each that fails gives one warning. They must write their last records within `close_within_s`.
     """
 
     def __init__(

@@ -3,16 +3,11 @@
 from collections.abc import Sequence
 from logging import Logger
 
-from configs.messages import require_package
+from configs.built_in import LOGGERS
+from configs.messages import DEPENDENCIES, EXTRAS, require_package
 from nn.loggers.background import Loggers
 from nn.loggers.run_logger import METHODS, RunLogger
 from nn.user_objects import load_user_object
-
-LOGGERS = {
-    "tensorboard": "nn.loggers.tensorboard_logger:TensorBoardLogger",
-    "wandb": "nn.loggers.wandb_logger:WandbLogger",
-    "mlflow": "nn.loggers.mlflow_logger:MLflowLogger",
-}
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -22,16 +17,13 @@ def check_loggers(names: Sequence[str]) -> None:
         ValueError: the message names it and how to install it.
     """
     for name in names:
-        if name in LOGGERS:
+        # The name of a logger is that of its library, if it needs one.
+        if name in (*DEPENDENCIES.split(), *EXTRAS["loggers"]):
             require_package(name, f"log.loggers={name}")
 
 
 def make_loggers(names: Sequence[str], logger: Logger) -> Loggers:
-    """Return the loggers of a run, not started yet; only rank 0 may call it.
-
-    Args:
-        names: `log.loggers`.
-        logger: prints their errors.
+    """Return the loggers of a run, not started yet; only rank 0 may call it. `logger` prints their errors.
 
     Raises:
         ValueError: `package.module:NAME` is no logger.

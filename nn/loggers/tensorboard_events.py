@@ -18,14 +18,9 @@ PREFIX = "events.out.tfevents"
 
 
 class TensorBoardEvents:
-    """A new event file in a directory; each record is in the file when its method returns.
+    """A new event file in a directory, which is created; each record is in the file when its method returns.
 
-    Args:
-        directory: created if it is missing.
-        purge_step: TensorBoard leaves out what earlier files have from this step on; None keeps all.
-
-    Raises:
-        OSError: the file cannot be written.
+    TensorBoard leaves out what earlier files have from `purge_step` on; None keeps all.
     """
 
     def __init__(self, directory: Path, purge_step: int | None = None) -> None:

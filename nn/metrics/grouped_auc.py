@@ -10,19 +10,10 @@ from torch.nn.functional import pad
 def auc_of_groups(
     scores: Tensor, is_positive: Tensor, groups: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the AUC of each group that has rows of both classes, and the weight of its rows.
+    """Compute the AUC of each group that has rows of both classes, and the weight of its rows: float64 [G] both.
 
     The AUC of a group is the part of its (positive, negative) pairs in the right order, a tie counting half; with weights
-    every pair counts the product of its two.
-
-    Args:
-        scores: [B] floats, not nan; only their order matters.
-        is_positive: [B] bool.
-        groups: [B] integers.
-        weights: [B], not negative; None counts every row once.
-
-    Returns:
-        float64 [G] AUC, and float64 [G] sum of the weights: the group's impressions.
+    every pair counts the product of its two. Scores, labels (bool), groups (integers) and weights are [B]; scores are not nan.
     """
     by_score = scores.argsort(stable=True)
     order = by_score[groups[by_score].argsort(stable=True)]

@@ -18,13 +18,8 @@ NUM_COUNTS = 4
 def pair_counts(logits: Tensor, is_positive: Tensor) -> Tensor:
     """Count pairs of a positive and a negative row; the host need not know any value.
 
-    Args:
-        logits: float32 [N].
-        is_positive: bool [N].
-
-    Returns:
-        int64 [4] on their device: twice the pairs whose positive row has the larger logit, where a tie counts once; positives;
-        negatives; logits that are nan.
+    Of logits float32 [N] and labels bool [N], return int64 [4] on their device: twice the pairs whose positive row has the
+    larger logit, where a tie counts once; positives; negatives; logits that are nan.
     """
     ascending, order = logits.sort()
     # Negative rows before each position.
@@ -38,10 +33,8 @@ def pair_counts(logits: Tensor, is_positive: Tensor) -> Tensor:
 class LateAuc:
     """The AUC of some rows, on its way.
 
-    Args:
-        pieces: tensors that `rows` reads; they are kept until it is done, for the stream that has made them.
-        rows: returns logits, float32 [N], and whether the label is 1, bool [N].
-        device: of the rows.
+    `rows` returns logits, float32 [N], and whether the label is 1, bool [N]. It reads `pieces`, which are kept until it is
+    done, for the stream that has made them.
     """
 
     def __init__(

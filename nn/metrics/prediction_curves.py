@@ -23,14 +23,7 @@ GAIN_PERCENT = (0.1, 0.2, 0.5, *range(1, 101))
 
 @dataclass(frozen=True, slots=True)
 class ScoreBuckets:
-    """Rows by their scores, the lowest first; float64 [N] each.
-
-    Attributes:
-        rows: number of rows.
-        weight: their weights.
-        positives: weights of the rows labelled 1.
-        predicted: weighted sum of the predicted probabilities.
-    """
+    """Rows by their scores, the lowest first, float64 [N] each: number, weight, weight of label 1, and weighted predictions."""
 
     rows: np.ndarray
     weight: np.ndarray
@@ -43,11 +36,7 @@ def score_buckets(
 ) -> ScoreBuckets:
     """Count the rows of all ranks in buckets of scores, the same on each of them; all must call it.
 
-    Args:
-        logits: float32 [B] of this rank's rows, finite.
-        is_positive: bool [B].
-        weights: [B]; None counts every row once.
-        collectives: the process group.
+    Of this rank's rows, logits are float32 [B] and finite, labels bool [B]; without weights every row counts once.
     """
     edges = _edges(logits, collectives)
     sums = torch.zeros(4, len(edges) + 1, dtype=torch.float64, device=logits.device)

@@ -47,13 +47,8 @@ class Collectives(Protocol):
 def roc_auc(scores: Tensor, labels: Tensor) -> float:
     """Compute the exact area under the ROC curve: the trapezoid rule over distinct scores, so a tie counts half.
 
-    Args:
-        scores: [B] floats on any device; only their order matters, so logits will do.
-        labels: [B], positive where greater than 0.5.
-
-    Returns:
-        The area, or nan where it is not defined: all labels are of one class, or a score is nan.
-        An evaluation on rows without clicks should not end a run.
+    Only the order of the scores [B] matters, so logits will do; labels [B] are positive above 0.5. It is nan where it is not
+    defined, all labels being of one class or a score nan: an evaluation on rows without clicks should not end a run.
     """
     assert scores.shape == labels.shape, (scores.shape, labels.shape)
     is_positive = labels > 0.5
@@ -101,11 +96,9 @@ def first_not_finite(calls: Sequence[Tensor]) -> tuple[int, int, int] | None:
 
 
 class RankingMetrics:
-    """AUC and log loss of the rows of all `update` calls on all ranks since the last `reset`.
+    """AUC and log loss of the rows of all `update` calls on all ranks since the last `reset`; of one process without collectives.
 
-    Args:
-        device: where the rows are kept, 5 bytes each, and where rank 0 sorts those of all ranks.
-        collectives: the process group, or None for a single process.
+    Rows are kept on `device`, 5 bytes each, where rank 0 sorts those of all ranks.
     """
 
     def __init__(self, device: torch.device, collectives: Collectives | None = None) -> None:
@@ -120,12 +113,9 @@ class RankingMetrics:
         self._latest: list[Tensor] = []
 
     def update(self, logits: Tensor, labels: Tensor, num_valid: int) -> None:
-        """Keep one batch. The host does not wait for the device.
+        """Keep one batch, logits and labels [B], without its padding. They are copied, so a captured step may overwrite them.
 
-        Args:
-            logits: [B]; copied, so a captured step may overwrite it.
-            labels: [B], 0 or 1.
-            num_valid: rows from here on are padding and are not counted.
+        The host does not wait for the device.
         """
         assert logits.shape == labels.shape, (logits.shape, labels.shape)
         both = torch.stack([logits.detach()[:num_valid].float(), labels[:num_valid].float()])
@@ -161,9 +151,8 @@ class RankingMetrics:
     def compute(self) -> dict[str, float | int]:
         """Return the metrics over all ranks, the same numbers on each of them; all must call it.
 
-        Returns:
-            `auc` (nan as in `roc_auc`), `log_loss` (mean over rows), `rows` and `label_mean`. With
-            no rows the three numbers are nan; with labels of one class only `auc` is.
+        They are `auc` (nan as in `roc_auc`), `log_loss` (mean over rows), `rows` and `label_mean`. Without rows the three numbers
+        are nan; with labels of one class only `auc` is.
         """
         logits, is_positive = self.kept()
         positives, negatives = logits[is_positive], logits[~is_positive]

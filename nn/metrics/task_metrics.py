@@ -5,32 +5,27 @@ counts once. A binary label without weights takes `RankingMetrics`.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, softplus
 
 from dataloading.batch import Batch
-from nn.metrics.grouped_auc import grouped_auc, weighted_auc
 from nn.metrics.late_auc import LateAuc
+from nn.metrics.measured_rows import MeasuredRows, RowGather
 from nn.metrics.prediction_curves import describe_predictions, score_buckets
-from nn.metrics.ranking import BLOCK_ROWS, Collectives, RankingMetrics, first_not_finite
-from nn.models.metric import AUC, CALIBRATION, GAUC, LOG_LOSS, MAE, NORMALISED_ENTROPY, RMSE
+from nn.metrics.ranking import Collectives, RankingMetrics, first_not_finite
+from nn.models.metric import AUC, Metric
 from nn.models.tasks import Task, check_logits, column_of
+from nn.user_objects import load_user_object
 
 
 class TaskMetrics:
     """Metrics of the rows of all `update` calls on all ranks since the last `reset`.
 
-    Args:
-        tasks: in the order of the labels.
-        device: where rows are kept, and where rank 0 sorts those of all ranks.
-        collectives: the process group.
-        has_weights: whether batches have weights.
-        while_training: measure the metrics of training rows alone, on the logits as they are trained.
-        group: categorical feature whose ids are the groups of GAUC, or None.
+    Rows are kept on `device`, where rank 0 sorts those of all ranks. With `while_training` the metrics of training rows alone are
+    measured, on the logits as they are trained. `group` is the categorical feature whose ids are the groups of GAUC.
     """
 
     def __init__(
@@ -49,7 +44,7 @@ class TaskMetrics:
         self._has_weights = has_weights
         self._while_training = while_training
         self._group = group
-        self._rows = _RowGather(device, collectives)
+        self._rows = RowGather(device, collectives)
         self.reset()
 
     def reset(self) -> None:
@@ -64,12 +59,10 @@ class TaskMetrics:
         self._groups: list[Tensor] = []
 
     def update(self, logits: Tensor, batch: Batch, groups: Tensor | None = None) -> None:
-        """Keep one batch. The host does not wait for the device.
+        """Keep one batch without its padding rows. The host does not wait for the device.
 
-        Args:
-            logits: [B], or [B, T] of several tasks; copied, so a captured step may overwrite them.
-            batch: on the device; its padding rows are not counted.
-            groups: int64 [num_valid], where the ids of the batch are not those of the groups.
+        Logits are [B], or [B, T] of several tasks; they are copied, so a captured step may overwrite them. `groups`, int64
+        [num_valid], are given where the ids of the batch are not those of the groups.
         """
         check_logits(self._tasks, logits, batch.labels)
         self._keep(
@@ -118,28 +111,36 @@ class TaskMetrics:
         nan, as all are without rows.
         """
         results: dict[str, float | int] = {"is_finite": True}
-        for task, kept in zip(self._tasks, self._of_task, strict=True):
-            wanted = [m for m in task.metrics if m.while_training or not self._while_training]
-            if isinstance(kept, RankingMetrics):
-                measured = self._binary(kept, {metric.name for metric in wanted})
-                main = measured[LOG_LOSS.name]
-            else:
-                measured = self._regression(*kept.kept())
-                main = measured[RMSE.name]
-            results["rows"] = measured["rows"]
-            if measured["weight"] > 0 and not math.isfinite(main):
+        for task, rows in zip(self._tasks, self._measured(), strict=True):
+            results["rows"] = rows.totals["rows"]
+            # Of a prediction that is not finite, so are these.
+            main = rows.totals["log_loss" if task.is_binary else "squares"]
+            if rows.totals["weight"] > 0 and not math.isfinite(main):
                 results["is_finite"] = False
-            results |= {metric.key: measured[metric.name] for metric in wanted}
+            for metric in task.metrics:
+                if metric.while_training or not self._while_training:
+                    results[metric.key] = float(_function_of(metric)(rows))
         return results
+
+    def _measured(self) -> Iterator[MeasuredRows]:
+        """Yield the rows of every task."""
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        groups = torch.cat([none, *self._groups])
+        for kept in self._of_task:
+            ranking = kept if isinstance(kept, RankingMetrics) else None
+            yield MeasuredRows(*kept.kept(), self._kept_weights(), groups, self._rows, ranking)
 
     def start(self) -> "StartedMetrics":
         """Start to compute the metrics of training rows, beside further steps if possible; all ranks must call it.
 
-        Several ranks, weights and labels that are numbers are measured at once.
+        Several ranks, weights and metrics other than AUC are measured at once.
         """
         kept = [rows for rows in self._of_task if isinstance(rows, RankingMetrics)]
         is_exchanged = self._collectives.world_size > 1 or self._has_weights
-        if is_exchanged or not self._while_training or len(kept) < len(self._tasks):
+        others = {m.name for task in self._tasks for m in task.metrics if m.while_training} - {
+            AUC.name
+        }
+        if is_exchanged or not self._while_training or others:
             return StartedMetrics(self.compute(), {})
         return StartedMetrics(
             {},
@@ -191,127 +192,22 @@ class TaskMetrics:
         if weights is not None:
             self._weights.append(weights[:num_valid].to(self._device, torch.float32, copy=True))
 
-    def _binary(self, kept: RankingMetrics, names: Collection[str]) -> dict[str, float | int]:
-        """Return the metrics of a binary label, with the sum of weights and the mean label."""
-        logits, is_positive = kept.kept()
-        weights = self._kept_weights()
-        if weights is None:
-            measured = kept.compute()
-            measured["weight"] = measured["rows"]
-        else:
-            measured = self._weighted(logits, is_positive, weights)
-        rate, weight = measured["label_mean"], measured["weight"]
-        if NORMALISED_ENTROPY.name in names:
-            others = measured.get("others_mean", 1 - rate)
-            loss = measured[LOG_LOSS.name]
-            measured[NORMALISED_ENTROPY.name] = normalised_entropy(loss, rate, others)
-        if CALIBRATION.name in names:
-            (predicted,) = self._rows.sum(
-                _block_sums(lambda x, w: [(x.sigmoid() * w).sum()], logits, weights)
-            )
-            clicks = rate * weight
-            measured[CALIBRATION.name] = predicted / clicks if clicks > 0 else math.nan
-        if GAUC.name in names:
-            groups = torch.cat(
-                [torch.empty(0, dtype=torch.int64, device=self._device), *self._groups]
-            )
-            measured[GAUC.name] = self._on_rank0(grouped_auc, logits, is_positive, groups, weights)
-        return measured
-
-    def _weighted(
-        self, logits: Tensor, is_positive: Tensor, weights: Tensor
-    ) -> dict[str, float | int]:
-        """Return AUC, log loss, rows, weight, and the parts of labels 1 and 0 of weighted rows."""
-        signed = torch.where(is_positive, -logits, logits)
-        sums = _block_sums(lambda x, w: [(softplus(x) * w).sum(), w.sum()], signed, weights)
-        # Both: where one label has nearly all of the weight, 1 less its part is 0.
-        sums += [weights[chosen].double().sum() for chosen in (is_positive, ~is_positive)]
-        losses, weight, positives, negatives, rows = self._rows.sum([*sums, self._count(logits)])
-        defined = weight > 0
-        return {
-            AUC.name: self._on_rank0(weighted_auc, logits, is_positive, weights),
-            LOG_LOSS.name: losses / weight if defined else math.nan,
-            "rows": int(rows),
-            "weight": weight,
-            "label_mean": positives / weight if defined else math.nan,
-            "others_mean": negatives / weight if defined else math.nan,
-        }
-
-    def _regression(self, predictions: Tensor, labels: Tensor) -> dict[str, float | int]:
-        """Return root mean squared error and mean absolute error, with rows and the sum of weights."""
-        errors = predictions.double() - labels.double()
-        sums = _block_sums(
-            lambda x, w: [(x.square() * w).sum(), (x.abs() * w).sum(), w.sum()],
-            errors,
-            self._kept_weights(),
-        )
-        squares, absolute, weight, rows = self._rows.sum([*sums, self._count(errors)])
-        defined = weight > 0
-        return {
-            RMSE.name: math.sqrt(squares / weight) if defined else math.nan,
-            MAE.name: absolute / weight if defined else math.nan,
-            "rows": int(rows),
-            "weight": weight,
-        }
-
     def _kept_weights(self) -> Tensor | None:
         """Return the weights of this rank's rows, [n]; None without weights."""
         if not self._has_weights:
             return None
         return torch.cat([torch.empty(0, device=self._device), *self._weights])
 
-    def _count(self, rows: Tensor) -> Tensor:
-        return torch.tensor(float(len(rows)), dtype=torch.float64, device=self._device)
 
-    def _on_rank0(self, function: Callable[..., float], *columns: Tensor | None) -> float:
-        """Compute a function of the columns of all ranks on rank 0, and return its result on all of them."""
-        present = [column for column in columns if column is not None]
-        counts = self._rows.counts(len(present[0]))
-        gathered = [self._rows.gather(column, counts) for column in present]
-        value = math.nan
-        if gathered[0] is not None:
-            value = function(*gathered)
-        return self._collectives.broadcast_object(value)
-
-
-def normalised_entropy(log_loss: float, rate: float, others: float) -> float:
-    """Compute the log loss divided by the entropy of the label (He et al. 2014, equation 1); nan if all labels are the same.
-
-    Args:
-        log_loss: mean over rows, natural logarithm.
-        rate: mean label.
-        others: 1 - rate.
-    """
-    if not (rate > 0 and others > 0):
-        return math.nan
-    return log_loss / -(rate * _log(rate, others) + others * _log(others, rate))
-
-
-def _log(part: float, others: float) -> float:
-    """Return the logarithm of a part, exact too where the others are nearly nothing."""
-    return math.log1p(-others) if others < part else math.log(part)
-
-
-def _block_sums(
-    function: Callable[[Tensor, Tensor], list[Tensor]], values: Tensor, weights: Tensor | None
-) -> list[Tensor]:
-    """Sum what `function` returns for (values, weights) in float64, block by block, which bounds the memory."""
-    weights = torch.ones_like(values) if weights is None else weights
-    sums = function(values[:0].double(), weights[:0].double())
-    for start in range(0, len(values), BLOCK_ROWS):
-        block = slice(start, start + BLOCK_ROWS)
-        parts = function(values[block].double(), weights[block].double())
-        sums = [total + part for total, part in zip(sums, parts, strict=True)]
-    return sums
+def _function_of(metric: Metric) -> Callable[[MeasuredRows], float]:
+    """Return what computes a metric."""
+    if isinstance(metric.compute, str):
+        return load_user_object(metric.compute, f"the metric {metric.name}")
+    return metric.compute
 
 
 class StartedMetrics:
-    """Metrics of training rows, of which some are on their way.
-
-    Args:
-        values: those that are there, by their keys.
-        late: the others.
-    """
+    """Metrics of training rows by their keys: values that are there, and others that are on their way."""
 
     def __init__(self, values: dict[str, float | int], late: Mapping[str, LateAuc]) -> None:
         self._values, self._late = values, late
@@ -354,35 +250,3 @@ class _Numbers:
     def first_not_finite(self) -> tuple[int, int, int] | None:
         """See `RankingMetrics.first_not_finite`."""
         return first_not_finite(self._predictions)
-
-
-class _RowGather:
-    """Sums over ranks, and rows of all ranks on rank 0."""
-
-    def __init__(self, device: torch.device, collectives: Collectives) -> None:
-        self._device = device
-        self._collectives = collectives
-
-    def sum(self, values: Sequence[Tensor]) -> list[float]:
-        """Sum scalars over ranks in float64, in the order of the ranks: the same bits on each of them."""
-        group = self._collectives
-        sums = torch.zeros(group.world_size, len(values), dtype=torch.float64, device=self._device)
-        sums[group.rank] = torch.stack([value.double() for value in values])
-        return [
-            math.fsum(column) for column in zip(*group.all_reduce_sum(sums).tolist(), strict=True)
-        ]
-
-    def counts(self, num_rows: int) -> list[int]:
-        """Return the rows of every rank."""
-        group = self._collectives
-        counts = torch.zeros(group.world_size, dtype=torch.int64, device=self._device)
-        counts[group.rank] = num_rows
-        return group.all_reduce_sum(counts).tolist()
-
-    def gather(self, values: Tensor, counts: Sequence[int]) -> Tensor | None:
-        """Join the ranks' rows, `counts[r]` of rank r, on rank 0; None elsewhere."""
-        padding = (0, 0) * (values.dim() - 1) + (0, max(counts) - len(values))
-        gathered = self._collectives.gather(pad(values, padding))
-        if gathered is None:
-            return None
-        return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from configs.built_in import MODELS
 from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import ModelConfig
@@ -32,7 +33,7 @@ from dataloading.dataset.row_columns import Channel, RowColumn
 from nn.embedding.declared_tables import embedding_columns
 from nn.layers.initialization import initialise_dense
 from nn.models.ranking_model import RankingModel
-from nn.models.registry import MODELS, build_dense, declared_tables, model_options
+from nn.models.registry import build_dense, declared_tables, model_options
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -43,13 +44,7 @@ ROWS = 2
 
 
 def describe_model(options: ModelConfig, stored: FeatureSpec, spec: FeatureSpec) -> dict[str, Any]:
-    """Return the content of model.json.
-
-    Args:
-        options: of the model.
-        stored: features as the dataset has them.
-        spec: the same after the expansion of ids, as the model sees them.
-    """
+    """Return the content of model.json; `spec` is `stored` after the expansion of ids, as the model sees them."""
     declared = declared_tables(options, spec)
     dense = build_dense(options, spec)
     layers, flops = _run_layers(dense, len(spec.numerical), embedding_columns(declared, spec))
@@ -169,13 +164,7 @@ def _noting(calls: dict[str, dict[str, Any]], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """Checked content of a model.json.
-
-    Attributes:
-        options: of the model.
-        stored: features as the dataset has them, without files.
-        spec: the same as the model sees them.
-    """
+    """Checked content of a model.json: options, features as the dataset has them, without files, and as the model sees them."""
 
     options: ModelConfig
     stored: FeatureSpec
@@ -195,12 +184,7 @@ class ModelDescription:
 
 
 def build_from_json(path: Path | str, *, seed: int = 0, trusted: bool = False) -> RankingModel:
-    """Build the model that a model.json describes, with the initial weights of a seed.
-
-    Args:
-        path: of the file.
-        seed: of the initial weights.
-        trusted: whether a model outside the project, `package.module:Class`, may be imported.
+    """Build the model that a model.json describes, with the initial weights of a seed; `trusted` as in `read_description`.
 
     Raises:
         ValueError: the file is missing or describes no model.
@@ -209,11 +193,7 @@ def build_from_json(path: Path | str, *, seed: int = 0, trusted: bool = False) -
 
 
 def read_description(path: Path, *, trusted: bool = False) -> ModelDescription:
-    """Read a model.json.
-
-    Args:
-        path: of the file.
-        trusted: whether a model outside the project, `package.module:Class`, may be imported.
+    """Read a model.json; only if it is `trusted` may a model outside the project, `package.module:Class`, be imported.
 
     Raises:
         ValueError: the file is missing, malformed, of a newer format, or names a model that may not be imported.

@@ -1,10 +1,16 @@
-"""Metrics by which a model is judged: names, titles, which is better. Imports no torch."""
+"""Metrics by which a model is judged: names, titles, which is better, and where each is computed. Imports no torch.
+
+A new metric is an entry of `METRICS`, or a `Metric` outside the project that `eval.metrics=[package.module:NAME]` names.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from configs.schema import is_import_path, require
 from dataloading.dataset.row_columns import RowColumn
+from nn.user_objects import load_user_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,8 +18,12 @@ class Metric:
     """A number that tells how well a task is learnt.
 
     Attributes:
-        name: of the metric.
+        name: in records and options: letters, digits and `_`.
         title: of its value on the test split, on the terminal.
+        compute: function of `nn.metrics.measured_rows.MeasuredRows` that returns the value, nan where it is not defined, or the
+            function's import path.
+        is_binary: whether it is of binary labels, or of regression labels.
+        is_default: whether it is measured without being named.
         undefined: printed where it has no value although there are rows.
         while_training: whether it is also measured on training rows.
         larger_is_better: whether a model with a larger value is the better one; None if neither is.
@@ -22,6 +32,9 @@ class Metric:
 
     name: str
     title: str
+    compute: Callable[[Any], float] | str = ""
+    is_binary: bool = True
+    is_default: bool = False
     undefined: str = "n/a"
     while_training: bool = False
     larger_is_better: bool | None = True
@@ -67,57 +80,130 @@ class Metric:
 AUC = Metric(
     name="auc",
     title="test AUC",
+    compute="nn.metrics.measures:auc",
+    is_default=True,
     undefined="undefined (all labels are the same)",
     while_training=True,
 )
-LOG_LOSS = Metric(name="log_loss", title="log loss", larger_is_better=False)
-GAUC = Metric(name="gauc", title="GAUC", undefined="undefined (no group has both labels)")
-NORMALISED_ENTROPY = Metric(
-    name="normalised_entropy",
-    title="normalised entropy",
-    undefined="undefined (all labels are the same)",
-    larger_is_better=False,
+GAUC = Metric(
+    name="gauc",
+    title="GAUC",
+    compute="nn.metrics.measures:gauc",
+    undefined="undefined (no group has both labels)",
 )
-CALIBRATION = Metric(
-    name="calibration",
-    title="calibration",
-    undefined="undefined (no label is 1)",
-    larger_is_better=None,
+METRICS = (
+    AUC,
+    Metric(
+        name="log_loss",
+        title="log loss",
+        compute="nn.metrics.measures:log_loss",
+        is_default=True,
+        larger_is_better=False,
+    ),
+    GAUC,
+    Metric(
+        name="normalised_entropy",
+        title="normalised entropy",
+        compute="nn.metrics.measures:normalised_entropy",
+        undefined="undefined (all labels are the same)",
+        larger_is_better=False,
+    ),
+    Metric(
+        name="calibration",
+        title="calibration",
+        compute="nn.metrics.measures:calibration",
+        undefined="undefined (no label is 1)",
+        larger_is_better=None,
+    ),
+    Metric(
+        name="rmse",
+        title="test RMSE",
+        compute="nn.metrics.measures:rmse",
+        is_binary=False,
+        is_default=True,
+        while_training=True,
+        larger_is_better=False,
+    ),
+    Metric(
+        name="mae",
+        title="MAE",
+        compute="nn.metrics.measures:mae",
+        is_binary=False,
+        larger_is_better=False,
+    ),
 )
-RMSE = Metric(name="rmse", title="test RMSE", while_training=True, larger_is_better=False)
-MAE = Metric(name="mae", title="MAE", larger_is_better=False)
+"""The project's metrics, in the order of the records. `eval.metrics` names further ones, and `eval.group` measures `GAUC`."""
 
-DEFAULT_METRICS = {True: (AUC, LOG_LOSS), False: (RMSE,)}
-"""Metrics of a label, by whether it is binary."""
-FURTHER_METRICS = {True: (NORMALISED_ENTROPY, CALIBRATION), False: (MAE,)}
-"""Metrics that `eval.metrics` may name."""
 
-ALL_METRICS = (AUC, LOG_LOSS, GAUC, NORMALISED_ENTROPY, CALIBRATION, RMSE, MAE)
+def default_metrics(*, is_binary: bool) -> tuple[Metric, ...]:
+    """Return the metrics that are measured without being named."""
+    return tuple(m for m in METRICS if m.is_default and m.is_binary == is_binary)
+
+
+def further_metrics(names: Sequence[str]) -> list[Metric]:
+    """Return the metrics that `eval.metrics` names, those of the project in the order of the records.
+
+    Raises:
+        ValueError: there is no such metric, or the object is none; the message says what may be named.
+    """
+    own = {m.name: m for m in METRICS if not m.is_default and m is not GAUC}
+    found = [metric for metric in own.values() if metric.name in names]
+    taken = {metric.name for metric in METRICS}
+    for path in dict.fromkeys(name for name in names if name not in own):
+        require(
+            is_import_path(path),
+            f"eval.metrics names {path}, which is none of {', '.join(own)}, nor package.module:NAME",
+        )
+        metric = load_user_object(path, "eval.metrics")
+        require(
+            isinstance(metric, Metric) and bool(metric.compute),
+            f"eval.metrics={path} is no nn.models.metric.Metric with a compute; docs/tasks_and_metrics.md has one",
+        )
+        require(
+            metric.name.isidentifier() and metric.name not in taken,
+            f"eval.metrics={path}: its name is {metric.name}; want letters, digits and _, and none of {', '.join(taken)}",
+        )
+        taken.add(metric.name)
+        found.append(metric)
+    return found
+
+
+METRIC_FACTS = "metrics"
+"""Key of `facts_of_metrics` in the first line of metrics.jsonl, if there are such metrics."""
+
+
+def facts_of_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the facts by which records of metrics from outside the project are read, without their code."""
+    return {
+        m.name: {"title": m.title, "larger_is_better": m.larger_is_better}
+        for m in further_metrics(names)
+        if m not in METRICS
+    }
+
+
+def metrics_of_facts(facts: object) -> list[Metric]:
+    """Return the metrics of `facts_of_metrics`, which a file has; what is damaged is left out."""
+    return [
+        Metric(
+            name=str(name), title=str(values["title"]), larger_is_better=values["larger_is_better"]
+        )
+        for name, values in (facts if isinstance(facts, Mapping) else {}).items()
+        if isinstance(values, Mapping) and {"title", "larger_is_better"} <= values.keys()
+    ]
 
 
 def metrics_of_label(
-    label: RowColumn, *, further: Iterable[str], has_groups: bool, is_single: bool
+    label: RowColumn, *, further: Sequence[Metric], has_groups: bool, is_single: bool
 ) -> tuple[Metric, ...]:
-    """Return the metrics of a label, in the order of the records.
-
-    Args:
-        label: of the dataset.
-        further: names of metrics beyond the default ones.
-        has_groups: whether the AUC within groups is measured too.
-        is_single: whether the dataset has no other label.
-    """
-    metrics = DEFAULT_METRICS[label.is_binary]
-    metrics += (GAUC,) if has_groups and label.is_binary else ()
-    metrics += tuple(m for m in FURTHER_METRICS[label.is_binary] if m.name in further)
+    """Return the metrics of a label, in the order of the records: default and further ones, with groups the AUC within them."""
+    wanted = [m for m in METRICS if m.is_default or m in further or (has_groups and m is GAUC)]
+    wanted += [m for m in further if m not in METRICS]
+    metrics = tuple(metric for metric in wanted if metric.is_binary == label.is_binary)
     return metrics if is_single else tuple(metric.of(label.name) for metric in metrics)
 
 
 def best_of(metrics: Iterable[Metric], name: str | None) -> Metric:
-    """Return the metric that `eval.best_metric` names: it tells which evaluation is the best.
-
-    Args:
-        metrics: of all labels.
-        name: key of one of them; None for the first.
+    """Return the metric that `eval.best_metric` names, or the first: it tells which evaluation is the best.
 
     Raises:
         ValueError: there is no such metric, or no value of it is better than another.
@@ -132,10 +218,10 @@ def best_of(metrics: Iterable[Metric], name: str | None) -> Metric:
     )
 
 
-def metric_of_key(key: str) -> Metric | None:
+def metric_of_key(key: str, further: Sequence[Metric] = ()) -> Metric | None:
     """Return the metric of a key of a record, such as `test_auc` or `test_auc.click`; None if it is of no metric."""
     name, _, task = key.removeprefix("test_").partition(".")
-    found = next((metric for metric in ALL_METRICS if metric.name == name), None)
+    found = next((metric for metric in (*METRICS, *further) if metric.name == name), None)
     if found is None or not key.startswith("test_"):
         return None
     return found.of(task) if task else found

@@ -6,7 +6,7 @@ checkpoints and export read the declaration, and know no model by name. docs/add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -87,6 +87,15 @@ class Model(nn.Module):
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
         raise NotImplementedError
+
+    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return this rank's share of the loss that is trained, after `forward`: nothing is added unless overridden.
+
+        Args:
+            share: this rank's share of the tasks' loss; the sum over ranks is the loss.
+            share_of: returns the same of other logits.
+        """
+        return share
 
     def fp8_layers(self) -> Sequence[Fp8Layer]:
         """Return the layers with products that are wide enough to gain from 8 bits (`train.fp8`)."""

@@ -14,7 +14,6 @@ from configs.schema import (
     Section,
     option,
     require,
-    require_widths,
 )
 
 MOST_WIDTH = 2**20
@@ -27,10 +26,14 @@ class _TwoMLPOptions(ModelConfig):
     """Options of a model with a bottom and a top MLP."""
 
     bottom_mlp: list[int] = option(
-        [512, 256, 128], "widths of the bottom MLP's layers", most=MOST_WIDTH, gt=0
+        [512, 256, 128], "widths of the bottom MLP's layers", most=MOST_WIDTH, gt=0, filled=True
     )
     top_mlp: list[int] = option(
-        [1024, 1024, 512, 256, 1], "widths of the top MLP's layers", most=MOST_WIDTH, gt=0
+        [1024, 1024, 512, 256, 1],
+        "widths of the top MLP's layers",
+        most=MOST_WIDTH,
+        gt=0,
+        filled=True,
     )
     dropout: float = option(
         0.0,
@@ -46,8 +49,6 @@ class _TwoMLPOptions(ModelConfig):
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
-        require_widths("model.bottom_mlp", self.bottom_mlp)
-        require_widths("model.top_mlp", self.top_mlp)
         require(
             self.top_mlp[-1] == 1,
             f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
@@ -188,9 +189,11 @@ class FinalMLPOptions(ModelConfig):
 
     embedding_dim: int = option(10, "columns of every feature's vector", most=MOST_COLUMNS)
     hidden_1: list[int] = option(
-        [400, 400, 400], "widths of the first stream", most=MOST_WIDTH, gt=0
+        [400, 400, 400], "widths of the first stream", most=MOST_WIDTH, gt=0, filled=True
     )
-    hidden_2: list[int] = option([800], "widths of the second stream", most=MOST_WIDTH, gt=0)
+    hidden_2: list[int] = option(
+        [800], "widths of the second stream", most=MOST_WIDTH, gt=0, filled=True
+    )
     gate_hidden: list[int] = option(
         [800], "widths of a gate's hidden layers", most=MOST_WIDTH, gt=0
     )
@@ -204,8 +207,6 @@ class FinalMLPOptions(ModelConfig):
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
-        require_widths("model.hidden_1", self.hidden_1)
-        require_widths("model.hidden_2", self.hidden_2)
         last = self.hidden_1[-1], self.hidden_2[-1]
         require(
             self.heads > 0 and not any(width % self.heads for width in last),
@@ -228,12 +229,17 @@ class MaskNetOptions(ModelConfig):
     structure: MaskStructure = option(
         MaskStructure.serial, "serial: block after block; parallel: side by side, then an MLP"
     )
-    blocks: list[int] = option([400, 400, 400], "width of every mask block", most=MOST_WIDTH, gt=0)
+    blocks: list[int] = option(
+        [400, 400, 400], "width of every mask block", most=MOST_WIDTH, gt=0, filled=True
+    )
     reduction_ratio: float = option(
         2.0, "columns of a mask's first layer, as a multiple of its second's", most=1024
     )
     hidden: list[int] = option(
-        [400, 400], "widths of the hidden layers after parallel blocks", most=MOST_WIDTH, gt=0
+        [400, 400],
+        "widths of the hidden layers after parallel blocks",
+        most=MOST_WIDTH,
+        gt=0,
     )
     dropout: float = option(
         0.0,
@@ -244,7 +250,6 @@ class MaskNetOptions(ModelConfig):
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
-        require_widths("model.blocks", self.blocks)
         require(
             self.reduction_ratio > 0 and round(min(self.blocks) * self.reduction_ratio) > 0,
             "model.reduction_ratio must leave at least one column of every block's width, got "
@@ -354,11 +359,12 @@ class _TaskOptions(ModelConfig):
 class SharedBottomOptions(_TaskOptions):
     """Options of the shared-bottom model."""
 
-    hidden: list[int] = option([256, 128], "widths of the shared layers", most=MOST_WIDTH, gt=0)
+    hidden: list[int] = option(
+        [256, 128], "widths of the shared layers", most=MOST_WIDTH, gt=0, filled=True
+    )
 
     def __post_init__(self) -> None:
         _TaskOptions.__post_init__(self)
-        require_widths("model.hidden", self.hidden)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -367,12 +373,11 @@ class MMoEOptions(_TaskOptions):
 
     experts: int = option(8, "number of experts", most=1024, gt=0)
     expert_hidden: list[int] = option(
-        [256, 128], "widths of every expert's layers", most=MOST_WIDTH, gt=0
+        [256, 128], "widths of every expert's layers", most=MOST_WIDTH, gt=0, filled=True
     )
 
     def __post_init__(self) -> None:
         _TaskOptions.__post_init__(self)
-        require_widths("model.expert_hidden", self.expert_hidden)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -383,12 +388,41 @@ class PLEOptions(_TaskOptions):
     task_experts: int = option(4, "experts of every task in a level", most=1024, gt=0)
     shared_experts: int = option(4, "experts in a level that all tasks share", most=1024, gt=0)
     expert_hidden: list[int] = option(
-        [256, 128], "widths of every expert's layers", most=MOST_WIDTH, gt=0
+        [256, 128], "widths of every expert's layers", most=MOST_WIDTH, gt=0, filled=True
     )
 
     def __post_init__(self) -> None:
         _TaskOptions.__post_init__(self)
-        require_widths("model.expert_hidden", self.expert_hidden)
+
+
+@dataclass(kw_only=True, slots=True)
+class RankMixerOptions(_TaskOptions):
+    """Options of RankMixer."""
+
+    tokens: int = option(16, "tokens, and heads of a token, the paper's T", most=MOST_COLUMNS, gt=0)
+    token_dim: int = option(
+        64, "columns of a token, D; a multiple of tokens", most=MOST_WIDTH, gt=0
+    )
+    layers: int = option(2, "blocks, L", most=1024, gt=0)
+    expansion: int = option(
+        4, "hidden columns of a token's network, as a multiple of token_dim, k", most=1024, gt=0
+    )
+    experts: int = option(
+        1, "networks of a token in every block, joined by ReLU routing", most=1024, gt=0
+    )
+    active_experts: float = option(
+        0.25, "share of the experts that the routing of evaluation is driven to", gt=0, lt=1
+    )
+    feature_order: list[str] = option(
+        [], "features in the order of their semantic groups, cut into tokens; the others follow"
+    )
+
+    def __post_init__(self) -> None:
+        _TaskOptions.__post_init__(self)
+        require(
+            self.token_dim % self.tokens == 0,
+            f"model.token_dim must be a multiple of model.tokens={self.tokens}, got {self.token_dim}",
+        )
 
 
 def without_effect(options: ModelConfig) -> dict[str, str]:
@@ -403,6 +437,8 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
         hidden = options.top_mlp[:-1]
     elif isinstance(options, _DeepOptions | MaskNetOptions | DINOptions):
         hidden = options.hidden
+    if isinstance(options, RankMixerOptions) and options.experts == 1:
+        found["active_experts"] = "model.experts=1 needs no routing"
     if isinstance(options, EmbeddingMLPOptions) and options.embedding_dims == SUGGESTED:
         found["embedding_dim"] = f"model.embedding_dims={SUGGESTED} chooses all columns"
     for rate in ("dropout", "batch_norm"):

@@ -12,25 +12,12 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from configs.built_in import MODELS
 from configs.messages import shown
 from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_keys
 from configs.schema import Config, ModelConfig, describe
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.models.options import (
-    DCNv2Options,
-    DeepFMOptions,
-    DINOptions,
-    DLRMOptions,
-    EmbeddingMLPOptions,
-    FinalMLPOptions,
-    MaskNetOptions,
-    MMoEOptions,
-    PLEOptions,
-    SharedBottomOptions,
-    WideDeepOptions,
-    WuKongOptions,
-    without_effect,
-)
+from nn.models import options as own_options
 from nn.user_objects import load_user_object
 
 if TYPE_CHECKING:
@@ -38,44 +25,15 @@ if TYPE_CHECKING:
 
     from nn.models.model import Model
 
-MODELS = {
-    "dlrm": "nn.models.dlrm:DLRM",
-    "dcnv2": "nn.models.dcnv2:DCNv2",
-    "wide_deep": "nn.models.wide_deep:WideDeep",
-    "deepfm": "nn.models.deepfm:DeepFM",
-    "embedding_mlp": "nn.models.embedding_mlp:EmbeddingMLP",
-    "finalmlp": "nn.models.finalmlp:FinalMLP",
-    "masknet": "nn.models.masknet:MaskNet",
-    "wukong": "nn.models.wukong:WuKong",
-    "din": "nn.models.din:DIN",
-    "shared_bottom": "nn.models.shared_bottom:SharedBottom",
-    "mmoe": "nn.models.mmoe:MMoE",
-    "ple": "nn.models.ple:PLE",
-}
-OPTIONS: dict[str, type[ModelConfig]] = {
-    "dlrm": DLRMOptions,
-    "dcnv2": DCNv2Options,
-    "wide_deep": WideDeepOptions,
-    "deepfm": DeepFMOptions,
-    "embedding_mlp": EmbeddingMLPOptions,
-    "finalmlp": FinalMLPOptions,
-    "masknet": MaskNetOptions,
-    "wukong": WuKongOptions,
-    "din": DINOptions,
-    "shared_bottom": SharedBottomOptions,
-    "mmoe": MMoEOptions,
-    "ple": PLEOptions,
-}
-"""Options of models of the project that are known without torch; those of other models are in `Model.Options`."""
-
 
 def find_options(name: str) -> type[ModelConfig]:
-    """Return the class of the options of a model; it imports the model only if `OPTIONS` lacks them.
+    """Return the class of the options of a model.
 
-    Raises:
-        ValueError: raised by `find_model`.
+    The model is not imported where `nn.models.options` has the options of its class, so that they are checked without torch.
     """
-    return OPTIONS[name] if name in OPTIONS else find_model(name).Options
+    class_name = MODELS.get(name, "").partition(":")[2]
+    known: type[ModelConfig] | None = getattr(own_options, f"{class_name}Options", None)
+    return known or find_model(name).Options
 
 
 def find_model(name: str) -> type[Model]:
@@ -126,10 +84,8 @@ def typed_config(
 ) -> Config:
     """Return the typed options of a run, including those of its model; every check of options runs here.
 
-    Args:
-        composed: all options.
-        written: options that were written for this model; others of the model may be left from another one's recipe.
-        common: what `to_config` returns of `composed`; it becomes the result.
+    `written` are options that were written for this model; others of the model may be left from another one's recipe. `common` is
+    what `to_config` returns of `composed`, and becomes the result.
 
     Raises:
         ValueError: an invalid value, an unknown option, or an unknown model; or an option of `written` is one of other models
@@ -139,7 +95,7 @@ def typed_config(
     config = common or to_config(composed)
     _refuse_options_of_others(composed.model.name, written)
     config.model = model_options(composed.model)
-    for name, reason in without_effect(config.model).items():
+    for name, reason in own_options.without_effect(config.model).items():
         for key, place, is_users in written:
             if is_users and f"{key}.".startswith(f"model.{name}."):
                 raise ValueError(f"{place}{key} has no effect: {reason}; leave it out")
@@ -247,10 +203,7 @@ def _kind(found: object, table: object) -> str:
 def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model:
     """Build the dense component: forward(numerical [B, N], embeddings) -> logits [B].
 
-    Args:
-        options: options of the model.
-        spec: feature spec of the model.
-        seed: seed of the initial weights of layers without `initialise`; the global random state is not changed.
+    The seed is that of the initial weights of layers without `initialise`; the global random state is not changed.
 
     Raises:
         ValueError: the options do not fit the features, or the model has persistent buffers that no `PassLayer` declares.

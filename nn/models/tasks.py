@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +12,14 @@ from configs.schema import Config, TaskConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from nn.layers.bce_loss import bce_loss_share
-from nn.layers.task_losses import binary_losses, mean_share, squared_errors
+from nn.layers.task_losses import loss_of, mean_share
 from nn.models.metric import (
     AUC,
-    DEFAULT_METRICS,
     GAUC,
-    MAE,
     Metric,
     best_of,
+    default_metrics,
+    further_metrics,
     metrics_of_label,
 )
 
@@ -29,18 +28,14 @@ from nn.models.metric import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A label that a model learns.
+    """A label that a model learns, with its metrics in the order of the records.
 
-    Attributes:
-        name: of the task and of its label.
-        is_binary: whether the label is 0 or 1; else it is a number, and the model predicts that number.
-        metrics: that are measured, in the order of the records.
-        options: of its loss and of its predictions.
+    A binary label is 0 or 1; otherwise it is a number, and the model predicts that number.
     """
 
     name: str
     is_binary: bool = True
-    metrics: tuple[Metric, ...] = DEFAULT_METRICS[True]
+    metrics: tuple[Metric, ...] = default_metrics(is_binary=True)
     options: TaskConfig = field(default_factory=TaskConfig)
 
     def loss_share(
@@ -55,30 +50,18 @@ class Task:
         """Compute this rank's share of the mean loss; `nn.models.tasks.loss_share` describes the arguments."""
         if self.is_binary and weights is None and not self.options.changes_loss:
             return bce_loss_share(logits, labels, num_valid, global_valid)
-        losses = squared_errors
-        if self.is_binary:
-            losses = partial(
-                binary_losses,
-                label_smoothing=self.options.label_smoothing,
-                focal_gamma=self.options.focal_gamma,
-                focal_alpha=self.options.focal_alpha,
-                positive_weight=self.options.positive_weight,
-            )
+        loss = loss_of(self.options, is_binary=self.is_binary, key=f"tasks.{self.name}.loss")
         return mean_share(
-            losses(logits[:num_valid], labels[:num_valid]),
+            loss(logits[:num_valid], labels[:num_valid]),
             None if weights is None else weights[:num_valid],
             global_valid if total_weight is None else total_weight,
         )
 
     def shifted(self, logits: Tensor, keep_rates: Tensor | None) -> Tensor:
-        """Return the logits of predictions: those of a model that was trained on all negatives.
+        """Return the logits [B] of predictions: those of a model that was trained on all negatives.
 
         With a fraction r of the negatives kept, the odds in the training rows are 1 / r times too large, so ln r is added (He
-        et al. 2014, section 6.3, in terms of logits).
-
-        Args:
-            logits: [B], as trained.
-            keep_rates: [B] of the rows; None without such a column, which leaves the task's constant, if any.
+        et al. 2014, section 6.3, in terms of logits). `keep_rates` are [B] of the rows, or else the task's constant applies.
         """
         if not self.is_binary:
             return logits
@@ -102,21 +85,16 @@ def tasks_of(
     labels: Sequence[RowColumn],
     options: Mapping[str, TaskConfig] | None = None,
     *,
-    further: Iterable[str] = (),
+    further: Sequence[str] = (),
     has_groups: bool = False,
 ) -> list[Task]:
-    """Return a task per label.
-
-    Args:
-        labels: of the dataset.
-        options: by label; labels without have the defaults.
-        further: names of metrics beyond the default ones.
-        has_groups: whether the AUC within groups is measured too.
+    """Return a task per label, with the metrics `further` of `eval.metrics` and, with groups, the AUC within them.
 
     Raises:
         ValueError: an option names a label that the dataset lacks or that has no use for it, or a metric has no task.
     """
     options = options or {}
+    chosen = further_metrics(further)
     names = [label.name for label in labels]
     for name in options:
         if name not in names:
@@ -126,24 +104,27 @@ def tasks_of(
     tasks = []
     for label in labels:
         own = options.get(label.name, TaskConfig())
-        if not label.is_binary and (own.changes_loss or own.keep_rate is not None):
+        if not label.is_binary and (own.changes_cross_entropy or own.keep_rate is not None):
             raise ValueError(
-                f"tasks.{label.name}: '{label.name}' is a regression label, of which weight alone may be set; the other "
-                "options are of binary labels (dtype bool)"
+                f"tasks.{label.name}: '{label.name}' is a regression label, of which weight and loss alone may be set; the "
+                "other options are of binary labels (dtype bool)"
             )
         metrics = metrics_of_label(
-            label, further=further, has_groups=has_groups, is_single=len(labels) == 1
+            label, further=chosen, has_groups=has_groups, is_single=len(labels) == 1
         )
+        loss_of(own, is_binary=label.is_binary, key=f"tasks.{label.name}.loss")  # which checks it
         tasks.append(Task(name=label.name, is_binary=label.is_binary, metrics=metrics, options=own))
     if not any(task.options.weight for task in tasks):
         raise ValueError(
             "tasks: the weight of every label is 0, and nothing would be learnt; raise one"
         )
     measured = {metric.name for metric in metrics_of(tasks)}
-    for name in further:
-        if name not in measured:
-            kind = "regression" if name == MAE.name else "binary"
-            raise ValueError(f"eval.metrics={name} is of {kind} labels, and the dataset has none")
+    for metric in chosen:
+        if metric.name not in measured:
+            kind = "binary" if metric.is_binary else "regression"
+            raise ValueError(
+                f"eval.metrics={metric.name} is of {kind} labels, and the dataset has none"
+            )
     if has_groups and GAUC.name not in measured:
         raise ValueError("eval.group is of binary labels, and the dataset has none")
     return tasks
@@ -193,26 +174,14 @@ def metrics_of(tasks: Iterable[Task]) -> list[Metric]:
 
 
 def best_metric(tasks: Iterable[Task], name: str | None) -> Metric:
-    """Return the metric that `eval.best_metric` names: it tells which evaluation is the best.
-
-    Args:
-        tasks: of the model.
-        name: key of one of their metrics; None for the first.
-
-    Raises:
-        ValueError: no task has such a metric, or no value of it is better than another.
-    """
+    """Return the metric that `eval.best_metric` names, or the first; see `nn.models.metric.best_of`."""
     return best_of(metrics_of(tasks), name)
 
 
 def auc_key(record: Mapping[str, Any], best: str | None) -> str | None:
-    """Return the key of the AUC that stands for a run: `eval.auc_threshold` compares it.
+    """Return the key, in an evaluation's record, of the AUC that stands for a run: `eval.auc_threshold` compares it.
 
-    It is the AUC that `eval.best_metric` names, else that of the first binary label; None without one.
-
-    Args:
-        record: of an evaluation.
-        best: `eval.best_metric`.
+    It is the AUC that `eval.best_metric` names, `best`, else that of the first binary label; None without one.
     """
     keys = [key for key in record if key.partition(".")[0] == AUC.test_key]
     named = f"test_{best}"
@@ -230,14 +199,8 @@ def loss_share(
 ) -> Tensor:
     """Compute this rank's share of the loss, the weighted sum of all tasks' losses; the shares' sum over ranks is the loss.
 
-    Args:
-        tasks: in the order of the labels.
-        logits: [B], or [B, T] of several tasks, float32.
-        labels: of the same shape, float32.
-        num_valid: number of valid rows on this rank; they come first, the others are padding.
-        global_valid: number of valid rows over all ranks.
-        weights: [B] of the rows; None counts every row once.
-        total_weight: sum of the weights of valid rows over all ranks, a scalar; None without weights.
+    Logits and labels are [B], or [B, T] of several tasks, float32. This rank's `num_valid` rows come first, the others are
+    padding; all ranks have `global_valid`. `total_weight`, a scalar, is the sum of the weights [B] of valid rows over all ranks.
 
     Raises:
         ValueError: the model does not return one logit per task.
@@ -260,10 +223,7 @@ def loss_share(
 def scores_of(tasks: Sequence[Task], logits: Tensor, keep_rates: Tensor | None) -> Tensor:
     """Return the scores of all tasks, [B, T] float64, of the predictions that evaluation measures.
 
-    Args:
-        tasks: in the order of the labels.
-        logits: [B], or [B, T] of several tasks.
-        keep_rates: [B] of the rows; None without such a column.
+    Logits are [B], or [B, T] of several tasks; `keep_rates` [B].
     """
     logits = logits.detach().float()
     columns = (column_of(logits, index) for index in range(len(tasks)))

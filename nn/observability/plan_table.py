@@ -15,7 +15,7 @@ from nn.planning.exchange import BETWEEN, WITHIN, RankExchange, busiest_links
 from nn.planning.host_tables import fetched_bytes, link_ms, staged_row_bytes
 from nn.planning.memory_estimate import RankMemory
 from nn.planning.plan import Hardware, TablePlan, lookups_by_rank
-from nn.tiers.stager import PASS_BATCHES
+from nn.tiers.stager import READ_AHEAD_BATCHES
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -220,7 +220,7 @@ def _host_lines(rows: Sequence[TablePlan], beside: BesidePlan) -> dict[str, str]
         moved_bytes = sum(staged_row_bytes(row) for row in on_disk)
         lines["disk"] = f"{size / GIB:,.1f} GiB of {_names(on_disk)}; {_device_room(on_disk)}"
         lines["per pass"] = (
-            f"of {PASS_BATCHES} steps about {read:,.0f} rows read from disk and at most as many written, "
+            f"of {READ_AHEAD_BATCHES} steps about {read:,.0f} rows read from disk and at most as many written, "
             f"{moved_bytes / 1e6:,.1f} MB each way"
         )
     if beside.disk_room is not None:

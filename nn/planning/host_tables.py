@@ -13,7 +13,7 @@ from nn.embedding.declared_tables import id_counts, tables_of_feature
 from nn.planning.plan import TablePlan
 from nn.sharding.tables import HostTable, TieredPlan
 from nn.tiers.host_tier import ring_slots
-from nn.tiers.stager import PASS_BATCHES
+from nn.tiers.stager import READ_AHEAD_BATCHES
 from nn.tiers.traffic import (
     Classes,
     IdTraffic,
@@ -137,7 +137,7 @@ def with_expected_fetches(
     memories: int,
     steps_between_saves: int,
 ) -> list[TablePlan]:
-    """Return the rows of a plan with the rows that each table is expected to fetch per step, and to read from disk per pass.
+    """Return the rows of a plan with those that a table is expected to fetch per step, and to read per read-ahead group.
 
     Rows on disk that change between two saves are expected too.
 
@@ -165,8 +165,8 @@ def with_expected_fetches(
         ring, classes = _ring(plan, members), list(classes_of(members))
         add(members, expected_fetches(classes, ring), fetched)
         if is_on_disk:
-            reads = expected_reads(classes, ring, places[rank, columns], PASS_BATCHES)
-            add(members, [PASS_BATCHES * number for number in reads], read)
+            reads = expected_reads(classes, ring, places[rank, columns], READ_AHEAD_BATCHES)
+            add(members, [READ_AHEAD_BATCHES * number for number in reads], read)
             if any(reads):
                 add(members, expected_looked_up(classes, steps_between_saves), changed)
     return [
@@ -286,7 +286,7 @@ def link_ms(tables: Sequence[TablePlan]) -> float:
 
 
 def staged_row_bytes(table: TablePlan) -> float:
-    """Return the bytes that a table is expected to read per pass from disk, with optimizer state, over all ranks."""
+    """Return the bytes that a table is expected to read per read-ahead group from disk, with optimizer state, over all ranks."""
     return table.staged_rows * _disk_bytes(table)
 
 

@@ -74,7 +74,7 @@ def plan_memory(
     dense_states: int,
 ) -> list[RankMemory]:
     """Estimate the peak of every rank's GPU while training."""
-    global_batch, amp = config.train.batch_size, config.train.amp
+    global_batch, amp, is_sent = config.train.batch_size, config.train.amp, world_size > 1
     batch = global_batch // world_size
     activation_bytes = 4 if amp is Amp.off else 2
     seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
@@ -84,14 +84,14 @@ def plan_memory(
     declared, sent_bytes = declared_tables(config.model, seen), _sent_bytes(config)
     embedding_bytes = embedding_columns(declared, seen) * sent_bytes
     local = batch * embedding_bytes
-    dense_pass = _dense_pass(config, model, batch * activation_bytes, local, world_size == 1)
+    dense_pass = _dense_pass(config, model, batch, embedding_bytes, world_size == 1)
     eval_batch = config.eval.batch_size // world_size
     features = _ids_of_tables(declared, seen, batch)
     requests = requests_of(config, seen, plan, world_size)
     eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
     others = _without(plan, requests)
     partial_bytes = batch * world_size * _partial_columns(others) * sent_bytes
-    memories, is_sent = [], world_size > 1
+    memories = []
     for rank in range(world_size):
         work = _work_of(rank, others, features, global_batch, batch)
         eval_work = _work_of(rank, others, features, config.eval.batch_size, eval_batch)
@@ -370,11 +370,26 @@ def _sum_of(rank: int, plan: Sequence[TablePlan]) -> int:
     )
 
 
-def _dense_pass(config: Config, model: Model, column_bytes: int, local: int, is_alone: bool) -> int:
+def _dense_pass(
+    config: Config, model: Model, batch: int, embedding_bytes: int, is_alone: bool
+) -> int:
+    """Return the bytes of the dense component's pass over a rank's batch, whose rows have `embedding_bytes` of vectors."""
+    if config.train.accumulate == 1:
+        return _pass_over(config, model, batch, batch * embedding_bytes, is_alone)
+    chunk, local = -(-batch // config.train.accumulate), batch * embedding_bytes
+    of_chunk = _pass_over(config, model, chunk, chunk * embedding_bytes, is_alone)
+    # Between ranks a chunk's vectors are copied out of the batch's.
+    of_chunk += 0 if is_alone else chunk * embedding_bytes
+    # The gradients of all vectors are kept until the last chunk, and are checked together under fp16.
+    return local + max(of_chunk, _checked_bytes(config, local))
+
+
+def _pass_over(config: Config, model: Model, rows: int, local: int, is_alone: bool) -> int:
     """Return the bytes of the fullest of three moments; memory of the first is reused by the later ones.
 
     `local`: gradients of the embeddings of this rank's rows, bytes. `is_alone`: whether there is one rank.
     """
+    column_bytes = rows * (4 if config.train.amp is Amp.off else 2)
     layers = model.linear_layers()
     # What backward needs again: the input of every layer, which is the output of the one before.
     saved = sum(before for before, _ in layers) + model.activations().backward_columns
@@ -392,6 +407,9 @@ def _dense_pass(config: Config, model: Model, column_bytes: int, local: int, is_
         gradients = max(sum(first), *(2 * max(layer) for layer in others))
     top = (saved + gradients) * column_bytes
     interaction = local + (layers[0][1] if layers else 0) * column_bytes
-    # Under fp16 they are checked for overflows at the end: absolute values, and two booleans per number.
-    checked = local * 5 // 2 if config.train.amp is Amp.fp16 else 0
-    return max(top, interaction, checked)
+    return max(top, interaction, _checked_bytes(config, local))
+
+
+def _checked_bytes(config: Config, local: int) -> int:
+    """Return the memory of the check of gradients for overflows under fp16: absolute values, and two booleans per number."""
+    return local * 5 // 2 if config.train.amp is Amp.fp16 else 0

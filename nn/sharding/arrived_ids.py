@@ -16,15 +16,8 @@ from nn.sharding.placement import ColumnShard, RankTables
 class ArrivedIds:
     """Ids of some features as they arrive, made ready for lookups: expanded, or with the positions of ragged ones.
 
-    Args:
-        tables: of this rank.
-        features: in the order of their ids; ragged ones last.
-        counts: feature -> ids of a batch before expansion.
-        num_sources: ranks whose ids lie one after the other.
-        batch_size: B.
-
-    Attributes:
-        blocks: feature -> position of its ids in the result.
+    Features are in the order of their ids, ragged ones last; `counts` are before expansion. The ids of `num_sources` ranks lie
+    one after the other. `blocks` has the position of each feature's ids in the result.
     """
 
     def __init__(

@@ -1,23 +1,17 @@
 """Ids of a batch where they are looked up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-import torch
 from torch import Tensor
-
-from nn.ops.host_copy import HostCopy
-from nn.tiers.live_batches import Hold
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Numbers for which a batch's exchange has room.
+    """Numbers for which a batch's exchange has room; a step is captured with the room that `is_usual`.
 
-    Attributes:
-        level: of the capacities of ragged features; 0 is the usual one.
-        requests: of each group of requested tables, rows that a rank can ask of each owner.
-        is_usual: whether it is that of most batches, whose step is captured.
+    `level` is that of the capacities of ragged features, 0 the usual one; `requests` has, of each group of requested tables, the
+    rows that a rank can ask of each owner.
     """
 
     level: int = 0
@@ -53,24 +47,14 @@ class RequestedIds:
 class LocalIds:
     """Ids of a global batch on the ranks that look them up.
 
-    Attributes:
-        owned: ids of this rank's tables, feature after feature, in the order of the ranks (`nn.embedding.id_blocks`); behind
-            them those that become slots (`nn.tiers.slot_ids`).
-        replicated: ids of the replicated tables, feature after feature.
-        requested: ids of each group of requested tables.
-        room: numbers for which they have room.
-        lacks_room: whether any rank has more than that, bool [1]; None if it cannot have.
-        release: if their memory is reused: call it once their last use is queued, on the stream of that use.
-        hold: of the rows that the ids need, if tables lie in host memory.
+    `owned` are in the order of the ranks within a feature (`nn.embedding.id_blocks`), behind them those that become slots
+    (`nn.tiers.slot_ids`); `requested` are those of each group of requested tables.
     """
 
     owned: Tensor
     replicated: Tensor
     requested: tuple[RequestedIds, ...] = ()
     room: Room = Room()
-    lacks_room: HostCopy | None = None
-    release: Callable[[], None] | None = None
-    hold: Hold | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -85,18 +69,4 @@ class LocalIds:
         requested = tuple(
             RequestedIds(*rest[first : first + size]) for first in range(0, len(rest), size)
         )
-        return replace(
-            self, owned=owned, replicated=replicated, requested=requested, release=None, hold=None
-        )
-
-    def rows_arrive(self) -> None:
-        """Let the current stream wait for the rows of tables in host memory, before it looks the ids up."""
-        if self.hold is not None:
-            self.hold.arrive()
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory from being reused before `stream` is done with it."""
-        if self.release is not None:
-            return
-        for tensor in self.tensors:
-            tensor.record_stream(stream)
+        return replace(self, owned=owned, replicated=replicated, requested=requested)

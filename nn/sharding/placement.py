@@ -13,19 +13,21 @@ from nn.embedding.id_blocks import IdCount
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.touched_rows import TouchedRows
+from nn.ops.addresses import joined
+from nn.sharding.owned_shard import ON_DEVICE, OwnedShard
+from nn.sharding.planned_tables import PlacedShard, PlannedTable
 from nn.tiers.host_tier import HostTier
+
+BLOCK = "rows"
+"""Name of the only block of ids of requested tables on their owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnShard:
     """A range of a table's columns on one rank.
 
-    Attributes:
-        lookups: of the table.
-        first_vector: position of the first lookup's first vector in the model's order; the others follow.
-        first_column: of the table.
-        columns: number of columns.
-        is_partial: whether other ranks have other rows of them, so that their vectors are added.
+    `first_vector` is the position of the first lookup's first vector in the model's order; the others follow. If it `is_partial`,
+    other ranks have other rows of these columns, so that their vectors are added.
     """
 
     lookups: tuple[Lookup, ...]
@@ -49,12 +51,9 @@ class ColumnShard:
 class Placement:
     """The tables that each rank looks up.
 
-    Attributes:
-        owned_by_rank: column shards per rank, in the rank's order; partial ones come last, alike on all ranks.
-        replicated: the replicated tables, as shards with all columns.
-        requested: row-wise tables whose rows are asked of their owners, by width; the others are partial.
-        owned: this rank's entries of `owned_by_rank`, with weights.
-        replicas: this rank's replicas of the replicated tables.
+    `owned_by_rank` has the column shards of every rank, in its order; partial ones come last, alike on all ranks. `owned` are
+    this rank's entries with weights. Row-wise tables are `requested`, in a group per width, or partial. `replicated` tables, as
+    shards with all columns, have this rank's `replicas`.
     """
 
     owned_by_rank: list[list[ColumnShard]]
@@ -66,13 +65,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """Rows of a table on one rank.
-
-    Attributes:
-        rank: the owner.
-        first_row: of the table.
-        base: rows of the owner's tables of the group before these.
-    """
+    """Rows of a table on one rank; `base` is the rows of the owner's tables of the group before these."""
 
     rank: int
     first_row: int
@@ -116,19 +109,10 @@ class Channels:
 class RankTables:
     """A rank's tables and the settings of their all-to-alls, for any batch size.
 
-    Attributes:
-        placement: tables per rank.
-        widths: columns of every vector, in the model's order.
-        counts: returns feature -> ids of a batch before expansion, in the order of the batch, of a batch size and the level of
-            the capacities.
-        expansions: feature -> further ids of each id, for expanded features that this rank looks up.
-        config: optimizer of the tables.
-        scalars: of the update of this rank's own tables.
-        dtype: of embeddings and gradients in the all-to-all.
-        ranks: this process.
-        channels: communicators.
-        touched: collects the rows of updates of `placement.owned`; None: nobody asks for them.
-        tier: this rank's tables whose rows lie in host memory; None without any.
+    `widths` are the columns of every vector in the model's order. `counts` gives, of a batch size and the level of the
+    capacities, the ids of each feature before expansion, in the order of the batch; `expansions` the further ids of each id of
+    features that this rank looks up. `scalars` and `touched` are for the update of `placement.owned`; `dtype` is that of
+    embeddings and gradients in the all-to-all.
     """
 
     placement: Placement
@@ -142,3 +126,119 @@ class RankTables:
     channels: Channels
     touched: TouchedRows | None = None
     tier: HostTier | None = None
+
+
+def place(
+    tables: Sequence[PlannedTable],
+    by_rank: Sequence[Sequence[PlacedShard]],
+    own: Sequence[OwnedShard],
+    replicas: Sequence[Tensor],
+    tier: HostTier | None,
+    seed: int,
+) -> Placement:
+    """Return the tables that each rank looks up.
+
+    `own` are this rank's shards of `by_rank` with memory, `replicas` those of the replicated tables; the seed is for the
+    rounding of 16-bit weights.
+    """
+    replicated = [table for table in tables if not table.shards]
+    requested = [table for table in tables if table.is_requested]
+    return Placement(
+        [
+            [
+                ColumnShard(
+                    table.lookups,
+                    table.first_vector,
+                    shard.shard_offsets[1],
+                    shard.shard_sizes[1],
+                    table.is_row_wise,
+                )
+                for table, shard in shards
+                if not table.is_requested
+            ]
+            for shards in by_rank
+        ],
+        [_whole(table) for table in replicated],
+        [
+            _requested_tables(
+                [table for table in requested if table.shape[1] == width], by_rank, own, tier
+            )
+            for width in dict.fromkeys(table.shape[1] for table in requested)
+        ],
+        [shard.local_table(seed, tier) for shard in own if not shard.table.is_requested],
+        [
+            LocalTable(table.lookups, replica, {})
+            for table, replica in zip(replicated, replicas, strict=True)
+        ],
+    )
+
+
+def _whole(table: PlannedTable) -> ColumnShard:
+    return ColumnShard(table.lookups, table.first_vector, 0, table.shape[1])
+
+
+def _requested_tables(
+    tables: Sequence[PlannedTable],
+    by_rank: Sequence[Sequence[PlacedShard]],
+    own: Sequence[OwnedShard],
+    tier: HostTier | None,
+) -> RequestedTables:
+    """Return row-wise tables of one width as a group."""
+    names = [table.name for table in tables]
+    row_shards: dict[str, list[RowShard]] = {name: [] for name in names}
+    rows_by_rank = []
+    for rank, shards in enumerate(by_rank):
+        base = 0
+        for table, shard in shards:
+            if table.name in names:
+                rows = shard.shard_sizes[0]
+                if rows:
+                    row_shards[table.name].append(RowShard(rank, shard.shard_offsets[0], base))
+                base += rows
+        rows_by_rank.append(base)
+    members = [shard for shard in own if shard.table.name in names]
+    by_memory: dict[str, list[OwnedShard]] = {}
+    for member in members:
+        by_memory.setdefault(member.memory, []).append(member)
+    memories = list(by_memory)
+    return RequestedTables(
+        [_whole(table) for table in tables],
+        [sorted(row_shards[name], key=lambda shard: shard.first_row) for name in names],
+        [max(shard.shard_sizes[0] for shard in table.shards) for table in tables],
+        rows_by_rank,
+        [_joined_table(shards, tier) for shards in by_memory.values()],
+        [len(member.weight) for member in members],
+        [memories.index(member.memory) for member in members],
+    )
+
+
+def _joined_table(shards: Sequence[OwnedShard], tier: HostTier | None) -> LocalTable:
+    """Return shards of this rank, which are adjacent in one memory, as a table of rows that are asked for."""
+    first, lookups = shards[0], (Lookup(BLOCK, 1),)
+    if first.memory != ON_DEVICE:
+        assert tier is not None, "there are such tables"
+        indices = [shard.tier_index for shard in shards if shard.tier_index is not None]
+        return tier.joined_table(indices, LocalTable(lookups, first.weight, {}, first_row=0))
+    rows = sum(len(shard.weight) for shard in shards)
+    states = {name: joined(state, rows) for name, state in first.states.items()}
+    return LocalTable(lookups, joined(first.weight, rows), states, first_row=0)
+
+
+def track_rows(
+    placement: Placement, own: Sequence[OwnedShard], device: torch.device
+) -> TouchedRows:
+    """Let updates note the rows that they change, in `touched` of each shard; return the marks of `placement.owned`."""
+    touched = TouchedRows(placement.owned, device)
+    rest = [shard for shard in own if not shard.table.is_requested]
+    for position, shard in enumerate(rest):
+        shard.touched = touched.of_table(position)
+    for group in placement.requested:
+        group.touched.extend(TouchedRows([table], device) for table in group.owned)
+        columns = group.shards[0].columns
+        members = (s for s in own if s.table.is_requested and s.table.shape[1] == columns)
+        firsts = [0] * len(group.owned)
+        for shard, rows, memory in zip(members, group.owned_rows, group.memories, strict=True):
+            mask = group.touched[memory].of_table(0)
+            shard.touched = mask[firsts[memory] : firsts[memory] + rows]
+            firsts[memory] += rows
+    return touched

@@ -41,14 +41,7 @@ class DistinctRows:
 class RowRoom:
     """Room for the rows that a rank asks for.
 
-    Args:
-        rows: of each owner, [W].
-        device: of the ids.
-
-    Attributes:
-        total: rows of all owners.
-        limits: rows of each owner, [W].
-        firsts: rows of all owners before each, [W].
+    `limits` are the rows of each owner, [W], `firsts` the rows of all owners before each, and `total` those of all.
     """
 
     def __init__(self, rows: Sequence[int], device: torch.device) -> None:
@@ -60,17 +53,8 @@ class RowRoom:
 class RequestKeys:
     """Keys of a rank's ids, for batches of one size.
 
-    Args:
-        tables: of this rank.
-        group: the row-wise tables.
-        batch_size: rows of this rank.
-        level: of the capacities of ragged features.
-
-    Attributes:
-        lookups: of all tables, each with the name of a block as its feature.
-        blocks: block -> position of its ids.
-        num_keys: K.
-        starts: key of each owner's first row, and the number of keys, [W + 1].
+    `lookups` are those of all tables, each with the name of a block as its feature. `starts` has the key of each owner's first
+    row, and behind them the number of keys, [W + 1].
     """
 
     def __init__(
@@ -129,10 +113,8 @@ class RequestKeys:
     def prepare(self, ids: Tensor, num_valid: int | None = None) -> Tensor:
         """Return the ids of the tables' features, expanded or with the positions of ragged ones.
 
-        Args:
-            ids: of this rank, feature after feature.
-            num_valid: valid rows of the global batch, if not all. Padding rows get the ids of this rank's first row, or none
-                where all rows are padding: so they ask for no row that the batch does not use.
+        Where not all rows of the global batch are valid, padding rows get the ids of this rank's first row, or none where all
+        are padding: so they ask for no row that the batch does not use.
         """
         prepared = self._prepare(ids.index_select(0, self._selected))
         if num_valid is None:
@@ -164,13 +146,8 @@ class RequestKeys:
     def requests(self, rows: DistinctRows, room: RowRoom) -> tuple[Tensor, Tensor]:
         """Return the rows to ask for, and the position of each key's row among them.
 
-        Args:
-            rows: distinct rows.
-            room: for them.
-
-        Returns:
-            Row numbers on the owner, `NO_ID` behind the last one of each owner, [`room.total`]. Positions of sorted keys in
-            them, [K], in ascending order; `room.total` for a key without a row, and for rows that have no room.
+        The former are row numbers on the owner, `NO_ID` behind the last one of each, [`room.total`]; the latter are of sorted
+        keys, [K], in ascending order, and `room.total` for a key without a row, or whose row has no room.
         """
         owner = torch.bucketize(rows.keys, self.starts[1:-1], right=True)
         number = rows.number - rows.first_number.index_select(0, owner)
@@ -184,10 +161,7 @@ class RequestKeys:
     def with_row_positions(self, prepared: Tensor, position: Tensor, order: Tensor) -> Tensor:
         """Return prepared ids as the lookups read them: ids replaced by the positions of their rows, in `blocks`.
 
-        Args:
-            prepared: from `prepare`.
-            position: of sorted keys, [K].
-            order: position of each key before sorting, [K].
+        `position` is of sorted keys, [K]; `order` has the position of each before sorting.
         """
         unsorted = torch.empty_like(position).scatter_(0, order, position).to(prepared.dtype)
         if not any(block.is_ragged for block, _ in self._sources):

@@ -20,11 +20,7 @@ def room_for(rows: float) -> int:
 
 
 class RequestRoom:
-    """Room for requested rows; all ranks must call the methods alike.
-
-    Args:
-        tables: of this rank.
-    """
+    """Room for requested rows; all ranks must call the methods alike."""
 
     def __init__(self, tables: RankTables) -> None:
         self._tables = tables
@@ -33,12 +29,7 @@ class RequestRoom:
         self._usual: dict[int, Room] = {}
 
     def usual(self, batch_size: int, ids: Tensor) -> Room:
-        """Return the room for full batches of one size: that of the first one, and a reserve.
-
-        Args:
-            batch_size: rows of this rank.
-            ids: of this rank, feature after feature.
-        """
+        """Return the room for full batches of one size: that of the first one, and a reserve."""
         if self._channel is None:
             return Room()
         if batch_size not in self._usual:
@@ -50,14 +41,7 @@ class RequestRoom:
     def exact(
         self, batch_size: int, ids: Tensor, level: int = 0, num_valid: int | None = None
     ) -> Room:
-        """Return the room for one batch; the host waits for the device.
-
-        Args:
-            batch_size: rows of this rank.
-            ids: of this rank, feature after feature.
-            level: of the capacities of ragged features.
-            num_valid: valid rows of the global batch, if not all.
-        """
+        """Return the room for one batch; the host waits for the device."""
         if self._channel is None:
             return Room(level, is_usual=not level)
         needed = self._counts(self._channel, batch_size, ids, level, num_valid)

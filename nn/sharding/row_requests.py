@@ -17,26 +17,17 @@ from nn.embedding.id_blocks import NO_ID, IdBlock
 from nn.embedding.local_tables import LocalTable, SlotRows, SortedIds, addition_scalars
 from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
-from nn.sharding.placement import RankTables, RequestedTables
+from nn.sharding.placement import BLOCK, RankTables, RequestedTables
 from nn.sharding.request_keys import RequestKeys, RowRoom
 
 # K: ids of all lookups of a rank's samples, W: ranks, R: rows that a rank has room for, of all owners, D: columns
-
-BLOCK = "rows"
 
 
 class RowRequests:
     """Row-wise tables of one width, for batches of one size.
 
-    Args:
-        tables: of this rank.
-        group: the row-wise tables.
-        keys: of this rank's ids.
-        room: rows that a rank can ask of each owner.
-        batch_size: B.
-
-    Attributes:
-        in_tier: this rank's tables in host memory, and the rows that all ranks can ask of them.
+    `room` is the rows that a rank can ask of each owner; `in_tier` has this rank's tables in host memory, and the rows that all
+    ranks can ask of them.
     """
 
     def __init__(
@@ -98,9 +89,8 @@ class RowRequests:
     def send(self, ids: Tensor, num_valid: int | None) -> tuple[RequestedIds, list[Tensor], Tensor]:
         """Ask for the rows of a batch.
 
-        Returns:
-            The ids, the rows that are asked of the tables `in_tier`, and whether any owner is asked for more rows than there is
-            room for, bool [1]. The lookup is then not valid.
+        Returns the ids, the rows that are asked of the tables `in_tier`, and whether any owner is asked for more rows than
+        there is room for, bool [1]: the lookup is then not valid.
         """
         keys = self._keys
         prepared = keys.prepare(ids, num_valid)
@@ -131,10 +121,7 @@ class RowRequests:
     def look_up(self, ids: RequestedIds, slots: Sequence[Tensor], out: Tensor) -> None:
         """Look up the rows that are asked of this rank, exchange them, and pool those of this rank's samples.
 
-        Args:
-            ids: from `send`.
-            slots: of the rows of the tables `in_tier`.
-            out: [B, columns of all lookups]; overwritten.
+        `slots` are those of the rows of the tables `in_tier`; `out` [B, columns of all lookups] is overwritten.
         """
         first, *others = zip(self._owned, self._asked(ids, slots), strict=True)
         bags, asked = first
@@ -158,9 +145,7 @@ class RowRequests:
     def send_back(self, ids: SortedIds, gradients: Tensor) -> Tensor:
         """Add up the gradients of each row on this rank, and send the sums to the owners: [W * room here, D].
 
-        Args:
-            ids: of this rank, the second of `sort`.
-            gradients: of this rank's embeddings, [B, columns of all lookups].
+        `ids` are the second of `sort`, and `gradients` [B, columns of all lookups] those of this rank's embeddings.
         """
         self._row_sums.zero_()
         self._sums.update(ids, gradients, self._always)
@@ -194,12 +179,7 @@ class RowRequests:
 
 
 class _RowsOfMemories:
-    """Splits the rows that are asked of a rank by the memory that they lie in.
-
-    Args:
-        group: the row-wise tables.
-        device: of the rows.
-    """
+    """Splits the rows that are asked of a rank by the memory that they lie in."""
 
     def __init__(self, group: RequestedTables, device: torch.device) -> None:
         self._num_memories = len(group.owned)

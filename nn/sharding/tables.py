@@ -21,10 +21,8 @@ ROWS_CUT = (ShardingType.row_wise.value, ShardingType.table_row_wise.value)
 class HostTable:
     """A table whose rows lie in host memory or on disk.
 
-    Attributes:
-        cache: fraction of the rows of each shard for which a rank has room on its device.
-        window: distinct rows that the live batches may look up; at most the rows of a shard.
-        is_on_disk: whether host memory holds a part of the rows only.
+    `cache` is the fraction of a shard's rows for which a rank has room on its device, `window` the distinct rows that the live
+    batches may look up, at most those of a shard.
     """
 
     cache: float
@@ -65,13 +63,8 @@ class TouchedShard:
 class TableSettings:
     """Settings of the training of tables.
 
-    Attributes:
-        optimizer: options of the optimizers; those of tables are used.
-        amp: precision of the dense component; with bf16, embeddings are sent between GPUs in bf16 too.
-        loss_scale: factor on the gradients that arrive.
-        seed: of the initial weights, and of the rounding of 16-bit ones.
-        tracks_rows: mark the rows that updates change, for deltas.
-        disk: of tables on disk; None without any.
+    With `amp` bf16, embeddings are sent between GPUs in bf16 too. Gradients that arrive have the factor `loss_scale`. The seed
+    is for initial weights, and the rounding of 16-bit ones; `tracks_rows` marks the rows that updates change, for deltas.
     """
 
     optimizer: OptimizerConfig
@@ -99,10 +92,7 @@ def asks_for_rows(
     A vector of more ids than ranks is fewer bytes than its rows would be without repetitions. The rounding of 16-bit weights
     depends on the table, and tables whose rows are asked for are updated as one.
 
-    Args:
-        table: as declared.
-        ids_per_sample: feature -> mean number of ids.
-        world_size: ranks.
+    `ids_per_sample` is the mean number of each feature.
     """
     is_pooled = table.pooling.name != "NONE"
     return data_type_to_dtype(table.data_type) is torch.float32 and all(

@@ -22,16 +22,7 @@ class DiskStore(RowStore):
 
     A row that the device has, but for those that it keeps for good, has a place too.
 
-    Args:
-        file: all rows.
-        num_places: rows for which there is room in host memory.
-        num_slots: rows of the arena.
-        kinds: parts of a row.
-        kept: rows that the device keeps for good, ascending.
-        device: of the arena.
-
-    Attributes:
-        staged: rows in host memory.
+    `kept` are rows that the device keeps for good, ascending; `staged` are those in host memory.
     """
 
     def __init__(
@@ -99,9 +90,7 @@ class DiskStore(RowStore):
     def save(self, rows: Tensor, slots: Tensor) -> None:
         """Make the file hold the current rows; nobody reads it meanwhile.
 
-        Args:
-            rows: that have changed on the device, distinct, int64 [n].
-            slots: of these rows.
+        `rows`, distinct, int64 [n], have changed on the device, in `slots`.
         """
         has_place = torch.from_numpy(self.staged.place_of_row[rows.cpu().numpy()] >= 0)
         chosen = has_place.to(rows.device)
@@ -116,9 +105,7 @@ class DiskStore(RowStore):
     def load(self, rows: Tensor, slots: Tensor) -> None:
         """Fill the arena from the file, which has changed.
 
-        Args:
-            rows: of the arena, int64 [n].
-            slots: of these rows.
+        `rows`, int64 [n], are those of the arena, in `slots`.
         """
         self.staged.forget()
         numbers = rows.cpu().numpy()

@@ -37,14 +37,8 @@ if TYPE_CHECKING:
 class TieredShard:
     """A shard of a table whose rows lie in host memory.
 
-    Attributes:
-        rows: of the shard.
-        width: columns.
-        dtype: of the weights.
-        slots: rows of it that the arena has room for.
-        window: distinct rows of it that the live batches may need.
-        first_row: of the shard in the table.
-        is_on_disk: whether host memory holds a part of the rows only.
+    The arena has room for `slots` of its rows; the live batches may need `window` distinct ones. `is_on_disk` says that host
+    memory holds a part of the rows only.
     """
 
     rows: int
@@ -60,9 +54,7 @@ class TieredShard:
 class DiskSettings:
     """Settings of tables on disk.
 
-    Attributes:
-        path: directory for their files.
-        staged_bytes: host memory per rank for their rows.
+    `path` is the directory for their files, and `staged_bytes` the host memory per rank for their rows.
     """
 
     path: Path
@@ -87,20 +79,10 @@ class _Group:
 class TierCounts:
     """Traffic of a rank.
 
-    Attributes:
-        ids: that were mapped to slots; without those that have no row here.
-        missing: those whose row was not on the device.
-        rows_in: rows that were fetched.
-        rows_out: rows that returned to host memory.
-        bytes_in: of the rows fetched.
-        bytes_out: of the rows returned.
-        ms: time of the host for queueing the mapping and the copies; on a CPU, for both themselves.
-        wait_ms: time for which steps waited for their batch and its rows.
-        disk_rows_in: rows that were read from disk.
-        disk_rows_out: rows that were written to disk, but for those of a save.
-        disk_bytes_in: of the rows read.
-        disk_bytes_out: of the rows written.
-        disk_wait_ms: time for which batches waited for rows from disk.
+    `ids` were mapped to slots, those without a row here left out; of `missing` ones the row was not on the device. Rows come in
+    from host memory and go out to it. `ms` is the host's time to queue mapping and copies, on a CPU for both themselves; steps
+    waited `wait_ms` for their batch and its rows. Rows are read from disk and, but for those of a save, written to it; batches
+    waited `disk_wait_ms` for them.
     """
 
     ids: float = 0
@@ -121,11 +103,7 @@ class TierCounts:
 class HostTier:
     """The tables of a rank whose rows lie in host memory or on disk.
 
-    Args:
-        shards: in order.
-        states: optimizer state of a row.
-        device: of the arena.
-        disk: settings of tables on disk, if there are any.
+    `states` are those of a row; the arena is on `device`.
 
     Raises:
         ValueError: the host or the disk has too little room.
@@ -192,20 +170,13 @@ class HostTier:
     def local_table(self, index: int, table: LocalTable) -> LocalTable:
         """Return a table with the arena as its memory; its ids are slots.
 
-        Args:
-            index: of the shard.
-            table: the same with all its rows.
+        `table` is the same with all its rows.
         """
         shard = self._shards[index]
         return self._slot_table([index], table, shard.first_row)
 
     def joined_table(self, indices: Sequence[int], table: LocalTable) -> LocalTable:
-        """Return shards of one width and memory, one behind the other, as a table whose rows are numbered shard after shard.
-
-        Args:
-            indices: of the shards.
-            table: its lookups.
-        """
+        """Return shards of one width and memory, one behind the other, as a table whose rows are numbered shard after shard."""
         return self._slot_table(indices, table, 0)
 
     def _slot_table(self, indices: Sequence[int], table: LocalTable, first_row: int) -> LocalTable:
@@ -230,12 +201,7 @@ class HostTier:
         )
 
     def announce(self, ids: Tensor, groups: Sequence[TierIds]) -> Need | None:
-        """Return the rows on disk that a batch needs, before it is mapped; None without tables on disk.
-
-        Args:
-            ids: of the batch on this rank.
-            groups: positions of the ids.
-        """
+        """Return the rows on disk that a batch needs, before it is mapped; None without tables on disk."""
         if self.stager is None:
             return None
         rows = {}
@@ -253,10 +219,8 @@ class HostTier:
         On a GPU the host waits for nothing. Whether all rows have slots is known to `Hold.check`; they come on another stream,
         for which `Hold.arrive` waits.
 
-        Args:
-            ids: of a batch on this rank; those at `groups` become slots.
-            groups: positions of the ids.
-            need: result of `announce`; with tables on disk and without it, the rows are read now.
+        `ids` at the positions of `groups` become slots. With tables on disk and without `need`, the result of `announce`, their
+        rows are read now.
 
         Raises:
             RankError: a batch with ragged features needs more rows than there is room for.
@@ -463,12 +427,7 @@ def _group_of(
 ) -> _Group:
     """Return a group of tables.
 
-    Args:
-        members: its shards.
-        states: optimizer state of a row.
-        device: of the arena.
-        directory: for the files of tables on disk.
-        places: rows for which host memory has room, of tables on disk.
+    Host memory has room for `places` rows of tables on disk.
     """
     slots = [shard.slots for shard in members]
     needed = sum(min(shard.window, shard.rows) for shard in members)

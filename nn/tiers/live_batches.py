@@ -10,11 +10,7 @@ MOST_BATCHES = 8
 
 
 class LiveBatches:
-    """The batches at work, with a bit for each.
-
-    Args:
-        device: of the passes.
-    """
+    """The batches at work, with a bit for each."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,11 +32,7 @@ class LiveBatches:
     def take_ended(self, *, all_but: int) -> tuple[int, int]:
         """Let the current stream wait for the passes that are queued, and return the bits of their batches.
 
-        Args:
-            all_but: number of the latest passes that are left out.
-
-        Returns:
-            Bits of all their batches, and of those that were trained.
+        The latest `all_but` passes are left out. Returns the bits of all their batches, and of those that were trained.
         """
         released = trained = 0
         count = max(len(self._ended) - all_but, 0)
@@ -57,12 +49,7 @@ class LiveBatches:
 class Hold:
     """The rows that a batch keeps in the arena; they are released when nothing refers to it any more.
 
-    Args:
-        batches: the batches at work.
-        pin: bit of this one.
-
-    Attributes:
-        pin: the same; 0 once the rows are released.
+    `pin` is the bit of the batch, 0 once the rows are released.
     """
 
     def __init__(self, batches: LiveBatches, pin: int) -> None:

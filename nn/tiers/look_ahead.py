@@ -1,4 +1,4 @@
-"""Look-ahead for tables on disk: the ids of a pass are known while the pass before trains."""
+"""Look-ahead for tables on disk: the ids of a read-ahead group are known while the group before trains."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from dataloading.batch import Batch
-from nn.tiers.stager import PASS_BATCHES, Need
+from nn.tiers.stager import READ_AHEAD_BATCHES, Need
 
 Ahead = tuple[Batch, Need | None]
 """A host batch, and the rows that it needs from disk."""
@@ -19,50 +19,44 @@ class Announcer(Protocol):
     def announce(self, batch: Batch) -> Need | None:
         """Return the rows on disk that this rank needs for a batch on the device."""
 
-    def start_pass(self, needs: Sequence[Need | None]) -> None:
-        """Start to read the rows of a pass."""
+    def read_ahead(self, needs: Sequence[Need | None]) -> None:
+        """Start to read the rows of a group of batches."""
 
 
 class LookAhead:
-    """Iterator over batches that announces each two passes before it is returned; all ranks must iterate alike.
-
-    Args:
-        batches: host batches of this rank.
-        path: announces their ids.
-        device: where the step runs.
-    """
+    """Iterator over batches that announces each two groups before it is returned; all ranks must iterate alike."""
 
     def __init__(self, batches: Iterator[Batch], path: Announcer, device: torch.device) -> None:
         self._batches = batches
         self._path = path
         self._device = device
         self._waiting: deque[Ahead] = deque()
-        self._next_pass: list[Need | None] = []
+        self._next_group: list[Need | None] = []
 
     def __iter__(self) -> "LookAhead":
         return self
 
     def __next__(self) -> Ahead:
-        while len(self._waiting) < 2 * PASS_BATCHES:
+        while len(self._waiting) < 2 * READ_AHEAD_BATCHES:
             batch = next(self._batches, None)
             if batch is None:
                 break
             kept = self._kept(batch)
             need = self._path.announce(kept.to(self._device))
             self._waiting.append((kept, need))
-            self._next_pass.append(need)
-            if len(self._next_pass) == PASS_BATCHES:
-                self._start_pass()
+            self._next_group.append(need)
+            if len(self._next_group) == READ_AHEAD_BATCHES:
+                self._read_group()
         else:
             return self._waiting.popleft()
-        self._start_pass()
+        self._read_group()
         if not self._waiting:
             raise StopIteration
         return self._waiting.popleft()
 
-    def _start_pass(self) -> None:
-        needs, self._next_pass = self._next_pass, []
-        self._path.start_pass(needs)
+    def _read_group(self) -> None:
+        needs, self._next_group = self._next_group, []
+        self._path.read_ahead(needs)
 
     def _kept(self, batch: Batch) -> Batch:
         """Return a batch whose memory the loader does not reuse."""

@@ -13,20 +13,15 @@ from torch import Tensor
 
 from dataloading.keys.new_rows import NewRows
 from nn.layers.initialization import KeyedWeights
+from nn.ops.addresses import are_adjacent, joined
 
 
 @dataclass(frozen=True, slots=True)
 class KeyedShard:
     """A shard of a table for raw keys on this rank, or its replica.
 
-    Attributes:
-        table: name of the table, from which its weights follow.
-        keys_of: name of the map that has its keys.
-        weight: [rows, columns].
-        states: optimizer state, [rows] or [rows, columns].
-        row_offset: first row in the table.
-        column_offset: first column in the table.
-        bound: of the initial weights.
+    The weights follow from the name of the `table` and the keys of the map `keys_of`. `states` are [rows] or [rows, columns];
+    `bound` is that of the initial weights.
     """
 
     table: str
@@ -39,12 +34,7 @@ class KeyedShard:
 
 
 class RowResets:
-    """Writes new rows into shards.
-
-    Args:
-        shards: of this rank, with rows.
-        seed: of the initial weights.
-    """
+    """Writes new rows into shards."""
 
     def __init__(self, shards: Sequence[KeyedShard], seed: int) -> None:
         groups: list[list[KeyedShard]] = []
@@ -69,8 +59,8 @@ class _Group:
         counts = [len(shard.weight) for shard in shards]
         self._firsts = [sum(counts[:index]) for index in range(len(counts))]
         first = shards[0]
-        self._weight = _joined(first.weight, sum(counts))
-        self._states = [_joined(state, sum(counts)) for state in first.states]
+        self._weight = joined(first.weight, sum(counts))
+        self._states = [joined(state, sum(counts)) for state in first.states]
         self._weights = KeyedWeights(
             [(shard.table, shard.column_offset, shard.bound) for shard in shards],
             seed,
@@ -105,17 +95,7 @@ class _Group:
 
 def _adjoins(before: KeyedShard, after: KeyedShard) -> bool:
     """Return whether all tensors of a shard lie right behind those of another one."""
+    tensors = zip((before.weight, *before.states), (after.weight, *after.states), strict=True)
     return before.weight.shape[1:] == after.weight.shape[1:] and all(
-        one.dtype == other.dtype
-        and one.device == other.device
-        and one.data_ptr() + one.nbytes == other.data_ptr()
-        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        for one, other in zip(
-            (before.weight, *before.states), (after.weight, *after.states), strict=True
-        )
+        one.dtype == other.dtype and are_adjacent(one, other) for one, other in tensors
     )
-
-
-def _joined(first: Tensor, rows: int) -> Tensor:
-    """View a tensor and those behind it in one memory as one, with `rows` rows."""
-    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

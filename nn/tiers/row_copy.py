@@ -40,11 +40,8 @@ def _copy_rows(
 def copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
     """Copy rows of a matrix [., D] to rows of another, on the current stream.
 
-    Args:
-        source: on the device, or in registered host memory; any row stride.
-        source_rows: int64 [n], on the device; ascending ones of host memory are faster.
-        target: of the same dtype and width.
-        target_rows: distinct, int64 [n], on the device.
+    The source is on the device or in registered host memory, with any row stride. Row numbers are int64 [n] on the device;
+    ascending ones of host memory are faster, and those of the target are distinct.
     """
     width, count = source.shape[1], len(source_rows)
     if not count:
@@ -104,10 +101,7 @@ def _exchange_rows(
 def exchange_rows(host: Tensor, arena: Tensor, moves: DeviceMoves) -> None:
     """Return rows of an arena [., D] to host memory, and fetch others in their place, on the current stream.
 
-    Args:
-        host: all rows, in registered host memory; any row stride.
-        arena: the slots, of the same dtype and width.
-        moves: of these rows; no row both enters and returns.
+    `host` has all rows in registered host memory, with any row stride. No row both enters and returns.
     """
     width = host.shape[1]
     block_d = triton.next_power_of_2(width)

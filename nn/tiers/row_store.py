@@ -18,13 +18,7 @@ Kinds = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
 def kinds_of(width: int, dtype: torch.dtype, states: Sequence[StateField]) -> Kinds:
-    """Return the parts of a row.
-
-    Args:
-        width: columns of the weights.
-        dtype: of the weights.
-        states: optimizer state of a row, float32.
-    """
+    """Return the parts of a row."""
     of_states = {field.name: ([] if field.per_row else [width], torch.float32) for field in states}
     return {WEIGHT: ([width], dtype), **of_states}
 
@@ -39,16 +33,8 @@ class RowStore:
 
     Weight and states have memories of their own, in the host too: checkpoints write them from there without a copy.
 
-    Args:
-        num_rows: rows in host memory.
-        num_slots: rows of the arena.
-        kinds: parts of a row.
-        device: of the arena. For a GPU the host memory is pinned, and the GPU copies rows by itself.
-
-    Attributes:
-        host: weight and states by name, all rows: [num_rows, width], or [num_rows] of a state per row.
-        arena: the same of the slots.
-        row_bytes: of a row with its state.
+    For a GPU the host memory is pinned, and the GPU copies rows by itself. `host` has weight and states by name, [num_rows,
+    width], or [num_rows] of a state per row; `arena` the same of the slots. A row with its state has `row_bytes`.
 
     Raises:
         ValueError: the host has too little memory, or may not pin as much.
@@ -69,9 +55,7 @@ class RowStore:
     def fetch(self, rows: Tensor, slots: Tensor) -> None:
         """Copy rows from host memory to slots of the arena.
 
-        Args:
-            rows: distinct, int64 [n].
-            slots: distinct, int64 [n].
+        Both are distinct, int64 [n].
         """
         for name, host in self.host.items():
             self._copy(host, rows, self.arena[name], slots)

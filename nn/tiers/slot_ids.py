@@ -18,17 +18,9 @@ from nn.tiers.slot_map import TierIds
 class SlotIds:
     """Copies of the ids of tables in host memory: a feature may be looked up in several tables, each with other slots.
 
-    Args:
-        tables: local tables.
-        blocks: feature -> position of its ids.
-        device: of the ids.
-        asked: tables in host memory whose rows are asked for, and the rows for which there is room.
-
-    Attributes:
-        blocks: the same with the copies, as `feature/table`.
-        tables: the tables, those in host memory with the features of the copies.
-        num_ids: ids with the copies.
-        tier_ids: positions of the ids that become slots, per group of tables.
+    `asked` are tables in host memory whose rows are asked for, and the rows for which there is room. `blocks` and `tables` are
+    those given, with the copies as features `feature/table`; `num_ids` counts the copies too. `tier_ids` are the positions of
+    the ids that become slots, per group of tables.
     """
 
     def __init__(

@@ -31,9 +31,8 @@ NUM_COUNTS = 8
 class SlotKernels:
     """Launcher of the mapping for the tables of one arena.
 
-    Args:
-        slot_map: the slots; its `map` must not be called beside this.
-        counts: int32 [2, NUM_COUNTS], on the device: those of `DeviceMoves` per turn.
+    The map's own `map` must not be called beside this. `counts`, int32 [2, NUM_COUNTS] on the device, are those of
+    `DeviceMoves` per turn.
     """
 
     def __init__(self, slot_map: SlotMap, counts: Tensor) -> None:
@@ -71,14 +70,7 @@ class SlotKernels:
     def map(self, ids: Tensor, of_group: TierIds, pin: int, turn: int) -> DeviceMoves:
         """Turn the ids of a batch into slots, in place, as `SlotMap.map`; -1 without a free slot.
 
-        Args:
-            ids: of the batch on this rank.
-            of_group: positions of those of these tables.
-            pin: a bit that no other live batch has.
-            turn: 0 or 1.
-
-        Returns:
-            The moves, which the next call of the same turn overwrites.
+        `pin` is a bit that no other live batch has. The next call of the same turn, 0 or 1, overwrites the moves.
         """
         slot_map, count, counts = self._map, len(of_group.positions), self._counts[turn]
         if self._buffers[turn].shape[1] < count:

@@ -23,11 +23,7 @@ FIRST_REACH = 1024
 class Moves:
     """Rows that enter and leave the arena; all int64, rows in ascending order.
 
-    Attributes:
-        fetched_rows: rows that enter, [n].
-        fetched_slots: their slots.
-        returned_rows: changed rows that leave, [m].
-        returned_slots: slots that they have until then.
+    `n` rows enter, `m` changed rows leave.
     """
 
     fetched_rows: Tensor
@@ -123,13 +119,8 @@ class SlotMap:
     def map(self, ids: Tensor, of_group: TierIds, pin: int) -> tuple[Moves | None, int, int]:
         """Turn the ids of a batch into slots, in place, and keep their rows from leaving.
 
-        Args:
-            ids: of the batch on this rank.
-            of_group: positions of those of these tables.
-            pin: a bit that no other live batch has.
-
-        Returns:
-            The moves that are needed, if any; the ids whose row was missing; and the ids that have a row here.
+        `pin` is a bit that no other live batch has. Returns the moves that are needed, if any; the ids whose row was missing;
+        and the ids that have a row here.
 
         Raises:
             RankError: the live batches need more rows than the ring has slots.
@@ -144,12 +135,8 @@ class SlotMap:
     def assign(self, rows: Tensor, pin: int) -> tuple[Tensor, Moves | None, int]:
         """Give a slot to every row of a batch, and keep it from other rows.
 
-        Args:
-            rows: int32 [K]; R for an id without a row.
-            pin: a bit that no other live batch has.
-
-        Returns:
-            Slots, int32 [K], -1 without a row; the moves that they need, if any; and the ids whose row was missing.
+        `rows`, int32 [K], are R for an id without a row; `pin` is a bit that no other live batch has. Returns slots, int32 [K],
+        -1 without a row; the moves that they need, if any; and the ids whose row was missing.
 
         Raises:
             RankError: the live batches need more rows than the ring has slots.
@@ -177,9 +164,7 @@ class SlotMap:
     def release(self, released: int, trained: int) -> None:
         """Let the rows of some batches leave.
 
-        Args:
-            released: bits of the batches.
-            trained: bits of those that were trained, whose rows have changed.
+        `released` and `trained` are bits; the rows of batches that were trained have changed.
         """
         if trained:
             self.is_changed |= (self.pins & trained) != 0

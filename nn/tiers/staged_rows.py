@@ -24,14 +24,8 @@ class StagedRows:
 
     One thread at a time calls `stage` and `flush`. Others may write values of rows that stay.
 
-    Args:
-        file: all rows.
-        num_rows: of the file.
-        kept: rows that the device keeps for good, ascending.
-        parts: name -> memory [places, columns], as the parts of the file.
-
-    Attributes:
-        place_of_row: int32 [num_rows]; `ABSENT` or `ON_DEVICE` without one.
+    `kept` are the rows that the device keeps for good, ascending; `parts` have the memory [places, columns] of each part.
+    `place_of_row`, int32 [num_rows], is `ABSENT` or `ON_DEVICE` without one.
     """
 
     def __init__(
@@ -62,12 +56,8 @@ class StagedRows:
     def stage(self, rows: np.ndarray, staying: Sequence[np.ndarray]) -> bool:
         """Read rows that have no place, unless there are too few places.
 
-        Args:
-            rows: distinct, ascending, int64 [n].
-            staying: rows that must not leave, beside `rows`; those without a place do not matter.
-
-        Returns:
-            Whether all rows have places.
+        `rows` are distinct, ascending, int64 [n]; those of `staying` must not leave either, and do not matter without a place.
+        Returns whether all rows have places.
         """
         missing = rows[self.place_of_row[rows] == ABSENT]
         if not len(missing):

@@ -1,8 +1,8 @@
-"""Staging of rows: those that the batches of a pass need are read from disk into host memory while the pass before trains.
+"""Staging of rows: those that some batches need are read ahead from disk into host memory while the batches before train.
 
-A batch is announced when its ids are known. The rows of a pass, which is some announced batches, are read by a thread, each row
-once and in ascending order. A batch whose rows are not all there when its turn comes, such as that of another pass, waits until
-they are read: nothing but speed depends on the passes.
+A batch is announced when its ids are known. The rows of a group of announced batches are read by a thread, each row once and in
+ascending order. A batch whose rows are not all there when its turn comes waits until they are read: nothing but speed depends
+on the groups.
 """
 
 import time
@@ -16,8 +16,8 @@ import numpy as np
 from nn.distributed.errors import RankError
 from nn.tiers.disk_store import DiskStore
 
-PASS_BATCHES = 16
-"""Batches of a pass: their rows are read from disk together. Two passes of batches wait in host memory."""
+READ_AHEAD_BATCHES = 16
+"""Batches of a read-ahead group: their rows are read from disk together. Two groups of batches wait in host memory."""
 
 Rows = Mapping[int, np.ndarray]
 """Group -> rows, distinct, ascending, int64."""
@@ -27,9 +27,7 @@ Rows = Mapping[int, np.ndarray]
 class Need:
     """Rows that a batch needs in host memory.
 
-    Attributes:
-        rows: of each group of tables on disk.
-        staging: reads them; None before its pass is started.
+    `staging` reads them; it is None before its group is read.
     """
 
     rows: Rows
@@ -37,14 +35,10 @@ class Need:
 
 
 class Stager:
-    """Reader of the rows of passes.
+    """Reader of the rows of read-ahead groups.
 
-    Args:
-        stores: of the groups of tables on disk.
-        resident: returns the rows of a group that the device has and may return to host memory.
-
-    Attributes:
-        wait_ms: time for which batches have waited for their rows.
+    `resident` returns the rows of a group that the device has and may return to host memory. Batches have waited `wait_ms` for
+    their rows.
     """
 
     def __init__(
@@ -66,8 +60,8 @@ class Stager:
         self._pending.add(need)
         return need
 
-    def start_pass(self, needs: Sequence[Need]) -> None:
-        """Start to read the rows of some batches, in their order; the pass before is complete."""
+    def read_ahead(self, needs: Sequence[Need]) -> None:
+        """Start to read the rows of some batches, in their order, once those of the group before are read."""
         started = time.perf_counter()
         self.drain()
         self.wait_ms += (time.perf_counter() - started) * 1e3

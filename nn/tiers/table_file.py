@@ -48,11 +48,7 @@ ATTEMPTS = 100
 class TierDirectory:
     """Directory for the files of a rank, below one that several runs may share; removed by `close`, or with this object.
 
-    Args:
-        parent: directory on a local disk; it is made if it is missing.
-
-    Attributes:
-        path: of the directory.
+    `parent` is made if it is missing, and should be on a local disk.
 
     Raises:
         ValueError: it cannot be made, or the file system has no locks.
@@ -127,14 +123,8 @@ def _locked_sibling(root: Path) -> tuple[Path, int]:
 class TableFile:
     """Rows of tables of one width and dtype, numbered table after table.
 
-    Args:
-        directory: for the files.
-        name: beginning of their names.
-        num_rows: rows.
-        kinds: parts of a row.
-
-    Attributes:
-        rows: name -> [num_rows, columns], of the latest save. They may be written before the first change.
+    `rows` are those of the latest save by the name of the part, [num_rows, columns]; they may be written before the first
+    change.
 
     Raises:
         RankError: the disk has no room, or a file cannot be made.
@@ -154,10 +144,7 @@ class TableFile:
     def read(self, rows: np.ndarray, targets: Sequence[np.ndarray], places: np.ndarray) -> None:
         """Read the newest values of rows.
 
-        Args:
-            rows: ascending, int64 [n].
-            targets: per part, items that are written.
-            places: positions in `targets`, [n].
+        `rows` are ascending, int64 [n]; items at `places` of `targets`, one per part, are written.
         """
         changes = self._change_of_row[rows]
         in_table = changes < 0
@@ -180,10 +167,7 @@ class TableFile:
     def keep(self, rows: np.ndarray, sources: Sequence[np.ndarray], places: np.ndarray) -> None:
         """Write new values of rows to the journal.
 
-        Args:
-            rows: distinct, int64 [n].
-            sources: per part, items.
-            places: positions of the values in `sources`, [n].
+        `rows` are distinct, int64 [n]; their values are at `places` of `sources`, one per part.
 
         Raises:
             RankError: the disk is full.
@@ -212,10 +196,7 @@ class TableFile:
     def store(self, rows: np.ndarray, sources: Sequence[np.ndarray], places: np.ndarray) -> None:
         """Write values of rows to the files themselves, after `merge`; nobody reads the files meanwhile.
 
-        Args:
-            rows: ascending, int64 [n].
-            sources: per part, items.
-            places: positions of the values in `sources`, [n].
+        `rows` are ascending, int64 [n]; their values are at `places` of `sources`, one per part.
         """
         for part, source in zip(self._parts, sources, strict=True):
             _copy_blocks(source, places, row_items(part.rows), rows)
@@ -256,9 +237,7 @@ def _unwritable(path: Path, reason: str | None) -> RankError:
 class _Mapping:
     """Mapped file of rows that are read in any order.
 
-    Attributes:
-        row_bytes: of a row.
-        items: all rows as raw bytes; those beyond `grow` must not be touched.
+    `items` are all rows as raw bytes; those beyond `grow` must not be touched.
     """
 
     def __init__(self, path: Path, num_rows: int, row_bytes: int) -> None:

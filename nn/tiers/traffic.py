@@ -24,10 +24,7 @@ IdShare = Callable[[np.ndarray], np.ndarray]
 class IdTraffic:
     """Frequency of the rows of a table among its lookups.
 
-    Attributes:
-        share: of its ids, before they are expanded.
-        rows: of the table.
-        drawn: further rows per id, on average.
+    `share` is of its ids before they are expanded, each of which brings `drawn` further rows on average.
     """
 
     share: IdShare
@@ -77,12 +74,8 @@ def counted_share(counts: np.ndarray) -> IdShare:
 def row_classes(traffic: IdTraffic, first: int, count: int, fixed: int, ids: float) -> Classes:
     """Return numbers of rows beyond the fixed ones, and the chance that a step looks one of them up.
 
-    Args:
-        traffic: of the table.
-        first: first row of the shard.
-        count: rows of the shard.
-        fixed: rows that keep their slots, the first ones.
-        ids: of the table per step, before they are expanded.
+    The shard has `count` rows from `first` on, of which the first `fixed` keep their slots; a step has `ids` of the table,
+    before they are expanded.
     """
     if fixed >= count:
         return np.zeros(0), np.zeros(0)
@@ -130,9 +123,7 @@ def _expanded_classes(
 def expected_fetches(classes: Sequence[Classes], ring: int) -> list[float]:
     """Return the rows that each of the shards of an arena fetches per step.
 
-    Args:
-        classes: results of `row_classes`.
-        ring: slots whose rows change.
+    The rows of `ring` slots change; see `row_classes`.
     """
     rows, chance = _joined(classes)
     stay = _stay(rows, chance, _is_needed(chance, LIVE_BATCHES), ring)
@@ -140,21 +131,18 @@ def expected_fetches(classes: Sequence[Classes], ring: int) -> list[float]:
 
 
 def expected_reads(
-    classes: Sequence[Classes], ring: int, places: int, pass_batches: int
+    classes: Sequence[Classes], ring: int, places: int, group_batches: int
 ) -> list[float]:
     """Return the rows that each of the shards of an arena reads from disk per step, once all places are taken.
 
-    Args:
-        classes: results of `row_classes`.
-        ring: slots whose rows change.
-        places: rows for which host memory has room.
-        pass_batches: batches whose rows are read together; those of two passes are announced.
+    The rows of `ring` slots change, and host memory has room for `places` rows. The rows of `group_batches` batches are read
+    together; those of two groups are announced.
     """
     rows, chance = _joined(classes)
     on_device = _stay(rows, chance, _is_needed(chance, LIVE_BATCHES), ring)
-    stays = 1 - (1 - _is_needed(chance, 2 * pass_batches)) / (1 + on_device)
-    # A row leaves that two passes do not need, and comes back one and a half before it is looked up, on average.
-    absent = 1 + chance * pass_batches / 2
+    stays = 1 - (1 - _is_needed(chance, 2 * group_batches)) / (1 + on_device)
+    # A row leaves that two groups do not need, and comes back one and a half before it is looked up, on average.
+    absent = 1 + chance * group_batches / 2
     stay = _stay(rows, chance, stays, places, absent)
     return _sums(classes, rows * chance / (absent + stay))
 
@@ -179,12 +167,8 @@ def _stay(
 ) -> np.ndarray:
     """Return the steps for which rows stay in a ring, times their chance; infinite if all have room.
 
-    Args:
-        rows: of each class.
-        chance: that a step looks a row up.
-        stays: chance that it stays once more when the ring has come round.
-        room: rows for which the ring has room.
-        absent: steps between leaving and coming back, times the chance.
+    A row stays once more with the chance `stays` when the ring of `room` rows has come round; between leaving and coming back
+    it is `absent` steps, times the chance.
     """
     if not chance.any() or rows.sum() <= room:
         return np.full(len(rows), np.inf)
@@ -213,11 +197,7 @@ def _sums(classes: Sequence[Classes], values: np.ndarray) -> list[float]:
 def expected_distinct(ids: float, share: IdShare, first: int, end: int) -> float:
     """Return how many rows of a range are among drawn ids: row i of probability p_i is missed with (1 - p_i) ** ids.
 
-    Args:
-        ids: number drawn, of all rows.
-        share: of the ids of the table.
-        first: first row of the range.
-        end: end of the range.
+    `ids` are drawn of all rows of the table.
     """
     if end <= first:
         return 0.0

@@ -14,14 +14,10 @@ from nn.sharding.sharded_tables import ShardedTables
 
 
 class BatchIds:
-    """Ids of batches as one flat tensor, feature after feature, for `StaticEmbeddings.send_ids`.
+    """Ids of batches as one flat tensor, feature after feature, for `ShardedLookup.send_ids`.
 
     A feature of fixed hotness has [B, hotness] ids; a padding row has the id 0, which every table has. A ragged feature has as
     many ids as its capacity, those that the batch does not use `NO_ID`, and the length of each row.
-
-    Args:
-        tables: the sharded tables.
-        ranks: this process.
     """
 
     def __init__(self, tables: ShardedTables, ranks: Ranks) -> None:

@@ -40,15 +40,8 @@ class DenseRule:
 class DenseUpdate:
     """The update of a dense component.
 
-    Args:
-        parameters: of the dense component, on one device, with their gradients.
-        config: the optimizer's options.
-        on_gpu: whether the pass runs on a GPU.
-
-    Attributes:
-        optimizer: torch's.
-        is_in_pass: whether `apply` is a part of the pass, which needs no host; otherwise call `optimizer.step` afterwards.
-        learning_rate: of the latest update.
+    Parameters have gradients. `is_in_pass` says that `apply` is a part of the pass, which needs no host; otherwise call
+    `optimizer.step` afterwards. `learning_rate` is that of the latest update.
     """
 
     def __init__(

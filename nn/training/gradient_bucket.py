@@ -20,15 +20,8 @@ CLIP_EPS = 1e-6
 class GradientBucket:
     """The memory of all gradients; after `sum`, each `parameter.grad` is a view into it.
 
-    Args:
-        parameters: of the dense component, on one device, float32.
-        further: shapes of further gradients that are summed over ranks with them.
-        clip_norm: largest norm of the parameters' gradients together; None for any.
-
-    Attributes:
-        vector: all gradients, and one more number that is summed with them.
-        further: views of the further gradients.
-        signal: view of that number, []; 0 until it is set.
+    `further` are gradients that are summed over ranks with those of the parameters, whose norm together is at most `clip_norm`.
+    `vector` has all of them, and behind them the `signal`, a number that is summed too, 0 until it is set.
     """
 
     def __init__(
@@ -62,6 +55,11 @@ class GradientBucket:
                 offer_place(parameter, view)
         if self.further:
             torch._foreach_zero_(self.further)
+
+    def keep(self) -> None:
+        """Let the next backward pass add to the gradients, which nobody may write over."""
+        for parameter in self._parameters:
+            withdraw_place(parameter)
 
     def sum(self, ranks: Ranks) -> None:
         """Copy the gradients that the backward pass has not written into the vector there, and all-reduce it."""

@@ -15,14 +15,7 @@ from nn.training.train_step import TrainStep
 def measure(step: TrainStep, batch: Batch, config: InferenceConfig, ranks: Ranks) -> dict[str, Any]:
     """Time the forward pass of one batch.
 
-    Args:
-        step: tables and dense component, in evaluation mode.
-        batch: this rank's rows of a global batch, on the device.
-        config: numbers of warm-up and measured passes.
-        ranks: this process.
-
-    Returns:
-        `batch_size` (global), `samples_per_s`, and `p50_ms`, `p90_ms`, `p99_ms` of single, synchronised passes.
+    Returns `batch_size` (global), `samples_per_s`, and `p50_ms`, `p90_ms`, `p99_ms` of single, synchronised passes.
     """
     # As a server would assemble it: one copy brings it to where the graph reads it.
     batch = batch.in_one_memory()

@@ -19,11 +19,8 @@ def early_stop(
 ) -> str | None:
     """Return why the evaluation after `num_steps`, if there was one, ends the run; None if it does not.
 
-    Args:
-        config: the complete run.
-        test: record of the last evaluation; empty before the first.
-        num_steps: updates made so far.
-        evals_since_best: evaluations after the best one.
+    `test` is the record of the last evaluation, empty before the first; `evals_since_best` counts evaluations after the best
+    one.
     """
     if test.get("step") != num_steps:
         return None
@@ -54,11 +51,7 @@ class EvalSteps:
 
     Whether a step is one of them is computed, since a run may have more epochs than memory has room for.
 
-    Attributes:
-        last_step: of the run.
-        steps_per_epoch: with the partial last one.
-        per_epoch: evaluations per epoch, without `every`.
-        every: steps between evaluations, or None.
+    Epochs have `steps_per_epoch` with the partial last one; `per_epoch` holds without `every`.
     """
 
     last_step: int
@@ -98,12 +91,9 @@ NEXT, PREVIOUS = "next", "previous"
 class Stage:
     """Stage of a run.
 
-    Attributes:
-        number: 0 for the first day.
-        first_step: updates of the run before it.
-        identity: of the fit of its dataset (`dataloading.lineage`); None for one without.
-        previous: data.path of the stage before; None for the first, and for synthetic clicks.
-        is_new: whether the run has no checkpoint of it yet.
+    `number` is 0 for the first day, before which the run had `first_step` updates. `identity` is that of the fit of its dataset
+    (`dataloading.lineage`), `previous` the data.path of the stage before, both None for none. It `is_new` while the run has no
+    checkpoint of it.
     """
 
     number: int = 0

@@ -16,9 +16,7 @@ def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
     The cosine decay is (1 + cos(pi * (s - D) / N)) / 2 instead (Loshchilov and Hutter, SGDR, 2017, equation 5, without
     restarts).
 
-    Args:
-        step: updates made before this one; 0 for the first.
-        config: lengths of the phases; without `decay_start_step` the rate is held forever.
+    `step` updates were made before this one. Without `decay_start_step` the rate is held forever.
     """
     count = step + 1
     if count <= config.warmup_steps:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nn.distributed.process_group import Ranks
 from nn.embedding.local_tables import UpdateScalars
+from nn.layers.pass_state import PassState
 from nn.models.model import Model
 from nn.models.tasks import Task
 from nn.training.dense_optimizer import DenseUpdate
@@ -19,17 +20,10 @@ from nn.training.loss_readback import LossReadback
 class PassContext:
     """The objects and settings of a pass, beside the tables.
 
-    Attributes:
-        dense: the dense component, on its device.
-        tasks: the labels that it learns.
-        gradients: its gradients, followed by those of the replicated tables.
-        readback: copies the loss to the host.
-        ranks: this process.
-        autocast: returns the autocast context of the dense component.
-        loss_scale: factor on the loss before the backward pass; if not 1, gradients are checked and divided by it.
-        update_tables: whether the tables are trained.
-        dense_update: update of the dense component; None if it is no part of the pass.
-        table_scalars: learning rate and step count of the tables' update.
+    `gradients` are those of the dense component, followed by those of the replicated tables. If `loss_scale`, the factor on the
+    loss before the backward pass, is not 1, gradients are checked and divided by it. `dense_update` is None if that is no part
+    of the pass. The dense component takes `chunk_rows` of a rank at once (`train.accumulate`), or all. `layers` is the state of
+    those that depend on the rows of a pass.
     """
 
     dense: Model
@@ -42,6 +36,8 @@ class PassContext:
     update_tables: bool
     dense_update: DenseUpdate | None
     table_scalars: UpdateScalars
+    chunk_rows: int | None = None
+    layers: PassState | None = None
 
     def load_scalars(self) -> None:
         """Queue the copies of what the updates read and the host has written since the last pass.

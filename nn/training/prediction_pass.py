@@ -17,16 +17,11 @@ def predictions(
 
     All ranks must iterate alike, to the end. The step is in evaluation mode meanwhile, and uses the average of the dense
     component if there is one.
-
-    Args:
-        step: tables and dense component.
-        batches: host batches of this rank.
-        device: where the step runs.
     """
     step.set_training(False)
     prefetcher = Prefetcher(batches, step.path, device)
-    for batch, ids in prefetcher:
-        logits = step.predict(batch, ids)
+    for batch, rows in prefetcher:
+        logits = step.predict(batch, rows)
         prefetcher.start_next()
         yield batch, logits
     step.set_training(True)

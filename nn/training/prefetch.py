@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,31 +15,25 @@ from torch import Tensor
 from dataloading.batch import Batch
 from nn.observability.annotations import annotate
 from nn.observability.trace_breakdown import DATA_WAIT
+from nn.sharding.batch_rows import BatchRows
 from nn.tiers.look_ahead import Ahead, LookAhead
-from nn.training.static_path import StaticPath
+from nn.training.step_runner import StepRunner
 
 
 class Prefetcher:
-    """Iterator over (batch on the device, exchanged ids); no batch is repeated or lost.
+    """Iterator over (batch on the device, its rows); no batch is repeated or lost.
 
     A batch is valid until the second `next()` after its own. Call `start_next` once per batch, when the host has just queued
     work for the device: the prefetch then runs beside that work, on its own stream. All ranks must iterate alike, since each
     call takes part in collectives.
 
-    Args:
-        batches: host batches of this rank.
-        path: exchanges the ids.
-        device: where the step runs.
-        loading: returns the context of a wait for the loader.
-
-    Attributes:
-        data_wait_ms: time spent waiting for the loader since it was last set to 0.
+    `loading` returns the context of a wait for the loader, which has taken `data_wait_ms` since that was last set to 0.
     """
 
     def __init__(
         self,
         batches: Iterator[Batch],
-        path: StaticPath,
+        path: StepRunner,
         device: torch.device,
         loading: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
@@ -54,7 +47,7 @@ class Prefetcher:
         priority = -1 if path.has_host_tables else 0
         self._stream = _side_stream(device, priority) if device.type == "cuda" else None
         self._places: _Places | None = None
-        self._next: tuple[Batch, Any] | None = None
+        self._next: tuple[Batch, BatchRows] | None = None
         self._is_started = False
         self.data_wait_ms = 0.0
         self.start_next()
@@ -84,14 +77,14 @@ class Prefetcher:
     def __iter__(self) -> "Prefetcher":
         return self
 
-    def __next__(self) -> tuple[Batch, Any]:
+    def __next__(self) -> tuple[Batch, BatchRows]:
         if not self._is_started:
             raise RuntimeError(
                 "no batch was started since the last one was taken; call start_next() once per batch"
             )
         if self._next is None:
             raise StopIteration
-        (batch, ids), self._next, self._is_started = self._next, None, False
+        (batch, rows), self._next, self._is_started = self._next, None, False
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             # Before the wait for this batch, for whose rows the next one's copy and mapping need not wait.
@@ -100,8 +93,8 @@ class Prefetcher:
             self._path.wait_for(self._stream)
             if batch.memory is None:
                 batch.record_stream(current)
-            ids.record_stream(current)
-        return batch, ids
+            rows.record_stream(current)
+        return batch, rows
 
     def _on_device(self, batch: Batch) -> Batch:
         """Return a copy on the device, on the current stream."""
@@ -126,9 +119,7 @@ class _Places:
 
     A batch must have been taken before the one after the next is copied.
 
-    Args:
-        memory: of such a batch, on the host.
-        device: of the blocks.
+    `memory` is that of such a batch, on the host.
     """
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from nn.layers.pass_state import PassLayer, PassState, attach
 from nn.models.model import Model
 from nn.models.tasks import Task
 from nn.observability.annotations import annotate
+from nn.sharding.batch_rows import BatchRows
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import local_tensors
 from nn.training.dense_optimizer import DenseUpdate
@@ -30,7 +31,7 @@ from nn.training.loss_readback import LossReadback
 from nn.training.lr_scheduler import learning_rate_factor
 from nn.training.pass_context import PassContext
 from nn.training.prefetch import Prefetcher
-from nn.training.static_path import StaticPath
+from nn.training.step_runner import StepRunner
 
 if TYPE_CHECKING:
     # Numba is imported only where there are keys.
@@ -45,10 +46,8 @@ AMP_DTYPES = {Amp.bf16: torch.bfloat16, Amp.fp16: torch.float16}
 class StepResult:
     """Batch, loss and logits of a training step.
 
-    Attributes:
-        batch: on the device; the next step but one overwrites it.
-        loss: mean over the global batch, before the update.
-        logits: of this rank, [B]; the next step overwrites them.
+    The next step but one overwrites the batch, on the device, and the next step the logits of this rank, [B]. The loss is the
+    mean over the global batch, before the update.
     """
 
     batch: Batch
@@ -59,6 +58,13 @@ class StepResult:
 def loss_scale(config: Config) -> float:
     """Return the factor on the loss before the backward pass; only fp16 needs one."""
     return config.train.loss_scale if config.train.amp is Amp.fp16 else 1.0
+
+
+def chunk_rows(config: Config, world_size: int) -> int | None:
+    """Return the rows of a rank that the dense component takes at once, or None for all of them."""
+    if config.train.accumulate == 1:
+        return None
+    return math.ceil(config.train.batch_size // world_size / config.train.accumulate)
 
 
 def capture_blocker(config: Config, ranks: Ranks) -> str | None:
@@ -85,22 +91,9 @@ def _pass_state(dense: Model, seed: int, ranks: Ranks) -> PassState:
 class TrainStep:
     """Tables and dense component with their optimizers.
 
-    Args:
-        tables: the sharded tables.
-        dense: the dense component, on its device, with the seed's weights.
-        tasks: the labels that they learn.
-        config: the complete run.
-        ranks: this process.
-        key_maps: rows for raw keys; None for a dataset without.
-
-    Attributes:
-        key_maps: the same.
-        frozen: components that keep their weights.
-        path: the sparse path.
-        capture_blocker: the reason why the step is no CUDA graph, or None.
-        schedule: maps the number of earlier updates to the factor of the learning rates.
-        watch: context of all that waits for other ranks, but for saves and evaluations.
-        loading: returns the context of a wait for the loader.
+    `schedule` maps the number of earlier updates to the factor of the learning rates. `watch` is the context of all that waits
+    for other ranks, but for saves and evaluations; `loading` returns that of a wait for the loader. `frozen` are components
+    that keep their weights; `capture_blocker` is the reason why the step is no CUDA graph, or None.
     """
 
     def __init__(
@@ -134,6 +127,8 @@ class TrainStep:
         self._config = config
         self._ranks = ranks
         self._readback = LossReadback(ranks.device)
+        self._pass_state = _pass_state(dense, config.seed, ranks)
+        self._pass_layers = attach(dense, self._pass_state)
         context = PassContext(
             dense=dense,
             tasks=tasks,
@@ -147,20 +142,18 @@ class TrainStep:
             update_tables=Component.tables not in self.frozen,
             dense_update=self._dense_update if self._updates_dense_in_pass else None,
             table_scalars=tables.scalars,
+            chunk_rows=chunk_rows(config, ranks.world_size),
+            layers=self._pass_state if self._pass_layers else None,
         )
-        self._pass_state = _pass_state(dense, config.seed, ranks)
-        self._pass_layers = attach(dense, self._pass_state)
         self.capture_blocker = capture_blocker(config, ranks)
-        self.path = StaticPath(tables, context, config, capture=self.capture_blocker is None)
+        self.path = StepRunner(tables, context, config, capture=self.capture_blocker is None)
         self.watch: AbstractContextManager = nullcontext()
         self.loading: Callable[[], AbstractContextManager] = nullcontext
 
     def train(self, step: int, prefetcher: Prefetcher) -> StepResult:
         """Train on the next batch of `prefetcher`.
 
-        Args:
-            step: updates made so far; it sets the learning rate.
-            prefetcher: prefetcher that holds a batch.
+        `step` updates were made so far; it sets the learning rate.
 
         Raises:
             DivergedError: on all ranks, before any update, if the loss is not finite.
@@ -169,14 +162,14 @@ class TrainStep:
         # Before the batch is taken: a schedule of the caller's own may be corrected.
         factor = self._factor_of(step)
         with self.watch:
-            batch, ids = next(prefetcher)
+            batch, rows = next(prefetcher)
             if self.key_maps is not None and Component.tables not in self.frozen:
                 self.tables.write_new_rows(self.key_maps.take_new_rows())
             self._set_learning_rate(step, factor)
             if self._pass_layers:
                 self._pass_state.set(step, len(batch.labels), batch.num_valid, batch.global_valid)
             with annotate("pass"):
-                logits = self.path.forward_backward(batch, ids)
+                logits = self.path.forward_backward(batch, rows)
             prefetcher.start_next()
             # The only point where the host waits for the device, whose backward pass is still to come.
             loss, is_good = self._readback.wait()
@@ -199,14 +192,9 @@ class TrainStep:
         )
 
     @torch.no_grad()
-    def predict(self, batch: Batch, ids: Any) -> Tensor:
-        """Return the logits [B] of a batch, without training; the next call overwrites them.
-
-        Args:
-            batch: on the device.
-            ids: of the batch, exchanged by `path`.
-        """
-        return self.path.predict(batch, ids)
+    def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
+        """Return the logits [B] of a batch, without training; the next call overwrites them."""
+        return self.path.predict(batch, rows)
 
     def set_training(self, mode: bool) -> None:
         """Switch tables and dense component between training and evaluation, which uses the average if there is one."""

@@ -43,22 +43,13 @@ REGRESSION = np.dtype(np.float32)
 
 @dataclass(slots=True)
 class Roles:
-    """Roles of the columns.
+    """Roles of the columns."""
 
-    Attributes:
-        labels: names of the targets.
-        kinds: whether a label is binary, where the schema tells; else its values do.
-        numerical: names of the numericals.
-        categorical: names of the categoricals.
-        cardinalities: rows per table, where the schema has them.
-        hotness: ids per row, where the schema fixes them.
-        left_out: features of the schema without a role, with their tags.
-    """
-
-    labels: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)  # names of the targets
+    # whether a label is binary, where the schema tells; else its values do
     kinds: dict[str, bool] = field(default_factory=dict)
-    numerical: list[str] = field(default_factory=list)
-    categorical: list[str] = field(default_factory=list)
+    numerical: list[str] = field(default_factory=list)  # names of the numericals
+    categorical: list[str] = field(default_factory=list)  # names of the categoricals
     cardinalities: dict[str, int] = field(default_factory=dict)
     hotness: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -67,12 +58,8 @@ class Roles:
 def merlin_rows(root: Path, *, has_tables: bool = True) -> SourceRows:
     """Return the rows of the dataset in `root`.
 
-    Args:
-        root: the directory.
-        has_tables: False: ids are any integers, and cardinalities do not count.
-
-    Raises:
-        ValueError: neither file exists, a role is missing, or a column does not fit its role.
+    `has_tables`: False: ids are any integers, and cardinalities do not count. Raises ValueError: neither file exists, a
+    role is missing, or a column does not fit its role.
     """
     splits = _splits(root)
     roles = _roles(root)
@@ -162,10 +149,8 @@ def _splits(root: Path) -> dict[str, list[Path]]:
 def _listed(folder: Path) -> list[Path]:
     """Return the files of a folder in the order of its file list.
 
-    NVTabular writes the paths of its own machine, of files beside the list, so the names alone count.
-
-    Raises:
-        ValueError: a file is missing, or two have one name.
+    NVTabular writes the paths of its own machine, of files beside the list, so the names alone count. Raises
+    ValueError: a file is missing, or two have one name.
     """
     names = [Path(name).name for name in read_file_list(folder / FILE_LIST)]
     refuse_doubled(folder / FILE_LIST, names)

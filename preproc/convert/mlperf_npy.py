@@ -46,9 +46,7 @@ _NO_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, 
 class NpyRows:
     """Rows of the npy files below a directory.
 
-    Args:
-        root: the directory.
-        has_tables: False: ids are any integers, and not read to find the largest ones.
+    `has_tables`: False: ids are any integers, and not read to find the largest ones.
     """
 
     kind = "MLPerf's npy files"
@@ -178,13 +176,7 @@ class _Day:
 def _mapped(path: Path, kinds: str, dimensions: int | None = None) -> np.ndarray:
     """Map an npy file into memory.
 
-    Args:
-        path: of the file.
-        kinds: NumPy's letters of the kinds of dtypes that it may have.
-        dimensions: of its array; None: one or two.
-
-    Raises:
-        ValueError: there is no such file, or it has another content.
+    `dimensions`: of its array; None: one or two. Raises ValueError: there is no such file, or it has another content.
     """
     try:
         with open_regular(path) as stream:

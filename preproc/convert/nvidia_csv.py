@@ -45,10 +45,7 @@ def is_csv_spec(root: Path) -> bool:
 class CsvRows:
     """Rows of a directory in NVIDIA's CSV format.
 
-    Args:
-        root: the directory.
-        numerical_dtype: of the numericals.
-        has_tables: False: ids are any integers, and cardinalities do not count.
+    `has_tables`: False: ids are any integers, and cardinalities do not count.
     """
 
     kind = "NVIDIA's CSV"
@@ -241,8 +238,7 @@ def _integers(table: pa.Table, name: str) -> np.ndarray:
 def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
     """Write `rows` as a directory that NVIDIA's transcoder reads: `train.csv`, ..., and the spec last.
 
-    Raises:
-        ValueError: `root` exists already, or a feature has several ids per row, which the format cannot hold.
+    Raises ValueError: `root` exists already, or a feature has several ids per row, which the format cannot hold.
     """
     root = check_output(root, overwrite)
     spec = rows.spec

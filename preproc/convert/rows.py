@@ -19,37 +19,23 @@ MOST_ROWS = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive rows, in the form of the arguments of `SplitWriter.append`.
+    """Consecutive rows, in the form of the arguments of `SplitWriter.append`."""
 
-    Attributes:
-        labels: numbers [n], or [n, labels] of several.
-        numerical: numbers [n, num_numerical]; None without numericals.
-        ids: integers by feature: [n], [n, hotness], or flat for a ragged feature.
-        lengths: ids per row, [n], of each ragged feature.
-        weights: numbers [n]; None without such a column.
-        keep_rates: numbers [n]; None without such a column.
-    """
-
-    labels: np.ndarray
-    numerical: np.ndarray | None
+    labels: np.ndarray  # numbers [n], or [n, labels] of several
+    numerical: np.ndarray | None  # numbers [n, num_numerical]; None without numericals
+    # integers by feature: [n], [n, hotness], or flat for a ragged feature
     ids: Mapping[str, np.ndarray]
-    lengths: Mapping[str, np.ndarray]
-    weights: np.ndarray | None = None
-    keep_rates: np.ndarray | None = None
+    lengths: Mapping[str, np.ndarray]  # ids per row, [n], of each ragged feature
+    weights: np.ndarray | None = None  # numbers [n]; None without such a column
+    keep_rates: np.ndarray | None = None  # numbers [n]; None without such a column
 
 
 class Rows(Protocol):
-    """A dataset that can be read once from start to end.
+    """A dataset that can be read once from start to end."""
 
-    Attributes:
-        spec: features and splits; the rows of the splits need not be counted.
-        kind: name of the format, for messages.
-        left_out: what lies there and is not converted, each with the reason.
-    """
-
-    spec: FeatureSpec
-    kind: str
-    left_out: Sequence[str]
+    spec: FeatureSpec  # features and splits; the rows of the splits need not be counted
+    kind: str  # name of the format, for messages
+    left_out: Sequence[str]  # what lies there and is not converted, each with the reason
 
     def chunks(self, split: str) -> Iterator[Chunk]:
         """Yield the rows of `split` in order; ValueError at an invalid row."""
@@ -87,12 +73,8 @@ class SourceRows:
 class Remainders:
     """Rows of which each id is written as its remainder by the rows of its table.
 
-    Args:
-        rows: to read; keys (`vocabulary: dynamic`) become ids.
-        table_rows: of each table, in the order of `spec.table_features`.
-
-    Raises:
-        ValueError: there are more or fewer tables.
+    `rows`: to read; keys (`vocabulary: dynamic`) become ids. `table_rows`: of each table, in the order of
+    `spec.table_features`. Raises ValueError: there are more or fewer tables.
     """
 
     def __init__(self, rows: Rows, table_rows: Sequence[int]) -> None:
@@ -128,14 +110,8 @@ def input_feature(
 ) -> CategoricalFeature:
     """Return a feature of an input.
 
-    Args:
-        name: of the feature.
-        rows: of its table; None: its ids are any integers, of which `Remainders` takes the remainders.
-        hotness: ids per row; None for a ragged feature.
-        table: that it shares with others.
-
-    Raises:
-        ValueError: no table has so many rows.
+    `rows`: of its table; None: its ids are any integers, of which `Remainders` takes the remainders. `hotness`: ids per
+    row; None for a ragged feature. Raises ValueError: no table has so many rows.
     """
     if rows is None:
         return CategoricalFeature.of_keys(name, 2, hotness, table)

@@ -29,8 +29,7 @@ from preproc.report.console import LabelSum, Progress, SplitSummary, print_resul
 def run_convert(config: PreprocConfig, progress: Progress) -> None:
     """Convert `config.path` to `config.output` and print a summary.
 
-    Raises:
-        ValueError: the path holds no known format, a value is invalid, or the output exists already.
+    Raises ValueError: the path holds no known format, a value is invalid, or the output exists already.
     """
     assert config.path is not None
     assert config.output is not None
@@ -67,8 +66,7 @@ def _compare(spec: FeatureSpec, progress: Progress) -> None:
 def _part_rows(rows: Rows, split: str, num_files: int) -> list[int]:
     """Return the rows of each of `num_files` files of a split, as equal as possible.
 
-    Raises:
-        ValueError: the split has fewer rows.
+    Raises ValueError: the split has fewer rows.
     """
     num_rows = rows.spec.splits[split].num_rows
     # A CSV file is not counted before it is read.
@@ -142,13 +140,8 @@ def _has(column: RowColumn | None, files: SplitFiles) -> bool:
 def find_rows(path: Path, numerical_dtype: str, table_rows: Sequence[int] | None = None) -> Rows:
     """Detect the format of `path` and return its rows.
 
-    Args:
-        path: a dataset directory, NVIDIA's CSV with its spec, Merlin's Parquet or MLPerf's npy files.
-        numerical_dtype: dtype of the numericals of a CSV, whose spec has none.
-        table_rows: of each table, by which ids are taken modulo; None: the ids are rows of their tables.
-
-    Raises:
-        ValueError: the path holds none of these, or files with a mistake.
+    `table_rows`: of each table, by which ids are taken modulo; None: the ids are rows of their tables. Raises
+    ValueError: the path holds none of these, or files with a mistake.
     """
     has_tables = table_rows is None
     rows: Rows

@@ -22,8 +22,7 @@ NAMED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": 
 def parse_text_proto(text: str) -> Message:
     """Return the message in `text`; bytes of strings become characters below 256.
 
-    Raises:
-        ValueError: invalid text, with its line.
+    Raises ValueError: invalid text, with its line.
     """
     tokens = list(_tokens(text))
     message, at = _message(tokens, 0, [])
@@ -46,13 +45,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
 def _message(
     tokens: list[tuple[str, str, int]], at: int, closings: list[str]
 ) -> tuple[Message, int]:
-    """Return the message that begins at token `at`, and the index of the token after it.
-
-    Args:
-        tokens: of the text.
-        at: index of a token.
-        closings: brackets that end this message and those around it, its own last.
-    """
+    """Return the message that begins at token `at`, and the index of the token after it."""
     message: Message = {}
     closing = closings[-1] if closings else None
     if len(closings) > MAX_NESTING:

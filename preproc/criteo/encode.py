@@ -34,21 +34,14 @@ MERGE_ROWS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class EncodedColumn:
-    """Statistics of a column that is written.
+    """Statistics of a column that is written."""
 
-    Attributes:
-        seen: counted rows that have a value.
-        distinct: values among them.
-        kept: values with an id.
-        coverage: per frequency limit of `COVERAGE_LIMITS`, the values seen at least that often and their rows.
-        zeros: number of ids that are 0, per split.
-    """
-
-    seen: int
-    distinct: int
-    kept: int
+    seen: int  # counted rows that have a value
+    distinct: int  # values among them
+    kept: int  # values with an id
+    # per frequency limit of `COVERAGE_LIMITS`, the values seen at least that often and their rows
     coverage: list[list[int]]
-    zeros: dict[str, int]
+    zeros: dict[str, int]  # number of ids that are 0, per split
 
 
 class ColumnEncoder:
@@ -63,16 +56,7 @@ class ColumnEncoder:
         frequency_limit: int,
         table_bytes: int,
     ) -> None:
-        """Set the destination and the options.
-
-        Args:
-            connection: database with a view `non_hex` (column, row, value).
-            dataset: directory of the partial dataset.
-            splits: rows of each split.
-            counted: rows whose values make the vocabulary.
-            frequency_limit: values seen less often get id 0.
-            table_bytes: memory for the counts, then for the vocabulary, of one column.
-        """
+        """Set the destination and the options."""
         self._connection = connection
         self._dataset = dataset
         self._splits = splits
@@ -86,8 +70,7 @@ class ColumnEncoder:
     ) -> tuple[EncodedColumn, dict[str, dict]]:
         """Count and encode categorical column `number`, called `name`.
 
-        Returns:
-            Its statistics, and bytes and CRC-32 per written file.
+        Returns its statistics, and bytes and CRC-32 per written file.
         """
         with self._connection.cursor() as cursor:
             seen, distinct, kept, covered, has_non_hex = self._build_vocabulary(

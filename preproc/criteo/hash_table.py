@@ -126,15 +126,11 @@ def _number(codes, begin, slots, used, first, drawn, ids):
 
 
 class FirstSeen:
-    """Numbers codes in the order in which they first appear, in a table that grows.
-
-    Attributes:
-        num_codes: distinct codes so far.
-    """
+    """Numbers codes in the order in which they first appear, in a table that grows."""
 
     def __init__(self, first: int) -> None:
         """Set the number of the first code; it is positive."""
-        self.num_codes = 0
+        self.num_codes = 0  # distinct codes so far
         self._first = first
         self._slots = np.zeros(FIRST_SLOTS, np.uint64)
 
@@ -154,13 +150,10 @@ class FirstSeen:
 
 
 class Counter:
-    """Counts codes in a table that grows to `most_entries` values.
-
-    Attributes:
-        has_non_hex: whether NON_HEX was among the codes; neither it nor MISSING is counted.
-    """
+    """Counts codes in a table that grows to `most_entries` values."""
 
     def __init__(self, most_entries: int) -> None:
+        # whether NON_HEX was among the codes; neither it nor MISSING is counted
         self.has_non_hex = False
         self._most_slots = 2 * most_entries
         self._slots = np.zeros(min(FIRST_SLOTS, self._most_slots), np.uint64)

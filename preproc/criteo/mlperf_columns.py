@@ -25,10 +25,8 @@ CHUNK_ROWS = 1 << 20
 def log_days(integers: StoredColumn, output: StoredColumn, days: list[range]) -> None:
     """Write ln(x - least + 2) of int32 `integers` as float32, where `least` is the least integer of the day.
 
-    Args:
-        integers: [rows, 13], missing ones as 0.
-        output: [rows, 13], written and synced.
-        days: rows of each day, in order.
+    `integers`: [rows, 13], missing ones as 0. `output`: [rows, 13], written and synced. `days`: rows of each day, in
+    order.
     """
     with output.path.open("wb", buffering=0) as stream:
         for rows in days:
@@ -51,17 +49,7 @@ def number_column(
     """Write the ids of a column, int32: values are numbered as they first appear, over all days, modulo the table's rows.
 
     A missing value is the code 0. The procedure shuffles training rows as float32, which rounds their ids above 2**24.
-
-    Args:
-        codes: uint32 [rows].
-        output: [rows], written and synced.
-        table_rows: rows of the table.
-        num_train: training rows, which come first.
-        num_rows: rows of the column.
-        texts: codes of non-hex texts by their row.
-
-    Returns:
-        The number of distinct values.
+    `codes`: uint32 [rows]. `output`: [rows], written and synced. Returns the number of distinct values.
     """
     first_seen = FirstSeen(FIRST_ID)
     text_rows = np.fromiter(texts, np.int64, len(texts))
@@ -84,12 +72,8 @@ def number_column(
 def codes_of_texts(files: Path, number: int) -> dict[int, int]:
     """Return the codes of the texts of column `number` that are not eight lower-case digits, by ascending row.
 
-    Args:
-        files: directory of the Parquet files (column, row, value) of such texts; it may be empty.
-        number: of the column.
-
-    Raises:
-        ValueError: a text is no hexadecimal number of 32 bits.
+    `files`: directory of the Parquet files (column, row, value) of such texts; it may be empty. Raises ValueError: a
+    text is no hexadecimal number of 32 bits.
     """
     return dict(_texts(files, number)) if any(files.glob("*.parquet")) else {}
 

@@ -32,17 +32,11 @@ MOST_FOUND = 1 << 13
 
 @dataclass(slots=True)
 class NonHexTexts:
-    """Texts without a code, as Arrow arrays; Python strings would take ten times the memory.
+    """Texts without a code, as Arrow arrays; Python strings would take ten times the memory."""
 
-    Attributes:
-        columns: uint8 [n], the number of the column.
-        rows: int32 [n] within a block, int64 [n] over all rows.
-        texts: string [n].
-    """
-
-    columns: "pa.Array"
-    rows: "pa.Array"
-    texts: "pa.Array"
+    columns: "pa.Array"  # uint8 [n], the number of the column
+    rows: "pa.Array"  # int32 [n] within a block, int64 [n] over all rows
+    texts: "pa.Array"  # string [n]
 
     def moved(self, rows: int) -> "NonHexTexts":
         """Return a copy whose row numbers are larger by `rows`."""
@@ -60,21 +54,13 @@ class NonHexTexts:
 
 @dataclass(slots=True)
 class Parsed:
-    """A block of text as columns.
+    """A block of text as columns."""
 
-    Attributes:
-        columns: arrays of the good lines, in the order of `ColumnStore.columns`.
-        non_hex: texts without a code, in chunks, with rows counted within the block.
-        bad: (index of the line within the block, reason, line).
-        num_lines: lines of the text, good, bad or blank.
-        num_bytes: of the text.
-    """
-
-    columns: list[np.ndarray]
+    columns: list[np.ndarray]  # arrays of the good lines, in the order of `ColumnStore.columns`
     non_hex: list[NonHexTexts]
-    bad: list[tuple[int, str, bytes]]
-    num_lines: int
-    num_bytes: int
+    bad: list[tuple[int, str, bytes]]  # (index of the line within the block, reason, line)
+    num_lines: int  # lines of the text, good, bad or blank
+    num_bytes: int  # of the text
 
     @property
     def num_rows(self) -> int:
@@ -100,10 +86,8 @@ def _transformed(
 ) -> np.ndarray:
     """Apply the SQL of `preproc/vocabulary_sql.py` to int64 [n]; masked ones are missing.
 
-    A store of integers has them as they are, and missing ones as 0. An integer without a logarithm is -0.0.
-
-    Raises:
-        ValueError: an integer that such a store cannot hold.
+    A store of integers has them as they are, and missing ones as 0. An integer without a logarithm is -0.0. Raises
+    ValueError: an integer that such a store cannot hold.
     """
     if dtype.kind == "i":
         raw = np.ma.filled(integers, 0)

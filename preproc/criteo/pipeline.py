@@ -71,8 +71,7 @@ IDS_BYTES = 63
 def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     """Write the dataset that `config` describes and print its summary.
 
-    Raises:
-        ValueError: bad sources, bad lines, a split without rows, too little disk or memory.
+    Raises ValueError: bad sources, bad lines, a split without rows, too little disk or memory.
     """
     assert config.output is not None
     output = Path(config.output).resolve()
@@ -154,13 +153,8 @@ def split_rows(
 ) -> dict[str, range]:
     """Return the rows of each split as a range over all parsed rows; `train` begins at 0.
 
-    Args:
-        config: options of the split.
-        source_rows: good lines of each file of `source`.
-        test_rows: good lines of each file of `test_source`; none if it is not set.
-
-    Raises:
-        ValueError: a split would have no rows.
+    `test_rows`: good lines of each file of `test_source`; none if it is not set. Raises ValueError: a split would have
+    no rows.
     """
     num_rows = sum(source_rows)
     if test_rows:

@@ -163,26 +163,16 @@ def parse_lines(
 ):
     """Parse lines into the rows from `row`.
 
-    Blank lines are skipped; a carriage return before the line end is left out.
+    Blank lines are skipped; a carriage return before the line end is left out. Return END, OTHER_LINE or FULL; the index
+    of the first line that was not parsed; the parsed lines, blank ones included; the rows in the columns; the entries of
+    `far` and of `non_hex`.
 
-    Args:
-        text: uint8; text[stop - 1] is a line end.
-        at: index of the start of a line.
-        stop: index to end at, just after a line end.
-        trusted: whether text beyond ASCII is known to be UTF-8; if not, the kernel stops at such lines.
-        row: rows that the columns hold already.
-        known: the stored value of the integers LEAST to MOST, then that of a missing one.
-        labels: uint8 [rows].
-        numericals: stored values [rows, NUM_NUMERICAL].
-        missing: uint8 [rows, MISSING_BYTES], one bit per integer.
-        codes: uint32 [NUM_CATEGORICAL, rows].
-        far: int64 [n], indices in the flat `numericals` of integers outside `known`.
-        far_values: int64 [n], those integers.
-        non_hex: int64 [n, 4]: column, row, start and end of each text without a code.
-
-    Returns:
-        END, OTHER_LINE or FULL; index of the first line that was not parsed; number of parsed lines, blank
-        ones included; rows in the columns; entries of `far` and of `non_hex`.
+    - `text` is uint8, text[stop - 1] is a line end, and `at` is the start of a line.
+    - `trusted`: text beyond ASCII is known to be UTF-8; if not, the kernel stops at such lines.
+    - `known`: the stored value of the integers LEAST to MOST, then that of a missing one.
+    - `labels` [rows] and `missing` [rows, MISSING_BYTES] are uint8, `codes` [NUM_CATEGORICAL, rows] uint32.
+    - `far` and `far_values`, int64 [n]: indices in the flat `numericals` of integers outside `known`, and the integers.
+    - `non_hex`, int64 [n, 4]: column, row, start and end of each text without a code.
     """
     num_lines = num_far = num_non_hex = 0
     while at < stop:

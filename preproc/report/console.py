@@ -44,42 +44,26 @@ class LabelSum:
 
 @dataclass(slots=True)
 class ListCounts:
-    """Lists of a feature in a split.
+    """Lists of a feature in a split."""
 
-    Attributes:
-        empty_items: items without a value.
-        cut_rows: rows with more items than the hotness, which are cut.
-        cut_items: items that they lose.
-        filled_rows: rows with fewer items, which are filled with id 0.
-    """
-
-    empty_items: int = 0
-    cut_rows: int = 0
-    cut_items: int = 0
-    filled_rows: int = 0
+    empty_items: int = 0  # items without a value
+    cut_rows: int = 0  # rows with more items than the hotness, which are cut
+    cut_items: int = 0  # items that they lose
+    filled_rows: int = 0  # rows with fewer items, which are filled with id 0
 
 
 @dataclass(slots=True)
 class SplitSummary:
-    """Statistics of one split.
+    """Statistics of one split."""
 
-    Attributes:
-        rows: of the split.
-        labels: sum of every label; none if the rows have no labels.
-        zero_ids: ids that are 0 per categorical feature.
-        unseen: values without an id per categorical feature, if the run counts them.
-        lists: what became of lists, per feature.
-        emptied: values that a transform made missing, per numerical feature with such a transform.
-        clipped: values that `clip` replaced, likewise.
-    """
-
-    rows: int
+    rows: int  # of the split
+    # sum of every label; none if the rows have no labels
     labels: dict[str, LabelSum] = field(default_factory=dict)
-    zero_ids: dict[str, int] = field(default_factory=dict)
+    zero_ids: dict[str, int] = field(default_factory=dict)  # ids that are 0 per categorical feature
     unseen: dict[str, int] = field(default_factory=dict)
-    lists: dict[str, ListCounts] = field(default_factory=dict)
+    lists: dict[str, ListCounts] = field(default_factory=dict)  # what became of lists, per feature
     emptied: dict[str, int] = field(default_factory=dict)
-    clipped: dict[str, int] = field(default_factory=dict)
+    clipped: dict[str, int] = field(default_factory=dict)  # values that `clip` replaced, likewise
 
     @property
     def document(self) -> dict[str, Any]:
@@ -104,41 +88,26 @@ class SplitSummary:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Rows of the sources: `read` is the sum of the others.
+    """Rows of the sources: `read` is the sum of the others."""
 
-    Attributes:
-        read: lines of text files, rows of Parquet files, or rows of the query's result.
-        written: to all splits.
-        bad: left out by `on_bad`.
-        without_split: that `table.split` leaves out.
-    """
-
-    read: int
-    written: int
-    bad: int = 0
-    without_split: int = 0
+    read: int  # lines of text files, rows of Parquet files, or rows of the query's result
+    written: int  # to all splits
+    bad: int = 0  # left out by `on_bad`
+    without_split: int = 0  # that `table.split` leaves out
 
 
 @dataclass(slots=True)
 class ColumnSummary:
-    """Statistics of one feature, over the rows that vocabularies are built on.
+    """Statistics of one feature, over the rows that vocabularies are built on."""
 
-    Attributes:
-        missing: fraction of the rows without a value.
-        distinct: values seen, of a categorical feature.
-        kept: values with an id of their own, of a categorical feature.
-        coverage: of a categorical feature, per limit of `COVERAGE_LIMITS` the values seen at least that often
-            and their rows.
-        rows: rows of the statistics.
-        distribution: of a numerical feature, as it is stored.
-    """
-
-    missing: float
-    distinct: int | None = None
-    kept: int | None = None
+    missing: float  # fraction of the rows without a value
+    distinct: int | None = None  # values seen, of a categorical feature
+    kept: int | None = None  # values with an id of their own, of a categorical feature
+    # of a categorical feature, per limit of `COVERAGE_LIMITS` the values seen at least that often
+    # and their rows
     coverage: list[list[int]] | None = None
-    rows: int = 0
-    distribution: Distribution | None = None
+    rows: int = 0  # rows of the statistics
+    distribution: Distribution | None = None  # of a numerical feature, as it is stored
 
 
 @dataclass(slots=True)
@@ -220,18 +189,12 @@ def _literal(text: str) -> Text:
 
 
 class Stage:
-    """A running stage; `name` may be extended before its end.
-
-    Attributes:
-        name: text printed at its end.
-        detail: text about the current work.
-        total: total work, in any unit; None if unknown.
-    """
+    """A running stage; `name` may be extended before its end."""
 
     def __init__(self, name: str, show: Callable[[str], object]) -> None:
-        self.name = name
-        self.detail = ""
-        self.total: float | None = None
+        self.name = name  # text printed at its end
+        self.detail = ""  # text about the current work
+        self.total: float | None = None  # total work, in any unit; None if unknown
         self._show = show
         self._began = self._shown = time.monotonic()
         self._first: float | None = None
@@ -267,14 +230,7 @@ def print_columns(
     splits: dict[str, SplitSummary],
     counted: str,
 ) -> None:
-    """Print the table of feature columns.
-
-    Args:
-        console: destination.
-        columns: one entry per feature.
-        splits: summaries of the written splits.
-        counted: description of the rows of the statistics.
-    """
+    """Print the table of feature columns."""
     table = Table(
         title=f"columns, counted on {counted}",
         title_justify="left",

@@ -15,25 +15,17 @@ QUANTILES = (0.0, 0.01, 0.25, 0.5, 0.75, 0.99, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Values of a numerical feature, as they are stored.
+    """Values of a numerical feature, as they are stored."""
 
-    Attributes:
-        rows: rows that were read.
-        mean: of the values.
-        deviation: standard deviation.
-        quantiles: at `QUANTILES`: smallest, 1 %, quarter, median, three quarters, 99 %, largest.
-        low: lower end of the histogram, the 1 % quantile.
-        high: its upper end, the 99 % quantile.
-        counts: values per bin; at most `NUM_BINS` of equal width, values outside are in the first and the last. A bin of whole
-            numbers has equally many of them.
-    """
-
-    rows: int
-    mean: float
-    deviation: float
+    rows: int  # rows that were read
+    mean: float  # of the values
+    deviation: float  # standard deviation
+    # at `QUANTILES`: smallest, 1 %, quarter, median, three quarters, 99 %, largest
     quantiles: list[float]
-    low: float
-    high: float
+    low: float  # lower end of the histogram, the 1 % quantile
+    high: float  # its upper end, the 99 % quantile
+    # values per bin; at most `NUM_BINS` of equal width, values outside are in the first and the
+    # last. A bin of whole numbers has equally many of them.
     counts: list[int]
 
 
@@ -42,11 +34,7 @@ def read_distributions(
 ) -> dict[str, Distribution]:
     """Return the distribution of each feature; nothing if there are no features or no rows.
 
-    Args:
-        numerical_bin: row-major values, those of the split first.
-        names: features, in the order of the columns.
-        dtype: of the file.
-        num_rows: rows of the split.
+    `names`: features, in the order of the columns.
     """
     if not names or not num_rows:
         return {}

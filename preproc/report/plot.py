@@ -44,17 +44,11 @@ Columns = Mapping[str, ColumnSummary]
 
 @dataclass(frozen=True, slots=True)
 class ReportFacts:
-    """Facts of the dataset in the head of the picture.
+    """Facts of the dataset in the head of the picture."""
 
-    Attributes:
-        name: of the dataset.
-        splits: summaries of the written splits.
-        frequency_limit: limit of the run; a column may have its own.
-    """
-
-    name: str
+    name: str  # of the dataset
     splits: Mapping[str, SplitSummary] = field(default_factory=dict)
-    frequency_limit: int = 1
+    frequency_limit: int = 1  # limit of the run; a column may have its own
 
 
 def load_library() -> None:
@@ -68,13 +62,7 @@ def load_library() -> None:
 
 
 def draw(path: Path, columns: Columns, facts: ReportFacts) -> None:
-    """Draw the summary of every column.
-
-    Args:
-        path: of the image.
-        columns: one entry per feature, in the order of the rows of the figure.
-        facts: of the dataset.
-    """
+    """Draw the summary of every column. `columns`: one entry per feature, in the order of the rows of the figure."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

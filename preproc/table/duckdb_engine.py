@@ -55,21 +55,15 @@ class MissingColumnError(QueryError):
 
 @dataclass(frozen=True, slots=True)
 class StagedRows:
-    """Rows of the sources.
+    """Rows of the sources."""
 
-    Attributes:
-        query: of them.
-        order_by: columns of the query that order it: `file_` and `order_` of one source, or others.
-        values: names of the columns of categorical values, and whether these are lists.
-        plain: those of them that are columns of text of Parquet files as they stand, with the name there.
-        files: these files, in order.
-    """
-
-    query: str
+    query: str  # of them
+    # columns of the query that order it: `file_` and `order_` of one source, or others
     order_by: list[str]
+    # names of the columns of categorical values, and whether these are lists
     values: Mapping[str, bool]
     plain: Mapping[str, str]
-    files: list[RawFile]
+    files: list[RawFile]  # these files, in order
 
     @property
     def are_parquet(self) -> bool:
@@ -78,15 +72,10 @@ class StagedRows:
 
 
 class Engine(Protocol):
-    """Interface of an engine. Relations have names, and stored results are directories of Parquet files.
+    """Interface of an engine. Relations have names, and stored results are directories of Parquet files."""
 
-    Attributes:
-        columns_at_once: threads that may call the engine at the same time.
-        codes_texts: whether `stage` writes codes in place of texts.
-    """
-
-    columns_at_once: int
-    codes_texts: bool
+    columns_at_once: int  # threads that may call the engine at the same time
+    codes_texts: bool  # whether `stage` writes codes in place of texts
 
     def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
         """Create relation `name` of the rows of the files, with the columns `file_` and `order_`.
@@ -98,8 +87,7 @@ class Engine(Protocol):
     def columns(self, query: str) -> list[tuple[str, str]]:
         """Return the names and the types of the columns of a query, which is not run.
 
-        Raises:
-            QueryError: the query has no meaning.
+        Raises QueryError: the query has no meaning.
         """
 
     def without_nan(self, value: str, kind: str, instead: str = "NULL") -> str | None:
@@ -145,10 +133,7 @@ class Engine(Protocol):
 class DuckDBEngine:
     """DuckDB in this process, within `memory_limit`; it spills to the work directory.
 
-    Args:
-        config: options of preprocessing.
-        directory: the work directory.
-        may_skip: whether the command has `on_bad`, which messages about bad lines then name.
+    `may_skip`: whether the command has `on_bad`, which messages about bad lines then name.
     """
 
     codes_texts = True
@@ -306,11 +291,7 @@ class DuckDBEngine:
     def count_codes(self, directory: Path, column: str, rows: range, is_list: bool) -> str:
         """Return a relation (value, count) of the values in some rows, each in one row or several; it is read once.
 
-        Args:
-            directory: of the rows.
-            column: of codes, whose texts are the relation `texts_<column>`.
-            rows: to count.
-            is_list: whether the column has lists.
+        `is_list`: whether the column has lists.
         """
         texts = f"texts_{column}"
         ((num_codes,),) = self.rows(f"SELECT count(*) FROM {texts}")

@@ -60,11 +60,7 @@ def categorical_value(feature: Categorical, value: str) -> str:
 def is_missing(value: str, kind: str, missing: Sequence[str], was_text: bool | None) -> str | None:
     """Return the condition that a column holds one of the texts `missing`; None if it is never true.
 
-    Args:
-        value: the column, or an expression of it without NaN.
-        kind: its type in SQL.
-        missing: texts, of which those count that `TableConfig` names.
-        was_text: whether the column was text in the fit; None if that is not known, and its own type decides.
+    `was_text`: whether the column was text in the fit; None if that is not known, and its own type decides.
     """
     kind = kind.lower()
     is_text = kind in TEXT_TYPES
@@ -173,15 +169,7 @@ def random_number(seed: int, row: str) -> str:
 def split_of(
     rule: SplitRule, rows: int, last: tuple[int, int], train_fraction: float, seed: int
 ) -> str:
-    """Return the expression of a row's split, over the columns `row_` and `file_`, or `split_` with by=column.
-
-    Args:
-        rule: divides the rows.
-        rows: number of all rows.
-        last: with by=last_file, the number of that file and the first row of its second half.
-        train_fraction: rows that train, if the rule does not say so.
-        seed: of by=random.
-    """
+    """Return the expression of a row's split, over the columns `row_` and `file_`, or `split_` with by=column."""
     train = rule.train if rule.train is not None else train_fraction
     if rule.by == "column":
         return "split_"

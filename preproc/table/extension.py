@@ -34,12 +34,7 @@ def kept_ids(
 ) -> str:
     """Return a query of the values that have an id already, in all columns, after one more day.
 
-    Args:
-        parent: relation of the vocabulary of the day before, in all columns.
-        counts: relation (value, count) of this day.
-        day: its number.
-        frequency_limit: count at which a value has an id.
-        retire_after: days without a value after which it is retired; None: never.
+    `retire_after`: days without a value after which it is retired; None: never.
     """
     counted = f"SELECT p.*, coalesce(c.count, 0) AS seen FROM {parent} AS p LEFT JOIN {counts} AS c ON p.value = c.value"
     gone = "false"
@@ -55,10 +50,7 @@ def kept_ids(
 def waiting(parent: str, rare: str | None, counts: str) -> str:
     """Return a query (value, count, seen) of the values without an id: counts over all days, and of this one.
 
-    Args:
-        parent: relation of the vocabulary of the day before.
-        rare: relation (value, count) of the values that had no id yet; None: there are none.
-        counts: relation (value, count) of this day.
+    `rare`: relation (value, count) of the values that had no id yet; None: there are none.
     """
     every = f"SELECT value, count, count AS seen FROM {counts}"
     if rare is not None:
@@ -72,15 +64,7 @@ def waiting(parent: str, rare: str | None, counts: str) -> str:
 def new_ids(
     waiting_values: str, first: int, day: int, frequency_limit: int, max_size: int | None
 ) -> str:
-    """Return a query of the values that get an id on this day, in all columns.
-
-    Args:
-        waiting_values: relation of `waiting`.
-        first: the first free id.
-        day: its number.
-        frequency_limit: count at which a value gets an id.
-        max_size: largest id; None: any.
-    """
+    """Return a query of the values that get an id on this day, in all columns. `max_size`: largest id; None: any."""
     ranked = (
         f"SELECT value, row_number() OVER (ORDER BY count DESC, value) + {first - 1} AS id, count, {day} AS day, "
         f"count AS first_count, seen AS today, CASE WHEN seen > 0 THEN {day} ELSE {day} - 1 END AS last_day, "

@@ -13,14 +13,8 @@ from configs.table_schema import TableConfig
 def timeline(number: int, table: TableConfig, rows: str, split: str) -> str:
     """Return a query (row_, who_, value, item_, earlier_) with one row per row whose user and time are known.
 
-    `value` is null unless the row is an item, `item_` counts the items of the user up to it, and `earlier_` those with an
-    earlier time.
-
-    Args:
-        number: of the history in the table.
-        table: the description.
-        rows: relation of the rows in the order of the sources.
-        split: expression of the split of such a row.
+    `value` is null unless the row is an item, `item_` counts the items of the user up to it, and `earlier_` those with
+    an earlier time. `rows`: relation of the rows in the order of the sources.
     """
     history = table.history[number]
     column = [feature.name for feature in table.categorical].index(history.of)
@@ -64,11 +58,7 @@ def items(line: str, users: str) -> str:
 def slices(line: str, users: str, rows: str, length: int) -> str:
     """Return a query (row_, stop_, length_): the slice of items that each row of the dataset sees.
 
-    Args:
-        line: relation of `timeline`.
-        users: relation of `first_items`.
-        rows: query (row_, source_) of the rows of the dataset, and their rows in the order of the sources.
-        length: most items of a history.
+    `rows`: query (row_, source_) of the rows of the dataset, and their rows in the order of the sources.
     """
     earlier = "coalesce(t.earlier_, 0)"
     return (

@@ -71,13 +71,7 @@ def written_alike(value: str) -> str:
 
 
 def note_of_twins(rows: Rows, counts: str, name: str) -> str | None:
-    """Return a line on values of a feature that differ in blanks or in the writing of a number only; None without any.
-
-    Args:
-        rows: of the engine.
-        counts: relation (value, count).
-        name: of the feature.
-    """
+    """Return a line on values of a feature that differ in blanks or in the writing of a number only; None without any."""
     alike = written_alike("value")
     ((num_changed,),) = rows(f"SELECT count(*) FROM {counts} WHERE {alike} <> value")
     if not num_changed:
@@ -103,14 +97,7 @@ def note_of_twins(rows: Rows, counts: str, name: str) -> str | None:
 def note_of_new_values(rows: Rows, counts: str, known: str, name: str) -> str | None:
     """Return a line on a feature nearly all of whose values the fit does not have; None if it has more of them.
 
-    Args:
-        rows: of the engine.
-        counts: relation (value, count) of the new rows.
-        known: relation with the values of the fit.
-        name: of the feature.
-
-    Raises:
-        ValueError: most of them are values of the fit in other writing.
+    Raises ValueError: most of them are values of the fit in other writing.
     """
     new = f"{counts} AS c LEFT JOIN {known} AS k ON c.value = k.value"
     ((num_values,),) = rows(f"SELECT count(*) FROM {known}")

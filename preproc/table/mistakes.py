@@ -32,12 +32,7 @@ def bad_row(
 ) -> ValueError:
     """Return the error of a bad row.
 
-    Args:
-        where: file and row.
-        reason: the mistake, as `preproc/table/staging.py` words it.
-        table: the description.
-        is_fit: whether the rows are fitted, and so need labels.
-        may_skip: whether such rows can be left out.
+    `is_fit`: whether the rows are fitted, and so need labels. `may_skip`: whether such rows can be left out.
     """
     remedy = "correct or remove it" + ", or set on_bad=quarantine" * may_skip
     value = reason.rpartition(",")[0].rpartition(" is ")[2]
@@ -55,15 +50,7 @@ def bad_row(
 
 
 def overflow(where: str, feature: Numerical, raw: object, stored: float, dtype: str) -> ValueError:
-    """Return the error of a numerical that the stored type cannot hold.
-
-    Args:
-        where: file and row.
-        feature: the numerical.
-        raw: its value before the transforms.
-        stored: its value after them, in single precision.
-        dtype: name of the stored type.
-    """
+    """Return the error of a numerical that the stored type cannot hold."""
     most = float(np.finfo(dtype).max)
     remedy = "add a transform (clip, log or standardise) to it"
     if dtype != "float32":

@@ -32,19 +32,14 @@ WrittenIds = dict[str, tuple[int, int]]
 
 
 class TableFiles:
-    """Writes the files of all splits.
-
-    Attributes:
-        records: bytes and CRC-32 per written file.
-        present: values that are not missing per split and feature, where writing counts them.
-    """
+    """Writes the files of all splits."""
 
     def __init__(self, work: Work, dataset: Path, splits: dict[str, range]) -> None:
         self._directory = work.directory
         self._rows_in = work.state["rows_in"]
         self._dataset = dataset
         self._splits = splits
-        self.records: dict[str, dict[str, Any]] = {}
+        self.records: dict[str, dict[str, Any]] = {}  # bytes and CRC-32 per written file
         self.present: dict[tuple[str, str], int] = {}
         self._connection = small_database()
         spill = text(str(work.directory / "spill_files"))
@@ -90,11 +85,7 @@ class TableFiles:
                 yield range(start, stop), chunk
 
     def write_row_columns(self, columns: Mapping[str, RowColumn]) -> dict[str, dict[str, LabelSum]]:
-        """Write labels, weight and keep rate of relation `rows_`; return the sums of the labels per split.
-
-        Args:
-            columns: by their names in the relation.
-        """
+        """Write labels, weight and keep rate of relation `rows_`; return the sums of the labels per split."""
         labels = [column for column in columns.values() if column.channel is Channel.label]
         sums: dict[str, dict[str, LabelSum]] = {split: {} for split in self._splits}
         for name, column in columns.items():
@@ -154,12 +145,8 @@ class TableFiles:
     ) -> dict[str, NumericalRange]:
         """Write the numericals, row-major, all finite as `dtype`; return their ranges in the training rows.
 
-        Args:
-            relation: of the rows.
-            columns: expressions of the numericals, in the order of `names`.
-            names: of the features.
-            dtype: stored type.
-            refuse: called if a value is not finite; raises an error.
+        `columns`: expressions of the numericals, in the order of `names`. `refuse`: called if a value is not finite;
+        raises an error.
         """
         ranges = {name: NumericalRange() for name in names}
         for split, rows in self._splits.items():
@@ -218,12 +205,8 @@ class TableFiles:
     ) -> WrittenIds:
         """Write the ids of a feature whose values relation `rows_` holds as codes in `column`.
 
-        Args:
-            column: of codes, null for a missing value, or of lists of them.
-            ids: relation (row_, id) of the ids of all codes from 0, in any order.
-            feature: the feature.
-            described: its description, which says whether the column has lists.
-            drops_empty: leave the empty items of lists out; else they have id 0.
+        `ids`: relation (row_, id) of the ids of all codes from 0, in any order. `described`: its description, which
+        says whether the column has lists. `drops_empty`: leave the empty items of lists out; else they have id 0.
         """
         # Imported here, since pyarrow takes 25 MB of memory.
         from preproc.table.text_codes import read_codes, without_empty
@@ -271,13 +254,7 @@ class TableFiles:
     ) -> dict[str, tuple[int, int]]:
         """Write the ids of a history: slices of an array of items, the latest item first, and then id 0.
 
-        Args:
-            items: relation (row_, id) of all items, numbered from 0.
-            slices: relation (row_, stop_, length_) of the rows of the dataset.
-            feature: its hotness is the number of ids per row.
-
-        Returns:
-            Per split the ids that are not 0, and those that are.
+        Returns per split the ids that are not 0, and those that are.
         """
         hotness = feature.hotness
         assert hotness is not None

@@ -13,9 +13,7 @@ MOST_BYTES_PER_ROW = 6
 def dictionary_columns(paths: list[Path], columns: Mapping[str, str]) -> dict[str, list[str]]:
     """Return which columns all files hold as dictionaries of text, each with its name in every file.
 
-    Args:
-        paths: of the files, in order.
-        columns: source columns by the name of the result, in any case.
+    `paths`: of the files, in order.
     """
     found: dict[str, list[str]] = {name: [] for name in columns}
     for path in paths:
@@ -53,13 +51,7 @@ class ParquetTexts:
     """Columns of files, read in order."""
 
     def __init__(self, paths: list[Path], columns: Mapping[str, list[str]], rows: int) -> None:
-        """Open the files.
-
-        Args:
-            paths: of the files.
-            columns: as from `dictionary_columns`.
-            rows: most rows to decode at once.
-        """
+        """Open the files."""
         self._batches = self._read(paths, columns, rows)
         self._columns = columns
         self._rest: pa.RecordBatch | None = None
@@ -76,8 +68,7 @@ class ParquetTexts:
     def take(self, num_rows: int) -> dict[str, list[pa.DictionaryArray]]:
         """Return the next rows of all columns, each in one array or more, without empty texts being missing.
 
-        Raises:
-            pyarrow.ArrowInvalid: text that is not UTF-8.
+        Raises pyarrow.ArrowInvalid: text that is not UTF-8.
         """
         taken: dict[str, list[pa.DictionaryArray]] = {name: [] for name in self._columns}
         while num_rows:

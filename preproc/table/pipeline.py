@@ -102,9 +102,8 @@ REJECTED = "rejected.tsv"
 def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -> None:
     """Write the dataset that `table` describes and print its summary.
 
-    Raises:
-        ValueError: sources, columns or rows that differ from their description; SQL that the engine rejects;
-            a split without rows; too little disk space or memory.
+    Raises ValueError: sources, columns or rows that differ from their description; SQL that the engine rejects; a split
+    without rows; too little disk space or memory.
     """
     assert config.output is not None
     output = Path(config.output).resolve()
@@ -160,13 +159,8 @@ def _refuse_same_day(
 ) -> None:
     """Raise ValueError if the days before have read a file of the only source, or every file that the option source names.
 
-    A table beside the log may stay from day to day, and may lie in its folder.
-
-    Args:
-        fitted: the day before.
-        sources: of the day.
-        counted: their files whose values count.
-        option: the value of `source`; what it does not name is no log, unless it names nothing.
+    A table beside the log may stay from day to day, and may lie in its folder. `option`: the value of `source`; what it
+    does not name is no log, unless it names nothing.
     """
     named = [n for n, (s, _) in sources.items() if SOURCE in str(with_place(s.files, option))]
     files = [file for name in named or sources for file in counted[name]]
@@ -222,20 +216,14 @@ def _identity(
 
 @dataclass(slots=True)
 class _EncodedFeature:
-    """An encoded categorical feature: its summary, the rows of its table, and the relation of its vocabulary.
-
-    Attributes:
-        has_days: whether the vocabulary has the columns of a later day.
-        rare: relation of the counts of the values without an id, if they are kept.
-        is_dynamic: whether its values are keys.
-    """
+    """An encoded categorical feature: its summary, the rows of its table, and the relation of its vocabulary."""
 
     summary: ColumnSummary
     num_embeddings: int
     vocabulary: str | None
-    has_days: bool = False
-    rare: str | None = None
-    is_dynamic: bool = False
+    has_days: bool = False  # whether the vocabulary has the columns of a later day
+    rare: str | None = None  # relation of the counts of the values without an id, if they are kept
+    is_dynamic: bool = False  # whether its values are keys
 
     def feature(self, name: str, hotness: int | None, table: str | None) -> CategoricalFeature:
         """Return the feature as the dataset has it."""
@@ -245,25 +233,14 @@ class _EncodedFeature:
 
 @dataclass(frozen=True, slots=True)
 class _Numericals:
-    """Transformed numericals of the rows of the dataset.
+    """Transformed numericals of the rows of the dataset."""
 
-    Attributes:
-        relation: of them, as columns `n<i>`.
-        columns: expressions of them over the rows that the relation is stored or computed from.
-    """
-
-    relation: str
+    relation: str  # of them, as columns `n<i>`
     columns: list[str]
 
 
 class _Run:
-    """One run; every relation is named like its directory.
-
-    Attributes:
-        held: the description without the labels, the weight and the keep rate that new rows lack.
-        values: of the categorical features.
-        numericals: as they are written.
-    """
+    """One run; every relation is named like its directory."""
 
     def __init__(
         self,
@@ -287,7 +264,7 @@ class _Run:
             if engine.codes_texts
             else TextValues(table, self._query, engine.exploded)
         )
-        self.numericals = _Numericals("numerical_", [])
+        self.numericals = _Numericals("numerical_", [])  # as they are written
         self._fitted: FittedState | None = None
         self._recording = Lock()
 

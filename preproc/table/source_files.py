@@ -28,26 +28,18 @@ Sources = dict[str, tuple[Source, list[RawFile]]]
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """One source, resolved.
+    """One source, resolved."""
 
-    Attributes:
-        source: its description, with a format.
-        files: its files, in order.
-        columns: names of the columns, in the order of the first file.
-        columns_of: names of the columns per file, in the order of the file.
-    """
-
-    source: Source
-    files: list[RawFile]
-    columns: list[str]
-    columns_of: list[list[str]]
+    source: Source  # its description, with a format
+    files: list[RawFile]  # its files, in order
+    columns: list[str]  # names of the columns, in the order of the first file
+    columns_of: list[list[str]]  # names of the columns per file, in the order of the file
 
 
 def find_source(name: str, source: Source, option: str = "source") -> tuple[Source, list[RawFile]]:
     """Return the files of a source, which `option` names, and its description with the format that they have.
 
-    Raises:
-        ValueError: a file is missing or of another format; starts with its path.
+    Raises ValueError: a file is missing or of another format; starts with its path.
     """
     files = find_files(source.files, option, tables=True)
     kinds = {file.is_parquet: file for file in files}
@@ -73,8 +65,7 @@ def find_source(name: str, source: Source, option: str = "source") -> tuple[Sour
 def read_columns(source: Source, files: list[RawFile]) -> SourceFiles:
     """Return the source with the names of its columns.
 
-    Raises:
-        ValueError: a file has no readable header, two columns of one name, or other columns than the first file.
+    Raises ValueError: a file has no readable header, two columns of one name, or other columns than the first file.
     """
     if source.format == "parquet":
         with small_database() as connection:
@@ -197,9 +188,8 @@ def _parquet_columns(connection: duckdb.DuckDBPyConnection, file: RawFile) -> li
 def find_sources(config: PreprocConfig, table: TableConfig) -> tuple[TableConfig, Sources]:
     """Return the description with the rule that divides its rows, and its sources; files of `test_source` follow the others.
 
-    Raises:
-        ValueError: a file is missing or of another format; several options or keys divide the rows; it is not clear which
-            source has the files of `test_source`.
+    Raises ValueError: a file is missing or of another format; several options or keys divide the rows; it is not clear
+    which source has the files of `test_source`.
     """
     sources = {name: find_source(name, source) for name, source in table.sources.items()}
     if config.one_split is not None:

@@ -74,19 +74,12 @@ ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class _Expression:
-    """SQL of the user.
+    """SQL of the user."""
 
-    Attributes:
-        column: name of the column that holds its value.
-        where: its key in the description, for messages.
-        sql: the expression.
-        shown: what the description has, for messages.
-    """
-
-    column: str
-    where: str
-    sql: str
-    shown: str
+    column: str  # name of the column that holds its value
+    where: str  # its key in the description, for messages
+    sql: str  # the expression
+    shown: str  # what the description has, for messages
 
     @property
     def sees_nan(self) -> bool:
@@ -98,26 +91,13 @@ class _Expression:
         return re.fullmatch(r'\w+|"([^"]|"")*"', self.sql) is not None
 
     def is_other_value(self, columns: Container[str]) -> bool:
-        """Return whether an engine takes the name for a value of its own, since no column has it.
-
-        Args:
-            columns: names in lower case.
-        """
+        """Return whether an engine takes the name for a value of its own, since no column has it."""
         name = self.sql.strip('"').replace('""', '"').lower()
         return self.is_column and name in VALUE_NAMES and name not in columns
 
 
 class Staging:
-    """Staged rows of a table.
-
-    Attributes:
-        query: label, numbers, values and the mistake of every row.
-        order_by: columns of the query that order it.
-        sources: by name, resolved.
-        table: the description, without the labels, the weight and the keep rate that the sources lack.
-        five: the text of the number 5, by categorical feature whose values are numbers.
-        text_columns: which columns were text in the fit, or are text if that does not tell.
-    """
+    """Staged rows of a table."""
 
     def __init__(
         self,
@@ -129,18 +109,12 @@ class Staging:
     ) -> None:
         """Read the sources.
 
-        Args:
-            engine: reads them.
-            table: the description.
-            sources: by name.
-            may_lack_labels: take rows that have no label.
-            fitted: columns of the fit that is applied to the rows; None if these are fitted themselves, or if it is not known.
-
-        Raises:
-            ValueError: a file cannot be read, or an expression has no meaning; names the file or the expression.
+        `fitted`: columns of the fit that is applied to the rows; None if these are fitted themselves, or if it is not
+        known. Raises ValueError: a file cannot be read, or an expression has no meaning; names the file or the
+        expression.
         """
         self._engine = engine
-        self.sources = sources
+        self.sources = sources  # by name, resolved
         self.table = table
         self._fitted = None if fitted is None else fitted.named(sources)
         self._expressions = _expressions_of(table)
@@ -171,6 +145,7 @@ class Staging:
         self.query = self._checked(values, dict(columns))
         self._plain = self._plain_columns(dict(columns))
         keys = [f"key{i}_" for i in range(len(table.order_by))]
+        # columns of the query that order it
         self.order_by = keys if table.query else ["file_", "order_"]
 
     @property
@@ -188,9 +163,7 @@ class Staging:
     def refuse_text_order(self, *, is_fit: bool, is_its_query: bool = False) -> None:
         """Raise ValueError if texts order or divide the rows, or are compared.
 
-        Args:
-            is_fit: the rows are fitted; the features of a fit that is applied mean what they meant there.
-            is_its_query: the query is that of the fit that is applied, or that is not known.
+        `is_fit`: the rows are fitted; the features of a fit that is applied mean what they meant there.
         """
         for item in self._expressions:
             if item.column.startswith("key") and is_text(self._kinds[item.column]):

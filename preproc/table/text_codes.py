@@ -27,19 +27,12 @@ TextBatch = tuple[pa.RecordBatch, Mapping[str, list[pa.DictionaryArray]]]
 
 @dataclass(frozen=True, slots=True)
 class _Coded:
-    """A text column of a batch.
+    """A text column of a batch."""
 
-    Attributes:
-        codes: indices into `texts`, null for a missing text.
-        texts: distinct texts, those of the empty text included.
-        offsets: of the lists, if a row holds several texts.
-        missing: which rows have no list.
-    """
-
-    codes: pa.Array
-    texts: pa.Array
-    offsets: pa.Array | None = None
-    missing: pa.Array | None = None
+    codes: pa.Array  # indices into `texts`, null for a missing text
+    texts: pa.Array  # distinct texts, those of the empty text included
+    offsets: pa.Array | None = None  # of the lists, if a row holds several texts
+    missing: pa.Array | None = None  # which rows have no list
 
     def column(self, first: int) -> pa.Array:
         """Return the column of the codes, counted from `first`."""
@@ -81,15 +74,8 @@ def write_coded(
 ) -> None:
     """Write the rows, with `row_` from 0, to a file in `path`, and the texts of every column in `path/texts_<column>`.
 
-    Args:
-        batches: rows in their order, and texts of theirs that are dictionaries already.
-        schema: of the rows, with all columns.
-        columns: names of the columns of texts, or of lists of texts.
-        path: an existing directory.
-        threads: that number the texts; another one reads the batches, and this one writes.
-
-    Raises:
-        ValueError: a column has more texts than codes.
+    `batches`: rows in their order, and texts of theirs that are dictionaries already. `threads`: that number the texts;
+    another one reads the batches, and this one writes. Raises ValueError: a column has more texts than codes.
     """
 
     def coded(batch: TextBatch) -> tuple[pa.RecordBatch, dict[str, _Coded]]:
@@ -192,11 +178,7 @@ def read_codes(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the codes of some rows, flat, -1 for a missing text, and the lengths of the rows' lists.
 
-    Args:
-        directory: of the relation of the rows.
-        column: of codes, or of lists of codes.
-        rows: to read.
-        is_list: whether it has lists; else there are no lengths.
+    `is_list`: whether it has lists; else there are no lengths.
     """
     with pq.ParquetFile(directory / RELATION_FILE) as file:
         first = 0

@@ -62,11 +62,7 @@ def _shown(sql: str) -> str:
 def refuse_text_order(engine: Engine, where: str, sql: str, base: str | None) -> None:
     """Raise ValueError if SQL orders or compares texts; begins with `where`.
 
-    Args:
-        engine: knows the types.
-        where: the key of the description.
-        sql: an expression over the rows of `base`, or a query.
-        base: a query; None if `sql` is a query itself.
+    `base`: a query; None if `sql` is a query itself.
     """
     if not MAY_ORDER.search(sql):
         return

@@ -27,12 +27,7 @@ def numerical_columns(
 
 
 def length_columns(table: TableConfig, num_items: Callable[..., str]) -> list[str]:
-    """Return the expressions `... AS n<i>` of the lengths of lists, after those of the numericals.
-
-    Args:
-        table: the description.
-        num_items: of the engine.
-    """
+    """Return the expressions `... AS n<i>` of the lengths of lists, after those of the numericals."""
     whole = table.empty_items == "dropped"
     columns: list[str] = []
     for number, feature in enumerate(table.categorical):
@@ -62,13 +57,7 @@ def changed_values(
 
 
 def vocabulary_ids(values: str, vocabulary: str, feature: Categorical) -> str:
-    """Return the query (row_, id) of a feature, in the order of rows; lists have a `position_` too.
-
-    Args:
-        values: relation (row_, value), of lists (row_, position_, value).
-        vocabulary: relation (value, id).
-        feature: the feature.
-    """
+    """Return the query (row_, id) of a feature, in the order of rows; lists have a `position_` too."""
     position = ", r.position_" if feature.is_list else ""
     return (
         f"SELECT r.row_{position}, CAST(coalesce(v.id, 0) AS INTEGER) AS id "
@@ -96,14 +85,7 @@ def stored_ids(
     feature: CategoricalFeature,
     described: Categorical,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the ids of some rows as they are stored, [rows], [rows, hotness] or flat, and the lengths of ragged ones.
-
-    Args:
-        rows: `id`, and `row_` of a list, of the rows `part` of a relation.
-        part: the rows.
-        feature: its hotness and type.
-        described: a row of the dataset may have several rows of the relation, or none, if it is a list.
-    """
+    """Return the ids of some rows as they are stored, [rows], [rows, hotness] or flat, and the lengths of ragged ones."""
     ids = np.asarray(rows["id"], np.int64 if feature.is_dynamic else np.int32)
     lengths = None
     if described.is_list:

@@ -23,42 +23,25 @@ Wrong = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Check of the items of a file.
+    """Check of the items of a file."""
 
-    Attributes:
-        dtype: of one item.
-        wrong: function that marks invalid items.
-        kind: description of such items, such as `ids outside [0, 10)`.
-        place: index of an item -> its place, for messages.
-    """
-
-    dtype: np.dtype
-    wrong: Wrong
-    kind: str
-    place: Callable[[int], str]
+    dtype: np.dtype  # of one item
+    wrong: Wrong  # function that marks invalid items
+    kind: str  # description of such items, such as `ids outside [0, 10)`
+    place: Callable[[int], str]  # index of an item -> its place, for messages
 
 
 @dataclass(frozen=True, slots=True)
 class FileTask:
-    """One file to read.
+    """One file to read."""
 
-    Attributes:
-        path: of the file.
-        num_bytes: its expected size; None if unknown.
-        crc32: its expected CRC-32, hexadecimal; None if the spec lists none.
-        column: check of its items; None: only the checksum is compared.
-        parquet: spec of its columns, if it is a Parquet file.
-        split: split whose labels it has; None for other files.
-        label: of the split, whose sum is reported.
-    """
-
-    path: Path
-    num_bytes: int | None = None
-    crc32: str | None = None
-    column: Column | None = None
-    parquet: FeatureSpec | None = None
-    split: str | None = None
-    label: RowColumn | None = None
+    path: Path  # of the file
+    num_bytes: int | None = None  # its expected size; None if unknown
+    crc32: str | None = None  # its expected CRC-32, hexadecimal; None if the spec lists none
+    column: Column | None = None  # check of its items; None: only the checksum is compared
+    parquet: FeatureSpec | None = None  # spec of its columns, if it is a Parquet file
+    split: str | None = None  # split whose labels it has; None for other files
+    label: RowColumn | None = None  # of the split, whose sum is reported
 
 
 def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:

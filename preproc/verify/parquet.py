@@ -18,14 +18,8 @@ def check_values(
 ) -> tuple[int, dict[str, LabelSum], list[tuple[str, int]]]:
     """Check all values of a file.
 
-    Args:
-        path: of the file.
-        spec: of the dataset.
-        split: to which it belongs.
-
-    Returns:
-        rows, sums of the labels (none without labels), and per kind of mistake (description with the first place, number of
-        mistakes).
+    Returns rows, sums of the labels (none without labels), and per kind of mistake (description with the first place,
+    number of mistakes).
     """
     counts: dict[str, int] = {}
     firsts: dict[str, str] = {}

@@ -27,17 +27,11 @@ CHUNK_BYTES = 1 << 22
 
 @dataclass(slots=True)
 class Findings:
-    """Mistakes in a dataset, and statistics of its labels.
+    """Mistakes in a dataset, and statistics of its labels."""
 
-    Attributes:
-        num_wrong: total of wrong values and files.
-        lines: one per file and kind of mistake, with their number and the first place.
-        splits: rows and labels per split.
-    """
-
-    num_wrong: int = 0
+    num_wrong: int = 0  # total of wrong values and files
     lines: list[str] = field(default_factory=list)
-    splits: dict[str, SplitSummary] = field(default_factory=dict)
+    splits: dict[str, SplitSummary] = field(default_factory=dict)  # rows and labels per split
 
     def add(self, path: Path, text: str, count: int = 1) -> None:
         """Count `count` mistakes of one kind in `path`."""
@@ -48,8 +42,7 @@ class Findings:
 def run_verify(config: PreprocConfig, progress: Progress) -> None:
     """Verify `config.path` and print the mistakes; SystemExit(1) if there are any.
 
-    Raises:
-        ValueError: the spec cannot be read, or a file that it names is missing; no data is read then.
+    Raises ValueError: the spec cannot be read, or a file that it names is missing; no data is read then.
     """
     assert config.path is not None
     spec = FeatureSpec.load(config.path, measure=False)
@@ -107,10 +100,7 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
 def verify(tasks: list[FileTask], threads: int, advance: Callable[[int], None]) -> Findings:
     """Read every file of `tasks`, several at a time.
 
-    Args:
-        tasks: files to read, each path at most once.
-        threads: files read at a time.
-        advance: called with the number of bytes of each chunk.
+    `tasks`: files to read, each path at most once. `advance`: called with the number of bytes of each chunk.
     """
     findings = Findings()
     with ThreadPoolExecutor(threads) as pool:

@@ -19,9 +19,7 @@ READ_ITEMS = 1 << 18
 def vocabulary_mistakes(spec: FeatureSpec, fitted: str | None) -> Iterator[tuple[Path, str]]:
     """Yield (file, mistake) of the vocabularies that preprocessing wrote beside the splits, and of ids that differ from them.
 
-    Args:
-        spec: of the dataset.
-        fitted: a dataset whose vocabularies they must be; None: any.
+    `fitted`: a dataset whose vocabularies they must be; None: any.
     """
     assert spec.root is not None
     counted, (lists_cut, histories) = _counted_splits(spec), _cut_and_histories(spec)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from queue import Empty, SimpleQueue
@@ -14,7 +14,6 @@ import numpy as np
 
 from serving.inference.model_rows import Rows
 from serving.inference.versions import Version
-from serving.server.coroutines import Result
 from serving.server.http_server import RequestError
 from serving.server.lane import too_late
 
@@ -37,7 +36,7 @@ class _Waiting:
     num_rows: int
     read: Callable[[], Rows]
     arrived: float
-    answer: Result[np.ndarray] = field(default_factory=Result)
+    answer: asyncio.Future[np.ndarray]
 
 
 class Batcher:
@@ -91,7 +90,7 @@ class Batcher:
             )
 
     async def scores(self, version: Version, num_rows: int, read: Callable[[], Rows]) -> np.ndarray:
-        """Return the scores of rows, float32 [B, O]; more rows than a batch has are split. It is awaited in a `Runner`.
+        """Return the scores of rows, float32 [B, O]; more rows than a batch has are split.
 
         B is `num_rows`. `read`: returns the rows. It is called in the thread that scores: checks of every id are a third of
         the loop's time. Raises RequestError: the queue is full, or the rows have waited too long. Raises Exception: as
@@ -104,19 +103,17 @@ class Batcher:
         rows = read()
         parts = [rows.part(i, min(i + size, num_rows)) for i in range(0, num_rows, size)]
         waiting = [self._put(version, len(part), partial(_same, part)) for part in parts]
-        scores, errors = [], []
         # Of all parts, even after an error: their rows are in memory until then.
-        for answer in waiting:
-            try:
-                scores.append(await answer)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return np.concatenate(scores)
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return np.concatenate([result for result in found if isinstance(result, np.ndarray)])
 
-    def _put(self, version: Version, num_rows: int, read: Callable[[], Rows]) -> Result[np.ndarray]:
-        part = _Waiting(version, num_rows, read, time.monotonic())
+    def _put(
+        self, version: Version, num_rows: int, read: Callable[[], Rows]
+    ) -> asyncio.Future[np.ndarray]:
+        part = _Waiting(version, num_rows, read, time.monotonic(), self._loop.create_future())
         self._rows_put += num_rows
         self._waiting.put(part)
         return part.answer
@@ -135,7 +132,7 @@ class Batcher:
         try:
             scores = timely[0].version.model.scores(*rows).numpy()
         except Exception as error:
-            self._call(_fail, timely, error)
+            self._call(_fail, timely, error.with_traceback(None))
         else:
             self._call(self._answer, timely, scores, time.monotonic() - started)
 
@@ -171,7 +168,7 @@ class Batcher:
         """Refuse the parts that have waited too long; return the others whose answers are wanted."""
         deadline_s = self._limits.deadline_s
         # An answer that is done: the client has gone, or another part of its request was refused.
-        wanted = [part for part in batch if not part.answer.is_done]
+        wanted = [part for part in batch if not part.answer.done()]
         late = [part for part in wanted if part.arrived < now - deadline_s]
         if not late:
             return wanted
@@ -185,7 +182,8 @@ class Batcher:
             try:
                 rows.append(part.read())
             except Exception as error:
-                self._call(_fail, [part], error)
+                # Its frames have the request, which would live until the next collection of circles.
+                self._call(_fail, [part], error.with_traceback(None))
             else:
                 read.append(part)
         return read, rows
@@ -199,8 +197,8 @@ class Batcher:
         first = 0
         for part in batch:
             last = first + part.num_rows
-            if not part.answer.is_done:
-                part.answer.set(scores[first:last])
+            if not part.answer.done():
+                part.answer.set_result(scores[first:last])
             first = last
 
 
@@ -210,5 +208,5 @@ def _same(rows: Rows) -> Rows:
 
 def _fail(parts: list[_Waiting], error: Exception) -> None:
     for part in parts:
-        if not part.answer.is_done:
-            part.answer.fail(error)
+        if not part.answer.done():
+            part.answer.set_exception(error)

@@ -1,33 +1,42 @@
-"""HTTP/1.1 of the server, on asyncio: small, with a limit for everything that a client decides.
+"""HTTP of the server: uvicorn and its C parser speak it; here are the limits of everything that a client decides.
 
-A client that sends half a request, a huge body or nothing at all gets a status and one line, or is closed after a time-out.
-Bodies are counted before they are read and until their answers are written: all together never exceed `max_memory`.
+`App` has those of a request: its token, its length before its body is read, and all bodies together until their answers are
+written. `Connection` has those of bytes that are no request yet. A client that sends half a request, a huge body or nothing at
+all gets a status and one line, or is closed after a time-out.
 """
 
 import asyncio
 import hmac
 import re
+import socket
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from configs.messages import on_one_line
-from serving.server.http_stream import HEAD_BYTES, CutBodyError, HttpStream
 
 BACKLOG = 1024
+HEAD_BYTES = 16 << 10
+"""Most of request line and headers."""
 LINGER_S = 2.0
 """Longest time that a client which sends on may take to read its refusal."""
+LOOKS = 4
+"""How often in `timeout_s` a connection is looked at."""
+ALIGNMENT = 64
 HEADER_LENGTH = "inference-header-content-length"
 """Of the JSON before binary tensors."""
 OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
 """Paths without a token, for probes."""
-_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+ONCE = ("authorization", "host", HEADER_LENGTH)
+"""Headers that a request has at most once."""
+TOO_MANY = "too many connections; try again"
 _LENGTH = re.compile(r"[0-9]{1,15}")
-_CLOSING = {"Connection": "close"}
-KNOWN_HEADS = 64
-"""Heads whose meaning is remembered: a client sends the same one again and again."""
 
 
 class RequestError(Exception):
@@ -54,7 +63,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A complete request; names of headers are in lower case."""
+    """A complete request; names of headers are in lower case. The method of HEAD is GET: uvicorn omits the body."""
 
     method: str
     path: str
@@ -71,17 +80,23 @@ class Response:
     content_type: str = "application/json"
     headers: dict[str, str] = field(default_factory=dict)
 
+    def head(self, *, is_last: bool) -> list[tuple[bytes, bytes]]:
+        """Return all headers."""
+        headers = {
+            "content-type": self.content_type,
+            "content-length": str(len(self.body)),
+            **self.headers,
+        }
+        if is_last:
+            headers["connection"] = "close"
+        return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits of what a client decides.
+    """Limits of what a client decides: bytes, connections, and the time to send a request or to read its response.
 
-    Attributes:
-        max_body: bytes of a body.
-        max_memory: bytes of all bodies together.
-        max_connections: connections at a time.
-        timeout_s: time to send a request or to read its response.
-        token: that requests must bear; None if none.
+    `max_memory` is that of all bodies together; `token`, if there is one, must come with every request.
     """
 
     max_body: int
@@ -93,6 +108,8 @@ class HttpLimits:
 
 Handler = Callable[[Request], Awaitable[Response]]
 Refusal = Callable[[RequestError], Response]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class HttpServer:
@@ -108,19 +125,13 @@ class HttpServer:
     def __init__(
         self, handler: Handler, refuse: Refusal, limits: HttpLimits, log: Callable[[str], None]
     ) -> None:
-        self._handler, self._refuse, self._limits, self._log = handler, refuse, limits, log
-        self._server: asyncio.Server | None = None
-        # Whether each has begun a request; refused connections are open too.
-        self._connections: dict[HttpStream, bool] = {}
-        self._open: set[HttpStream] = set()
-        self._all_closed = asyncio.Event()
-        self._body_bytes = self._num_finishing = 0
-        self._draining = False
+        self.app = App(handler, refuse, limits, log)
+        self._server = _Server(_Config(self.app))
 
     @property
     def num_connections(self) -> int:
-        """Open connections."""
-        return len(self._connections)
+        """Open connections that are served."""
+        return min(len(self._server.server_state.connections), self.app.limits.max_connections)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; return the port.
@@ -128,160 +139,91 @@ class HttpServer:
         Raises:
             OSError: the address cannot be used.
         """
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: HttpStream(self._accept), host, port, backlog=BACKLOG
-        )
-        return self._server.sockets[0].getsockname()[1]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # asyncio turns Nagle's algorithm off for sockets that say that they are TCP; with it an answer waits 40 ms.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+        except OSError:
+            listener.close()
+            raise
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started:
+            await asyncio.sleep(0)
+        return listener.getsockname()[1]
 
     async def drain(self, timeout_s: float) -> None:
         """Stop listening, close idle connections, and answer the requests that have begun."""
-        self._draining = True
-        if self._server is not None:
-            self._server.close()
-        for stream, is_busy in list(self._connections.items()):
-            if not is_busy:
-                stream.cancel()
-        if self._connections:
-            self._all_closed.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_closed.wait(), timeout_s)
-        for stream in list(self._open):
-            stream.cancel()
+        # uvicorn declares whole seconds; asyncio takes any.
+        self._server.config.timeout_graceful_shutdown = timeout_s  # type: ignore[assignment]
+        self._server.should_exit = True
+        await self._serving
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
 
-    async def _accept(self, stream: HttpStream) -> None:
-        self._open.add(stream)
-        try:
-            if len(self._connections) >= self._limits.max_connections or self._draining:
-                error = RequestError(
-                    HTTPStatus.SERVICE_UNAVAILABLE, "too many connections; try again", is_last=True
-                )
-                await self._send(stream, self._refuse(error), is_last=True)
-                await self._finish(stream)
-                return
-            self._connections[stream] = False
-            while await self._serve_one(stream):
-                self._connections[stream] = False
-        except (OSError, asyncio.CancelledError, TimeoutError):
-            pass  # the client has gone, is too slow, or the server ends
-        except Exception as error:  # a fault of this program, which must not end the server
-            self._log(on_one_line(f"error on a connection: {error!r}"))
-        finally:
-            self._connections.pop(stream, None)
-            self._open.discard(stream)
-            stream.close()
-            if not self._connections:
-                self._all_closed.set()
 
-    async def _serve_one(self, stream: HttpStream) -> bool:
-        """Answer one request; return whether the connection stays open."""
-        held = 0
-        is_last = is_unread = False
+class App:
+    """The ASGI application: a handler behind the limits of a request."""
+
+    def __init__(
+        self, handler: Handler, refuse: Refusal, limits: HttpLimits, log: Callable[[str], None]
+    ) -> None:
+        self.refuse, self.limits = refuse, limits
+        self._handler, self._log = handler, log
+        self.body_bytes = 0
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        body = _Body(self, receive)
+        is_last = False
         try:
             try:
-                head = await self._read_head(stream)
-                if head is None:
-                    return False
-                self._connections[stream] = True
-                request = _parse_head(head)
-                is_last = request.headers.get("connection", "").lower() == "close"
-                self._check_token(request)
-                held = self._reserve(request)
-                if held:
-                    request = await self._with_body(stream, request, held)
-                response = await self._handler(request)
+                response = await self._handler(await self._request(scope, body))
             except RequestError as error:
-                is_unread = error.is_last
-                response = self._refuse(error)
-            except (asyncio.CancelledError, OSError):
-                raise
+                is_last = error.is_last
+                response = self.refuse(error)
+            except _GoneError:
+                return
             except Exception as error:  # a fault of this program, which must not end the server
                 self._log(on_one_line(f"error while a request was answered: {error!r}"))
                 failure = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error")
-                response = self._refuse(failure)
-            is_last = is_last or is_unread or self._draining
-            await self._send(stream, response, is_last=is_last)
+                response = self.refuse(failure)
+            with suppress(TimeoutError):
+                await self._answer(response, send, body, is_last=is_last)
         finally:
-            self._body_bytes -= held
-        if is_unread:
-            await self._finish(stream)
-        return not is_last
+            self.body_bytes -= body.held
 
-    async def _finish(self, stream: HttpStream) -> None:
-        """Let a client read its refusal before the connection is closed, for a while and for so many."""
-        if self._num_finishing >= self._limits.max_connections:
-            return
-        self._num_finishing += 1
-        try:
-            await stream.finish(LINGER_S)
-        finally:
-            self._num_finishing -= 1
+    async def refuse_connection(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Answer a request on a connection for which there is no place."""
+        error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, TOO_MANY, is_last=True)
+        with suppress(TimeoutError):
+            await self._answer(self.refuse(error), send, _Body(self, receive), is_last=True)
 
-    async def _read_head(self, stream: HttpStream) -> bytes | None:
-        """Return the request line and headers; None if the client has closed the connection or sends nothing."""
-        try:
-            return await stream.read_head(self._limits.timeout_s)
-        except asyncio.IncompleteReadError as error:
-            if not error.partial:
-                return None
-            raise RequestError(
-                HTTPStatus.BAD_REQUEST, "the request ends within its headers", is_last=True
-            ) from None
-        except asyncio.LimitOverrunError:
-            raise RequestError(
-                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-                f"headers of more than {HEAD_BYTES:,} bytes",
-                is_last=True,
-            ) from None
-        except TimeoutError:
-            return None
-
-    async def _with_body(self, stream: HttpStream, request: Request, num_bytes: int) -> Request:
-        """Return a request with its body."""
-        length = request.headers.get(HEADER_LENGTH, "")
-        first = int(length) if _LENGTH.fullmatch(length) else 0
-        limit_s = self._limits.timeout_s
-        try:
-            if request.headers.get("expect", "").lower() == "100-continue":
-                await stream.write(b"HTTP/1.1 100 Continue\r\n\r\n", limit_s)
-            body = await stream.read_body(num_bytes, first, limit_s)
-        except CutBodyError as error:
-            raise RequestError(
-                HTTPStatus.BAD_REQUEST,
-                f"the body ends after {error.received:,} of {num_bytes:,} bytes",
-                is_last=True,
-            ) from None
-        except TimeoutError:
-            raise RequestError(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"the body did not arrive within {self._limits.timeout_s:g} s",
-                is_last=True,
-            ) from None
-        return Request(request.method, request.path, request.headers, body)
-
-    def _reserve(self, request: Request) -> int:
-        """Return the length of the body, after counting it among the bytes in memory."""
-        if "transfer-encoding" in request.headers:
-            raise RequestError(
-                HTTPStatus.LENGTH_REQUIRED,
-                "send the body with Content-Length; Transfer-Encoding is not supported",
-                is_last=True,
-            )
-        if "content-encoding" in request.headers:
+    async def _request(self, scope: dict[str, Any], body: "_Body") -> Request:
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            key = name.decode("latin-1")
+            if key in headers and key in ONCE:
+                raise _bad(f"the header {key} is there twice")
+            headers[key] = value.decode("latin-1")
+        if scope["http_version"] not in ("1.0", "1.1"):
+            raise RequestError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "want HTTP/1.1", is_last=True)
+        # RFC 9112, 3.2, which the parser does not ask for.
+        if "host" not in headers and scope["http_version"] == "1.1":
+            raise _bad("want the header Host")
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        request = Request(method, scope["path"], headers)
+        self._check_token(request)
+        if "content-encoding" in headers:
             raise RequestError(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send the body without compression", is_last=True
             )
-        text = request.headers.get("content-length", "" if request.method == "POST" else "0")
-        if not text:
-            raise RequestError(
-                HTTPStatus.LENGTH_REQUIRED, "want the header Content-Length", is_last=True
-            )
-        if not _LENGTH.fullmatch(text):
-            raise RequestError(
-                HTTPStatus.BAD_REQUEST, "Content-Length is no number of bytes", is_last=True
-            )
-        length = int(text)
-        if length and request.path in OPEN_PATHS:
+        size = int(headers.get("content-length", "0"))
+        is_chunked = "transfer-encoding" in headers
+        if not size and not is_chunked:
+            return request
+        if request.path in OPEN_PATHS:
             # It would be held for anybody, without a token.
             raise RequestError(
                 HTTPStatus.METHOD_NOT_ALLOWED,
@@ -289,27 +231,47 @@ class HttpServer:
                 is_last=True,
                 headers={"Allow": "GET"},
             )
-        if length > self._limits.max_body:
+        self.reserve(body, size)
+        length = headers.get(HEADER_LENGTH, "")
+        first = int(length) if _LENGTH.fullmatch(length) else 0
+        try:
+            async with asyncio.timeout(self.limits.timeout_s):
+                content = await (body.chunks(first) if is_chunked else body.read(size, first))
+        except TimeoutError:
+            raise RequestError(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"the body did not arrive within {self.limits.timeout_s:g} s",
+                is_last=True,
+            ) from None
+        return Request(method, request.path, headers, content)
+
+    def reserve(self, body: "_Body", size: int) -> None:
+        """Count bytes of a body among those in memory, before they are there.
+
+        Raises:
+            RequestError: they are too many.
+        """
+        if body.held + size > self.limits.max_body:
             raise RequestError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"a body of {length:,} bytes; want at most {self._limits.max_body:,} (max_body_mib)",
+                f"a body of {body.held + size:,} bytes; want at most {self.limits.max_body:,} (max_body_mib)",
                 is_last=True,
             )
-        if self._body_bytes + length > self._limits.max_memory:
+        if self.body_bytes + size > self.limits.max_memory:
             raise RequestError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "the bodies of other requests fill the memory (max_memory_mib); try again",
                 is_last=True,
                 headers={"Retry-After": "1"},
             )
-        self._body_bytes += length
-        return length
+        self.body_bytes += size
+        body.held += size
 
     def _check_token(self, request: Request) -> None:
-        if self._limits.token is None or request.path in OPEN_PATHS:
+        if self.limits.token is None or request.path in OPEN_PATHS:
             return
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        wanted, got = self._limits.token.encode(), token.lstrip(" ").encode("latin-1")
+        wanted, got = self.limits.token.encode(), token.lstrip(" ").encode("latin-1")
         # The name of a scheme has no case (RFC 9110, 11.1).
         if not (hmac.compare_digest(wanted, got) and scheme.lower() == "bearer"):
             raise RequestError(
@@ -319,38 +281,191 @@ class HttpServer:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def _send(self, stream: HttpStream, response: Response, *, is_last: bool) -> None:
-        status, headers = response.status, response.headers
+    async def _answer(
+        self, response: Response, send: Send, body: "_Body", *, is_last: bool
+    ) -> None:
+        """Send a response; a client that still sends its body gets it at once, and a while to read it.
+
+        A connection that is closed while bytes of its client are unread takes the last answer back.
+        """
+        head = response.head(is_last=is_last)
+        async with asyncio.timeout(self.limits.timeout_s):
+            await send(
+                {"type": "http.response.start", "status": response.status.value, "headers": head}
+            )
+            content = {"type": "http.response.body", "body": response.body, "more_body": is_last}
+            await send(content)
         if is_last:
-            headers = headers | _CLOSING
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        head = (
-            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {response.content_type}\r\n"
-            f"Content-Length: {len(response.body)}\r\n{lines}\r\n"
-        ).encode("latin-1")
-        await stream.write(head + response.body, self._limits.timeout_s)
+            with suppress(TimeoutError, _GoneError):
+                async with asyncio.timeout(LINGER_S):
+                    await body.drop()
+            await send({"type": "http.response.body"})
 
 
-@lru_cache(KNOWN_HEADS)
-def _parse_head(head: bytes) -> Request:
-    """Return the request of a request line and headers."""
-    bad = HTTPStatus.BAD_REQUEST
-    first, *lines = head[:-4].split(b"\r\n")
-    parts = first.split(b" ")
-    if len(parts) != 3 or not _TOKEN.fullmatch(parts[0]) or not parts[1].startswith(b"/"):
-        raise RequestError(bad, "the request line is malformed", is_last=True)
-    if parts[2] not in (b"HTTP/1.1", b"HTTP/1.0"):
-        raise RequestError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "want HTTP/1.1", is_last=True)
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, colon, value = line.partition(b":")
-        if not colon or not _TOKEN.fullmatch(name):
-            raise RequestError(bad, "a header is malformed", is_last=True)
-        key = name.decode("ascii").lower()
-        if key in headers and key in ("content-length", "transfer-encoding", "authorization"):
-            raise RequestError(bad, f"the header {key} is there twice", is_last=True)
-        headers[key] = value.strip(b" \t").decode("latin-1")
-    if parts[2] == b"HTTP/1.0":
-        headers.setdefault("connection", "close")
-    path = parts[1].partition(b"?")[0].decode("latin-1")
-    return Request(parts[0].decode("ascii"), path, headers)
+class _GoneError(Exception):
+    """The client has gone."""
+
+
+class _Body:
+    """The body of a request, as it comes; `held` bytes of it are counted."""
+
+    def __init__(self, app: App, receive: Receive) -> None:
+        self._app, self._receive = app, receive
+        self._is_complete = False
+        self.held = 0
+
+    async def _next(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise _GoneError
+        self._is_complete = not message.get("more_body", False)
+        return message.get("body", b"")
+
+    async def read(self, size: int, first: int) -> memoryview:
+        """Return `size` bytes, of which byte `first` is aligned as arrays want it."""
+        body, place = _aligned(size, first), 0
+        while not self._is_complete:
+            chunk = await self._next()
+            body[place : place + len(chunk)] = chunk
+            place += len(chunk)
+        return body
+
+    async def chunks(self, first: int) -> memoryview:
+        """Return a body whose length comes with its parts."""
+        parts = bytearray()
+        while not self._is_complete:
+            chunk = await self._next()
+            self._app.reserve(self, len(chunk))
+            parts += chunk
+        body = _aligned(len(parts), first)
+        body[:] = parts
+        return body
+
+    async def drop(self) -> None:
+        """Take what comes until the body is complete."""
+        while not self._is_complete:
+            await self._next()
+
+
+class _Config(uvicorn.Config):
+    """uvicorn's settings, with the app for what `Connection` refuses."""
+
+    def __init__(self, app: App) -> None:
+        super().__init__(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=60,  # nothing: what must be said is said by `log`
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            # `Connection` closes what is idle.
+            timeout_keep_alive=2**31,
+        )
+        self.limited = app
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which leaves signals to the command."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Do nothing."""
+        return nullcontext()
+
+
+class Connection(HttpToolsProtocol):
+    """A connection, with limits for what uvicorn does not limit: connections, heads, and time in which nothing moves."""
+
+    config: _Config
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Serve, or refuse if there are too many."""
+        super().connection_made(transport)
+        self._num_heads = self._head_bytes = 0
+        self._is_refused = False
+        self._moved, self._moved_at = (-1, -1), 0.0
+        limit = self.config.limited.limits.max_connections
+        if len(self.connections) > limit:
+            self.app = self.config.limited.refuse_connection
+        self._look: asyncio.TimerHandle | None = None
+        if len(self.connections) > 2 * limit:
+            # None of these is kept until it has sent a request.
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, TOO_MANY, linger_s=0)
+        else:
+            self._look_at_time()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes; a head may have so many."""
+        if self._is_refused:
+            return
+        before = self._num_heads
+        super().data_received(data)
+        if self._is_refused or self._num_heads > before or not self._is_idle:
+            self._head_bytes = 0
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > HEAD_BYTES:
+            self._refuse(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                f"headers of more than {HEAD_BYTES:,} bytes",
+            )
+
+    def on_headers_complete(self) -> None:
+        """Begin a request."""
+        self._num_heads += 1
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        self._refuse(HTTPStatus.BAD_REQUEST, "the request is malformed")
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open: the client may still read the answers of complete requests."""
+        return not self._is_idle and not self.cycle.more_body
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the connection."""
+        if self._look is not None:
+            self._look.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _refuse(self, status: HTTPStatus, message: str, linger_s: float = LINGER_S) -> None:
+        """Answer what is no request, and close when the client has had time to read why."""
+        response = self.config.limited.refuse(RequestError(status, message, is_last=True))
+        lines = [name + b": " + value for name, value in response.head(is_last=True)]
+        first = f"HTTP/1.1 {status.value} {status.phrase}".encode()
+        self.transport.write(b"\r\n".join([first, *lines, b"", response.body]))
+        self._is_refused = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(linger_s, self.transport.close)
+
+    def _look_at_time(self) -> None:
+        """Close the connection if no head has come and no byte of an answer was read for `timeout_s`."""
+        if self.transport.is_closing():
+            return
+        now, limit_s = self.loop.time(), self.config.limited.limits.timeout_s
+        unread = self.transport.get_write_buffer_size()
+        if not (self._is_idle or unread) or (self._num_heads, unread) != self._moved:
+            self._moved, self._moved_at = (self._num_heads, unread), now
+        elif now - self._moved_at >= limit_s:
+            self.transport.abort()
+            return
+        self._look = self.loop.call_later(limit_s / LOOKS, self._look_at_time)
+
+
+def _aligned(size: int, first: int) -> memoryview:
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    offset = -(memory.ctypes.data + first) % ALIGNMENT
+    return memoryview(memory)[offset : offset + size]  # type: ignore[arg-type]
+
+
+def _bad(message: str) -> RequestError:
+    return RequestError(HTTPStatus.BAD_REQUEST, message, is_last=True)

@@ -5,13 +5,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from serving.server.coroutines import Result
 from serving.server.http_server import RequestError
 
 T = TypeVar("T")
@@ -34,7 +33,7 @@ class _Work:
 
     function: Callable[[], Any]
     arrived: float
-    answer: Result[Any] = field(default_factory=Result)
+    answer: asyncio.Future[Any]
 
 
 class Lane:
@@ -63,32 +62,36 @@ class Lane:
         self._waiting.put(None)
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Return the result of a function, called in the thread of the lane. It is awaited in a `Runner`.
+        """Return the result of a function, called in the thread of the lane.
 
         Raises RequestError: the request has waited too long. Raises Exception: as the function.
         """
-        work = _Work(function, time.monotonic())
-        self._waiting.put(work)
-        return await work.answer
+        answer = self._loop.create_future()
+        self._waiting.put(_Work(function, time.monotonic(), answer))
+        try:
+            return await answer
+        finally:
+            del answer  # an error has this frame, and so would hold itself
 
     def _run(self) -> None:
         while (work := self._waiting.get()) is not None and not self._is_ended:
             # An answer that is done: the client has gone.
-            if not work.answer.is_done:
+            if not work.answer.done():
                 self._do(work)
             # Not until the next one: it holds the request.
             del work
 
     def _do(self, work: _Work) -> None:
         if time.monotonic() - work.arrived > self._deadline_s:
-            self._finish(work.answer, Result.fail, too_late(self._deadline_s))
+            self._finish(_fail, work.answer, too_late(self._deadline_s))
             return
         try:
             value = self._call(work.function)
         except Exception as error:
-            self._finish(work.answer, Result.fail, error)
+            # Its frames have the request, which would live until the next collection of circles.
+            self._finish(_fail, work.answer, error.with_traceback(None))
         else:
-            self._finish(work.answer, Result.set, value)
+            self._finish(_set, work.answer, value)
 
     def _call(self, function: Callable[[], Any]) -> Any:
         # The interval belongs to the process: a second thread that set it back would keep what this one had set.
@@ -101,15 +104,21 @@ class Lane:
         finally:
             sys.setswitchinterval(before)
 
-    def _finish(self, answer: Result[Any], end: Callable[..., None], value: object) -> None:
-        """Set the answer or let it fail, in the loop, and wait until its turn has ended."""
+    def _finish(self, function: Callable[..., None], *args: object) -> None:
+        """Call a function in the loop, and wait until its turn has ended."""
         self._has_turned.clear()
         with suppress(RuntimeError):  # the loop has ended, and nobody waits
-            self._loop.call_soon_threadsafe(_end, answer, end, value)
-            self._loop.call_soon_threadsafe(self._has_turned.set)
+            self._loop.call_soon_threadsafe(function, *args)
+            # Who waits is resumed in the turn after the one that sets its answer.
+            self._loop.call_soon_threadsafe(self._loop.call_soon, self._has_turned.set)
             self._has_turned.wait(LONGEST_TURN_S)
 
 
-def _end(answer: Result[Any], end: Callable[..., None], value: object) -> None:
-    if not answer.is_done:
-        end(answer, value)
+def _set(answer: asyncio.Future[Any], value: object) -> None:
+    if not answer.done():
+        answer.set_result(value)
+
+
+def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)

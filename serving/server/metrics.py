@@ -1,82 +1,92 @@
-"""Counters of the server in Prometheus' text format."""
+"""Metrics of the server for Prometheus."""
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 ROWS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
-
-class Histogram:
-    """Counts of values by upper bounds."""
-
-    def __init__(self, name: str, meaning: str, bounds: Sequence[float]) -> None:
-        self._name, self._meaning, self._bounds = name, meaning, bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def lines(self) -> list[str]:
-        """Return the lines of the metric."""
-        lines, total = _head(self._name, self._meaning, "histogram"), 0
-        for bound, count in zip([*self._bounds, "+Inf"], self._counts, strict=True):
-            total += count
-            lines.append(f'{self._name}_bucket{{le="{bound}"}} {total}')
-        return [*lines, f"{self._name}_sum {self._sum:.9g}", f"{self._name}_count {total}"]
+disable_created_metrics()
 
 
 class Metrics:
-    """Counts of requests and batches.
+    """Counts of requests and batches, and of the process.
 
-    `responses`: number of responses by status. `request_seconds`: time from the complete request to its response, of
-    requests for scores. `batch_rows`: rows of each batch. `batch_seconds`: time of each batch.
+    Attributes:
+        responses: number of responses by status.
+        request_seconds: time from the complete request to its response, of requests for scores.
     """
 
     def __init__(self) -> None:
-        self.responses: Counter[int] = Counter()
-        self.request_seconds = Histogram(
-            "serving_request_seconds", "Time from a complete request to its scores.", SECONDS
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self.responses = Counter(
+            "serving_responses", "Responses by status.", ["status"], registry=registry
         )
-        self.batch_rows = Histogram("serving_batch_rows", "Rows of a batch.", ROWS)
-        self.batch_seconds = Histogram("serving_batch_seconds", "Time to score a batch.", SECONDS)
+        self.request_seconds = Histogram(
+            "serving_request_seconds",
+            "Time from a complete request to its scores.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._batch_rows = Histogram(
+            "serving_batch_rows", "Rows of a batch.", buckets=ROWS, registry=registry
+        )
+        self._batch_seconds = Histogram(
+            "serving_batch_seconds", "Time to score a batch.", buckets=SECONDS, registry=registry
+        )
+        self._version = Gauge(
+            "serving_version",
+            "The version that serves.",
+            ["model", "version", "identity"],
+            registry=registry,
+        )
+
+    def response(self, status: int) -> None:
+        """Count a response."""
+        self.responses.labels(str(status)).inc()
 
     def batch(self, num_rows: int, seconds: float) -> None:
         """Count a batch."""
-        self.batch_rows.add(num_rows)
-        self.batch_seconds.add(seconds)
+        self._batch_rows.observe(num_rows)
+        self._batch_seconds.observe(seconds)
 
     def text(
         self, model: str, version: str, identity: str, gauges: dict[str, tuple[str, float]]
-    ) -> str:
+    ) -> bytes:
         """Return all metrics.
 
-        `gauges`: meaning and value by name.
+        Args:
+            model: name of the model.
+            version: that serves.
+            identity: of its content.
+            gauges: meaning and value by name; a name that ends with `_total` is a counter's.
         """
-        lines = _head("serving_responses_total", "Responses by status.", "counter")
-        lines += [
-            f'serving_responses_total{{status="{status}"}} {count}'
-            for status, count in sorted(self.responses.items())
-        ]
-        for histogram in (self.request_seconds, self.batch_rows, self.batch_seconds):
-            lines += histogram.lines()
-        for name, (meaning, value) in gauges.items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [*_head(name, meaning, kind), f"{name} {value:.9g}"]
-        lines += _head("serving_version", "The version that serves.", "gauge")
-        labels = f'model="{_label(model)}",version="{version}",identity="{identity}"'
-        lines.append(f"serving_version{{{labels}}} 1")
-        return "\n".join(lines) + "\n"
+        self._version.clear()
+        self._version.labels(model, version, identity).set(1)
+        now = CollectorRegistry()
+        now.register(_Now(gauges))
+        return generate_latest(self._registry) + generate_latest(now)
 
 
-def _head(name: str, meaning: str, kind: str) -> list[str]:
-    return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
+class _Now:
+    """Values that are read when somebody asks."""
 
+    def __init__(self, values: dict[str, tuple[str, float]]) -> None:
+        self._values = values
 
-def _label(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    def collect(self) -> Iterable[Metric]:
+        for name, (meaning, value) in self._values.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield kind(name.removesuffix("_total"), meaning, value=value)

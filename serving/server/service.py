@@ -104,7 +104,7 @@ class Service:
                 self._log(f"error while versions were read: {error!r}")
 
     def _refuse(self, error: RequestError) -> Response:
-        self._metrics.responses[error.status.value] += 1
+        self._metrics.response(error.status.value)
         return error_response(error)
 
     async def _answer(self, request: Request) -> Response:
@@ -113,7 +113,7 @@ class Service:
         Raises RequestError: it is refused.
         """
         response = await self._route(request)
-        self._metrics.responses[response.status.value] += 1
+        self._metrics.response(response.status.value)
         return response
 
     async def _route(self, request: Request) -> Response:
@@ -123,7 +123,7 @@ class Service:
         match parts:
             case ["metrics"]:
                 self._want(request, "GET")
-                return Response(body=self._metrics_text().encode(), content_type=CONTENT_TYPE)
+                return Response(body=self._metrics_text(), content_type=CONTENT_TYPE)
             case ["v2"]:
                 self._want(request, "GET")
                 return json_response({"name": SERVER, "version": "2", "extensions": EXTENSIONS})
@@ -134,6 +134,9 @@ class Service:
                 self._want(request, "GET")
                 status = HTTPStatus.OK if self._is_ready else HTTPStatus.SERVICE_UNAVAILABLE
                 return json_response({"ready": self._is_ready}, status)
+            case ["v2", "repository", "index"]:
+                self._want(request, "POST")
+                return json_response([{"name": name, "version": version.name, "state": "READY"}])
             case ["v2", "models"]:
                 self._want(request, "GET")
                 return json_response([{"name": name, "version": version.name, "state": "READY"}])
@@ -169,7 +172,7 @@ class Service:
         manifest = version.model.manifest
         outputs = [(output.name, scores[:, index]) for index, output in enumerate(manifest.outputs)]
         response = infer_response(parsed, manifest.name, version.name, version.identity, outputs)
-        self._metrics.request_seconds.add(time.monotonic() - started)
+        self._metrics.request_seconds.observe(time.monotonic() - started)
         return response
 
     async def _read(
@@ -235,7 +238,7 @@ class Service:
             arrays[tensor.name] = tensor.values
         return False, partial(_refusing, known[1].rows, arrays, num_rows)
 
-    def _metrics_text(self) -> str:
+    def _metrics_text(self) -> bytes:
         version = self._versions.current
         gauges: dict[str, tuple[str, float]] = {
             "serving_queued_rows": ("Rows that wait.", self._batcher.queued_rows),
@@ -272,7 +275,9 @@ def _refusing(read: Callable[..., Rows], *args: Any) -> Rows:
     try:
         return read(*args)
     except InputError as error:
-        refuse(str(error))
+        message = str(error)
+    # Not within: the refusal would hold that error, its frames, and so itself.
+    raise RequestError(HTTPStatus.BAD_REQUEST, message)
 
 
 def _same(rows: Rows) -> Rows:

@@ -102,12 +102,7 @@ def test_a_home_directory_that_does_not_exist_is_refused():
 
 
 def test_flags_may_stand_anywhere():
-    arguments = ["seed=3", "--cfg", "job", "train.epochs=2", "-cn=dcnv2", "--info", "seed=4"]
-    with pytest.raises(
-        ValueError, match=r"^--cfg and --info exclude each other; write one of them$"
-    ):
-        hydra_arguments(arguments, TRAINING)
-    arguments.remove("--info")
+    arguments = ["seed=3", "--cfg", "job", "train.epochs=2", "-cn=dcnv2", "seed=4"]
     assert hydra_arguments(arguments, TRAINING) == [
         *("--cfg=job", "--config-name=dcnv2"),
         *("seed=3", "train.epochs=2", "seed=4"),
@@ -157,7 +152,6 @@ REFUSED = [
     (TRAINING, "--cfg=nope", "--cfg: got 'nope', want one of job, hydra, all"),
     (TRAINING, "--info=nope", "--info: got 'nope', want one of all, config"),
     (TRAINING, "--config-name", "--config-name: got nothing, want a value"),
-    (TRAINING, "--resolve", "--resolve belongs to --cfg or --help; write that flag too"),
     (TRAINING, "--package=train", "--package belongs to --cfg; write that flag too"),
     (TRAINING, "--shell-completion", "--shell-completion needs install=bash"),
     (PREPROCESSING, "threads=x(", "threads: got 'x(', which Hydra's grammar cannot read; want an integer or null"),
@@ -173,6 +167,17 @@ def test_an_argument_is_refused_with_its_name(choices, argument, message):
         hydra_arguments([argument], choices)
     assert len(str(refusal.value)) < 600
     assert "\n" not in str(refusal.value)
+
+
+def test_flags_that_exclude_each_other_are_refused():
+    for flags, message in (
+        (["--cfg=job", "--info"], "Only one of --run, --multirun, --cfg, --info and --shell"),
+        (["--resolve"], "The --resolve flag can only be used in conjunction with --cfg or --help"),
+    ):
+        ended = run_command(*flags)
+        assert ended.exit_code == 2
+        assert ended.err.startswith(f"error: {message}")
+        assert ended.err.count("\n") == 1
 
 
 def test_a_package_that_does_not_exist_is_refused():

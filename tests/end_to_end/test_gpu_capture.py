@@ -8,10 +8,10 @@ import torch
 
 from nn.build import build_test_loader
 from nn.distributed.process_group import process_group, ranks_from_environment
-from nn.sharding.static_embeddings import StaticEmbeddings
+from nn.sharding.sharded_lookup import ShardedLookup
 from nn.sharding.tables import local_tensors
+from nn.training.captured_pass import CapturedPass
 from nn.training.prefetch import Prefetcher
-from nn.training.static_path import CapturedPass
 from tests.helpers.composed import (
     build,
     compose_config,
@@ -33,8 +33,9 @@ def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list
             built.score(1)
             losses += built.train(5, NUM_STEPS - 5)
             captured = [
-                isinstance(step_pass, CapturedPass)
-                for step_pass in built.step.path._passes.values()
+                isinstance(parts.training, CapturedPass)
+                for parts in built.step.path.builder.sizes.values()
+                if parts.training is not None
             ]
             results.append((all(captured), losses))
             built.step.close()
@@ -72,15 +73,15 @@ def trained_with_and_without_rows(cases: list[list[str]]) -> list[tuple[bool, bo
                 built = build(compose_config(*options))
                 assert built.step.dense.takes_rows
                 built.step.dense.takes_rows = takes_rows
-                look_up, counts = StaticEmbeddings.look_up, []
+                look_up, counts = ShardedLookup.look_up, []
 
                 def counted(self, ids, look_up=look_up, counts=counts):
                     counts.append(1)
                     return look_up(self, ids)
 
-                StaticEmbeddings.look_up = counted
+                ShardedLookup.look_up = counted
                 losses = built.train(0, NUM_STEPS)
-                StaticEmbeddings.look_up = look_up
+                ShardedLookup.look_up = look_up
                 calls.append(len(counts))
                 state = built.step.state_dict().items()
                 states.append([torch.tensor(losses)])
@@ -159,7 +160,8 @@ def predicted_between_steps(
                     batch, ids = next(prefetcher)
                     logits.append(built.step.predict(batch, ids).float().cpu())
                 built.step.set_training(True)
-            results.append((losses, logits, len(built.step.path.forwards)))
+            sizes = built.step.path.builder.sizes.values()
+            results.append((losses, logits, sum(parts.forward is not None for parts in sizes)))
             built.step.close()
     return results
 
@@ -208,7 +210,8 @@ def left_open(case: list[str]) -> tuple[int, bool]:
     with process_group(ranks_from_environment("cuda")):
         built = build(compose_config(*case))
         built.train(0, NUM_STEPS)
-        graphs = [step_pass.graph for step_pass in built.step.path._passes.values()]
+        sizes = built.step.path.builder.sizes.values()
+        graphs = [parts.training.graph for parts in sizes if parts.training is not None]
     return len(graphs), all(graph.outputs is None for graph in graphs)
 
 

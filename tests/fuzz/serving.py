@@ -1,21 +1,24 @@
 """Requests to a server, as bytes from a socket, and model directories: a score, or one line that says what is wrong."""
 
+import asyncio
 import copy
 import json
 import shutil
 import sys
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from hypothesis import strategies as st
 
 from serving.inference.model import ServedModel
 from serving.inference.requests import IdInputs, InputError
 from serving.inference.versions import load_version
 from serving.manifest import MANIFEST, Manifest
-from serving.server.http_server import RequestError, _parse_head
+from serving.server.http_server import App, HttpLimits, Request, RequestError, Response
 from serving.server.protocol import describe_infer, infer_response, read_inputs
 from serving.versions import Deciding
 from tests.fuzz.harness import Fuzzer
@@ -45,8 +48,8 @@ class _Served:
     def answer(self, head: bytes, body: bytes) -> None:
         """Answer a request as the server does, without its queue; end as a command does."""
         try:
-            request = _parse_head(head)
-            parsed = read_inputs(describe_infer(body, request.headers), body)
+            request = _received(head, body)
+            parsed = read_inputs(describe_infer(request.body, request.headers), request.body)
             arrays = {}
             for tensor in parsed.inputs.values():
                 if isinstance(tensor.values, list):
@@ -63,6 +66,59 @@ class _Served:
         except (RequestError, InputError) as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
+
+
+def _received(head: bytes, body: bytes) -> Request:
+    """Return a request as the app hands it on, after uvicorn's parser."""
+    scope: dict[str, Any] = {"type": "http", "headers": [], "path": "", "method": ""}
+    parser = HttpRequestParser(_Parsed(scope))
+    try:
+        parser.feed_data(head)
+    except HttpParserError as error:
+        raise RequestError(HTTPStatus.BAD_REQUEST, str(error)) from error
+    except HttpParserUpgrade:
+        pass
+    if scope["path"] == "":
+        raise RequestError(HTTPStatus.BAD_REQUEST, "half a head")
+    scope |= {"method": parser.get_method().decode(), "http_version": parser.get_http_version()}
+    size = int(dict(scope["headers"]).get(b"content-length", 0))
+    if size > len(body):
+        raise RequestError(HTTPStatus.REQUEST_TIMEOUT, "the body did not arrive")
+    found: list[Request] = []
+    errors: list[RequestError] = []
+
+    async def handler(request: Request) -> Response:
+        found.append(request)
+        return Response()
+
+    def refuse(error: RequestError) -> Response:
+        errors.append(error)
+        return Response(error.status)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body[:size]}
+
+    async def send(message: dict[str, Any]) -> None:
+        pass
+
+    app = App(handler, refuse, HttpLimits(1 << 20, 1 << 20, 1, 1.0), print)
+    asyncio.run(app(scope, receive, send))
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+class _Parsed:
+    """What the parser calls."""
+
+    def __init__(self, scope: dict[str, Any]) -> None:
+        self._scope = scope
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._scope["headers"].append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._scope["path"] = "/"
 
 
 def _make(directory: Path) -> _Served:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from nn.hypertune import DEFAULT_FILE, HypertuneReport, hypertune_report
-from nn.models.metric import AUC, LOG_LOSS
+from nn.models.metric import AUC, METRICS
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
+
+LOG_LOSS = METRICS[1]
 
 QUIET = ["log.loggers=[]", "train.max_steps=4", "eval.every=2", "eval.at_start=true"]
 

@@ -15,7 +15,7 @@ from dataloading.known_ids_source import KnownIdsSource
 from dataloading.permuted_source import PermutedSource
 from nn.build import build_test_loader
 from nn.importance import measure_importance
-from nn.models.metric import AUC, LOG_LOSS
+from nn.models.metric import AUC, METRICS
 from nn.training.evaluator import Evaluator
 from nn.training.prediction_pass import predictions
 from tests.helpers.command import run_command
@@ -23,6 +23,8 @@ from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.datasets import write_clicks
 from tests.helpers.distributed import run_distributed
 from tests.nn.metrics.test_task_metrics import gauc_by_loop
+
+LOG_LOSS = METRICS[1]
 
 ROWS = 50
 ALL = np.array([[0, ROWS]])

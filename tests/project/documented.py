@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.arguments import Choices, help_words, hydra_arguments
+from configs.built_in import MODELS
 from configs.command_line import register, written_options
 from configs.export_schema import ExportConfig, ReplayConfig
 from configs.many_runs_schema import CompareConfig, SweepConfig
@@ -38,9 +39,11 @@ from configs.serving_schema import (
     ServerConfig,
     TritonConfig,
 )
-from nn.models.registry import OPTIONS, typed_config
+from nn.models.registry import find_options, typed_config
 from tests.helpers.command import uncopied_schemas
 from tests.project.layout import is_ours
+
+OPTIONS = {name: find_options(name) for name in MODELS}
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

@@ -1,17 +1,14 @@
 """The training benchmark: results read from a run, printed tables, and the plot."""
 
 import json
-import re
 import signal
 import sys
 
 import pytest
 
 from benchmarks.checkpoint import measured
-from benchmarks.host_tables.mapping_costs import MAPPING, mapping_costs
 from benchmarks.launch import launched, started_by
 from benchmarks.rows import ROOT, ROWS, Row
-from benchmarks.scaling import PEERS, draw_scaling, read_results
 from benchmarks.train import (
     breakdown_table,
     command_of,
@@ -186,27 +183,6 @@ def test_a_measurement_leaves_nothing_running(tmp_path):
     assert wait_until(lambda: has_ended(pid), 60)
 
 
-def test_peers_in_the_plot_are_those_of_the_page():
-    page = (ROOT / "benchmarks/README.md").read_text()
-    table = page.split("Peers on the same kind of GPU")[1].split("\n\n")[1]
-    numbers = {float(number) for number in re.findall(r"\d+\.\d+", table)}
-    drawn = {
-        value for kinds in PEERS.values() for speeds in kinds.values() for value in speeds.values()
-    }
-    assert drawn <= numbers
-
-
-def test_the_plot_is_drawn_from_the_rows_that_exist(tmp_path):
-    for gpus, name in ((1, "dlrm_t15_1"), (4, "dlrm_t15_4_weak")):
-        speeds = {"min": gpus * 9e6, "median": gpus * 10e6, "max": gpus * 11e6}
-        content = {"world_size": gpus, "samples_per_s": speeds}
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    results = read_results(tmp_path)
-    assert set(results) == {"dlrm_t15_1", "dlrm_t15_4_weak"}
-    draw_scaling(results, tmp_path / "scaling.png")
-    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_checkpoint_is_timed_from_copy_to_restore(tmp_path):
     config = compose_config(*TINY, f"run_dir={tmp_path}")
     source = open_source(config)
@@ -221,40 +197,3 @@ def test_a_checkpoint_is_timed_from_copy_to_restore(tmp_path):
     assert 0 < result["first pause s"] < result["written after s"]
     share = result["cost of a later save s"] / 3
     assert result["later save, % of 5 minutes"] == pytest.approx(share)
-
-
-def event(name: str, category: str, start: float, length: float, thread: int = 1, **args) -> dict:
-    place = {"ts": start, "dur": length, "tid": thread}
-    return {"ph": "X", "name": name, "cat": category, "args": args} | place
-
-
-def test_calls_within_the_annotation_are_counted_per_step():
-    events = [
-        {"ph": "M", "name": "process_name"},
-        *(event(MAPPING, "user_annotation", start, 1000) for start in (0, 5000)),
-        event(MAPPING, "gpu_user_annotation", 100, 9000, 7),
-        event("cuLaunchKernelEx", "cuda_driver", 100, 5, correlation=1),
-        event("cudaMemcpyAsync", "cuda_runtime", 5100, 5, correlation=2),
-        event("cuLaunchKernelEx", "cuda_driver", 5200, 5, correlation=3),
-        event("cudaStreamSynchronize", "cuda_runtime", 5300, 600, correlation=4),
-        # Behind the mapping, and beside it on another thread.
-        event("cudaEventSynchronize", "cuda_runtime", 7000, 200, correlation=5),
-        event("cudaLaunchKernel", "cuda_runtime", 7100, 5, correlation=6),
-        event("cudaLaunchKernel", "cuda_runtime", 300, 5, 2, correlation=7),
-        event("_find_missing", "kernel", 400, 40, 7, correlation=1),
-        event("Memcpy DtoH", "gpu_memcpy", 5400, 20, 7, correlation=2),
-        event("_exchange_rows", "kernel", 5500, 2000, 7, correlation=3),
-        event("gemm", "kernel", 5500, 900, 8, correlation=6),
-    ]
-    assert mapping_costs(events, 2) == pytest.approx(
-        {
-            "host ms": 1,
-            "launches": 1.5,
-            "waits": 0.5,
-            "wait ms": 0.3,
-            "mapping kernels ms": 0.03,
-            "row copies ms": 1,
-            "waits of the step": 1,
-            "their ms": 0.4,
-        }
-    )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nn.models.registry import MODELS
+from configs.built_in import MODELS
 from tests.project.layout import HOLD_STATEMENTS, is_ours, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ ROOMS = {
     "nn.ops": set(),
     "nn.ops.triton": {"nn.ops"},
     "nn.ops.triton.fp8": {"nn.ops", "nn.ops.triton"},
-    "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8"},
+    "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8", "nn.user_objects"},
     "nn.user_objects": set(),
     "nn.embedding": {"nn.ops", "nn.ops.triton", "nn.user_objects"},
     "nn.embedding.rules": {"nn.embedding", "nn.ops"},
@@ -104,7 +104,7 @@ ROOMS = {
         "nn.plots",
         "nn.tiers",
     },
-    "nn.metrics": {"nn.models"},
+    "nn.metrics": {"nn.models", "nn.user_objects"},
     "nn.training": {
         "nn.checkpoint",
         "nn.deltas",
@@ -136,7 +136,13 @@ ROOMS = {
         "nn.training",
     },
     "nn.hypertune": {"nn.models"},
-    "nn.early_checks": {"nn.checkpoint", "nn.distributed", "nn.loggers", "nn.scores"},
+    "nn.early_checks": {
+        "nn.checkpoint",
+        "nn.distributed",
+        "nn.loggers",
+        "nn.models",
+        "nn.scores",
+    },
     "nn.build": {
         "nn.checkpoint",
         "nn.ops",
@@ -310,9 +316,11 @@ KNOWS_RANKS = {
     "nn.sharding.sharded_tables",
     "nn.sharding.tables",
     "nn.sharding.id_all_to_all",
+    "nn.sharding.owned_shard",
     "nn.sharding.placement",
+    "nn.sharding.planned_tables",
     "nn.sharding.row_requests",
-    "nn.sharding.static_embeddings",
+    "nn.sharding.sharded_lookup",
     "nn.planning.host_tables",
     "nn.planning.planner",
     "nn.checkpoint.state",
@@ -575,7 +583,7 @@ def test_help_and_typing_errors_need_no_torch():
     for start in ("main", "dlrm", "dcnv2"):
         brought = reached_from(start, lazy=False)
         assert importers_of("torch", brought, lazy=False) == set()
-    assert reached_from("configs.schema") == {"configs.schema"}
+    assert reached_from("configs.schema") == {"configs.schema", "configs.built_in"}
     assert importers_of("hydra", {"configs.schema"}) == set()
 
 

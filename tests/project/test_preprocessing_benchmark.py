@@ -38,11 +38,10 @@ def of_days(request, tmp_path_factory) -> tuple[str, Path, dict[str, bytes]]:
     return request.param, source, ours(source, folder / "ours", request.param, 3)
 
 
-@pytest.mark.parametrize("name", ["polars", "pandas"])
 @pytest.mark.doors
-def test_a_peer_writes_the_same_bytes(name, of_days, tmp_path):
+def test_a_peer_writes_the_same_bytes(of_days, tmp_path):
     dataset, source, want = of_days
-    assert peer(name, source, tmp_path / "work/out", dataset, 3) == want
+    assert peer("polars", source, tmp_path / "work/out", dataset, 3) == want
     assert len(want) == 28 * (3 if dataset == "criteo_1tb" else 2)
 
 
@@ -58,10 +57,9 @@ def of_odd_values(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
     return source, ours(source, folder / "ours", "criteo_kaggle", 1)
 
 
-@pytest.mark.parametrize("name", ["polars", "pandas"])
-def test_a_peer_agrees_on_ties_odd_values_and_negative_numbers(name, of_odd_values, tmp_path):
+def test_a_peer_agrees_on_ties_odd_values_and_negative_numbers(of_odd_values, tmp_path):
     source, want = of_odd_values
-    assert peer(name, source, tmp_path / "work/out", "criteo_kaggle", 1) == want
+    assert peer("polars", source, tmp_path / "work/out", "criteo_kaggle", 1) == want
 
 
 @pytest.mark.skipif(not CRITEO.exists(), reason=f"{CRITEO} is not here")

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from configs.built_in import MODELS
 from configs.schema import Config, describe
-from nn.models.registry import OPTIONS
+from nn.models.registry import find_options
 from tests.project.layout import is_ours
+
+OPTIONS = {name: find_options(name) for name in MODELS}
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -3,14 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from benchmarks.dataset import ragged_dataset
-from benchmarks.peers.torchrec_job import HostCache, constraints, lookup_options, read_batch
-from benchmarks.peers.with_fbgemm_cache import torchrec_batch
+from benchmarks.peers.torchrec_job import constraints, read_batch
 from benchmarks.peers.with_torchrec import HEAD, speed_line
 from benchmarks.rows import ROWS
-from dataloading.batch import Batch, jagged
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from tests.helpers.datasets import write_clicks
@@ -41,31 +38,6 @@ def test_the_planner_gets_the_sharding_types_of_the_row(tmp_path):
     user, item = constraints(single, spec).values()
     assert item.sharding_types == ["row_wise"]
     assert user.sharding_types == ["table_wise", "column_wise", "data_parallel"]
-
-
-def test_tables_in_host_memory_have_a_cache_and_pinned_memory(tmp_path):
-    spec = FeatureSpec.load(write_clicks(tmp_path))
-    cache = HostCache(frozenset(["item"]), 0.25, prefetch=True)
-    user, item = constraints(ROWS["dlrm_t15_2_rows"].config(), spec, cache).values()
-    assert (user.compute_kernels, user.cache_params) == (["fused"], None)
-    assert item.compute_kernels == ["fused_uvm_caching"]
-    assert (item.cache_params.load_factor, item.cache_params.prefetch_pipeline) == (0.25, True)
-    assert lookup_options(cache, is_bf16=True)["uvm_host_mapped"] is True
-    assert "uvm_host_mapped" not in lookup_options(None, is_bf16=True)
-
-
-def test_a_batch_of_the_recipe_becomes_one_of_torchrec(tmp_path):
-    source = open_dataset(FeatureSpec.load(write_clicks(tmp_path)))
-    columns = source.read("train", np.array([[0, 16]]))
-    values = torch.from_numpy(np.concatenate(columns.ids)).int()
-    lengths = torch.ones(32, dtype=torch.int32)
-    ids = jagged(["user", "item"], values, lengths, None, [16, 16])
-    numbers, labels = map(torch.from_numpy, map(np.array, (columns.numerical, columns.labels)))
-    batch = torchrec_batch(Batch(numbers, labels, ids, 16, 16))
-    assert batch.sparse_features["item"].values().tolist() == list(columns.ids[1])
-    assert batch.sparse_features.values().dtype == torch.int64
-    assert torch.equal(batch.dense_features, numbers)
-    assert torch.equal(batch.labels, labels)
 
 
 def test_a_line_has_as_many_cells_as_the_head():

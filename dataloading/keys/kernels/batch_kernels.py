@@ -17,16 +17,10 @@ from dataloading.keys.kernels.table_kernels import counts_of, index_of, insert_k
 def see_parts(columns, parts, order, starts, tables, batch, seen, missing, drawn):
     """See the parts of all columns.
 
-    Args:
-        columns: int64 [columns, Column].
-        parts: int64 [P, Part]; `SEEN` and `MISSING` are written.
-        order: parts, share after share, int64 [P].
-        starts: of the shares in `order`, int64 [shares + 1].
-        tables: fields of all tables, int64 [tables, 2, Field].
-        batch: its number; with `NO_BATCH` keys are looked up only.
-        seen: int32 [keys, 3], in which a part has the memory of its own keys; as in `see`.
-        missing: int64 [keys, 2], likewise.
-        drawn: random number of the index.
+    `columns`: int64 [columns, Column]. `parts`: int64 [P, Part]; `SEEN` and `MISSING` are written. `order`: parts,
+    share after share, int64 [P]. `starts`: of the shares in `order`, int64 [shares + 1]. `tables`: fields of all
+    tables, int64 [tables, 2, Field]. `batch`: its number; with `NO_BATCH` keys are looked up only. `seen`: int32 [keys,
+    3], in which a part has the memory of its own keys; as in `see`. `missing`: int64 [keys, 2], likewise.
     """
     for share in prange(len(starts) - 1):
         for number in range(starts[share], starts[share + 1]):
@@ -70,16 +64,9 @@ def share_jobs(workers, jobs, columns, parts, tables, rules, memory, drawn):
 def do_jobs(share, jobs, columns, parts, tables, rules, memory, drawn):
     """Give rows to keys without one.
 
-    Args:
-        share: the first job, and the distance to the next one.
-        jobs: int64 [jobs, Job].
-        columns: as in `see_parts`.
-        parts: likewise, sorted by table.
-        tables: likewise.
-        rules: number of the batch, and sightings that admit a key.
-        memory: `missing` of `see_parts`, and for each key without a row, job after job: the key; new keys, their sightings and
-            slots; candidates seen; what changes among candidates, as in `insert_keys`; and among rows.
-        drawn: random number of the index.
+    `jobs`: int64 [jobs, Job]. `memory`: `missing` of `see_parts`, and for each key without a row, job after job: the
+    key; new keys, their sightings and slots; candidates seen; what changes among candidates, as in `insert_keys`; and
+    among rows.
     """
     for number in range(share[0], len(jobs), share[1]):
         job = jobs[number]

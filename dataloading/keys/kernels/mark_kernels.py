@@ -15,14 +15,8 @@ DIGITS = 1 << DIGIT_BITS
 def mark(fields, entries, counts, batch):
     """Mark the slots of the keys that are worth least, none of those of `batch`; equal ones in the order of their slots.
 
-    Args:
-        fields: of the table, int64 [Field]; its marks are replaced.
-        entries: of the table.
-        counts: sightings of the keys by slot; of length 0 if the batch that saw a key last alone matters.
-        batch: number of the present batch.
-
-    Returns:
-        Whether there are any.
+    `fields`: of the table, int64 [Field]; its marks are replaced. `counts`: sightings of the keys by slot; of length 0
+    if the batch that saw a key last alone matters. Returns whether there are any.
     """
     last = np.empty(fields[Field.CAPACITY], np.int32)
     last_batches(entries, last)

@@ -34,21 +34,13 @@ def see(source, own, table, batch, found, drawn):
     The places are independent addresses, so the processor loads many at once. It does not do that beyond a branch on what it
     loads that it guesses wrong, so the loads have a loop without branches.
 
-    Threads may see parts of a batch at the same time unless sightings are counted. A slot may then stand in `seen` of several
-    parts, each time with the same facts.
-
-    Args:
-        source: the column of keys, its runs, and the half-open span of the keys to see, counted over the runs. Key 0 is none.
-        own: int32 or int64 rows, one of them empty, that receive slots, 0 of keys without one; and the position of the first of
-            their keys.
-        table: cells, entries and sightings.
-        batch: its number; with `NO_BATCH` keys are looked up, and nothing is noted.
-        found: memory for slots seen, with their facts before, int32 [n, 3], and for the keys without slots, with their positions
-            in the rows, which may lie outside, int64 [n, 2].
-        drawn: random number of the index.
-
-    Returns:
-        The slots seen, and the keys without slots.
+    Threads may see parts of a batch at the same time unless sightings are counted. A slot may then stand in `seen` of
+    several parts, each time with the same facts. `source`: the column of keys, its runs, and the half-open span of the
+    keys to see, counted over the runs. Key 0 is none. `own`: int32 or int64 rows, one of them empty, that receive
+    slots, 0 of keys without one; and the position of the first of their keys. `batch`: its number; with `NO_BATCH` keys
+    are looked up, and nothing is noted. `found`: memory for slots seen, with their facts before, int32 [n, 3], and for
+    the keys without slots, with their positions in the rows, which may lie outside, int64 [n, 2]. Returns the slots
+    seen, and the keys without slots.
     """
     column, runs, begin, end = source
     narrow, wide, first = own
@@ -147,15 +139,9 @@ def _note(block, table, batch, found, numbers):
 def insert_keys(new, fields, change, drawn):
     """Give slots to keys that have none, and stop where the table is full of keys that stay.
 
-    Args:
-        new: keys [n], their sightings [n], which a key that occurs again adds to, memory for the slots of all keys [n], and the
-            batch.
-        fields: of the table.
-        change: memory for slots, new keys, old keys, all int64 [n], and old facts, int32 [n, 2].
-        drawn: random number of the index.
-
-    Returns:
-        The keys that were handled, and the entries of `change`.
+    `new`: keys [n], their sightings [n], which a key that occurs again adds to, memory for the slots of all keys [n],
+    and the batch. `change`: memory for slots, new keys, old keys, all int64 [n], and old facts, int32 [n, 2]. Returns
+    the keys that were handled, and the entries of `change`.
     """
     keys, times, key_slots, batch = new
     slots, new_keys, old_keys, old_facts = change
@@ -223,8 +209,7 @@ def _free_slot(fields, table, batch, drawn):
 def take_due(keys, fields, admit_after, due, times, drawn):
     """Write the keys that were sighted often enough, each once and in their order, with their sightings, which begin again.
 
-    Returns:
-        Their number.
+    Returns their number.
     """
     cells, entries = index_of(fields)
     counts = counts_of(fields)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from benchmarks.continuous.keys import main as measure_keys
 from configs.schema import DynamicConfig, Evict
 from dataloading.dataset.source import Keys
 from dataloading.keys import batch_mapper, shares
@@ -267,11 +266,3 @@ def test_one_thread_counts_the_sightings_of_a_table():
         own = np.split(shares_of_batch.order, shares_of_batch.starts[1:-1])
         threads = [{tables[column] for column in share.tolist()} for share in own]
         assert sorted(map(sorted, threads)) == [[0], [1]]
-
-
-def test_the_benchmark_measures_all_policies(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["keys", "--keys", "20000", "--batch", "4096"])
-    measure_keys()
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert len(lines) == 7
-    assert all("million/s" in line for line in lines)

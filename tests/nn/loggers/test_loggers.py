@@ -20,8 +20,9 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from configs.built_in import LOGGERS
 from nn.loggers.background import Loggers
-from nn.loggers.choice import LOGGERS
+from nn.loggers.choice import check_loggers, make_loggers
 from nn.loggers.run_logger import LoggedRun
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
@@ -164,10 +165,10 @@ def test_a_wrong_logger_is_refused_in_one_line(loggers, message, tmp_path, monke
     assert ended.err.count("\n") == 1
 
 
-def test_the_schema_names_the_loggers_of_the_project():
-    from configs.schema import LOGGER_NAMES
-
-    assert set(LOGGERS) == set(LOGGER_NAMES)
+def test_a_logger_of_the_project_need_not_have_the_name_of_a_library(monkeypatch):
+    monkeypatch.setitem(LOGGERS, "jsonl", f"{HERE}:Recording")
+    check_loggers(["jsonl"])
+    make_loggers(["jsonl"], getLogger("test"))
 
 
 @pytest.mark.doors

@@ -12,7 +12,10 @@ from sklearn.metrics import log_loss, mean_absolute_error, mean_squared_error, r
 from configs.schema import TaskConfig
 from dataloading.dataset.row_columns import RowColumn
 from nn.metrics.grouped_auc import grouped_auc, weighted_auc
-from nn.metrics.task_metrics import TaskMetrics, normalised_entropy
+from nn.metrics.measured_rows import MeasuredRows, RowGather
+from nn.metrics.measures import loss_over_entropy
+from nn.metrics.ranking import RankingMetrics
+from nn.metrics.task_metrics import TaskMetrics
 from nn.models.tasks import tasks_of
 from tests.helpers.composed import ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -266,13 +269,15 @@ def test_the_entropy_of_a_label_of_which_one_value_has_all_the_weight():
     losses = [math.log1p(math.exp(-2.0)), math.log1p(math.exp(1.0))]
     with ranks_of_cpu() as ranks:
         for heavy in (1.0, 1e16):
-            metrics = TaskMetrics([], torch.device("cpu"), ranks, has_weights=True)
-            metrics._weights = [torch.tensor([heavy, 1.0], dtype=torch.float64)]
-            measured = metrics._weighted(logits, labels, metrics._weights[0])
+            weights = torch.tensor([heavy, 1.0], dtype=torch.float64)
+            device = torch.device("cpu")
+            gather, ranking = RowGather(device, ranks), RankingMetrics(device, ranks)
+            rows = MeasuredRows(logits, labels, weights, torch.empty(0), gather, ranking)
+            measured = rows.totals
             rate, others = measured["label_mean"], measured["others_mean"]
             loss = (heavy * losses[0] + losses[1]) / (heavy + 1)
             entropy = others * (1 - math.log(others)) if heavy > 1 else math.log(2)
-            assert normalised_entropy(measured["log_loss"], rate, others) == pytest.approx(
+            assert loss_over_entropy(measured["log_loss"], rate, others) == pytest.approx(
                 loss / entropy
             )
 

@@ -6,12 +6,13 @@ import re
 import pytest
 import torch
 
+from configs.built_in import MODELS
 from configs.option_values import plain_values
 from dataloading.dataset.source import Source
 from nn.build import model_spec, open_source
 from nn.models.description import build_from_json, describe_model
 from nn.models.ranking_model import RankingModel
-from nn.models.registry import MODELS, build_dense, declared_tables
+from nn.models.registry import build_dense, declared_tables
 from tests.helpers.composed import TINY, compose_config, tiny
 from tests.nn.models.test_family_training import CASES, write_two_labels
 

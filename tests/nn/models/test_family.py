@@ -12,6 +12,7 @@ from configs.schema import ModelConfig
 from nn.layers.adaptive_mlp import Dice
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.initialization import initialise_dense
+from nn.layers.interactions.per_token import FIRST_STRENGTH, ReluRouter
 from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pass_state import PassState, attach
 from nn.models.deepfm import DeepFM
@@ -29,10 +30,12 @@ from nn.models.options import (
     MaskStructure,
     MMoEOptions,
     PLEOptions,
+    RankMixerOptions,
     SharedBottomOptions,
     WuKongOptions,
 )
 from nn.models.ple import PLE
+from nn.models.rankmixer import RankMixer
 from nn.models.sequences import Sequences
 from nn.models.shared_bottom import SharedBottom
 from nn.models.wide_deep import WideDeep
@@ -80,6 +83,9 @@ WUKONG = WuKongOptions(
     hidden=[9],
 )
 DIN_OPTIONS = DINOptions(embedding_dim=D, attention_hidden=[9, 5], hidden=[8, 6])
+MIXER = RankMixerOptions(
+    embedding_dim=D, tokens=4, token_dim=8, layers=2, expansion=3, tower_hidden=[5]
+)
 PAIRS = Sequences(["item", "kind"], ["items", "kinds"], L, ["user"], 1)
 EXPERTS = {"experts": 3, "expert_hidden": [8, 6]}
 LEVELS = {"levels": 2, "task_experts": 2, "shared_experts": 3, "expert_hidden": [8, 6]}
@@ -168,6 +174,15 @@ CASES = {
         "mmoe", of_tasks(MMoE, MMoEOptions, 1, **EXPERTS), [D] * F, {"tasks": 1}
     ),
     "ple": Case("ple", of_tasks(PLE, PLEOptions, 2, **LEVELS), [D] * F, {"tasks": 2}),
+    "rankmixer": Case(
+        "rankmixer", lambda: RankMixer(FeatureVectors(N, F, D), [], 1, MIXER), [D] * F
+    ),
+    "rankmixer of ordered features": Case(
+        "rankmixer",
+        lambda: RankMixer(FeatureVectors(N, F, D), [6, 1, 0, 2, 3, 5, 4], 2, MIXER),
+        [D] * F,
+        {"tasks": 2, "order": [6, 1, 0, 2, 3, 5, 4]},
+    ),
     "cgc": Case(
         "ple", of_tasks(PLE, PLEOptions, 2, **{**LEVELS, "levels": 1}), [D] * F, {"tasks": 2}
     ),
@@ -179,6 +194,15 @@ DICE = Case(
     lambda: DIN(N, PAIRS, replace(DIN_OPTIONS, activation=AdaptiveActivation.dice)),
     [D, L * D, D, L * D, D],
     {"pairs": 2, "length": 1},
+)
+
+
+EXPERT_MIXER = replace(MIXER, experts=3)
+MIXTURE = Case(
+    "rankmixer",
+    lambda: RankMixer(FeatureVectors(N, F, D), [], 1, EXPERT_MIXER),
+    [D] * F,
+    {"experts": 3},
 )
 
 
@@ -205,7 +229,7 @@ def inputs_of(case: Case, size: int = B) -> tuple[torch.Tensor, list[torch.Tenso
     return numerical, [torch.randn(size, width, generator=generator) for width in case.widths]
 
 
-@pytest.mark.parametrize("case", [*CASES.values(), DICE], ids=[*CASES, "dice"])
+@pytest.mark.parametrize("case", [*CASES.values(), DICE, MIXTURE], ids=[*CASES, "dice", "mixture"])
 def test_logits_and_gradients_equal_the_plain_formula(case):
     model = built(case).double()
     numerical, lookups = inputs_of(case)
@@ -333,6 +357,40 @@ def test_dice_is_evaluated_with_running_statistics():
     layer.eval()
     chance = torch.sigmoid((x - x.mean(0)) / x.std(0))
     torch.testing.assert_close(layer(x), x * chance, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mixture_is_evaluated_with_the_sparse_router_alone():
+    model = built(MIXTURE).double().eval()
+    numerical, lookups = (x.double() if torch.is_tensor(x) else x for x in inputs_of(MIXTURE))
+    lookups = [lookup.double() for lookup in lookups]
+    wanted = PLAIN["rankmixer"](
+        dict(model.named_parameters()), numerical, lookups, experts=3, training=False
+    )
+    logits = model(numerical, torch.cat(lookups, 1)).double()
+    torch.testing.assert_close(logits, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_the_penalty_drives_the_share_of_open_gates_of_valid_rows():
+    router = ReluRouter(2, 4, 3, active=0.5)
+    state = PassState(1, torch.device("cpu"))
+    attach(router, state)
+    x = torch.randn(2, 6, 4)
+    state.set(0, 6, 4, 8)  # two of the rows are padding; eight over all ranks
+    router(x)
+    gates = router.eval()(x)[:, :4]
+    torch.testing.assert_close(router.penalty(), FIRST_STRENGTH * gates.sum() / 8)
+    for share, factor in ((0.6, 1.2), (0.4, 1 / 1.2), (0.5, 1)):
+        router.strength.fill_(1)
+        router._open.fill_(share)
+        router.update()
+        assert router.strength.item() == pytest.approx(factor)
+
+
+def test_the_published_size_has_a_hundred_million_parameters():
+    options = RankMixerOptions(embedding_dim=16, tokens=16, token_dim=768, expansion=3)
+    with torch.device("meta"):
+        model = RankMixer(FeatureVectors(13, 26, 16), [], 1, options)
+    assert 100e6 < model.num_parameters() < 120e6
 
 
 @pytest.mark.parametrize("structure", MaskStructure)

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from configs.built_in import MODELS
 from configs.overrides import to_section
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
@@ -23,14 +24,15 @@ from nn.models.embedding_mlp import EmbeddingMLP
 from nn.models.features import suggested_columns
 from nn.models.options import DLRMOptions
 from nn.models.registry import (
-    MODELS,
-    OPTIONS,
     build_dense,
     build_meta,
     check_model,
     declared_tables,
+    find_options,
 )
 from nn.models.wide_deep import WideDeep
+
+OPTIONS = {name: find_options(name) for name in MODELS}
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -212,6 +214,10 @@ OTHER_VALUES: dict[str, Any] = {
     "gate_features_1": ["item"],
     "gate_features_2": ["item"],
     "heads": 5,
+    "tokens": 8,
+    "token_dim": 32,
+    "active_experts": 0.5,
+    "feature_order": ["kinds", "age"],
 }
 BOTTOM = {"embedding_dim": 8, "bottom_mlp": [8]}
 # What a model needs, and what an option needs to have an effect.
@@ -220,6 +226,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dcnv2": BOTTOM,
     "din": HISTORY,
     "wide_deep.deep_features": {"wide_features": ["kind", "kinds"]},
+    "rankmixer.active_experts": {"experts": 2},
     "masknet.hidden": {"structure": "parallel"},
 }
 # What changes with an option.

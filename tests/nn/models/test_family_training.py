@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from configs.built_in import MODELS
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.row_columns import RowColumn
 from nn.build import open_source
 from nn.export.tables import export_tables
-from nn.models.registry import MODELS, OPTIONS, declared_tables, find_model
+from nn.models.registry import declared_tables, find_model, find_options
 from tests.end_to_end.test_gpu_capture import losses_around_an_evaluation
 from tests.helpers.command import run_command
 from tests.helpers.composed import build, compose_config, losses_of_cases, ranks_of_cpu
@@ -60,6 +61,8 @@ class Case:
 
 
 EXPERTS = ["expert_hidden=[8,6]", "tower_hidden=[5]", "embedding_dim=4"]
+MIXER = ["tokens=4", "token_dim=8", "expansion=2", "tower_hidden=[5]", "embedding_dim=4"]
+ORDER = [6, 1, 0, 2, 3, 4, 5, 7]  # of three numerical features, and five others
 CASES = {
     "wide_deep": Case(
         "wide_deep",
@@ -153,6 +156,8 @@ CASES = {
     "mmoe of two tasks": Case("mmoe", [*EXPERTS, "experts=3"], {"tasks": 2}),
     "ple": Case("ple", [*EXPERTS, "task_experts=2", "shared_experts=3"], {"tasks": 1}),
     "ple of two tasks": Case("ple", [*EXPERTS, "task_experts=2", "shared_experts=3"], {"tasks": 2}),
+    "rankmixer": Case("rankmixer", [*MIXER, "feature_order=[kind,num_1]"], {"order": ORDER}),
+    "rankmixer of experts": Case("rankmixer", [*MIXER, "experts=3"], {"experts": 3, "tasks": 2}),
 }
 
 
@@ -312,6 +317,7 @@ def test_captured_steps_equal_launched_ones_and_plain_pytorch(
         "shared_bottom",
         "mmoe",
         "ple of two tasks",
+        "rankmixer of experts",
     ],
 )
 def test_the_model_is_planned_with_its_memory(name, two_labels):
@@ -327,8 +333,8 @@ def test_the_model_is_planned_with_its_memory(name, two_labels):
     assert "GiB" in ended.out
 
 
-# Tables of two widths, without pooling, and of two tasks.
-@pytest.mark.parametrize("name", ["wide_deep", "din", "ple of two tasks"])
+# Tables of two widths, without pooling, of two tasks, and with a layer's own state.
+@pytest.mark.parametrize("name", ["wide_deep", "din", "rankmixer of experts"])
 def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, two_labels, tmp_path):
     case = CASES[name]
     for run, steps in (("complete", [4]), ("resumed", [2, 4])):
@@ -354,6 +360,6 @@ def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, two_labels, tmp_p
 def test_help_lists_the_options_of_every_model(name):
     ended = run_command(f"model.name={name}", "--help")
     assert (ended.exit_code, ended.err) == (0, "")
-    assert OPTIONS[name] is find_model(name).Options
-    for option in OPTIONS[name].__dataclass_fields__:
+    assert find_options(name) is find_model(name).Options
+    for option in find_options(name).__dataclass_fields__:
         assert f"model.{option}" in ended.out

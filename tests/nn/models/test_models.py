@@ -10,6 +10,7 @@ import torch
 import yaml
 from torch import nn
 
+from configs.built_in import MODELS
 from configs.option_values import plain_values
 from configs.overrides import WrittenOption
 from dataloading.batch import Batch, jagged
@@ -23,7 +24,7 @@ from nn.library.options import options
 from nn.models.dcnv2 import CrossConfig, CrossStructure, DCNv2Options
 from nn.models.dlrm import DLRMOptions
 from nn.models.ranking_model import RankingModel
-from nn.models.registry import MODELS, build_dense, declared_tables, typed_config
+from nn.models.registry import build_dense, declared_tables, typed_config
 from nn.resume import can_restart
 from tests.helpers.command import ROOT, run_command, start_command
 from tests.helpers.composed import TINY, compose_config, compose_with_hydra

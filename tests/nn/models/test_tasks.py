@@ -9,7 +9,7 @@ import torch
 from configs.schema import TaskConfig
 from dataloading.dataset.row_columns import RowColumn
 from nn.layers.bce_loss import bce_loss_share
-from nn.models.metric import AUC, CALIBRATION, LOG_LOSS, MAE, RMSE, Metric
+from nn.models.metric import AUC, METRICS, Metric
 from nn.models.tasks import (
     Task,
     auc_key,
@@ -26,6 +26,8 @@ from nn.observability.run_directory import (
     SUMMARY_KEYS,
     empty_summary,
 )
+
+_, LOG_LOSS, _, _, CALIBRATION, RMSE, MAE = METRICS
 
 MRR = Metric(name="mrr", title="test MRR", while_training=True)
 CLICK = RowColumn("click")
@@ -70,6 +72,11 @@ def test_metrics_of_several_tasks_have_the_names_of_both():
             "'rating' is a regression label",
         ),
         ([CLICK], {"options": {"click": TaskConfig(weight=0)}}, "the weight of every label is 0"),
+        (
+            [CLICK],
+            {"further": ["ndcg"]},
+            "eval.metrics names ndcg, which is none of normalised_entropy, calibration, mae, nor package.module:NAME",
+        ),
         ([CLICK], {"further": ["mae"]}, "eval.metrics=mae is of regression labels"),
         ([RATING], {"further": ["calibration"]}, "eval.metrics=calibration is of binary labels"),
         ([RATING], {"has_groups": True}, "eval.group is of binary labels"),

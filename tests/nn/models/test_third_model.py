@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
-from configs.schema import ModelConfig, option, require_widths
+from configs.schema import ModelConfig, option
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.build import build_plan, open_source, planned_hardware
 from nn.embedding.declared_tables import check_tables, one_table_per_feature
@@ -31,11 +31,9 @@ HERE = "tests.nn.models.test_third_model"
 class DeepFMOptions(ModelConfig):
     """Options of DeepFM."""
 
-    hidden: list[int] = option([32, 16], "widths of the deep network's hidden layers")
-
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
-        require_widths("model.hidden", self.hidden)
+    hidden: list[int] = option(
+        [32, 16], "widths of the deep network's hidden layers", gt=0, filled=True
+    )
 
 
 class DeepFM(Model):

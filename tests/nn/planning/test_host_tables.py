@@ -25,7 +25,7 @@ from nn.planning.plan import TablePlan
 from nn.tiers.host_tier import DiskSettings, HostTier, TieredShard, ring_slots
 from nn.tiers.look_ahead import LookAhead
 from nn.tiers.slot_map import SlotMap, TierIds
-from nn.tiers.stager import PASS_BATCHES, Need
+from nn.tiers.stager import READ_AHEAD_BATCHES, Need
 from nn.tiers.traffic import (
     LIVE_BATCHES,
     Classes,
@@ -231,8 +231,8 @@ def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, places, tmp_pat
         def announce(self, batch: Batch) -> Need | None:
             return tier.announce(batch.ids, [group])
 
-        def start_pass(self, needs: Sequence[Need]) -> None:
-            tier.stager.start_pass(needs)
+        def read_ahead(self, needs: Sequence[Need]) -> None:
+            tier.stager.read_ahead(needs)
 
     read, live = [], []
     for batch, need in LookAhead((Batch() for _ in range(900)), Announcer(), cpu):
@@ -244,7 +244,7 @@ def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, places, tmp_pat
     ring = max(ring_slots(slots), window)
     traffic = IdTraffic(power_law_share(rows, exponent), rows, drawn)
     classes = [row_classes(traffic, 0, rows, slots - ring, 128)]
-    (expected,) = expected_reads(classes, ring, places, PASS_BATCHES)
+    (expected,) = expected_reads(classes, ring, places, READ_AHEAD_BATCHES)
     assert expected == pytest.approx(np.mean(read[400:-32]), rel=0.1)
 
 
@@ -313,7 +313,7 @@ def test_the_plan_has_the_ring_and_the_places_of_the_tier(tmp_path, monkeypatch)
     ]
     seen: list[tuple[int, int]] = []
 
-    def see(classes: Sequence[Classes], ring: int, places: int, pass_batches: int) -> list[float]:
+    def see(classes: Sequence[Classes], ring: int, places: int, group_batches: int) -> list[float]:
         seen.append((ring, places))
         return [0.0] * len(classes)
 
@@ -366,7 +366,7 @@ def test_a_run_moves_what_its_plan_expects(tmp_path):
     assert sum(table["fetched_rows"] for table in plan) == pytest.approx(
         measured("tier_rows_in"), rel=0.2
     )
-    expected = sum(table["staged_rows"] for table in plan) / PASS_BATCHES
+    expected = sum(table["staged_rows"] for table in plan) / READ_AHEAD_BATCHES
     assert expected == pytest.approx(measured("tier_disk_rows_in"), rel=0.2)
     # Rows leave at the rate at which others come, once all have changed.
     assert 0.5 < measured("tier_disk_rows_out") / measured("tier_disk_rows_in") < 1.1

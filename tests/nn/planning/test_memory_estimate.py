@@ -11,7 +11,7 @@ from nn.build import build_plan, open_source, planned_hardware
 from nn.models.registry import build_meta
 from nn.planning.memory_estimate import RankMemory, plan_memory, update_bytes
 from nn.planning.plan import TablePlan
-from nn.sharding.static_embeddings import StaticEmbeddings
+from nn.sharding.sharded_lookup import ShardedLookup
 from nn.sharding.tables import local_tensors
 from nn.training.dense_optimizer import dense_rule
 from nn.training.train_step import TrainStep
@@ -118,6 +118,16 @@ def test_layers_that_keep_more_than_inputs_are_counted():
     assert both == normalised + (32 + 16) * column
 
 
+def test_chunks_divide_activations_and_keep_the_gradients_of_all_vectors():
+    options = (*TINY, *ON_H200, "train.batch_size=65536", "eval.batch_size=65536")
+    whole, chunked = (
+        ranks_of("dcnv2", *options, f"train.accumulate={chunks}")[0] for chunks in (1, 8)
+    )
+    vectors = 65_536 * 5 * 8 * 4
+    assert chunked.lookups == whole.lookups
+    assert chunked.dense_pass == pytest.approx(whole.dense_pass / 8 + vectors, rel=1e-3)
+
+
 def test_evaluation_in_batches_of_the_same_size_needs_no_further_memory():
     assert ranks_of("dlrm", *TINY, *ON_H200, "eval.batch_size=64")[0].evaluation == 0
 
@@ -125,7 +135,7 @@ def test_evaluation_in_batches_of_the_same_size_needs_no_further_memory():
 def launched(step: TrainStep, batch_size: int) -> tuple[int, int, int]:
     """Return what a rank on a GPU would allocate for its update, in bytes, with its numbers of ids and keys."""
     launcher = pytest.importorskip("nn.embedding.triton_launcher").TritonLauncher
-    static = StaticEmbeddings(
+    static = ShardedLookup(
         step.tables.rank_tables,
         batch_size,
         replicated_gradients=[torch.empty(shape) for shape in step.tables.replicated_shapes],

@@ -49,20 +49,20 @@ def exchange(monkeypatch) -> CapturedIdAllToAll:
 
 
 def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(exchange):
-    first, _ = exchange(tensor([2]))
-    second, _ = exchange(tensor([3]))
-    assert (first.owned.item(), second.owned.item()) == (20, 30)
-    assert second.release is None, "it has memory of its own"
-    first.release()
-    third, _ = exchange(tensor([4]))
-    assert third.owned is first.owned
-    assert third.owned.item() == 40
+    first, second = exchange(tensor([2])), exchange(tensor([3]))
+    assert (first.ids.owned.item(), second.ids.owned.item()) == (20, 30)
+    second.ids_are_read()
+    assert exchange(tensor([5])).ids.owned is not first.ids.owned, "the first batch waits still"
+    first.ids_are_read()
+    third = exchange(tensor([4]))
+    assert third.ids.owned is first.ids.owned
+    assert third.ids.owned.item() == 40
 
 
 def test_a_closed_exchange_is_free_while_its_ids_are_referenced(exchange):
-    held, _ = exchange(tensor([2]))
+    held = exchange(tensor([2]))
     exchange.close()
-    assert held.release is not None
+    assert held.ids.owned.item() == 20
     assert exchange._graph._graph.is_reset
     assert exchange._graph._function is None, "it would keep the tables' memory"
 

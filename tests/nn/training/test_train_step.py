@@ -1,7 +1,6 @@
 """A training step: equality over numbers of ranks, and refusal of a loss that is not finite."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -18,6 +17,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Columns
 from nn.build import open_source
 from nn.distributed.errors import DivergedError
+from nn.sharding.batch_rows import BatchRows
 from nn.training.prefetch import Prefetcher
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu, tiny
 from tests.helpers.distributed import run_distributed
@@ -383,8 +383,9 @@ def test_a_pass_that_is_not_recorded_releases_its_ids_too():
     released = []
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
-        batch, ids = next(built.prefetcher(0, 1))
-        built.step.predict(batch, replace(ids, release=lambda: released.append(True)))
+        batch, rows = next(built.prefetcher(0, 1))
+        rows = BatchRows(rows.ids, release=lambda: released.append(True))
+        built.step.predict(batch, rows)
     assert released == [True]
 
 
@@ -425,7 +426,7 @@ class Graph:
 def graphs(monkeypatch) -> list[Graph]:
     """All graphs that are made from here on, on a CPU that records as a GPU would."""
     monkeypatch.setattr(Graph, "made", [])
-    monkeypatch.setattr("nn.training.static_path.CudaGraph", Graph)
+    monkeypatch.setattr("nn.training.captured_pass.CudaGraph", Graph)
     monkeypatch.setattr("nn.sharding.id_all_to_all.CudaGraph", Graph)
     monkeypatch.setattr("nn.training.train_step.capture_blocker", lambda *_: None)
     stream = SimpleNamespace(wait_event=lambda _: None)
@@ -460,7 +461,7 @@ def test_the_ids_of_a_recorded_pass_are_released_before_it_is_replayed(graphs):
         prefetcher = built.prefetcher(0, 3)
         built.step.train(0, prefetcher)
         _, training = graphs
-        released = built.step.path._exchanges[64]._released
+        released = built.step.path.builder.sizes[64].exchange._released
         released.record = lambda: events.append("release")
         load, replay = training.load, training.replay
         training.load = lambda *inputs: (events.append("load"), load(*inputs))

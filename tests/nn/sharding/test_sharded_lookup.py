@@ -15,7 +15,7 @@ def test_padding_arrives_with_the_ids_of_the_first_row():
     """So that no row is updated, by a gradient of zero, that the batch does not look up: Adam would move it."""
     with process_group(ranks_from_environment("cpu")):
         built = build(compose_config(*case("dlrm", "multi_hot", "adam", "table_wise")))
-        tables = built.step.path.embeddings(4, Room())
+        tables = built.step.path.builder.lookup(4, Room())
         hotness = [3, 1, 2, 5, 1]
         ids = torch.arange(4 * sum(hotness), dtype=torch.int32)
         ids = torch.cat([each % 7 for each in ids.split([4 * each for each in hotness])])
@@ -57,7 +57,7 @@ def test_scattered_embeddings_make_one_matrix_and_their_gradients_go_back(prefix
     values, layout = scattered(5, prefix_columns)
     leaf = values.clone().requires_grad_()
     head = torch.full((5, 2), -1.0, requires_grad=True) if has_head else None
-    matrix = PooledEmbeddings(layout, lambda: leaf.view_as(leaf)).matrix(head)
+    matrix = PooledEmbeddings(layout, lambda _: leaf.view_as(leaf)).matrix(head)
     wanted = torch.arange(60.0).view(5, 12)
     first = 2 if has_head else 0
     assert torch.equal(matrix[:, first:], wanted)

@@ -9,7 +9,7 @@
 `--check` trains small tables both ways with every optimizer of tables, and compares the bits of losses and states. Otherwise
 every cache is a line: all tables have room for this fraction of their rows on the device, and at least for those of the live
 batches; with 1, no table lies in host memory. With `--disk` tables lie on disk instead. Synthetic batches lie in host memory, one
-per step, without a loader. A line has the rows that a step moves beside those of the plan, and `--trace` adds what mapping costs.
+per step, without a loader. A line has the rows that a step moves beside those of the plan.
 """
 
 import argparse
@@ -20,13 +20,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.host_tables.mapping_costs import traced
-from benchmarks.host_tables.model import (
-    add_options,
-    batches_of,
-    config_of,
-    device_kind,
-)
 from benchmarks.rows import compose_row
 from configs.schema import Config
 from dataloading.batch import Batch
@@ -50,6 +43,8 @@ CHECKED_STEPS = 52
 IN_HOST = "sharding.tables={cat_0:{tier: host, cache: 0.06},cat_4:{tier: host, cache: 0.1}}"
 CHECKED_STAGED = "sharding.staged_gib=0.0015"
 WARM_UP = 20
+LIVE_BATCHES = 3
+"""Batches whose rows an arena holds at least."""
 
 
 def main() -> None:
@@ -63,16 +58,21 @@ def main() -> None:
         choices=OPTIMIZERS,
         help="compare bits; without names of all optimizers",
     )
-    add_options(parser)
+    parser.add_argument("--rows", type=int, nargs="+", default=[], help="rows of every table")
+    parser.add_argument("--small", type=int, default=21, help="further tables of 10,000 rows")
+    parser.add_argument("--cache", type=float, nargs="+", default=[1, 0.1], help="fractions")
+    parser.add_argument("--batch", type=int, default=65_536, help="rows of a batch")
+    parser.add_argument("--dim", type=int, default=128, help="columns of a table")
+    parser.add_argument("--exponent", type=float, default=1.05, help="of the ids; 0 is uniform")
+    parser.add_argument("--steps", type=int, default=100, help="measured steps")
     parser.add_argument("--disk", help="directory for tables on disk")
     parser.add_argument("--staged", type=float, default=4.0, help="GiB of host memory for them")
     parser.add_argument(
         "--batches", type=int, help="different batches, used in turn; else one per step"
     )
-    parser.add_argument("--trace", type=int, default=0, help="further steps, under the profiler")
     args = parser.parse_args()
-    args.batches = args.batches or WARM_UP + args.steps + args.trace
-    ranks = ranks_from_environment(device_kind())
+    args.batches = args.batches or WARM_UP + args.steps
+    ranks = ranks_from_environment("cuda" if torch.cuda.is_available() else "cpu")
     with process_group(ranks):
         if args.check is not None:
             check(ranks, args.check or OPTIMIZERS, args.disk)
@@ -80,8 +80,42 @@ def main() -> None:
         for cache in args.cache if args.rows else []:
             config = config_of(args, cache)
             if not batches:
-                batches = batches_of(config, ranks, args.batches)
+                loader = build_train_loader(config, open_source(config), ranks)
+                batches = list(loader.batches(0, args.batches))
             print(line(config, ranks, batches, args, cache), flush=True)
+
+
+def rows_on_device(args: argparse.Namespace, cache: float) -> list[int]:
+    """Return the rows on the device per table: a fraction, but room for the live batches."""
+    at_least = LIVE_BATCHES * args.batch
+    return [min(max(round(cache * rows), at_least), rows) for rows in args.rows]
+
+
+def config_of(args: argparse.Namespace, cache: float) -> Config:
+    """Return the configuration of a line; with a cache of 1, no table lies in host memory or on disk."""
+    sizes = [*args.rows, *[10_000] * args.small]
+    tier = "disk" if args.disk else "host"
+    tables = ",".join(
+        f"cat_{index}:{{tier: {tier}, cache: {kept / rows}}}"
+        for index, (kept, rows) in enumerate(
+            zip(rows_on_device(args, cache), args.rows, strict=True)
+        )
+    )
+    return compose_row(
+        "dlrm",
+        f"data.synthetic.cardinalities={sizes}",
+        f"data.synthetic.exponent={args.exponent}",
+        f"data.synthetic.train_rows={args.batch * args.batches}",
+        *(f"data.synthetic.test_rows={args.batch}", "data.synthetic.num_numerical=13"),
+        *(f"model.embedding_dim={args.dim}", f"model.bottom_mlp=[512,256,{args.dim}]"),
+        "model.top_mlp=[1024,1024,512,256,1]" if args.dim > 32 else "model.top_mlp=[64,1]",
+        *(f"train.batch_size={args.batch}", f"eval.batch_size={args.batch}"),
+        *("train.amp=bf16" if torch.cuda.is_available() else "train.amp=off", "data.workers=16"),
+        *("optimizer.name=sgd", "optimizer.lr=0.01", "data.prefetch=16", "sharding.reserve=0.02"),
+        *([f"sharding.tables={{{tables}}}"] if cache < 1 else []),
+        *([f"sharding.disk_path={args.disk}"] if args.disk else []),
+        f"sharding.staged_gib={args.staged}",
+    )
 
 
 def built(config: Config, ranks: Ranks) -> TrainStep:
@@ -98,16 +132,7 @@ def planned_and_built(config: Config, ranks: Ranks) -> tuple[Sequence[TablePlan]
 
 
 def check(ranks: Ranks, optimizers: Sequence[str], disk: str | None) -> None:
-    """Train both ways, and print whether losses and states have the same bits.
-
-    Args:
-        ranks: this process.
-        optimizers: of the tables.
-        disk: directory for tables on disk, instead of host memory.
-
-    Raises:
-        SystemExit: they differ.
-    """
+    """Train both ways, and end the command unless losses and states have the same bits; with `disk`, tables lie there."""
     tiered = [IN_HOST]
     if disk is not None:
         tiered = [IN_HOST.replace("host", "disk"), f"sharding.disk_path={disk}", CHECKED_STAGED]
@@ -153,7 +178,7 @@ def line(
     ready_s = time.perf_counter() - start
     cpu_start = time.process_time()
     steps = WARM_UP + args.steps
-    source: Iterator[Batch] = islice(cycle(batches), steps + args.trace)
+    source: Iterator[Batch] = islice(cycle(batches), steps)
     prefetcher = Prefetcher(source, step.path, ranks.device)
     for number in range(steps):
         if number == WARM_UP:
@@ -173,11 +198,6 @@ def line(
         text += f"; planned rows_in {rows:,.4g}, link {link_ms(planned):.2f} ms"
     if ranks.device.type == "cuda":
         text += f"; HBM {torch.cuda.memory_allocated() / 2**30:.1f} GiB"
-    if args.trace and step.tables.tier is not None:
-        further = iter(range(steps, steps + args.trace))
-        text += "\n    per step: " + traced(
-            step.tables.tier, lambda: step.train(next(further), prefetcher), args.trace
-        )
     step.close()
     return text
 

@@ -4,8 +4,8 @@ Buffers are allocated once per batch size; the host reads nothing back.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from itertools import accumulate
 
 import torch
@@ -24,6 +24,7 @@ from nn.sharding.local_ids import LocalIds, Room
 from nn.sharding.placement import RankTables
 from nn.sharding.request_keys import RequestKeys
 from nn.sharding.row_requests import RowRequests
+from nn.tiers.live_batches import Hold
 from nn.tiers.slot_ids import SlotIds
 from nn.tiers.stager import Need
 
@@ -36,9 +37,7 @@ NO_REQUESTS = Room()
 class SortedOwnedIds:
     """Sorted ids of the tables that are not replicated.
 
-    Attributes:
-        owned: of this rank's tables.
-        requested: of each group of requested tables, the rows asked of each memory of this rank, and this rank's own ids.
+    `requested` has, of each group of requested tables, the rows asked of each memory of this rank, and this rank's own ids.
     """
 
     owned: SortedIds
@@ -49,28 +48,18 @@ class SortedOwnedIds:
 class OwnedGradients:
     """Gradients on the ranks of their tables.
 
-    Attributes:
-        owned: of this rank's tables, [B * W, T].
-        requested: of the rows of each group of requested tables.
+    Those of `owned` tables are of vectors, [B * W, T], those of each `requested` group of rows.
     """
 
     owned: Tensor
     requested: list[Tensor]
 
 
-class StaticEmbeddings:
+class ShardedLookup:
     """The tables, for batches of one size.
 
-    Args:
-        tables: of this rank.
-        batch_size: B.
-        room: for the ids of a batch.
-        replicated_gradients: gradient [rows, D] of each replicated table, zero at the start of a step.
-        prefix_columns: columns that the dense component puts before each sample's embeddings; they are left free if
-            nothing is sent.
-
-    Attributes:
-        layout: of the result of `look_up`.
+    `replicated_gradients` [rows, D] are zero at the start of a step. `prefix_columns` are those that the dense component puts
+    before each sample's embeddings, and left free if nothing is sent. `layout` describes the result of `look_up`.
     """
 
     def __init__(
@@ -126,8 +115,9 @@ class StaticEmbeddings:
         placement, ranks = tables.placement, tables.ranks
         world_size = ranks.world_size
         widths = [sum(shard.width for shard in shards) for shards in placement.owned_by_rank]
-        partial = [shard for shard in placement.owned_by_rank[0] if shard.is_partial]
-        self._partial_columns = sum(shard.width for shard in partial)
+        self._partial_columns = sum(
+            shard.width for shard in placement.owned_by_rank[0] if shard.is_partial
+        )
         replicated_columns = sum(shard.width for shard in placement.replicated)
         is_alone = world_size == 1 and not replicated_columns
         self._prefix_columns = prefix_columns if is_alone else 0
@@ -141,12 +131,10 @@ class StaticEmbeddings:
         sizes = [batch_size * columns for columns in further]
         self._further_starts = list(accumulate(sizes, initial=self._starts[-1]))
         self._replicated_start = self._further_starts[-2]
-        self.layout = _layout(
-            tables,
-            [*self._starts[:-1], *self._further_starts[:-1]],
-            [*widths, *further],
-            self._prefix_columns,
-        )
+        self.batch_size = batch_size
+        self._columns = [self._prefix_columns + width for width in widths] + further
+        self._layout_of = cache(partial(_layout, tables, self._columns, self._prefix_columns))
+        self.layout = self._layout_of(batch_size)
         self._local = torch.empty(
             self._further_starts[-1],
             dtype=tables.dtype,
@@ -165,13 +153,10 @@ class StaticEmbeddings:
     def send_ids(self, ids: Tensor, num_valid: int | None = None) -> tuple[LocalIds, Tensor | None]:
         """Send this rank's ids to their tables, and expand them there.
 
-        Args:
-            ids: feature after feature, each [B, hotness].
-            num_valid: valid rows of the global batch, if not all. Padding rows come last, and get the ids of the first
-                row: so the lookup, and the update with their zero gradients, touch no row that the batch does not use.
-
-        Returns:
-            The ids, and whether any rank has more than there is room for, int32 [1]; None if it cannot have.
+        Ids are in the order of the features, each [B, hotness]. With `num_valid`, the valid rows of a global batch, the padding
+        rows behind them get the ids of the first row: so the lookup, and the update with their zero gradients, touch no row
+        that the batch does not use. Returns the ids, and whether any rank has more than there is room for, int32 [1]; None if
+        it cannot have.
         """
         owned, replicated = self._exchange(ids)
         if num_valid is not None:
@@ -191,19 +176,17 @@ class StaticEmbeddings:
         )
         return local, lacks_room
 
-    def with_slots(self, ids: LocalIds, need: Need | None = None) -> LocalIds:
+    def hold_rows(self, ids: LocalIds, need: Need | None = None) -> Hold | None:
         """Turn the ids of tables in host memory into slots, in place, and fetch their rows; nothing is captured here.
 
-        Args:
-            ids: of a batch.
-            need: result of `needed_rows`, if it was called.
+        `need` is the result of `needed_rows`, if it was called.
         """
         if self._tier is None:
-            return ids
-        return replace(ids, hold=self._tier.map(ids.owned, self._slots.tier_ids, need))
+            return None
+        return self._tier.map(ids.owned, self._slots.tier_ids, need)
 
     def needed_rows(self, ids: LocalIds) -> Need | None:
-        """Return the rows of this rank's tables on disk that a batch needs, before `with_slots`."""
+        """Return the rows of this rank's tables on disk that a batch needs, before `hold_rows`."""
         return None if self._tier is None else self._tier.announce(ids.owned, self._slots.tier_ids)
 
     @cached_property
@@ -214,8 +197,7 @@ class StaticEmbeddings:
     def look_up(self, ids: LocalIds) -> Tensor:
         """Look up the ids and send the embeddings to the ranks of their samples.
 
-        Returns:
-            The memory that `layout` describes; the next call overwrites it.
+        They are in the memory that `layout` describes; the next call overwrites it.
         """
         self._owned.look_up(self._owned_ids(ids), self._sent)
         self._replicated.look_up(ids.replicated, self._replicated_part(self._local))
@@ -247,6 +229,15 @@ class StaticEmbeddings:
     def memory(self) -> Tensor:
         """Return the memory that `layout` describes, which `look_up` fills."""
         return self._local
+
+    def layout_of(self, num_samples: int) -> EmbeddingLayout:
+        """Return the layout of some samples whose vectors are in memory of their own."""
+        return self._layout_of(num_samples)
+
+    def samples(self, memory: Tensor, first: int, end: int) -> list[Tensor]:
+        """View some samples in each block of `memory`, or of its gradient: [end - first, columns], contiguous."""
+        blocks = memory.split([self.batch_size * width for width in self._columns])
+        return [block.view(self.batch_size, -1)[first:end] for block in blocks if len(block)]
 
     def rows(self, ids: LocalIds) -> TableRows | None:
         """Return the rows of the ids, in the model's order; None if they are elsewhere, or no vectors as they are."""
@@ -388,18 +379,22 @@ def _gradient_sums(
 
 
 def _layout(
-    tables: RankTables, starts: Sequence[int], widths: Sequence[int], prefix_columns: int
+    tables: RankTables, columns: Sequence[int], prefix_columns: int, num_samples: int
 ) -> EmbeddingLayout:
-    """Describe the positions of vectors: a block per rank, the sums of partial ones, requested groups, replicated tables."""
+    """Describe the positions of vectors: a block per rank, the sums of partial ones, requested groups, replicated tables.
+
+    A block has `columns` of each sample, which begin with the prefix.
+    """
     placement = tables.placement
     by_rank = [
         [shard for shard in shards if not shard.is_partial] for shards in placement.owned_by_rank
     ]
-    partial = [shard for shard in placement.owned_by_rank[0] if shard.is_partial]
-    segments = []
+    partial_shards = [shard for shard in placement.owned_by_rank[0] if shard.is_partial]
     requested = [group.shards for group in placement.requested]
+    segments = []
+    starts = accumulate((num_samples * width for width in columns), initial=0)
     for start, width, shards in zip(
-        starts, widths, [*by_rank, partial, *requested, placement.replicated], strict=True
+        starts, columns, [*by_rank, partial_shards, *requested, placement.replicated], strict=False
     ):
         column = prefix_columns
         for shard in shards:
@@ -410,12 +405,12 @@ def _layout(
                         shard.first_column,
                         shard.columns,
                         start + column,
-                        prefix_columns + width,
+                        width,
                     )
                 )
                 column += shard.columns
     # Of each rank's part of the partial vectors, beside their sums.
-    other_columns = len(by_rank) * sum(shard.width for shard in partial)
+    other_columns = len(by_rank) * sum(shard.width for shard in partial_shards)
     return EmbeddingLayout(
         segments, tables.widths, tables.ranks.device, prefix_columns, other_columns
     )

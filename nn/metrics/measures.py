@@ -1,0 +1,63 @@
+"""The project's metrics, as functions of the rows of one task; `nn.models.metric.METRICS` names them."""
+
+import math
+
+from nn.metrics.grouped_auc import grouped_auc
+from nn.metrics.measured_rows import MeasuredRows
+
+
+def auc(rows: MeasuredRows) -> float:
+    """Return the area under the ROC curve; nan if all labels are the same."""
+    return rows.totals["auc"]
+
+
+def log_loss(rows: MeasuredRows) -> float:
+    """Return the mean binary cross entropy, natural logarithm."""
+    return rows.totals["log_loss"]
+
+
+def gauc(rows: MeasuredRows) -> float:
+    """Return the AUC within the groups of `eval.group`, weighted by their rows; nan if no group has both labels."""
+    return rows.on_rank0(grouped_auc, rows.predictions, rows.labels, rows.groups, rows.weights)
+
+
+def normalised_entropy(rows: MeasuredRows) -> float:
+    """Return the log loss divided by the entropy of the label."""
+    rate = rows.totals["label_mean"]
+    return loss_over_entropy(
+        rows.totals["log_loss"], rate, rows.totals.get("others_mean", 1 - rate)
+    )
+
+
+def calibration(rows: MeasuredRows) -> float:
+    """Return the sum of the predicted probabilities divided by that of the labels; nan if no label is 1."""
+    (predicted,) = rows.sums(lambda logits, _, weights: [(logits.sigmoid() * weights).sum()])
+    clicks = rows.totals["label_mean"] * rows.totals["weight"]
+    return predicted / clicks if clicks > 0 else math.nan
+
+
+def rmse(rows: MeasuredRows) -> float:
+    """Return the root of the mean squared error."""
+    weight = rows.totals["weight"]
+    return math.sqrt(rows.totals["squares"] / weight) if weight > 0 else math.nan
+
+
+def mae(rows: MeasuredRows) -> float:
+    """Return the mean absolute error."""
+    weight = rows.totals["weight"]
+    return rows.totals["absolute"] / weight if weight > 0 else math.nan
+
+
+def loss_over_entropy(loss: float, rate: float, others: float) -> float:
+    """Compute the log loss divided by the entropy of the label (He et al. 2014, equation 1); nan if all labels are the same.
+
+    `rate` is the mean label, and `others` 1 - rate.
+    """
+    if not (rate > 0 and others > 0):
+        return math.nan
+    return loss / -(rate * _log(rate, others) + others * _log(others, rate))
+
+
+def _log(part: float, others: float) -> float:
+    """Return the logarithm of a part, exact too where the others are nearly nothing."""
+    return math.log1p(-others) if others < part else math.log(part)

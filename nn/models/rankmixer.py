@@ -1,0 +1,149 @@
+"""RankMixer: tokens of features, mixed without parameters, each with a network of its own (arXiv:2507.15551)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.feature_vectors import FeatureVectors
+from nn.layers.interactions.experts import Towers
+from nn.layers.interactions.per_token import PerTokenExperts, PerTokenLinear, ReluRouter
+from nn.layers.mlp import round_up
+from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.models.features import chosen_features, num_tasks
+from nn.models.model import Activations, Model
+from nn.models.options import RankMixerOptions
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, F: features, T: tokens and heads, D: columns of a token
+
+
+class RankMixerBlock(nn.Module):
+    """S = LN(TokenMixing(X) + X), X' = LN(PFFN(S) + S) (section 3.1, equation 1).
+
+    Token mixing (section 3.3.1) cuts every token into T heads; its token h is the heads h of all tokens side by side.
+    """
+
+    def __init__(self, options: RankMixerOptions) -> None:
+        super().__init__()
+        sizes = options.tokens, options.token_dim
+        self.mixing_norm = nn.LayerNorm(options.token_dim)
+        self.network = PerTokenExperts(
+            *sizes, options.expansion * options.token_dim, options.experts
+        )
+        self.network_norm = nn.LayerNorm(options.token_dim)
+        self.router = (
+            ReluRouter(*sizes, options.experts, options.active_experts)
+            if options.experts > 1
+            else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [T, B, D] to [T, B, D]."""
+        mixed = x.unflatten(2, (len(x), -1)).permute(2, 1, 0, 3).flatten(2)
+        s = self.mixing_norm(mixed + x).to(x.dtype)
+        gates = None if self.router is None else self.router(s)
+        return self.network_norm(self.network(s, gates) + s).to(x.dtype)
+
+
+class RankMixer(Model):
+    """Dense component of RankMixer: tokens, `RankMixerBlock`s, the mean of the tokens, and a tower per task.
+
+    Tokens (section 3.2, equation 2): the vectors of all features side by side, those of a semantic group next to each other,
+    are cut into T pieces of equal columns, and token i is W_i piece_i + b_i. Numerical features have vectors that their
+    values multiply. With an expansion of k a block has 2 k T D^2 weights; of the published sizes T=16, D=768, L=2 (100 M)
+    and T=32, D=1536, L=2 (1 B) the paper gives no k, and 3 comes near. It gives no initial weights either: they are those
+    of `MLP`, and zero for the biases of tokens.
+
+    Args:
+        vectors: of all features.
+        order: positions of the features in the order of their groups; empty for the dataset's order.
+        num_tasks: number of towers.
+        options: sizes.
+    """
+
+    Options = RankMixerOptions
+
+    def __init__(
+        self,
+        vectors: FeatureVectors,
+        order: Sequence[int],
+        num_tasks: int,
+        options: RankMixerOptions,
+    ) -> None:
+        super().__init__()
+        self.prefix_columns = vectors.prefix_columns
+        self.vectors = vectors
+        self._order, self._tasks, self._options = list(order), num_tasks, options
+        tokens, columns = options.tokens, vectors.columns
+        piece = -(-columns // tokens)
+        # Products of 16 bits are faster at multiples of 8, unless the last token would be empty.
+        self._piece = round_up(piece) if (tokens - 1) * round_up(piece) < columns else piece
+        self.tokens = PerTokenLinear(tokens, self._piece, options.token_dim)
+        blocks = nn.ModuleList(RankMixerBlock(options) for _ in range(options.layers))
+        self.blocks = cast(Sequence[RankMixerBlock], blocks)
+        self.towers = Towers(
+            options.token_dim,
+            num_tasks,
+            options.tower_hidden,
+            dropout=options.dropout,
+            batch_norm=options.batch_norm,
+        )
+
+    @classmethod
+    def tables(cls, options: RankMixerOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return one table per feature."""
+        return one_table_per_feature(options, spec)
+
+    @classmethod
+    def build(cls, options: RankMixerOptions, spec: FeatureSpec) -> RankMixer:
+        """Build the dense component; ValueError if the order names a feature that the dataset lacks."""
+        tables = spec.table_features.values()
+        every = [*spec.numerical, *(feature.name for features in tables for feature in features)]
+        first = chosen_features("model.feature_order", options.feature_order, every)
+        order = [*first, *(name for name in every if name not in first)] if first else []
+        vectors = FeatureVectors(len(spec.numerical), len(spec.categorical), options.embedding_dim)
+        return cls(vectors, [every.index(name) for name in order], num_tasks(spec), options)
+
+    def activations(self) -> Activations:
+        """Return what pieces, norms and networks keep, a gradient of the widest layer, and the batched products."""
+        o = self._options
+        width, hidden = o.tokens * o.token_dim, o.experts * o.expansion * o.tokens * o.token_dim
+        per_block = 4 * width + 2 * hidden
+        products = 4 * o.token_dim * hidden
+        if o.experts > 1:
+            per_block += hidden + 4 * o.tokens * o.experts
+            products += 6 * width * o.experts
+        pieces = o.tokens * self._piece
+        return Activations(
+            backward_columns=pieces * (2 if self._order else 1) + o.layers * per_block + 2 * hidden,
+            products={
+                "tokens": 2 * pieces * o.token_dim,
+                "per-token networks": o.layers * products,
+            },
+        )
+
+    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add the penalties of all routers."""
+        routers = [block.router for block in self.blocks if block.router is not None]
+        return share + sum(router.penalty() for router in routers) if routers else share
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings or `PooledEmbeddings` to float32 logits [B, tasks], or [B] of one task."""
+        x = self.vectors(numerical, embeddings)
+        if self._order:
+            vectors = x.split(self._options.embedding_dim, dim=1)
+            x = torch.cat([vectors[position] for position in self._order], dim=1)
+        x = nn.functional.pad(x, (0, self._options.tokens * self._piece - x.shape[1]))
+        pieces = x.unflatten(1, (self._options.tokens, -1)).transpose(0, 1)
+        tokens = self.tokens(pieces).to(x.dtype)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.towers([tokens.mean(0)] * self._tasks)

@@ -1,0 +1,85 @@
+"""A pass over the rows of a batch: launched operation by operation, or captured as a CUDA graph."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor
+
+from dataloading.batch import Batch
+from nn.ops.cuda_graph import CudaGraph
+from nn.sharding.batch_rows import BatchRows
+from nn.sharding.local_ids import LocalIds
+
+
+class PassFunction(Protocol):
+    """A function on the device with constant shapes and addresses; the host reads nothing back."""
+
+    def run(self, ids: LocalIds, batch: Batch) -> Tensor:
+        """Return the logits."""
+
+    def without_updates(self) -> AbstractContextManager:
+        """Let `run` change no weight while the context is open."""
+
+
+class LaunchedPass:
+    """A pass whose operations are launched one by one."""
+
+    graph = None
+
+    def __init__(self, function: PassFunction) -> None:
+        self._function = function
+
+    def run(self, rows: BatchRows, batch: Batch) -> Tensor:
+        """Run the pass on the rows of a batch."""
+        rows.arrive()
+        logits = self._function.run(rows.ids, batch)
+        rows.ids_are_read()
+        return logits
+
+
+class CapturedPass:
+    """A pass as a CUDA graph.
+
+    Its inputs are copied before a replay, so that the next batch can arrive meanwhile: all in one copy if the batch lies in one
+    memory.
+
+    It shares the memory of the graph `beside`.
+    """
+
+    def __init__(
+        self, function: PassFunction, rows: BatchRows, batch: Batch, beside: CudaGraph | None
+    ) -> None:
+        rows.arrive()
+        ids = rows.ids
+        is_in_one = batch.memory is not None and ids.owned is batch.ids.values()
+        self._example = batch if is_in_one else None
+        count = len(ids.tensors)
+
+        def run(*inputs: Tensor) -> Tensor:
+            if is_in_one:
+                mine = batch.at(*inputs)
+                return function.run(ids.of_tensors([mine.ids.values(), ids.replicated]), mine)
+            tensors, columns = inputs[:count], inputs[count:]
+            return function.run(ids.of_tensors(tensors), batch.with_columns(columns))
+
+        self.graph: CudaGraph[Tensor] = CudaGraph(
+            run, *self._inputs(ids, batch), warm_up=function.without_updates(), beside=beside
+        )
+
+    def _inputs(self, ids: LocalIds, batch: Batch) -> Sequence[Tensor]:
+        """Return the inputs of the graph, which have the same layout for every batch."""
+        if self._example is None:
+            return (*ids.tensors, *batch.columns)
+        return (batch.packed_as(self._example),)
+
+    def run(self, rows: BatchRows, batch: Batch) -> Tensor:
+        """Replay the pass on new inputs; the next call overwrites the logits."""
+        self.graph.load(*self._inputs(rows.ids, batch))
+        # Before the replay and the wait for rows, so that the next batch's exchange and mapping need not wait for them.
+        rows.ids_are_read()
+        rows.arrive()
+        return self.graph.replay()
+
+
+AnyPass = LaunchedPass | CapturedPass

@@ -1,0 +1,362 @@
+"""The pass of a training step: look up, forward, loss, backward, send back, update tables, reduce, update dense.
+
+The tables have a stream of their own. Lookup and all-to-all run beside the bottom MLP, the sort of the ids beside the
+dense component, and the all-to-all of gradients and the update beside the rest of the backward pass and the all-reduce.
+On one GPU a dot interaction looks up the rows itself.
+The host reads nothing back, so that the pass can be captured once as a CUDA graph (`nn.ops.cuda_graph`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataloading.batch import Batch
+from nn.embedding.local_tables import SortedIds
+from nn.layers.bce_loss import unit_gradient
+from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.models.tasks import loss_share
+from nn.observability.annotations import annotate
+from nn.ops.embedding_layout import EmbeddingLayout
+from nn.ops.table_rows import TableRows
+from nn.sharding.local_ids import LocalIds
+from nn.sharding.sharded_lookup import OwnedGradients, ShardedLookup, SortedOwnedIds
+from nn.training.pass_context import PassContext
+from nn.training.side_stream import SideStream
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Rows of this rank that the dense component takes at once, valid ones of this rank, and over all ranks.
+
+    `layout` is that of their vectors, if these are copied from those of the batch.
+    """
+
+    number: int
+    first: int
+    end: int
+    num_valid: int
+    global_valid: int
+    layout: EmbeddingLayout | None
+
+
+@dataclass(slots=True)
+class _Vectors:
+    """The vectors of a batch, and what their gradient needs.
+
+    The `gradient` of the batch is there if it comes chunk by chunk. `rows` are set where a kernel of the dense component looks
+    the vectors up itself; otherwise they have `arrived`. Ids are sorted if tables are trained. `receive` gets the gradient of
+    the batch as soon as the backward pass has it.
+    """
+
+    ids: LocalIds
+    rows: TableRows | None
+    arrived: torch.cuda.Event | None
+    owned: SortedOwnedIds | None = None
+    replicated: SortedIds | None = None
+    gradient: Tensor | None = None
+    total_weight: Tensor | None = None
+    receive: Callable[[Tensor], None] | None = None
+
+
+@dataclass(slots=True)
+class _Verdict:
+    """The loss over all ranks, whether the step is applied, int32 [1], and the event behind both."""
+
+    loss: Tensor
+    is_good: Tensor
+    event: torch.cuda.Event | None
+
+
+class ForwardBackward:
+    """A training step up to the gradients of replicated tables, and of the dense component unless that is updated here too.
+
+    Valid rows of this rank come first, and the others are padding; without numbers all are valid.
+    """
+
+    def __init__(
+        self,
+        lookup: ShardedLookup,
+        context: PassContext,
+        num_valid: int | None = None,
+        global_valid: int | None = None,
+    ) -> None:
+        self._lookup = lookup
+        self._context = context
+        rows, world_size = lookup.batch_size, context.ranks.world_size
+        self._global_valid = rows * world_size if global_valid is None else global_valid
+        num_valid = rows if num_valid is None else num_valid
+        self._chunks = [_Chunk(0, 0, rows, num_valid, self._global_valid, None)]
+        if context.chunk_rows is not None:
+            firsts = range(0, rows, context.chunk_rows)
+            self._chunks = [
+                self._chunk(number, first, min(first + context.chunk_rows, rows), num_valid)
+                for number, first in enumerate(firsts)
+            ]
+        self._enabled = torch.ones(1, dtype=torch.int32, device=context.ranks.device)
+        self._tables = SideStream(context.ranks.device)
+
+    def _chunk(self, number: int, first: int, end: int, num_valid: int) -> _Chunk:
+        """Return a chunk; ranks have as many rows, and valid ones come first over all ranks."""
+        rows = self._lookup.batch_size
+        valid = [
+            min(max(self._global_valid - rank * rows - first, 0), end - first)
+            for rank in range(self._context.ranks.world_size)
+        ]
+        here = min(max(num_valid - first, 0), end - first)
+        return _Chunk(number, first, end, here, sum(valid), self._lookup.layout_of(end - first))
+
+    def run(self, ids: LocalIds, batch: Batch) -> Tensor:
+        """Run forward and backward pass, and return the logits, [B] or [B, T] of T tasks, detached."""
+        vectors = self._look_up(ids)
+        self._context.gradients.clear()
+        *earlier, last = self._chunks
+        logits, shares = [], []
+        for chunk in earlier:
+            out = self._forward(vectors, batch, chunk)
+            share = self._loss_share(vectors, out, batch, chunk)
+            self._add_gradients(vectors, share)
+            logits.append(out.detach())
+            shares.append(share.detach())
+        out = self._forward(vectors, batch, last)
+        share = self._loss_share(vectors, out, batch, last)
+        total = torch.stack([*shares, share.detach()]).sum() if shares else share.detach()
+        if self._context.loss_scale == 1:
+            self._train(vectors, share, total)
+        else:
+            self._train_scaled(vectors, share, total)
+        self._tables.main_waits()
+        # It refers to the vectors, whose memory would otherwise be kept until Python collects cycles.
+        vectors.receive = None
+        return torch.cat([*logits, out.detach()]) if logits else out.detach()
+
+    def _add_gradients(self, vectors: _Vectors, share: Tensor) -> None:
+        """Add the gradients of a chunk up; the tables' go back with those of the last chunk."""
+        context = self._context
+        vectors.receive = lambda _: None
+        with annotate("backward"):
+            scaled = share if context.loss_scale == 1 else share * context.loss_scale
+            scaled.backward(unit_gradient(share.device))
+        context.gradients.keep()
+
+    def _train(self, vectors: _Vectors, share: Tensor, total: Tensor) -> None:
+        """Apply the step if the loss is finite; tables are updated as soon as their gradient is known."""
+        context = self._context
+        verdict = self._check_loss(total)
+        with self._tables.launches():
+            context.readback.record(verdict.loss, verdict.is_good)
+
+        def receive(gradient: Tensor) -> None:
+            returned = self._send_back(vectors, gradient)
+            self._update_tables(vectors, returned, verdict)
+            self._add_to_replicated(vectors, gradient, verdict)
+
+        vectors.receive = receive
+        with annotate("backward"):
+            share.backward(unit_gradient(share.device))
+        context.gradients.sum(context.ranks)
+        self._update_dense(verdict)
+
+    def _train_scaled(self, vectors: _Vectors, share: Tensor, total: Tensor) -> None:
+        """Apply the step if, besides, no gradient has overflowed fp16; that is known at the end, and tables wait for it."""
+        context = self._context
+        verdict = self._check_loss(total)
+        received: list[tuple[Tensor, OwnedGradients | None]] = []
+
+        def receive(gradient: Tensor) -> None:
+            received.append((gradient, self._send_back(vectors, gradient)))
+            self._add_to_replicated(vectors, gradient, verdict)
+
+        vectors.receive = receive
+        with annotate("backward"):
+            (share * context.loss_scale).backward(unit_gradient(share.device))
+        gradient, returned = received[0]
+        finite = self._sum_and_check(gradient)
+        self._tables.wait_for_main()
+        with self._tables.launches():
+            verdict = self._let(verdict.loss, verdict.is_good * finite.int())
+            context.readback.record(verdict.loss, verdict.is_good)
+        self._update_tables(vectors, returned, verdict)
+        self._update_dense(verdict)
+
+    def _look_up(self, ids: LocalIds) -> _Vectors:
+        """Look up and sort, on the tables' stream."""
+        context = self._context
+        # Of a kernel that takes rows itself, nothing is looked up before: rows are read once, and not copied twice.
+        takes_rows = context.dense.takes_rows and len(self._chunks) == 1
+        rows = self._lookup.rows(ids) if takes_rows else None
+        self._tables.wait_for_main()
+        with self._tables.launches():
+            if rows is None:
+                with annotate("lookup"):
+                    self._lookup.look_up(ids)
+            vectors = _Vectors(ids, rows, self._tables.mark())
+            context.load_scalars()
+            if context.update_tables:
+                with annotate("sort"):
+                    vectors.owned, vectors.replicated = self._lookup.sort(ids)
+        if len(self._chunks) > 1:
+            vectors.gradient = torch.empty_like(self._lookup.memory)
+        return vectors
+
+    def _forward(self, vectors: _Vectors, batch: Batch, chunk: _Chunk) -> Tensor:
+        """Return the logits. The later the dense component takes the embeddings, the earlier it returns their gradient."""
+        context, lookup = self._context, self._lookup
+
+        def take(is_filled_by_caller: bool) -> Tensor:
+            if vectors.rows is not None and not is_filled_by_caller:
+                lookup.look_up(vectors.ids)
+            if not is_filled_by_caller:
+                self._tables.main_waits_for(vectors.arrived)
+            values = lookup.memory.detach()
+            if vectors.gradient is not None:
+                parts = [part.flatten() for part in lookup.samples(values, chunk.first, chunk.end)]
+                values = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return _EmbeddingGradient.apply(
+                values.requires_grad_(), partial(self._receive, vectors, chunk)
+            )
+
+        if context.layers is not None and context.chunk_rows is not None:
+            context.layers.set_chunk(chunk.number, chunk.first, chunk.num_valid, chunk.global_valid)
+        with context.autocast(), annotate("dense"):
+            embeddings = PooledEmbeddings(chunk.layout or lookup.layout, take, vectors.rows)
+            return context.dense(_rows(batch.numerical, chunk), embeddings)
+
+    def _receive(self, vectors: _Vectors, chunk: _Chunk, gradient: Tensor) -> None:
+        """Take the gradient of a chunk's vectors to those of the batch."""
+        assert vectors.receive is not None, "the backward pass runs behind the check of the loss"
+        if vectors.gradient is not None:
+            parts = self._lookup.samples(vectors.gradient, chunk.first, chunk.end)
+            arrived = gradient.split([part.numel() for part in parts])
+            torch._foreach_copy_(
+                parts, [one.view_as(part) for one, part in zip(arrived, parts, strict=True)]
+            )
+            gradient = vectors.gradient
+        vectors.receive(gradient)
+
+    def _loss_share(self, vectors: _Vectors, logits: Tensor, batch: Batch, chunk: _Chunk) -> Tensor:
+        """Return this rank's share of the loss of the batch."""
+        weights = batch.weights
+        if chunk.number == 0:
+            vectors.total_weight = self._context.total_weight(weights)
+
+        def share_of(logits: Tensor) -> Tensor:
+            return loss_share(
+                self._context.tasks,
+                logits,
+                _rows(batch.labels, chunk),
+                chunk.num_valid,
+                self._global_valid,
+                None if weights is None else _rows(weights, chunk),
+                vectors.total_weight,
+            )
+
+        return self._context.dense.add_losses(share_of(logits), share_of)
+
+    def _check_loss(self, total: Tensor) -> _Verdict:
+        """Add up the loss over ranks, on the tables' stream."""
+        self._tables.wait_for_main()
+        with self._tables.launches():
+            loss = self._context.ranks.all_reduce_sum(total.clone())
+            return self._let(loss, torch.isfinite(loss).int().view(1) * self._enabled)
+
+    def _let(self, loss: Tensor, is_good: Tensor) -> _Verdict:
+        """Let the dense component be updated in this pass, unless `is_good` is 0."""
+        if self._context.dense_update is not None:
+            self._context.dense_update.allow(is_good)
+        return _Verdict(loss, is_good, self._tables.mark())
+
+    def _send_back(self, vectors: _Vectors, gradient: Tensor) -> OwnedGradients | None:
+        """Send the gradients of vectors to the ranks of their tables, if these are trained; on the tables' stream."""
+        if vectors.owned is None:
+            return None
+        self._tables.wait_for_main()
+        with self._tables.launches():
+            return self._lookup.send_back(vectors.owned, gradient)
+
+    def _update_tables(
+        self, vectors: _Vectors, returned: OwnedGradients | None, verdict: _Verdict
+    ) -> None:
+        """Update the tables that are not replicated, on their stream."""
+        if vectors.owned is not None and returned is not None:
+            with self._tables.launches():
+                self._lookup.update(vectors.owned, returned, verdict.is_good)
+
+    def _add_to_replicated(self, vectors: _Vectors, gradient: Tensor, verdict: _Verdict) -> None:
+        """Add up the gradients of replicated tables, whose ids were sorted before the check, beside the all-to-all."""
+        if vectors.replicated is not None:
+            self._tables.main_waits_for(verdict.event)
+            self._lookup.accumulate_replicated(vectors.replicated, gradient, verdict.is_good)
+
+    def _sum_and_check(self, local_gradient: Tensor) -> Tensor:
+        """All-reduce the gradients, divide them by the loss scale, and return whether none overflowed on any rank."""
+        gradients = self._context.gradients
+        gradients.signal.copy_(~torch.isfinite(local_gradient).all())
+        gradients.sum(self._context.ranks)
+        # An overflow on any rank is not finite, or not zero, in the sum on all ranks.
+        finite = gradients.are_finite() & (gradients.signal == 0)
+        gradients.vector.div_(self._context.loss_scale)
+        return finite
+
+    def _update_dense(self, verdict: _Verdict) -> None:
+        """Clip the gradients, and update the dense component if that is a part of the pass."""
+        self._context.gradients.clip()
+        if self._context.dense_update is not None:
+            self._tables.main_waits_for(verdict.event)
+            self._context.dense_update.apply()
+
+    @contextmanager
+    def without_updates(self) -> Iterator[None]:
+        """Let `run` change no weight while the context is open."""
+        self._enabled.zero_()
+        yield
+        self._enabled.fill_(1)
+
+
+class Forward:
+    """The forward pass over the same lookups, for evaluation and inference."""
+
+    def __init__(self, lookup: ShardedLookup, context: PassContext) -> None:
+        self._lookup = lookup
+        self._context = context
+
+    @torch.no_grad()
+    def run(self, ids: LocalIds, batch: Batch) -> Tensor:
+        """Return the logits."""
+        rows = self._lookup.rows(ids)
+        # Of a kernel that takes rows itself, nothing is looked up before.
+        values = self._lookup.look_up(ids) if rows is None else None
+
+        def take(is_filled_by_caller: bool) -> Tensor:
+            return self._lookup.look_up(ids) if values is None else values
+
+        with self._context.autocast():
+            embeddings = PooledEmbeddings(self._lookup.layout, take, rows)
+            return self._context.dense(batch.numerical, embeddings)
+
+    def without_updates(self) -> AbstractContextManager:
+        """Return a null context: a forward pass changes no weight."""
+        return nullcontext()
+
+
+def _rows(values: Tensor, chunk: _Chunk) -> Tensor:
+    """Return a column of a batch, or the rows of a chunk of it."""
+    return values if len(values) == chunk.end - chunk.first else values[chunk.first : chunk.end]
+
+
+class _EmbeddingGradient(torch.autograd.Function):
+    """The identity on embeddings; the backward pass hands their gradient over instead of storing it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+        ctx.receive = receive
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.receive(gradient)
+        return None, None

@@ -1,0 +1,170 @@
+"""The way of a batch through a step: its ids are sent and its rows fetched ahead, then it is trained or evaluated."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from configs.schema import Config
+from dataloading.batch import Batch
+from nn.sharding.batch_rows import BatchRows
+from nn.sharding.local_ids import LocalIds
+from nn.sharding.placement import RankTables
+from nn.sharding.request_room import RequestRoom
+from nn.sharding.sharded_tables import ShardedTables
+from nn.tiers.stager import Need
+from nn.training.batch_ids import BatchIds
+from nn.training.pass_context import PassContext
+from nn.training.step_builder import StepBuilder
+
+
+class StepRunner:
+    """Exchange of ids, and training of the tables; all ranks must call the methods alike.
+
+    `builder` makes what batches of a size need.
+    """
+
+    def __init__(
+        self, tables: ShardedTables, context: PassContext, config: Config, *, capture: bool
+    ) -> None:
+        self._tables = tables
+        self._context = context
+        self.builder = StepBuilder(tables, context, config, capture=capture)
+        self._batch_ids = BatchIds(tables, context.ranks)
+        self._ids_are_here = _arrive_as_they_are(tables.rank_tables)
+        self._no_ids = torch.empty(0, dtype=torch.int32, device=context.ranks.device)
+        self._request_room = RequestRoom(tables.rank_tables)
+        self._has_warned = False
+
+    @property
+    def has_host_tables(self) -> bool:
+        """Return whether rows of this rank's tables lie in host memory."""
+        return self._tables.tier is not None
+
+    @property
+    def has_disk_tables(self) -> bool:
+        """Return whether rows of any rank's tables lie on disk."""
+        return self._tables.has_disk_tables
+
+    def announce(self, batch: Batch) -> Need | None:
+        """Send the ids of a batch that comes later; return the rows on disk that this rank needs for it."""
+        rows = self._send(batch)
+        lookup = self.builder.lookup(len(batch.labels), rows.ids.room)
+        need = lookup.needed_rows(rows.ids)
+        rows.ids_are_read()
+        return need
+
+    def read_ahead(self, needs: Sequence[Need | None]) -> None:
+        """Start to read rows from disk, which `announce` has returned."""
+        own = [need for need in needs if need is not None]
+        if own and self._tables.tier is not None and self._tables.tier.stager is not None:
+            self._tables.tier.stager.read_ahead(own)
+
+    def start(self, batch: Batch, need: Need | None = None) -> BatchRows:
+        """Send the ids of a batch on the device to their tables, and fetch the rows of those in host memory.
+
+        `need` is the result of `announce`, if it was called.
+        """
+        rows = self._send(batch)
+        self._fetch(batch, rows, need)
+        return rows
+
+    def wait_for(self, stream: torch.cuda.Stream) -> None:
+        """Let the current stream wait for the one on which batches are started."""
+        if self._tables.tier is not None:
+            self._tables.tier.wait_for(stream)
+        else:
+            torch.cuda.current_stream(self._context.ranks.device).wait_stream(stream)
+
+    def prepare_update(self, step: int, lr: float) -> None:
+        """Set learning rate and step count in device memory."""
+        self._tables.prepare_update(step, lr)
+
+    def forward_backward(self, batch: Batch, rows: BatchRows) -> Tensor:
+        """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too."""
+        rows = self._with_room(batch, rows)
+        with rows.used(is_trained=self._context.update_tables):
+            training = self.builder.training(batch, rows, is_full=self._is_full(batch))
+            return training.run(rows, batch)
+
+    def update(self) -> None:
+        """Update the replicated tables."""
+        self._tables.update_replicated(self._context.gradients.further)
+
+    def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
+        """Return the logits [B]; the next call overwrites them."""
+        rows = self._with_room(batch, rows)
+        with rows.used(is_trained=False):
+            return self.builder.forward(batch, rows).run(rows, batch)
+
+    def close(self) -> None:
+        """Release the CUDA graphs."""
+        self.builder.close()
+
+    def _is_full(self, batch: Batch) -> bool:
+        return batch.global_valid == len(batch.labels) * self._context.ranks.world_size
+
+    def _send(self, batch: Batch) -> BatchRows:
+        level = self._batch_ids.level(batch)
+        ids = self._batch_ids.flat(batch, level)
+        if level or not self._is_full(batch):
+            return self._send_exactly(batch, ids, level)
+        if self._ids_are_here:
+            # The ids are those of the batch, so there is nothing to release.
+            return BatchRows(LocalIds(ids, self._no_ids), release=lambda: None)
+        size = len(batch.labels)
+        return self.builder.exchanged(size, self._request_room.usual(size, ids), ids)
+
+    def _send_exactly(self, batch: Batch, ids: Tensor, level: int) -> BatchRows:
+        """Send the ids of an unusual batch, with room for them alone."""
+        size = len(batch.labels)
+        num_valid = None if self._is_full(batch) else batch.global_valid
+        room = self._request_room.exact(size, ids, level, num_valid)
+        return BatchRows(self.builder.lookup(size, room).send_ids(ids, num_valid)[0])
+
+    def _fetch(self, batch: Batch, rows: BatchRows, need: Need | None = None) -> None:
+        """Fetch the rows of tables in host memory; their ids become slots."""
+        if self.has_host_tables:
+            lookup = self.builder.lookup(len(batch.labels), rows.ids.room)
+            rows.keep(lookup.hold_rows(rows.ids, need))
+
+    def _with_room(self, batch: Batch, rows: BatchRows) -> BatchRows:
+        """Return rows that have room: those given, or, if a rank asked for more than it has room for, others."""
+        if not rows.lack_room():
+            return rows
+        if not self._has_warned:
+            self._has_warned = True
+            if self._context.ranks.is_rank0:
+                logging.getLogger(__name__).warning(
+                    "a batch asks for more distinct rows of row-wise tables than the captured step has room for; such batches "
+                    "are trained operation by operation, which is slower. Shuffle the rows, if their ids follow their order"
+                )
+        rows.ids_are_read()
+        level = rows.ids.room.level
+        sent = self._send_exactly(batch, self._batch_ids.flat(batch, level), level)
+        if self.has_host_tables:
+            # Rows move on the prefetcher's stream otherwise.
+            self._synchronize()
+            self._fetch(batch, sent)
+            self._synchronize()
+        return sent
+
+    def _synchronize(self) -> None:
+        if self._context.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _arrive_as_they_are(tables: RankTables) -> bool:
+    """Return whether the ids of a batch are those of the lookups: of one rank's tables, in their order, and not expanded."""
+    counts = tables.counts(1, 0)
+    looked_up = [lookup.feature for table in tables.placement.owned for lookup in table.lookups]
+    return (
+        tables.ranks.world_size == 1
+        # Of tables in host memory they become slots.
+        and tables.tier is None
+        and not tables.placement.replicas
+        and not tables.expansions
+        and all(count.hotness for count in counts.values())
+        and list(dict.fromkeys(looked_up)) == list(counts)
+    )

@@ -1,0 +1,205 @@
+"""A metric and a loss of a user, in this file alone: training, the best evaluation, several ranks, resuming, compare."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from dataloading.dataset.row_columns import RowColumn
+from nn.layers.task_losses import loss_of
+from nn.metrics.measured_rows import MeasuredRows
+from nn.metrics.task_metrics import TaskMetrics
+from nn.models.metric import METRICS, Metric, further_metrics, metrics_of_facts
+from nn.models.tasks import tasks_of
+from tests.helpers.command import run_command, run_module
+from tests.helpers.composed import TINY, ranks_of_cpu
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import jsonl, killed_at, records, summary, timeless
+from tests.nn.metrics.test_task_metrics import CLICK, RATING, ROWS, SHARES, batch_of, drawn
+
+HERE = "tests.nn.metrics.test_from_outside"
+
+
+def brier(rows: MeasuredRows) -> float:
+    squares, weight = rows.sums(
+        lambda logits, labels, weights: [
+            ((logits.sigmoid() - labels).square() * weights).sum(),
+            weights.sum(),
+        ]
+    )
+    return squares / weight if weight > 0 else math.nan
+
+
+BRIER = Metric(
+    name="brier", title="Brier score", compute=brier, larger_is_better=False, while_training=True
+)
+SECOND = Metric(name="brier", title="Brier score", compute=brier)
+TAKEN = Metric(name="auc", title="test AUC", compute=brier)
+WITHOUT = Metric(name="brier", title="Brier score")
+OF_NUMBERS = Metric(name="bias", title="bias", compute=brier, is_binary=False)
+
+
+def exponential(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return AdaBoost's loss of each row."""
+    return torch.exp(torch.where(labels > 0.5, -logits, logits).clamp(max=10.0) / 2)
+
+
+OPTIONS = [
+    *TINY,
+    f"eval.metrics=[{HERE}:BRIER,calibration]",
+    "eval.best_metric=brier",
+    "eval.per_epoch=4",
+    f"tasks={{label: {{loss: '{HERE}:exponential'}}}}",
+    "log.every=8",
+    "optimizer.lr=0.05",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("outside") / "run"
+    ended = run_command(*OPTIONS, f"run_dir={run_dir}")
+    assert ended.exit_code == 0, ended.err
+    assert "Brier score" in ended.out
+    return run_dir
+
+
+def test_records_and_the_best_evaluation_have_the_metric(trained):
+    evaluations = [record for record in records(trained) if "test_auc" in record]
+    values = [record["test_brier"] for record in evaluations]
+    assert len(values) == 5
+    assert all(0 < value < 1 for value in values)
+    result = summary(trained)
+    assert result["best_test_brier"] == min(values)
+    assert result["best_step"] == evaluations[int(np.argmin(values))]["step"]
+    assert list(evaluations[0]).index("test_calibration") < list(evaluations[0]).index("test_brier")
+    assert all("train_brier" in record for record in records(trained) if "loss" in record)
+
+
+def test_the_loss_is_that_of_the_user(trained, tmp_path):
+    ended = run_command(*OPTIONS, f"run_dir={tmp_path}", "tasks=null")
+    assert ended.exit_code == 0, ended.err
+    ours, plain = (
+        next(record["loss"] for record in records(run_dir) if "loss" in record)
+        for run_dir in (trained, tmp_path)
+    )
+    # Of logits near 0: exp(0), and ln 2.
+    assert abs(ours - 1) < 0.2
+    assert abs(plain - math.log(2)) < 0.2
+    logits, labels = torch.linspace(-3, 3, 7), torch.tensor([0, 1, 0, 1, 0, 1, 1.0])
+    task = tasks_of([RowColumn("click")], {"click": _options()})[0]
+    share = task.loss_share(logits, labels, 5, 10)
+    assert share.item() == pytest.approx(exponential(logits, labels)[:5].sum().item() / 10)
+
+
+def _options():
+    from configs.schema import TaskConfig
+
+    return TaskConfig.of("tasks.click", {"loss": f"{HERE}:exponential"})
+
+
+def test_compare_reads_the_metric_without_its_code(trained, monkeypatch, tmp_path):
+    def refuse(*_: object) -> None:
+        raise AssertionError("compare executes nothing that a run names")
+
+    monkeypatch.setattr("nn.models.metric.load_user_object", refuse)
+    table = tmp_path / "runs.json"
+    ended = run_module("compare", str(trained), "metric=brier", f"json={table}")
+    assert ended.exit_code == 0, ended.err
+    assert "best brier" in ended.out
+    (row,) = json.loads(table.read_text())
+    assert row["best_brier"] == summary(trained)["best_test_brier"]
+    assert run_module("compare", str(trained)).out.count("best brier") == 1  # eval.best_metric
+
+
+def test_damaged_facts_of_a_metric_are_left_out():
+    facts = {"a": 1, "b": {"title": "b"}, "c": {"title": "c", "larger_is_better": False}}
+    assert [metric.name for metric in metrics_of_facts(facts)] == ["c"]
+    assert metrics_of_facts(["x"]) == []
+
+
+def test_a_run_resumes_with_the_same_metric(trained, tmp_path):
+    run = [*OPTIONS, f"run_dir={tmp_path}", "checkpoint.save_every=8"]
+    with killed_at(20):
+        run_command(*run)
+    ended = run_command(*run)
+    assert ended.exit_code == 0, ended.err
+    ours = [timeless(record) for record in records(trained)]
+    assert [timeless(record) for record in records(tmp_path)] == ours
+    assert jsonl(tmp_path / "metrics.jsonl")[0]["metrics"] == {
+        "brier": {"title": "Brier score", "larger_is_better": False}
+    }
+
+
+def measured() -> float:
+    """Return the metric of this rank's rows; padding does not count."""
+    tasks = tasks_of([CLICK, RATING], further=[f"{HERE}:BRIER"])
+    with ranks_of_cpu() as ranks:
+        metrics = TaskMetrics(tasks, torch.device("cpu"), ranks, has_weights=True)
+        share = SHARES[ranks.rank] if ranks.world_size > 1 else slice(0, ROWS)
+        metrics.update(*batch_of(list(range(*share.indices(ROWS))), padding=3, rates=False))
+        return metrics.compute()["brier.click"]
+
+
+def test_two_ranks_measure_what_one_does():
+    logits, labels, weights, _, _ = (values.double() for values in drawn())
+    squares = (logits[:, 0].sigmoid() - labels[:, 0]) ** 2
+    want = ((squares * weights).sum() / weights.sum()).item()
+    assert [measured(), *run_distributed(measured, 2)] == pytest.approx([want] * 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["ndcg"], "names ndcg, which is none of normalised_entropy, calibration, mae, nor"),
+        ([f"{HERE}:missing"], "has no missing"),
+        ([f"{HERE}:brier"], "is no nn.models.metric.Metric with a compute"),
+        ([f"{HERE}:WITHOUT"], "is no nn.models.metric.Metric with a compute"),
+        ([f"{HERE}:TAKEN"], "its name is auc; want letters"),
+        ([f"{HERE}:BRIER", f"{HERE}:SECOND"], "its name is brier; want letters"),
+    ],
+)
+def test_what_is_no_further_metric_is_refused(names, message):
+    with pytest.raises(ValueError, match=message):
+        further_metrics(names)
+
+
+def test_a_metric_of_another_kind_of_label_is_refused():
+    with pytest.raises(ValueError, match="bias is of regression labels, and the dataset has none"):
+        tasks_of([RowColumn("click")], further=[f"{HERE}:OF_NUMBERS"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"loss": "hinge"}, "tasks.click.loss=hinge is none of cross_entropy, the losses of bin"),
+        ({"loss": "squared_error"}, "is none of cross_entropy"),
+        ({"loss": f"{HERE}:HERE"}, "is no function of predictions and labels"),
+        ({"loss": f"{HERE}:exponential", "focal_gamma": 2}, "are of cross_entropy; leave them out"),
+        ({"loss": 3}, "tasks.click.loss: got 3, want text or null"),
+    ],
+)
+def test_what_is_no_loss_is_refused(values, message):
+    from configs.schema import TaskConfig
+
+    with pytest.raises(ValueError, match=message):
+        tasks_of([RowColumn("click")], {"click": TaskConfig.of("tasks.click", values)})
+
+
+def test_a_named_loss_is_that_of_the_project():
+    from configs.schema import TaskConfig
+
+    named = loss_of(TaskConfig(loss="cross_entropy"), is_binary=True, key="loss")
+    logits, labels = torch.tensor([1.0, -2.0]), torch.tensor([1.0, 0.0])
+    torch.testing.assert_close(named(logits, labels), -logsigmoid(torch.tensor([1.0, 2.0])))
+
+
+def test_the_help_names_every_metric_that_may_be_named():
+    from configs.schema import Config, describe
+
+    meanings = dict(describe(Config))
+    named = [m.name for m in METRICS if not m.is_default and m.name != "gauc"]
+    assert all(name in meanings["eval.metrics"] for name in named)
