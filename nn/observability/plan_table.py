@@ -142,7 +142,11 @@ def print_plan(
     for line in printed:
         sizes = [line.table_bytes, *([line.expansion_bytes] if expanded else [])]
         table.add_row(line.name, *line.cells(), *(_number(size, unit) for size in sizes))
-    lines = _size_lines(rows, bytes_of, expanded, unit) | _host_lines(rows, beside)
+    size = _number(bytes_of.total() - expanded, unit)
+    lines = {"total": f"{size} {unit}, weights and optimizer state of {len(rows)} tables"}
+    if expanded:
+        lines["expansion"] = f"{_number(expanded, unit)} {unit}, id expansion of one-hot features"
+    lines |= _host_lines(rows, beside)
     if any(row.kernel == "dense" for row in rows):
         lines["kernel"] = "fused: updated within the backward pass; dense: updated after it"
     lines |= _balance(rows, bytes_of, unit)
@@ -154,17 +158,6 @@ def print_plan(
     console.print()
     print_columns(console, grid(lines))
     console.print()
-
-
-def _size_lines(
-    rows: Sequence[TablePlan], bytes_of: Counter[int], expanded: int, unit: str
-) -> dict[str, str]:
-    """Return the lines of the sizes of all tables and their expansions."""
-    size = _number(bytes_of.total() - expanded, unit)
-    lines = {"total": f"{size} {unit}, weights and optimizer state of {len(rows)} tables"}
-    if expanded:
-        lines["expansion"] = f"{_number(expanded, unit)} {unit}, id expansion of one-hot features"
-    return lines
 
 
 def _balance(rows: Sequence[TablePlan], bytes_of: Counter[int], unit: str) -> dict[str, str]:

@@ -254,9 +254,13 @@ def plan_tables(
 
 
 def _fits_the_devices(planned: Callable[[Topology], ShardingPlan], topology: Topology) -> bool:
-    """Return whether tables that cannot be planned could be with more host memory."""
+    """Return whether tables that cannot be planned could be with plenty of memory in hosts with GPUs."""
+    plenty = deepcopy(topology)
+    if topology.compute_device == "cuda":
+        for device in plenty.devices:
+            device.storage.ddr = 2**60
     try:
-        planned(_with_plenty_of_host_memory(topology))
+        planned(plenty)
     except PlannerError:
         return False
     return True
@@ -587,13 +591,3 @@ def _rows(
             )
         )
     return rows
-
-
-def _with_plenty_of_host_memory(topology: Topology) -> Topology:
-    """Return the hardware with room for all tables in the memory of hosts with GPUs."""
-    if topology.compute_device != "cuda":
-        return topology
-    plenty = deepcopy(topology)
-    for device in plenty.devices:
-        device.storage.ddr = 2**60
-    return plenty

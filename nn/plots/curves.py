@@ -141,7 +141,8 @@ def draw_curves(run: RunRecords, out_png: Path) -> None:
         _draw_speed(panels[-2], run)
         _draw_rate(panels[-1], run)
         for axes in panels:
-            _mark_restarts(axes, run)
+            for step in set(run.restarts):
+                axes.axvline(step, color=INK, linestyle=(0, (1, 2)), linewidth=1.1, zorder=1.5)
         _set_steps(panels, run)
 
 
@@ -220,15 +221,12 @@ def _draw_metric(axes: Any, run: RunRecords, metric: _Metric) -> None:
     _mark_best(axes, test, metric, run.records)
     _mark_restored(axes, run.header, test)
     ceiling = run.header.get("teacher_auc")
-    lines = [(np.zeros(1), np.array([ceiling]))] if _has_ceiling(ceiling, metric) else []
+    has_ceiling = is_finite(ceiling) and metric.key == "auc"
+    lines = [(np.zeros(1), np.array([ceiling]))] if has_ceiling else []
     for _, (value,) in lines:
         label = f"ceiling, the teacher's own AUC: {value:.4f}"
         axes.axhline(value, color=FAINT, linestyle=(0, (5, 3)), linewidth=1.3, label=label)
     _finish(axes, {TRAIN: train, TEST: test}, *lines)
-
-
-def _has_ceiling(ceiling: object, metric: _Metric) -> bool:
-    return is_finite(ceiling) and metric.key == "auc"
 
 
 def _draw_speed(axes: Any, run: RunRecords) -> None:
@@ -307,12 +305,6 @@ def _mark_restored(axes: Any, header: Mapping[str, Any], line: Series) -> None:
         return
     label = f"restored model: {values[0]:.4f}"
     axes.plot(steps[0], values[0], color=INK, linestyle="none", marker="D", label=label, zorder=5)
-
-
-def _mark_restarts(axes: Any, run: RunRecords) -> None:
-    """Draw a line at each step that the run resumed from."""
-    for step in set(run.restarts):
-        axes.axvline(step, color=INK, linestyle=(0, (1, 2)), linewidth=1.1, zorder=1.5)
 
 
 def _finish(

@@ -112,12 +112,10 @@ class IdInputs:
         whole = ids.size - ids.size % limits.size
         is_bad = (ids[:whole].reshape(-1, limits.size) >= limits).any()
         if is_bad or (ids[whole:] >= limits[: ids.size - whole]).any():
-            self._refuse_first(ids.reshape(wanted), limits[: wanted[1]], matrix)
+            most = limits[: wanted[1]]
+            row, column = (int(place) for place in np.argwhere(ids.reshape(wanted) >= most)[0])
+            _refuse_id(self._names[column], row, matrix[row, column], most[column])
         return torch.from_numpy(matrix)
-
-    def _refuse_first(self, ids: np.ndarray, limits: np.ndarray, matrix: np.ndarray) -> NoReturn:
-        row, column = (int(place) for place in np.argwhere(ids >= limits)[0])
-        _refuse_id(self._names[column], row, matrix[row, column], limits[column])
 
 
 def _ragged_ids(feature: Feature, values: np.ndarray, keys: KeyRows | None) -> RaggedIds:

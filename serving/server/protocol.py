@@ -69,14 +69,6 @@ def refuse(message: str) -> NoReturn:
     raise RequestError(HTTPStatus.BAD_REQUEST, message)
 
 
-def parse_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> InferRequest:
-    """Return the request of a body.
-
-    Raises RequestError: it is malformed; the message names the input.
-    """
-    return read_inputs(describe_infer(body, headers), body)
-
-
 def json_length(body: bytes | memoryview, headers: Mapping[str, str]) -> int:
     """Return the bytes of JSON at the beginning of a body.
 

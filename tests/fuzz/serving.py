@@ -19,7 +19,7 @@ from serving.inference.requests import IdInputs, InputError
 from serving.inference.versions import load_version
 from serving.manifest import MANIFEST, Manifest
 from serving.server.http_server import App, HttpLimits, Request, RequestError, Response
-from serving.server.protocol import infer_response, parse_infer
+from serving.server.protocol import describe_infer, infer_response, read_inputs
 from serving.versions import Deciding
 from tests.fuzz.harness import Fuzzer
 from tests.fuzz.mutations import (
@@ -49,7 +49,7 @@ class _Served:
         """Answer a request as the server does, without its queue; end as a command does."""
         try:
             request = _received(head, body)
-            parsed = parse_infer(request.body, request.headers)
+            parsed = read_inputs(describe_infer(request.body, request.headers), request.body)
             arrays = {}
             for tensor in parsed.inputs.values():
                 if isinstance(tensor.values, list):

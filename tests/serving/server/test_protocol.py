@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from serving.server.http_server import RequestError
-from serving.server.protocol import infer_response, parse_infer
+from serving.server.protocol import InferRequest, describe_infer, infer_response, read_inputs
+
+
+def parse_infer(body: bytes, headers: dict[str, str]) -> InferRequest:
+    return read_inputs(describe_infer(body, headers), body)
 
 
 def request(entries: list[dict], *blobs: bytes, **more) -> tuple[bytes, dict[str, str]]:
