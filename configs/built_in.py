@@ -20,6 +20,8 @@ MODELS = {
     "fcn": "nn.models.fcn:FCN",
     "autoint": "nn.models.autoint:AutoInt",
     "xdeepfm": "nn.models.xdeepfm:XDeepFM",
+    "esmm": "nn.models.esmm:ESMM",
+    "pepnet": "nn.models.pepnet:PEPNet",
 }
 
 LOGGERS = {

@@ -364,6 +364,42 @@ def xdeepfm(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor]):
     return logits + torch.stack(sums, 1) @ p["logit.weight"][0]
 
 
+def esmm(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, tasks: int):
+    """Multiply the probabilities of a click and of a conversion after it."""
+    click, conversion = towers(p, [torch.cat([numerical, *lookups], 1)] * tasks).double().unbind(1)
+    both = torch.sigmoid(click) * torch.sigmoid(conversion)
+    return torch.stack([click, torch.log(both / (1 - both))], 1)
+
+
+def pepnet(
+    p: Parameters,
+    numerical: Tensor,
+    lookups: Sequence[Tensor],
+    *,
+    tasks: int,
+    domain: Sequence[int],
+    prior: Sequence[int],
+):
+    """Gate the embeddings, and every hidden layer of every tower."""
+
+    def gate(name: str, features: Sequence[int], x: Tensor) -> Tensor:
+        inputs = torch.cat([*(lookups[i] for i in features), x.detach()], 1)
+        return 2 / (1 + torch.exp(-mlp(p, f"{name}.mlp", inputs)))
+
+    x = torch.cat([numerical, *lookups], 1)
+    x = gate("embedding_gate", domain, x) * x
+    logits = []
+    for task in range(tasks):
+        tower, hidden = f"towers.towers.{task}.layers", x
+        count = sum(key.startswith(tower) and key.endswith("weight") for key in p)
+        for number in range(count - 1):
+            width = len(p[f"{tower}.{number}.bias"])
+            gates = gate(f"layer_gates.{number}", prior, x)[:, task * width : (task + 1) * width]
+            hidden = linear(p, f"{tower}.{number}", hidden).clamp(min=0) * gates
+        logits.append(linear(p, f"{tower}.{count - 1}", hidden))
+    return torch.cat(logits, 1) if tasks > 1 else logits[0][:, 0]
+
+
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "wide_deep": wide_deep,
     "deepfm": deepfm,
@@ -379,6 +415,8 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
     "fcn": fcn,
     "autoint": autoint,
     "xdeepfm": xdeepfm,
+    "esmm": esmm,
+    "pepnet": pepnet,
 }
 LOSSES: dict[str, Callable[..., Tensor]] = {"fcn": fcn_loss}
 """Losses of models that add some of their own, instead of `bce` of the logits."""

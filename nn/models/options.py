@@ -475,6 +475,34 @@ class XDeepFMOptions(_DeepOptions):
     )
 
 
+@dataclass(kw_only=True, slots=True)
+class ESMMOptions(_TaskOptions):
+    """Options of ESMM."""
+
+    embedding_dim: int = option(18, "columns of every table", most=MOST_COLUMNS)
+    tower_hidden: list[int] = option(
+        [360, 200, 80], "widths of the hidden layers of both towers", most=MOST_WIDTH, gt=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class PEPNetOptions(ModelConfig):
+    """Options of PEPNet."""
+
+    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    domain_features: list[str] = option([], "features of the domain, which gate all embeddings")
+    prior_features: list[str] = option(
+        [], "features of user, item and author, which gate the towers' hidden layers"
+    )
+    tower_hidden: list[int] = option(
+        [100, 64],
+        "widths of the hidden layers of every task's tower",
+        most=MOST_WIDTH,
+        gt=0,
+        filled=True,
+    )
+
+
 def without_effect(options: ModelConfig) -> dict[str, str]:
     """Return the options of a model that others of it leave without an effect, each with the reason."""
     found = {}

@@ -19,6 +19,7 @@ from nn.models.autoint import AutoInt
 from nn.models.deepfm import DeepFM
 from nn.models.din import DIN
 from nn.models.embedding_mlp import EmbeddingMLP
+from nn.models.esmm import ESMM
 from nn.models.fcn import FCN
 from nn.models.finalmlp import FinalMLP
 from nn.models.masknet import MaskNet
@@ -28,17 +29,20 @@ from nn.models.options import (
     AttentionPooling,
     AutoIntOptions,
     DINOptions,
+    ESMMOptions,
     FCNOptions,
     FinalMLPOptions,
     MaskNetOptions,
     MaskStructure,
     MMoEOptions,
+    PEPNetOptions,
     PLEOptions,
     RankMixerOptions,
     SharedBottomOptions,
     WuKongOptions,
     XDeepFMOptions,
 )
+from nn.models.pepnet import PEPNet
 from nn.models.ple import PLE
 from nn.models.rankmixer import RankMixer
 from nn.models.sequences import Sequences
@@ -231,6 +235,20 @@ CASES = {
         [D] * F + [1] * F,
         {},
         0,
+    ),
+    "esmm": Case("esmm", of_tasks(ESMM, ESMMOptions, 2), [D] * F, {"tasks": 2}),
+    "pepnet": Case(
+        "pepnet",
+        lambda: PEPNet(
+            num_numerical=N,
+            num_categorical=F,
+            domain=[1],
+            prior=[3, 0],
+            num_tasks=2,
+            options=PEPNetOptions(embedding_dim=D, tower_hidden=[7, 5]),
+        ),
+        [D] * F,
+        {"tasks": 2, "domain": [1], "prior": [3, 0]},
     ),
     "cgc": Case(
         "ple", of_tasks(PLE, PLEOptions, 2, **{**LEVELS, "levels": 1}), [D] * F, {"tasks": 2}

@@ -168,6 +168,27 @@ CASES = {
         {"heads": 2},
     ),
     "xdeepfm": Case("xdeepfm", ["embedding_dim=4", "cross_layers=[5,3]", "hidden=[6]"]),
+    "esmm": Case("esmm", ["embedding_dim=4", "tower_hidden=[6]"], {"tasks": 2}),
+    "pepnet": Case(
+        "pepnet",
+        [
+            "embedding_dim=4",
+            "tower_hidden=[6,5]",
+            "domain_features=[kind]",
+            "prior_features=[user,item]",
+        ],
+        {"tasks": 1, "domain": [3], "prior": [0, 1]},
+    ),
+    "pepnet of two tasks": Case(
+        "pepnet",
+        [
+            "embedding_dim=4",
+            "tower_hidden=[6,5]",
+            "domain_features=[kind]",
+            "prior_features=[user,item]",
+        ],
+        {"tasks": 2, "domain": [3], "prior": [0, 1]},
+    ),
     "rankmixer of experts": Case("rankmixer", [*MIXER, "experts=3"], {"experts": 3, "tasks": 2}),
 }
 
@@ -335,6 +356,8 @@ def test_captured_steps_equal_launched_ones_and_plain_pytorch(
         "fcn",
         "autoint",
         "xdeepfm",
+        "esmm",
+        "pepnet of two tasks",
     ],
 )
 def test_the_model_is_planned_with_its_memory(name, two_labels):
