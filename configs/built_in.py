@@ -17,6 +17,11 @@ MODELS = {
     "mmoe": "nn.models.mmoe:MMoE",
     "ple": "nn.models.ple:PLE",
     "rankmixer": "nn.models.rankmixer:RankMixer",
+    "fcn": "nn.models.fcn:FCN",
+    "autoint": "nn.models.autoint:AutoInt",
+    "xdeepfm": "nn.models.xdeepfm:XDeepFM",
+    "esmm": "nn.models.esmm:ESMM",
+    "pepnet": "nn.models.pepnet:PEPNet",
 }
 
 LOGGERS = {

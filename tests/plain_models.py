@@ -297,6 +297,109 @@ def rankmixer(
     return towers(p, [sum(x) / count] * tasks)
 
 
+def fcn_branches(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor]) -> list[Tensor]:
+    """Return the logits of the exponential and of the linear cross network."""
+    vectors = numerical_vectors(p, "vectors.numerical", numerical) + list(lookups)
+    halves = [vector.chunk(2, dim=1) for vector in vectors]
+    first = torch.cat([one for one, _ in halves] + [other for _, other in halves], 1)
+    logits = []
+    for branch in ("deep", "shallow"):
+        x = first
+        for number in range(sum(k.startswith(f"{branch}.") and k.endswith("norm.bias") for k in p)):
+            layer = f"{branch}.layers.{number}"
+            c = x @ p[f"{layer}.linear.weight"].T
+            norm = layer_norm(c) * p[f"{layer}.norm.weight"] + p[f"{layer}.norm.bias"]
+            crossed = torch.cat([c, c * norm.clamp(min=0)], 1) + p[f"{layer}.bias"]
+            x = (x if branch == "deep" else first) * crossed + x
+        logits.append(linear(p, f"{branch}.logit", x)[:, 0])
+    return logits
+
+
+def fcn(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor]):
+    """Average both networks."""
+    return sum(fcn_branches(p, numerical, lookups)) / 2
+
+
+def fcn_loss(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], labels: Tensor) -> Tensor:
+    """Add the losses of both networks, as far as they are above that of their mean."""
+    branches = fcn_branches(p, numerical, lookups)
+    loss = bce(sum(branches) / 2, labels)
+    own = [bce(logits, labels) for logits in branches]
+    return loss + sum((one - loss).clamp(min=0) * one for one in own)
+
+
+def autoint(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, heads: int):
+    """Attend head by head and feature by feature."""
+    vectors = numerical_vectors(p, "vectors.numerical", numerical) + list(lookups)
+    x = vectors
+    for number in range(sum(key.endswith("projections") for key in p)):
+        q, k, v, r = ([e @ w.T for e in x] for w in p[f"layers.{number}.projections"])
+        outputs = []
+        for m in range(len(x)):
+            parts = []
+            for head in range(heads):
+                keys = [key.chunk(heads, dim=1)[head] for key in k]
+                values = [value.chunk(heads, dim=1)[head] for value in v]
+                query = q[m].chunk(heads, dim=1)[head]
+                powers = [torch.exp((query * key).sum(1, keepdim=True)) for key in keys]
+                pairs = zip(powers, values, strict=True)
+                parts.append(sum(power * value for power, value in pairs) / sum(powers))
+            outputs.append((torch.cat(parts, 1) + r[m]).clamp(min=0))
+        x = outputs
+    return (mlp(p, "logit", torch.cat(x, 1)) + mlp(p, "deep", torch.cat(vectors, 1)))[:, 0]
+
+
+def xdeepfm(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor]):
+    """Combine the products of all pairs, one output vector at a time."""
+    half = len(lookups) // 2
+    vectors = numerical_vectors(p, "vectors.numerical", numerical) + list(lookups[:half])
+    weights = numerical_vectors(p, "weights", numerical) + list(lookups[half:])
+    x, sums = vectors, []
+    for number in range(sum(key.startswith("cross.") for key in p)):
+        weight = p[f"cross.{number}.weight"]
+        pairs = [one * other for one in x for other in vectors]
+        x = [sum(w * pair for w, pair in zip(row, pairs, strict=True)) for row in weight]
+        sums += [vector.sum(1) for vector in x]
+    logits = mlp(p, "deep", torch.cat(vectors, 1))[:, 0] + sum(weight[:, 0] for weight in weights)
+    return logits + torch.stack(sums, 1) @ p["logit.weight"][0]
+
+
+def esmm(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, tasks: int):
+    """Multiply the probabilities of a click and of a conversion after it."""
+    click, conversion = towers(p, [torch.cat([numerical, *lookups], 1)] * tasks).double().unbind(1)
+    both = torch.sigmoid(click) * torch.sigmoid(conversion)
+    return torch.stack([click, torch.log(both / (1 - both))], 1)
+
+
+def pepnet(
+    p: Parameters,
+    numerical: Tensor,
+    lookups: Sequence[Tensor],
+    *,
+    tasks: int,
+    domain: Sequence[int],
+    prior: Sequence[int],
+):
+    """Gate the embeddings, and every hidden layer of every tower."""
+
+    def gate(name: str, features: Sequence[int], x: Tensor) -> Tensor:
+        inputs = torch.cat([*(lookups[i] for i in features), x.detach()], 1)
+        return 2 / (1 + torch.exp(-mlp(p, f"{name}.mlp", inputs)))
+
+    x = torch.cat([numerical, *lookups], 1)
+    x = gate("embedding_gate", domain, x) * x
+    logits = []
+    for task in range(tasks):
+        tower, hidden = f"towers.towers.{task}.layers", x
+        count = sum(key.startswith(tower) and key.endswith("weight") for key in p)
+        for number in range(count - 1):
+            width = len(p[f"{tower}.{number}.bias"])
+            gates = gate(f"layer_gates.{number}", prior, x)[:, task * width : (task + 1) * width]
+            hidden = linear(p, f"{tower}.{number}", hidden).clamp(min=0) * gates
+        logits.append(linear(p, f"{tower}.{count - 1}", hidden))
+    return torch.cat(logits, 1) if tasks > 1 else logits[0][:, 0]
+
+
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "wide_deep": wide_deep,
     "deepfm": deepfm,
@@ -309,7 +412,14 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
     "mmoe": mmoe,
     "ple": ple,
     "rankmixer": rankmixer,
+    "fcn": fcn,
+    "autoint": autoint,
+    "xdeepfm": xdeepfm,
+    "esmm": esmm,
+    "pepnet": pepnet,
 }
+LOSSES: dict[str, Callable[..., Tensor]] = {"fcn": fcn_loss}
+"""Losses of models that add some of their own, instead of `bce` of the logits."""
 
 
 def pooled(rows: Tensor, pooling: str) -> Tensor:

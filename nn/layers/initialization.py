@@ -57,6 +57,22 @@ def truncated_normal_(parameter: Tensor, std: float, generator: torch.Generator)
 
 
 @torch.no_grad()
+def normal_(weight: Tensor, generator: torch.Generator) -> None:
+    """Fill [out, in] with draws on the CPU from a normal of variance 2 / (in + out) (Glorot and Bengio, 2010)."""
+    if not weight.is_meta:
+        drawn = torch.empty(weight.shape, device="cpu")
+        weight.copy_(nn.init.xavier_normal_(drawn, generator=generator))
+
+
+@torch.no_grad()
+def uniform_(parameter: Tensor, low: float, high: float, generator: torch.Generator) -> None:
+    """Fill with draws on the CPU from a uniform distribution."""
+    if not parameter.is_meta:
+        drawn = torch.empty(parameter.shape, device="cpu")
+        parameter.copy_(drawn.uniform_(low, high, generator=generator))
+
+
+@torch.no_grad()
 def fill_uniform_(
     out: Tensor,
     *,

@@ -80,7 +80,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, ..., num_inputs] to [B, ..., widths[-1]]; the first dimension is the rows of this rank."""
         if self.fp8 is not None and self.training:
-            return self.behind_first(self._forward_fp8(self._pad(x), self.fp8))
+            return self.behind_first(self._forward_fp8(self.pad(x), self.fp8))
         return self._rest(x, 0)
 
     @property
@@ -108,7 +108,7 @@ class MLP(nn.Module):
         return self._rest_plain(x, start)
 
     def _rest_plain(self, x: Tensor, start: int) -> Tensor:
-        x = x if start else self._pad(x)
+        x = x if start else self.pad(x)
         for index in range(start, len(self.layers)):
             x = self._activate(self.layers[index](x), index)
         return x
@@ -134,12 +134,13 @@ class MLP(nn.Module):
         masks = [dropout.mask for dropout in self.dropouts[start:]]
         layers = self.layers[start:]
         return fused_mlp(
-            x if start else self._pad(x),
+            x if start else self.pad(x),
             [layer.weight for layer in layers],
             [layer.bias for layer in layers],
             final_activation=self.final_activation,
             masks=[mask for mask in masks if mask is not None],
         )
 
-    def _pad(self, x: Tensor) -> Tensor:
+    def pad(self, x: Tensor) -> Tensor:
+        """Return the input of the first layer: x [B, ..., num_inputs] and zeros."""
         return nn.functional.pad(x, (0, self.padding)) if self.padding else x

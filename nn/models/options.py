@@ -425,6 +425,84 @@ class RankMixerOptions(_TaskOptions):
         )
 
 
+@dataclass(kw_only=True, slots=True)
+class FCNOptions(ModelConfig):
+    """Options of FCN (DCNv3)."""
+
+    embedding_dim: int = option(16, "columns of every feature's vector; even", most=MOST_COLUMNS)
+    deep_layers: int = option(4, "layers of the exponential cross network", most=1024, gt=0)
+    shallow_layers: int = option(4, "layers of the linear cross network", most=1024, gt=0)
+    deep_dropout: float = option(
+        0.1, "rate of the dropout after every layer of the exponential network", ge=0, lt=1
+    )
+    shallow_dropout: float = option(0.3, "the same in the linear network", ge=0, lt=1)
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require(
+            self.embedding_dim % 2 == 0,
+            f"model.embedding_dim must be even for fcn, which halves vectors, got {self.embedding_dim}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class AutoIntOptions(_DeepOptions):
+    """Options of AutoInt+."""
+
+    embedding_dim: int = option(16, "columns of every feature's vector", most=MOST_COLUMNS)
+    layers: int = option(3, "interacting layers", most=1024, gt=0)
+    heads: int = option(2, "heads of every interacting layer", most=1024, gt=0)
+    head_dim: int = option(16, "columns of a head", most=MOST_COLUMNS, gt=0)
+    hidden: list[int] = option([400, 400], "widths of the MLP's hidden layers", most=MOST_WIDTH)
+
+
+@dataclass(kw_only=True, slots=True)
+class XDeepFMOptions(_DeepOptions):
+    """Options of xDeepFM."""
+
+    embedding_dim: int = option(
+        10, "columns of every feature's vector; its weight is one more", most=MOST_COLUMNS
+    )
+    embedding_init: float | None = option(
+        SMALL_INIT, "bound of the tables' initial weights; null: 1/sqrt(rows) of each table"
+    )
+    cross_layers: list[int] = option(
+        [16, 16, 16],
+        "vectors of every layer of compressed interactions",
+        most=MOST_COLUMNS,
+        gt=0,
+        filled=True,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ESMMOptions(_TaskOptions):
+    """Options of ESMM."""
+
+    embedding_dim: int = option(18, "columns of every table", most=MOST_COLUMNS)
+    tower_hidden: list[int] = option(
+        [360, 200, 80], "widths of the hidden layers of both towers", most=MOST_WIDTH, gt=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class PEPNetOptions(ModelConfig):
+    """Options of PEPNet."""
+
+    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    domain_features: list[str] = option([], "features of the domain, which gate all embeddings")
+    prior_features: list[str] = option(
+        [], "features of user, item and author, which gate the towers' hidden layers"
+    )
+    tower_hidden: list[int] = option(
+        [100, 64],
+        "widths of the hidden layers of every task's tower",
+        most=MOST_WIDTH,
+        gt=0,
+        filled=True,
+    )
+
+
 def without_effect(options: ModelConfig) -> dict[str, str]:
     """Return the options of a model that others of it leave without an effect, each with the reason."""
     found = {}

@@ -15,31 +15,41 @@ from nn.layers.initialization import initialise_dense
 from nn.layers.interactions.per_token import FIRST_STRENGTH, ReluRouter
 from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pass_state import PassState, attach
+from nn.models.autoint import AutoInt
 from nn.models.deepfm import DeepFM
 from nn.models.din import DIN
 from nn.models.embedding_mlp import EmbeddingMLP
+from nn.models.esmm import ESMM
+from nn.models.fcn import FCN
 from nn.models.finalmlp import FinalMLP
 from nn.models.masknet import MaskNet
 from nn.models.mmoe import MMoE
 from nn.models.options import (
     AdaptiveActivation,
     AttentionPooling,
+    AutoIntOptions,
     DINOptions,
+    ESMMOptions,
+    FCNOptions,
     FinalMLPOptions,
     MaskNetOptions,
     MaskStructure,
     MMoEOptions,
+    PEPNetOptions,
     PLEOptions,
     RankMixerOptions,
     SharedBottomOptions,
     WuKongOptions,
+    XDeepFMOptions,
 )
+from nn.models.pepnet import PEPNet
 from nn.models.ple import PLE
 from nn.models.rankmixer import RankMixer
 from nn.models.sequences import Sequences
 from nn.models.shared_bottom import SharedBottom
 from nn.models.wide_deep import WideDeep
 from nn.models.wukong import WuKong
+from nn.models.xdeepfm import XDeepFM
 from tests.plain_models import PLAIN
 
 B, N, F, D, L = 5, 3, 4, 6, 7
@@ -182,6 +192,63 @@ CASES = {
         lambda: RankMixer(FeatureVectors(N, F, D), [6, 1, 0, 2, 3, 5, 4], 2, MIXER),
         [D] * F,
         {"tasks": 2, "order": [6, 1, 0, 2, 3, 5, 4]},
+    ),
+    "fcn": Case(
+        "fcn",
+        lambda: FCN(
+            FeatureVectors(N, F, D),
+            FCNOptions(
+                embedding_dim=D,
+                deep_layers=2,
+                shallow_layers=3,
+                deep_dropout=0,
+                shallow_dropout=0,
+            ),
+        ),
+        [D] * F,
+    ),
+    "autoint": Case(
+        "autoint",
+        lambda: AutoInt(
+            FeatureVectors(N, F, D),
+            AutoIntOptions(embedding_dim=D, layers=2, heads=2, head_dim=4, hidden=[7]),
+        ),
+        [D] * F,
+        {"heads": 2},
+    ),
+    "xdeepfm": Case(
+        "xdeepfm",
+        lambda: XDeepFM(
+            FeatureVectors(N, F, D),
+            N,
+            XDeepFMOptions(embedding_dim=D, cross_layers=[5, 4], hidden=[7]),
+        ),
+        [D] * F + [1] * F,
+    ),
+    "xdeepfm without numbers": Case(
+        "xdeepfm",
+        lambda: XDeepFM(
+            FeatureVectors(0, F, D),
+            0,
+            XDeepFMOptions(embedding_dim=D, cross_layers=[5], hidden=[]),
+        ),
+        [D] * F + [1] * F,
+        {},
+        0,
+    ),
+    "esmm": Case("esmm", of_tasks(ESMM, ESMMOptions, 2), [D] * F, {"tasks": 2}),
+    "pepnet": Case(
+        "pepnet",
+        lambda: PEPNet(
+            num_numerical=N,
+            num_categorical=F,
+            domain=[1],
+            prior=[3, 0],
+            num_tasks=2,
+            options=PEPNetOptions(embedding_dim=D, tower_hidden=[7, 5]),
+        ),
+        [D] * F,
+        {"tasks": 2, "domain": [1], "prior": [3, 0]},
     ),
     "cgc": Case(
         "ple", of_tasks(PLE, PLEOptions, 2, **{**LEVELS, "levels": 1}), [D] * F, {"tasks": 2}

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,16 @@ CRITEO = spec_of(
     *(feature(f"C{number}") for number in range(1, 27)),
     numerical=tuple(f"I{number}" for number in range(1, 14)),
 )
+ON_CRITEO: dict[str, dict[str, Any]] = {
+    "din": {"item_features": ["C1"], "history_features": ["C2"], "history_length": None},
+    "pepnet": {"domain_features": ["C1"], "prior_features": ["C2", "C3"]},
+}
 HISTORY = {"item_features": ["item"], "history_features": ["history"]}
+
+
+def of_labels(name: str, spec: FeatureSpec) -> FeatureSpec:
+    """Return the features with the labels that a model needs."""
+    return replace(spec, labels=(RowColumn("click"), RowColumn("buy"))) if name == "esmm" else spec
 
 
 def options_of(name: str, **options: object) -> ModelConfig:
@@ -113,11 +122,11 @@ def test_a_model_is_one_short_file(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_page_has_every_model_with_its_parameters(name):
-    pair = {"item_features": ["C1"], "history_features": ["C2"], "history_length": None}
-    options = options_of(name, **(pair if name == "din" else {}))
-    check_model(options, CRITEO)
+    options = options_of(name, **ON_CRITEO.get(name, {}))
+    spec = of_labels(name, CRITEO)
+    check_model(options, spec)
     (row,) = re.findall(rf"^\| `{name}` \|.*", PAGE, re.MULTILINE)
-    assert f"| {num_used(build_meta(options, CRITEO)):,} |" in row
+    assert f"| {num_used(build_meta(options, spec)):,} |" in row
     lines = len((ROOT / "nn" / "models" / f"{name}.py").read_text().splitlines())
     assert row.endswith(f"| {lines} |")
 
@@ -217,6 +226,8 @@ OTHER_VALUES: dict[str, Any] = {
     "tokens": 8,
     "token_dim": 32,
     "active_experts": 0.5,
+    "domain_features": ["item"],
+    "prior_features": ["item"],
     "feature_order": ["kinds", "age"],
 }
 BOTTOM = {"embedding_dim": 8, "bottom_mlp": [8]}
@@ -225,6 +236,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dlrm": BOTTOM,
     "dcnv2": BOTTOM,
     "din": HISTORY,
+    "pepnet": {"domain_features": ["kind"], "prior_features": ["user"]},
     "wide_deep.deep_features": {"wide_features": ["kind", "kinds"]},
     "rankmixer.active_experts": {"experts": 2},
     "masknet.hidden": {"structure": "parallel"},
@@ -267,7 +279,7 @@ def of_each_option() -> Iterator[tuple[str, str, Any]]:
 def described(name: str, **options: object) -> str:
     """Return the tables of a model, its layers and their sizes."""
     typed = options_of(name, **options)
-    dense = build_meta(typed, PAIRS)
+    dense = build_meta(typed, of_labels(name, PAIRS))
     shapes = [(key, value.shape) for key, value in dense.state_dict().items()]
     return f"{declared_tables(typed, PAIRS)} {dense} {shapes}"
 
@@ -275,7 +287,7 @@ def described(name: str, **options: object) -> str:
 def computed(name: str, **options: object) -> list[float]:
     """Return the logits of a model for inputs and weights that do not depend on its options."""
     typed = options_of(name, **options)
-    dense = build_dense(typed, PAIRS).eval()
+    dense = build_dense(typed, of_labels(name, PAIRS)).eval()
     with torch.no_grad():
         for parameter in dense.parameters():
             parameter.copy_(torch.linspace(-1, 1, parameter.numel()).sin().view_as(parameter))
@@ -337,6 +349,21 @@ REFUSALS = {
         "finalmlp",
         {"gate_features_2": ["sex"]},
         "model.gate_features_2 names 'sex', which the dataset lacks; it has age, history_length, user, item, history, kind",
+    ),
+    "one label for clicks and conversions": (
+        "esmm",
+        {},
+        "model.name=esmm needs two binary labels, click, and click and conversion, and the dataset has label; list them",
+    ),
+    "a domain that is not there": (
+        "pepnet",
+        {"domain_features": ["page"], "prior_features": ["user"]},
+        "model.domain_features names 'page', which the dataset lacks; it has user, item, history, kind",
+    ),
+    "no prior": (
+        "pepnet",
+        {"domain_features": ["kind"]},
+        "model.name=pepnet needs model.prior_features; name features of user, item, history, kind",
     ),
     "no history": (
         "din",

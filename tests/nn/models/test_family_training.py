@@ -22,7 +22,7 @@ from tests.helpers.composed import build, compose_config, losses_of_cases, ranks
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import NUM_STEPS, ON_GPU, worlds
 from tests.helpers.runs import stored_bytes, summary
-from tests.plain_models import PLAIN, bce, pooled
+from tests.plain_models import LOSSES, PLAIN, bce, pooled
 
 STEPS = 3
 DATA = [
@@ -62,6 +62,7 @@ class Case:
 
 EXPERTS = ["expert_hidden=[8,6]", "tower_hidden=[5]", "embedding_dim=4"]
 MIXER = ["tokens=4", "token_dim=8", "expansion=2", "tower_hidden=[5]", "embedding_dim=4"]
+TWO = "deep", "shallow"
 ORDER = [6, 1, 0, 2, 3, 4, 5, 7]  # of three numerical features, and five others
 CASES = {
     "wide_deep": Case(
@@ -157,6 +158,37 @@ CASES = {
     "ple": Case("ple", [*EXPERTS, "task_experts=2", "shared_experts=3"], {"tasks": 1}),
     "ple of two tasks": Case("ple", [*EXPERTS, "task_experts=2", "shared_experts=3"], {"tasks": 2}),
     "rankmixer": Case("rankmixer", [*MIXER, "feature_order=[kind,num_1]"], {"order": ORDER}),
+    "fcn": Case(
+        "fcn",
+        ["embedding_dim=4", *(f"{x}_layers=2" for x in TWO), *(f"{x}_dropout=0" for x in TWO)],
+    ),
+    "autoint": Case(
+        "autoint",
+        ["embedding_dim=4", "layers=2", "head_dim=4", "hidden=[6]"],
+        {"heads": 2},
+    ),
+    "xdeepfm": Case("xdeepfm", ["embedding_dim=4", "cross_layers=[5,3]", "hidden=[6]"]),
+    "esmm": Case("esmm", ["embedding_dim=4", "tower_hidden=[6]"], {"tasks": 2}),
+    "pepnet": Case(
+        "pepnet",
+        [
+            "embedding_dim=4",
+            "tower_hidden=[6,5]",
+            "domain_features=[kind]",
+            "prior_features=[user,item]",
+        ],
+        {"tasks": 1, "domain": [3], "prior": [0, 1]},
+    ),
+    "pepnet of two tasks": Case(
+        "pepnet",
+        [
+            "embedding_dim=4",
+            "tower_hidden=[6,5]",
+            "domain_features=[kind]",
+            "prior_features=[user,item]",
+        ],
+        {"tasks": 2, "domain": [3], "prior": [0, 1]},
+    ),
     "rankmixer of experts": Case("rankmixer", [*MIXER, "experts=3"], {"experts": 3, "tasks": 2}),
 }
 
@@ -222,7 +254,10 @@ def train_both(case: Case, two_labels: Path, num_steps: int = STEPS) -> Trained:
             for feature in table.feature_names
         ]
         dense = {name: copies[name] for name in parameters}
-        loss = bce(PLAIN[case.name](dense, numerical, lookups, **case.plain), labels)
+        if case.name in LOSSES:
+            loss = LOSSES[case.name](dense, numerical, lookups, labels, **case.plain)
+        else:
+            loss = bce(PLAIN[case.name](dense, numerical, lookups, **case.plain), labels)
         gradients = torch.autograd.grad(loss, list(copies.values()), allow_unused=True)
         with torch.no_grad():
             for value, gradient in zip(copies.values(), gradients, strict=True):
@@ -318,6 +353,11 @@ def test_captured_steps_equal_launched_ones_and_plain_pytorch(
         "mmoe",
         "ple of two tasks",
         "rankmixer of experts",
+        "fcn",
+        "autoint",
+        "xdeepfm",
+        "esmm",
+        "pepnet of two tasks",
     ],
 )
 def test_the_model_is_planned_with_its_memory(name, two_labels):

@@ -44,7 +44,8 @@ COMPLETE = ["din with dice", "mmoe of two tasks"]
 DENSE_ONLY = [
     *("wide_deep", "deepfm", "embedding_mlp of positions", "finalmlp", "parallel masknet"),
     *("wukong", "shared_bottom of two tasks", "ple of two tasks"),
-    *("rankmixer of experts",),
+    *("rankmixer of experts", "fcn", "autoint", "xdeepfm", "esmm"),
+    "pepnet of two tasks",
 ]
 
 

@@ -1,0 +1,127 @@
+"""FCN, first named DCNv3: an exponential and a linear cross network (arXiv:2407.13349)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.dropout import Dropout
+from nn.layers.feature_vectors import FeatureVectors
+from nn.layers.initialization import normal_, uniform_
+from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.tri_bce import TriBCE
+from nn.models.model import Activations, Model
+from nn.models.options import FCNOptions
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, F: features, D: columns of a vector, C: F * D
+
+
+class MaskedCrossLayer(nn.Module):
+    """x' = a * ([c, c * ReLU(LN(c))] + b) + x with c = W x (sections 4.2 and 4.3); a is x, or the first x of all layers."""
+
+    def __init__(self, columns: int, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(columns, columns // 2, bias=False)
+        self.norm = nn.LayerNorm(columns // 2)
+        self.bias = nn.Parameter(torch.empty(columns))
+        self.dropout = Dropout(dropout)
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the weight from a Glorot normal, and b from 0 to 1, as the authors' program."""
+        normal_(self.linear.weight, generator)
+        uniform_(self.bias, 0, 1, generator)
+
+    def forward(self, factor: Tensor, x: Tensor) -> Tensor:
+        """Map the factor a [B, C] and x [B, C] to [B, C]."""
+        crossed = self.linear(x)
+        mask = torch.relu(self.norm(crossed)).to(crossed.dtype)
+        both = torch.cat([crossed, crossed * mask], dim=1) + self.bias.to(crossed.dtype)
+        return self.dropout(torch.addcmul(x, factor, both))
+
+
+class CrossBranch(nn.Module):
+    """A stack of `MaskedCrossLayer` and its logit; exponential if each layer's factor is its own input."""
+
+    def __init__(self, columns: int, layers: int, dropout: float, *, exponential: bool) -> None:
+        super().__init__()
+        self.exponential = exponential
+        made = nn.ModuleList(MaskedCrossLayer(columns, dropout) for _ in range(layers))
+        self.layers = cast(Sequence[MaskedCrossLayer], made)
+        self.logit = nn.Linear(columns, 1)
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the logit's weight from a Glorot normal; its bias begins at zero."""
+        normal_(self.logit.weight, generator)
+        nn.init.zeros_(self.logit.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, C] to logits [B]."""
+        first = x
+        for layer in self.layers:
+            x = layer(x if self.exponential else first, x)
+        return self.logit(x).squeeze(1).float()
+
+
+class FCN(Model):
+    """Dense component of FCN (section 4): the mean of the logits of both cross networks, trained with `TriBCE`.
+
+    x is the first halves of all vectors, then their second halves, on which the masks act (section 4.1). Numerical features
+    have vectors that their values multiply.
+
+    Args:
+        vectors: of all features.
+        options: layers and rates.
+    """
+
+    Options = FCNOptions
+
+    def __init__(self, vectors: FeatureVectors, options: FCNOptions) -> None:
+        super().__init__()
+        self.prefix_columns = vectors.prefix_columns
+        self.vectors = vectors
+        self.deep = CrossBranch(
+            vectors.columns, options.deep_layers, options.deep_dropout, exponential=True
+        )
+        self.shallow = CrossBranch(
+            vectors.columns, options.shallow_layers, options.shallow_dropout, exponential=False
+        )
+        self.tri_bce = TriBCE()
+        self._layers = options.deep_layers + options.shallow_layers
+
+    @classmethod
+    def tables(cls, options: FCNOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return one table per feature."""
+        return one_table_per_feature(options, spec)
+
+    @classmethod
+    def build(cls, options: FCNOptions, spec: FeatureSpec) -> FCN:
+        """Build the dense component for the features of a dataset."""
+        sizes = len(spec.numerical), len(spec.categorical)
+        return cls(FeatureVectors(*sizes, options.embedding_dim), options)
+
+    def activations(self) -> Activations:
+        """Return what a cross layer keeps beside x: c, its mask, and the factor of the product."""
+        return Activations(backward_columns=(1 + 2 * self._layers) * self.vectors.columns)
+
+    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add the losses of both networks."""
+        return self.tri_bce.share(share, share_of)
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings or `PooledEmbeddings` to logits [B] in float32."""
+        vectors = self.vectors(numerical, embeddings)
+        x = vectors.unflatten(1, (self.vectors.num_features, 2, -1)).transpose(1, 2).flatten(1)
+        deep, shallow = self.deep(x), self.shallow(x)
+        if self.training:
+            self.tri_bce.keep(deep, shallow)
+        return (deep + shallow) / 2

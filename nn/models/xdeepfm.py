@@ -1,0 +1,123 @@
+"""xDeepFM: a compressed interaction network, beside a linear model and an MLP (arXiv:1803.05170)."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.feature_vectors import FeatureVectors
+from nn.layers.initialization import truncated_normal_
+from nn.layers.mlp import MLP
+from nn.layers.numerical_embedding import NumericalEmbedding
+from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.models.model import Activations, Model
+from nn.models.options import XDeepFMOptions
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, F: features, D: columns of a vector, H: vectors of a layer's input, K: of its output
+
+
+class CompressedInteraction(nn.Module):
+    """Layer of the compressed interaction network (section 3.1, equation 6): x'_k = sum_ij W_kij (x_i * v_j).
+
+    The products of all pairs are one matrix product; vectors are the last dimension here.
+    """
+
+    def __init__(self, features: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs * features))
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the weight as those of an MLP; the paper gives no initial weights."""
+        truncated_normal_(self.weight, math.sqrt(2 / sum(self.weight.shape)), generator)
+
+    def forward(self, x: Tensor, vectors: Tensor) -> Tensor:
+        """Map x [B, D, H] and the vectors [B, D, F] to [B, D, K]."""
+        pairs = (x.unsqueeze(3) * vectors.unsqueeze(2)).flatten(2)
+        return nn.functional.linear(pairs, self.weight.to(pairs.dtype))
+
+
+class XDeepFM(Model):
+    """Dense component of xDeepFM (section 3.2, equation 9).
+
+    logit = sum_i w_i x_i + MLP(vectors) + w^T [sums over D of the vectors of every `CompressedInteraction`]
+
+    The activation between these layers is the identity, as in the paper's experiments. All features have a weight and a
+    vector, those of numerical ones parameters that their values multiply.
+
+    Args:
+        vectors: of all features.
+        num_numerical: N.
+        options: widths and rates.
+    """
+
+    Options = XDeepFMOptions
+
+    def __init__(
+        self, vectors: FeatureVectors, num_numerical: int, options: XDeepFMOptions
+    ) -> None:
+        super().__init__()
+        self.prefix_columns = vectors.prefix_columns
+        self.vectors = vectors
+        self.weights = NumericalEmbedding(num_numerical, 1) if num_numerical else None
+        sizes = [vectors.num_features, *options.cross_layers]
+        self.cross = nn.ModuleList(
+            CompressedInteraction(vectors.num_features, before, after)
+            for before, after in pairwise(sizes)
+        )
+        self.logit = nn.Linear(sum(options.cross_layers), 1, bias=False)
+        self.deep = MLP(
+            vectors.columns,
+            [*options.hidden, 1],
+            final_activation=False,
+            dropout=options.dropout,
+            batch_norm=options.batch_norm,
+        )
+        self._sizes, self._dim = sizes, options.embedding_dim
+
+    @classmethod
+    def tables(cls, options: XDeepFMOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return the tables of the vectors, and those of the weights."""
+        return [
+            *one_table_per_feature(options, spec),
+            *one_table_per_feature(options, spec, columns=1, prefix="weight_"),
+        ]
+
+    @classmethod
+    def build(cls, options: XDeepFMOptions, spec: FeatureSpec) -> XDeepFM:
+        """Build the dense component for the features of a dataset."""
+        sizes = len(spec.numerical), len(spec.categorical)
+        return cls(FeatureVectors(*sizes, options.embedding_dim), len(spec.numerical), options)
+
+    def activations(self) -> Activations:
+        """Return the products of pairs, which the gradients need again, and the operations of their combinations."""
+        pairs = [self._sizes[0] * before for before in self._sizes[:-1]]
+        products = sum(2 * n * after for n, after in zip(pairs, self._sizes[1:], strict=True))
+        columns = self._dim * (sum(pairs) + sum(self._sizes) + max(pairs))
+        return Activations(
+            backward_columns=columns, products={"compressed interactions": self._dim * products}
+        )
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and embeddings [B, F*D + F] or `PooledEmbeddings` to logits [B] in float32."""
+        joined = self.vectors(numerical, embeddings)
+        flat, weights = joined.tensor_split([self.vectors.columns], dim=1)
+        logits = self.deep(flat).squeeze(1).float() + weights.float().sum(1)
+        vectors = flat.unflatten(1, (self.vectors.num_features, -1)).transpose(1, 2).contiguous()
+        x, sums = vectors, []
+        for layer in self.cross:
+            x = layer(x, vectors)
+            sums.append(x.sum(1))
+        logits = logits + self.logit(torch.cat(sums, dim=1)).squeeze(1)
+        if self.weights is not None:
+            logits = logits + self.weights(numerical).sum(1)
+        return logits.float()
