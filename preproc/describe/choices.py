@@ -191,8 +191,8 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
     if has_name(column, WEIGHT) and column.is_number and column.lowest >= 0 and not column.missing:
         return Choice(column, "weight", {}, "weighs the rows")
     if column.is_list:
-        keys = {"separator": column.separator} if column.separator else {"list": True}
-        return Choice(column, "categorical", keys, f"lists of {column.items:,} values")
+        how = {"separator": column.separator} if column.separator else {"list": True}
+        return Choice(column, "categorical", how, f"lists of {column.items:,} values")
     is_key = has_name(column, KEY)
     is_unique = column.distinct >= UNIQUE * column.present and column.present > 20
     if is_unique and (is_key or not (column.is_number or column.is_time)):
