@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from traceback import extract_tb
 from typing import Any
 
+from configs.user_objects import load_user_object
 from nn.distributed.errors import (
     DeviceError,
     DivergedError,
@@ -13,7 +14,6 @@ from nn.distributed.errors import (
     StoppedError,
 )
 from nn.observers.observer import Observer
-from nn.user_objects import load_user_object
 
 ENDS_OF_RUNS = (DeviceError, DivergedError, LostRankError, RankError, SharedError, StoppedError)
 
