@@ -300,8 +300,8 @@ def rankmixer(
 def fcn_branches(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor]) -> list[Tensor]:
     """Return the logits of the exponential and of the linear cross network."""
     vectors = numerical_vectors(p, "vectors.numerical", numerical) + list(lookups)
-    halves = [vector.chunk(2, dim=1) for vector in vectors]
-    first = torch.cat([one for one, _ in halves] + [other for _, other in halves], 1)
+    split = [vector.chunk(2, dim=1) for vector in vectors]
+    first = torch.cat([one for one, _ in split] + [other for _, other in split], 1)
     logits = []
     for branch in ("deep", "shallow"):
         x = first

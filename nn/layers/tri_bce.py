@@ -1,4 +1,4 @@
-"""Tri-BCE: losses of the branches of a model, weighted by what they lose against the whole (FCN, arXiv:2407.13349, section 4.4)."""
+"""Tri-BCE: losses of a model's branches, weighted by their excess over its own (FCN, arXiv:2407.13349, section 4.4)."""
 
 from collections.abc import Callable
 
