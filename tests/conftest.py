@@ -91,6 +91,7 @@ FAST = {
     "dataloading/keys/test_key_map.py",
     "nn/library/test_loaded_run.py",
     "nn/loggers/test_loggers.py",
+    "nn/observers/test_observers.py",
     "nn/plots/test_curves.py",
     "nn/scores/test_unknown_values.py",
     "preproc/report/test_report.py",

@@ -87,19 +87,20 @@ class PEPNet(Model):
         """Build the dense component; ValueError if an option names no feature, or one that the dataset lacks."""
         tables = spec.table_features.values()
         every = [feature.name for features in tables for feature in features]
-        found = {}
-        for key in ("domain_features", "prior_features"):
-            names = chosen_features(f"model.{key}", getattr(options, key), every)
+
+        def places(key: str, chosen: list[str]) -> list[int]:
+            names = chosen_features(f"model.{key}", chosen, every)
             if not names:
                 raise ValueError(
                     f"model.name=pepnet needs model.{key}; name features of {', '.join(every)}"
                 )
-            found[key] = [every.index(name) for name in names]
+            return [every.index(name) for name in names]
+
         return cls(
             num_numerical=len(spec.numerical),
             num_categorical=len(spec.categorical),
-            domain=found["domain_features"],
-            prior=found["prior_features"],
+            domain=places("domain_features", options.domain_features),
+            prior=places("prior_features", options.prior_features),
             num_tasks=num_tasks(spec),
             options=options,
         )

@@ -1,4 +1,4 @@
-"""What each column becomes in the written description, and why."""
+"""The use of each column in the written description, and its reason."""
 
 import re
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ SKEWED = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a column becomes.
+    """The use of a column.
 
     Attributes:
         column: its counts.

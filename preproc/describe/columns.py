@@ -1,4 +1,4 @@
-"""What the columns of a table hold, counted by DuckDB on its first rows."""
+"""The content of the columns of a table, counted by DuckDB on its first rows."""
 
 import re
 from dataclasses import dataclass, field
@@ -112,7 +112,7 @@ class Column:
 
     @property
     def type_name(self) -> str:
-        """What the values are, in a word or two."""
+        """The type of the values, in a word or two."""
         if self.is_nested:
             return self.kind.partition("(")[0]
         if self.is_list:

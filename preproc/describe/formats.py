@@ -1,4 +1,4 @@
-"""Which table the files of `source` hold: format, separator, and names where no header has them, by their first lines."""
+"""The table that the files of `source` hold: format, separator, and names where no header has them, by their first lines."""
 
 import csv
 import json

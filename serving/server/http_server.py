@@ -357,7 +357,7 @@ class _Config(uvicorn.Config):
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level=60,  # nothing: what must be said is said by `log`
+            log_level=60,  # nothing: `log` gets the errors
             access_log=False,
             server_header=False,
             proxy_headers=False,

@@ -109,7 +109,7 @@ def _received(head: bytes, body: bytes) -> Request:
 
 
 class _Parsed:
-    """What the parser calls."""
+    """Receiver of the parser's calls."""
 
     def __init__(self, scope: dict[str, Any]) -> None:
         self._scope = scope
