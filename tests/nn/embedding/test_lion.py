@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from configs.schema import OptimizerConfig
-from nn.build import check_optimizers
+from nn.checks import check_optimizers
 from nn.embedding.optimizer import update_settings
 from nn.embedding.torch_optimizer import TableOptimizer
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
