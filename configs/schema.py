@@ -546,6 +546,10 @@ class OptimizerConfig(Section):
                 isinstance(value, int | float) and not isinstance(value, bool),
                 f"{key} must be a number, got {value}",
             )
+            require(
+                name != "table_lr",
+                f"{key} is optimizer.embedding_lr; set that",
+            )
             if name in known:
                 _check_bounds(key, value, known[name][1], float)
 
@@ -719,6 +723,11 @@ class TrainConfig(Section):
             self.fp8 is Fp8.off or self.amp is Amp.bf16,
             f"train.fp8={self.fp8.value} needs train.amp=bf16 for all other operations, got train.amp={self.amp.value}; set "
             "train.amp=bf16, or train.fp8=off",
+        )
+        require(
+            self.fp8 is Fp8.off or self.accumulate == 1,
+            f"train.fp8={self.fp8.value} scales by the largest values of complete batches, and train.accumulate="
+            f"{self.accumulate} takes them in chunks; set one of the two",
         )
         require(
             self.fp8 is Fp8.off or Component.dense not in self.freeze,

@@ -17,7 +17,8 @@ from nn.distributed.process_group import (
     launcher_restarts,
 )
 from nn.embedding.optimizer import table_rule, update_settings
-from nn.models.registry import build_meta, check_model
+from nn.models.model import Model
+from nn.models.registry import build_meta, check_model, find_model
 from nn.models.tasks import tasks_of_run
 from nn.observability.profiler import check_profile
 from nn.ops.fp8 import MULTIPLE
@@ -42,6 +43,7 @@ def open_checked(config: Config) -> Source:
     check_optimizers(config)
     check_raw_keys(config, source.spec)
     check_fp8(config, source.spec)
+    check_chunks(config)
     tasks_of_run(config, source.spec)
     return source
 
@@ -99,6 +101,22 @@ def check_fp8(config: Config, spec: FeatureSpec) -> None:
         raise ValueError(
             f"train.fp8={fp8} needs inputs and outputs that are multiples of {MULTIPLE}, got {misfits[0]}; change "
             "model.embedding_dim or the widths of the layers, or set train.fp8=off"
+        )
+
+
+def check_chunks(config: Config) -> None:
+    """Refuse chunks of a batch for a model that adds losses of the complete batch.
+
+    Raises:
+        ValueError: `train.accumulate` and `model.name` do not fit.
+    """
+    if (
+        config.train.accumulate > 1
+        and find_model(config.model.name).add_losses is not Model.add_losses
+    ):
+        raise ValueError(
+            f"train.accumulate={config.train.accumulate} takes a batch in chunks, and model.name={config.model.name} adds "
+            "losses of complete batches; set train.accumulate=1"
         )
 
 

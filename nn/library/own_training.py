@@ -46,9 +46,13 @@ class Training:
             raise ValueError(f"mode={config.mode.value} is no training; set mode=train")
         self._config = config
         self._quiet = quiet
-        self._observers = {type(observer).__qualname__: observer for observer in observers}
+        self._observers = {
+            f"{type(observer).__qualname__} ({number})": observer
+            for number, observer in enumerate(observers)
+        }
         self._stack = ExitStack()
-        self._opened: tuple[Session, Trainer, Saving | None, Prefetcher] | None = None
+        self._opened: tuple[Session, Trainer, Saving | None] | None = None
+        self._prefetcher: Prefetcher | None = None
         self._is_finished = False
 
     def __enter__(self) -> Self:
@@ -76,7 +80,7 @@ class Training:
                 open_training(session, started_ms, self._observers)
             )
             stack.enter_context(finishes_writing(trainer, session.ranks))
-            self._opened = session, trainer, saving, trainer.start()
+            self._opened = session, trainer, saving
             self._stack = stack.pop_all()
         return self
 
@@ -147,11 +151,12 @@ class Training:
             DivergedError: the loss is not finite; nothing was updated.
             StoppedError: a signal stopped the run, after a checkpoint.
         """
-        session, trainer, _, prefetcher = self._at_work()
+        session, trainer, _ = self._at_work()
         if trainer.num_steps >= trainer.last_step:
             raise ValueError(
                 f"all {trainer.last_step:,} steps are done; raise train.epochs or train.max_steps"
             )
+        prefetcher = self._started()
         if trainer.num_steps > session.start.num_steps:
             # Before a step, so that the checkpoint of the one before has its evaluation.
             trainer.between_steps()
@@ -163,8 +168,8 @@ class Training:
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on `eval.split`, write the record, and return it, such as `test_auc` and `test_log_loss`."""
-        _, trainer, *_ = self._at_work()
-        return trainer.evaluate_between_steps()
+        _, trainer, _ = self._at_work()
+        return trainer.evaluate() if self._prefetcher is None else trainer.evaluate_between_steps()
 
     def save(self) -> Path:
         """Write a checkpoint, from which the command and this class resume, and return its directory.
@@ -173,9 +178,10 @@ class Training:
             ValueError: the run saves none.
             OSError: it could not be written.
         """
-        session, trainer, saving, _ = self._at_work()
+        session, trainer, saving = self._at_work()
         if saving is None:
             raise ValueError("checkpoint.save=false saves nothing; set checkpoint.save=true")
+        self._started()
         trainer.save()
         problem = saving.manager.wait()
         if problem is not None:
@@ -183,29 +189,48 @@ class Training:
         return session.recorder.run_dir / CHECKPOINTS / f"step_{trainer.num_steps}"
 
     def train(self) -> dict[str, Any]:
-        """Train all steps that are left, with the evaluations and checkpoints of the command, and finish; the last call."""
-        _, trainer, *_ = self._at_work()
-        self._trainer.stop_reading()
+        """Train all steps, with the evaluations and checkpoints of the command, and finish; the last call.
+
+        Raises:
+            ValueError: `step` or `save` was called before.
+        """
+        session, trainer, saving = self._at_work()
+        if self._prefetcher is not None:
+            raise ValueError(
+                "steps were trained one by one; call step() for the others, or train() alone"
+            )
+        self._is_finished = True
         trainer.train()
-        return self.finish()
+        return self._finished(session, trainer, saving)
 
     def finish(self) -> dict[str, Any]:
         """Save the last checkpoint, draw the curves, write summary.json, and return its content; the last call."""
-        session, trainer, saving, prefetcher = self._at_work()
+        session, trainer, saving = self._at_work()
+        prefetcher = self._started()
         self._is_finished = True
         trainer.end(prefetcher)
+        return self._finished(session, trainer, saving)
+
+    def _started(self) -> Prefetcher:
+        """Return the batches of the remaining steps, which begin to be read at the first call."""
+        if self._prefetcher is None:
+            self._prefetcher = self._trainer.start()
+        return self._prefetcher
+
+    @staticmethod
+    def _finished(session: Session, trainer: Trainer, saving: Saving | None) -> dict[str, Any]:
         summary, problem = finish_training(session, trainer, saving)
         if problem is not None:
             raise OSError(problem)
         return summary
 
-    def _at_work(self) -> tuple[Session, Trainer, Saving | None, Prefetcher]:
+    def _at_work(self) -> tuple[Session, Trainer, Saving | None]:
         """Return what the run consists of, before `finish`."""
         if self._is_finished:
             raise ValueError("the run is finished; open another one to train on")
         return self._open()
 
-    def _open(self) -> tuple[Session, Trainer, Saving | None, Prefetcher]:
+    def _open(self) -> tuple[Session, Trainer, Saving | None]:
         if self._opened is None:
             raise ValueError(NOT_OPEN)
         return self._opened

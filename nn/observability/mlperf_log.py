@@ -57,7 +57,7 @@ def settings_of(
         "submission_platform": log.mlperf_platform or machine,
         "seed": config.seed,
         "global_batch_size": config.train.batch_size,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": config.train.accumulate,
         "train_samples": train_rows,
         "eval_samples": eval_rows,
         # One name and one rate, since the benchmark has one optimizer for both components.

@@ -9,13 +9,22 @@ from nn.distributed.errors import (
     DeviceError,
     DivergedError,
     LostRankError,
+    Rank0Error,
     RankError,
     SharedError,
     StoppedError,
 )
 from nn.observers.observer import Observer
 
-ENDS_OF_RUNS = (DeviceError, DivergedError, LostRankError, RankError, SharedError, StoppedError)
+ENDS_OF_RUNS = (
+    DeviceError,
+    DivergedError,
+    LostRankError,
+    Rank0Error,
+    RankError,
+    SharedError,
+    StoppedError,
+)
 
 
 def make_observers(names: Sequence[str]) -> dict[str, Observer]:

@@ -1,4 +1,4 @@
-"""Ids of a batch in the fixed shapes of the static path: padding rows, and room for the ids of ragged features."""
+"""Ids of a batch in the fixed shapes of a step: padding rows, and room for the ids of ragged features."""
 
 import logging
 

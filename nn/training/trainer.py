@@ -1,5 +1,6 @@
 """The training loop: steps, records, evaluations, checkpoints. `nn.training.train_step` is the step itself."""
 
+import logging
 import math
 import signal
 import time
@@ -17,7 +18,7 @@ from dataloading.batch import Batch
 from dataloading.loader import Loader
 from nn.checkpoint.directory import step_of
 from nn.checkpoint.manager import CheckpointManager, Pause
-from nn.distributed.errors import DivergedError, StoppedError
+from nn.distributed.errors import DivergedError, RankError, StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
 from nn.metrics.ranking import TRAIN_AUC_ROWS
@@ -158,7 +159,8 @@ class Trainer:
     def save(self, *, is_last: bool = False) -> None:
         """Start saving a checkpoint, and what observers add to it."""
         saving = self._saving
-        assert saving is not None
+        if saving is None:
+            raise ValueError("checkpoint.save=false saves nothing; set checkpoint.save=true")
         stopped_at = time.perf_counter()
         self._write_late_record()
         self._recorder.sync()
@@ -183,9 +185,13 @@ class Trainer:
 
     def finish_files(self) -> None:
         """Wait for the files that are being written, after an error that all ranks have met."""
-        self._observers.tell("on_error", self)
-        if self._saving is not None:
-            self._saving.manager.wait()
+        try:
+            self._observers.tell("on_error", self)
+        except RankError as failure:  # the error that ends the run is the one to report
+            logging.getLogger(__name__).warning(str(failure))
+        finally:
+            if self._saving is not None:
+                self._saving.manager.wait()
 
     def train(self) -> None:
         """Train to the end.
@@ -260,11 +266,13 @@ class Trainer:
             self.state.num_steps += 1
             self._is_as_resumed = False
             self._speed.count(trained.batch.global_valid)
-            self._observers.tell("on_step", self, trained)
             self._progress.advance(self.num_steps)
             if self._late_record is not None and self._late_record[1].are_there():
                 self._write_late_record()
             self._count(trained)
+        # Not watched: an observer may take as long as it likes.
+        self._observers.tell("on_step", self, trained)
+        with self._step.watch:
             if self._due(self._config.log.every) or self.num_steps == self.last_step:
                 self._record(self._speed, prefetcher)
 

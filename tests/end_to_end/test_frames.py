@@ -12,7 +12,7 @@ from tests.helpers.composed import TINY
 
 QUIET = ["log.loggers=[]", "checkpoint.save=false", "train.max_steps=1", "eval.max_steps=1"]
 MOST_TO_THE_STEP = 5
-MOST_TO_THE_MODEL = 8
+MOST_TO_THE_MODEL = 10
 
 
 def frames_of_ours() -> list[str]:

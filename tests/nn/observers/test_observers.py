@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from nn.distributed.errors import DivergedError
 from nn.library.options import options
 from nn.library.own_training import Training
 from nn.observers.observer import Observer
@@ -145,3 +146,34 @@ def test_a_training_of_the_library_has_observers(tmp_path):
             training.step()
         training.finish()
     assert (counting.steps, counting.ended) == (6, True)
+
+
+def test_a_training_of_the_library_starts_once_however_its_steps_are_trained(tmp_path):
+    class Starts(Observer):
+        def __init__(self, log):
+            self.log = log
+
+        def on_start(self, loop):
+            self.log.append(loop.num_steps)
+
+        def on_error(self, loop):
+            raise OSError("the log is away")
+
+    logs = [], []
+    config = options("dlrm", *TINY, *QUIET, "eval.at_start=true", f"run_dir={tmp_path}/run")
+    with Training(config, quiet=True, observers=[Starts(log) for log in logs]) as training:
+        summary = training.train()
+    assert logs == ([0], [0])
+    assert summary["untrained_test_auc"] is not None
+    other = options("dlrm", *TINY, *QUIET, f"run_dir={tmp_path}/other")
+
+    def step_and_diverge() -> None:
+        with Training(other, quiet=True, observers=[Starts([])]) as training:
+            training.step()
+            with pytest.raises(ValueError, match="were trained one by one; call step"):
+                training.train()
+            raise DivergedError("the loss is nan")
+
+    # What the observer's own error in `on_error` does not replace.
+    with pytest.raises(DivergedError, match="the loss is nan"):
+        step_and_diverge()

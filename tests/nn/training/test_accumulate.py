@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from nn.checks import check_chunks
+from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import ON_GPU, worlds
@@ -115,3 +117,11 @@ def test_captured_and_launched_chunks_train_as_the_whole_batch(model, world_size
     )[0]
     assert captured == pytest.approx(launched, rel=2e-5)
     assert captured == pytest.approx(whole, rel=1e-4)
+
+
+def test_what_needs_the_complete_batch_is_refused():
+    with pytest.raises(ValueError, match=r"model\.name=fcn adds losses of complete batches"):
+        check_chunks(compose_config("model.name=fcn", "train.accumulate=2"))
+    ended = run_command(*TINY, "train.accumulate=2", "train.amp=bf16", "train.fp8=full")
+    assert (ended.exit_code, ended.err.count("\n")) == (2, 1)
+    assert "scales by the largest values of complete batches, and train.accumulate=2" in ended.err

@@ -1,4 +1,4 @@
-"""Ragged features in the static path, against plain PyTorch: at any fill of their capacity, and beyond it."""
+"""Ragged features in the step, against plain PyTorch: at any fill of their capacity, and beyond it."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

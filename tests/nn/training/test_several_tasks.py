@@ -128,11 +128,11 @@ def test_a_run_records_each_task_and_resumes_bit_by_bit(root, tmp_path):
         ),
         (
             ["tasks={click:{keep_rate:1.5}}"],
-            "tasks.click.keep_rate must lie in (0, 1], or be null, got 1.5",
+            "tasks.click.keep_rate must lie in (0, 1] or be null, got 1.5",
         ),
         (
             ["tasks={click:{alpha:1}}"],
-            "tasks.click.alpha: no such option; want one of weight, label_smoothing",
+            "tasks.click.alpha: no such option; want one of weight, loss, label_smoothing",
         ),
         (["tasks=[click]"], "tasks must map labels to options"),
     ],

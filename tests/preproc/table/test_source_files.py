@@ -74,7 +74,11 @@ def test_columns_are_named(tmp_path, content, options, columns):
         ([b"y,\xff\n"], {}, "line 1: not UTF-8 text"),
         (["y," + "c" * 200_000 + "\n"], {}, r"line 1: no header line \(field larger"),
         ([parquet_bytes()], {"format": "csv"}, "set table.sources.t.format to parquet"),
-        ([ROWS], {"format": "parquet"}, "text, not Parquet; set table.sources.t.format to csv"),
+        (
+            [ROWS],
+            {"format": "parquet"},
+            "text, not Parquet; set table.sources.t.format to that of the text",
+        ),
         (
             [gzip.compress(b"y,c", mtime=0)],
             {"format": "parquet"},
