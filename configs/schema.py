@@ -725,6 +725,10 @@ class TrainConfig(Section):
             "train.amp=bf16, or train.fp8=off",
         )
         require(
+            self.accumulate <= self.batch_size,
+            f"train.accumulate={self.accumulate} is more than the rows of train.batch_size={self.batch_size}",
+        )
+        require(
             self.fp8 is Fp8.off or self.accumulate == 1,
             f"train.fp8={self.fp8.value} scales by the largest values of complete batches, and train.accumulate="
             f"{self.accumulate} takes them in chunks; set one of the two",

@@ -1,5 +1,6 @@
 """Import of objects that an option names as `package.module:NAME`; they may lie outside the project."""
 
+import sys
 from importlib import import_module
 from traceback import extract_tb
 from typing import Any
@@ -16,7 +17,12 @@ def load_user_object(path: str, option: str) -> Any:
     try:
         content = import_module(module)
     except (Exception, SystemExit) as error:  # the module is not ours, and may raise anything
-        if module.split(".")[0] in ("configs", "nn"):
+        is_missing = (
+            isinstance(error, ModuleNotFoundError)
+            and f"{module}.".startswith(f"{error.name}.")
+            and module not in sys.modules
+        )
+        if module.split(".")[0] in ("configs", "nn") and not is_missing:
             raise  # a fault of the project or of its installation
         first_line = (str(error).splitlines() or [""])[0]
         frames = [
@@ -32,3 +38,11 @@ def load_user_object(path: str, option: str) -> Any:
     if not hasattr(content, name):
         raise ValueError(f"{option}={path}: {module} has no {name}; correct the name")
     return getattr(content, name)
+
+
+def described(error: BaseException) -> str:
+    """Return an error of a user's object in one line, with its place."""
+    first_line = (str(error).splitlines() or [""])[0]
+    frames = extract_tb(error.__traceback__)
+    at = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {first_line}{at}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from configs.schema import TaskConfig, is_import_path, require
-from configs.user_objects import load_user_object
+from configs.user_objects import described, load_user_object
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The losses [B] of predictions [B], logits of a binary label, and labels [B]; all float32. The host reads nothing back."""
@@ -90,7 +90,30 @@ def loss_of(options: TaskConfig, *, is_binary: bool, key: str) -> Loss:
         callable(loss),
         f"{key}={name} is no function of predictions and labels; docs/tasks_and_metrics.md has one",
     )
-    return loss
+    return partial(_checked, loss, f"{key}={name}")
+
+
+def _checked(loss: Loss, option: str, predictions: Tensor, labels: Tensor) -> Tensor:
+    """Return the losses of a user's function.
+
+    Raises:
+        ValueError: it fails, or returns anything but one number with a gradient for each row.
+    """
+    try:
+        losses = loss(predictions, labels)
+    except (Exception, SystemExit) as error:  # the user's may raise anything
+        raise ValueError(f"{option} has failed ({described(error)}); correct it") from error
+    is_tensor = isinstance(losses, Tensor)
+    require(
+        is_tensor and losses.shape == predictions.shape and losses.is_floating_point(),
+        f"{option} returns {list(losses.shape) if is_tensor else type(losses).__name__} for {list(predictions.shape)} "
+        "predictions; want a float of each row",
+    )
+    require(
+        losses.requires_grad or not predictions.requires_grad,
+        f"{option} returns losses without a gradient; compute them from the predictions by torch's operations",
+    )
+    return losses
 
 
 def mean_share(losses: Tensor, weights: Tensor | None, total: Tensor | int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from configs.user_objects import load_user_object
+from configs.user_objects import described, load_user_object
 from dataloading.batch import Batch
 from nn.metrics.late_auc import LateAuc
 from nn.metrics.measured_rows import MeasuredRows, RowGather
@@ -119,8 +119,21 @@ class TaskMetrics:
                 results["is_finite"] = False
             for metric in task.metrics:
                 if metric.while_training or not self._while_training:
-                    results[metric.key] = float(_function_of(metric)(rows))
+                    results[metric.key] = self._value(metric, rows)
         return results
+
+    def _value(self, metric: Metric, rows: MeasuredRows) -> float:
+        """Return a metric; ValueError if one of the user's fails, or returns no number."""
+        if not metric.compute:
+            return float(_function_of(metric)(rows))
+        try:
+            return float(_function_of(metric)(rows))
+        except (Exception, SystemExit) as error:  # the user's may raise anything
+            if isinstance(error, RuntimeError) and self._collectives.world_size > 1:
+                raise  # a rank may be lost
+            raise ValueError(
+                f"the metric {metric.name} of eval.metrics has failed ({described(error)}); correct it"
+            ) from error
 
     def _measured(self) -> Iterator[MeasuredRows]:
         """Yield the rows of every task."""

@@ -148,7 +148,8 @@ def further_metrics(names: Sequence[str]) -> list[Metric]:
     """
     own = {m.name: m for m in METRICS if not m.is_default and m is not GAUC}
     found = [metric for metric in own.values() if metric.name in names]
-    taken = {metric.name for metric in METRICS}
+    # Beside the metrics, the keys that every record has.
+    taken = {metric.name for metric in METRICS} | {"rows", "is_finite", "step", "epoch", "loss"}
     for path in dict.fromkeys(name for name in names if name not in own):
         require(
             is_import_path(path),

@@ -1,10 +1,9 @@
 """The observers of a run: those of the project, and those of a user that `log.observers` or the library's `Training` names."""
 
 from collections.abc import Mapping, Sequence
-from traceback import extract_tb
 from typing import Any
 
-from configs.user_objects import load_user_object
+from configs.user_objects import described, load_user_object
 from nn.distributed.errors import (
     DeviceError,
     DivergedError,
@@ -42,19 +41,12 @@ def _made(name: str) -> Observer:
     try:
         made = make() if callable(make) else make
     except (Exception, SystemExit) as error:  # one of the user may raise anything
-        raise ValueError(f"{option} cannot be made ({_described(error)}); correct it") from error
+        raise ValueError(f"{option} cannot be made ({described(error)}); correct it") from error
     if not isinstance(made, Observer):
         raise ValueError(
             f"{option} is no observer; derive it from Observer of nn/observers/observer.py"
         )
     return made
-
-
-def _described(error: BaseException) -> str:
-    first_line = (str(error).splitlines() or [""])[0]
-    frames = extract_tb(error.__traceback__)
-    at = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {first_line}{at}"
 
 
 class Observers:
@@ -79,6 +71,6 @@ class Observers:
                 getattr(observer, event)(*arguments, **named)
             except ENDS_OF_RUNS:
                 raise
-            except Exception as error:  # the user's may raise anything
-                text = f"the observer {name} has failed in {event} ({_described(error)})"
+            except (Exception, SystemExit) as error:  # the user's may raise anything
+                text = f"the observer {name} has failed in {event} ({described(error)})"
                 raise RankError(f"{text}; correct it, or leave it out of log.observers") from error

@@ -386,7 +386,7 @@ class Trainer:
         }
         self._is_as_resumed = False
         self.state.take_evaluation(record, self.best_metric)
-        self._observers.tell("on_evaluation", self, record, is_final=False)
+        self._observers.tell("on_evaluation", self, dict(record), is_final=False)
         problem = self._evaluator.problem
         self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
         self._recorder.write_predictions(self._described(self.num_steps))

@@ -79,11 +79,11 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
             is_first = column is times[0]
             why = "orders the rows: the last ones test" if is_first else "another time"
             choice = Choice(column, "time" if is_first else "left out", {}, why)
-        elif column in candidates:
+        elif has_name(column, LABEL):
+            why = "may be a label by its name; as a feature it would tell the label"
+            choice = replace(choice, role="left out", keys={}, why=why)
+        if column in candidates and column is not chosen and column not in times:
             choice = replace(choice, is_candidate=True)
-            if has_name(column, LABEL):
-                why = "may be a label too; as a feature it would tell the label"
-                choice = replace(choice, role="left out", keys={}, why=why)
         choices.append(choice)
     numbers = [choice for choice in choices if choice.role == "numerical"]
     if numbers and not any(choice.role == "categorical" for choice in choices):

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.messages import printable, shortened, shown
-from configs.table_schema import MOST_NAME_BYTES
+from configs.table_schema import LINE_FORMATS, MOST_NAME_BYTES
 from preproc.describe.choices import Choice, time_order, time_parts
 from preproc.describe.columns import MOST_ROWS
 from preproc.describe.formats import FoundTable
@@ -171,6 +171,11 @@ def _notes(choices: list[Choice], table: FoundTable, has_label: bool) -> list[st
         )
     if not has_label:
         notes.append("no column looks like a label; name one by label=COLUMN")
+    if table.source.columns and not table.is_criteo and table.source.format not in LINE_FORMATS:
+        notes.append(
+            f"no first line of names: the columns are {table.source.columns[0]} to {table.source.columns[-1]}; names would "
+            "differ, and be no numbers or values of rows"
+        )
     if table.is_criteo:
         kind = (
             "criteo_kaggle reads them faster"

@@ -10,6 +10,7 @@ Categorical values are compared as text. An empty text is missing, like null.
 from collections.abc import Sequence
 from fractions import Fraction
 
+from configs.messages import shown
 from configs.table_schema import (
     Categorical,
     SplitRule,
@@ -17,7 +18,8 @@ from configs.table_schema import (
     texts_of_no_other_type,
     transform_of,
 )
-from configs.transforms import transform_named
+from configs.transforms import TRANSFORMS, transform_named
+from configs.user_objects import described
 from preproc.text_columns import TEXT_TYPES
 from preproc.vocabulary_sql import vocabulary
 
@@ -124,7 +126,16 @@ def transformed(expression: str, transform: object, fitted: list[float]) -> str:
     if fitted:
         smallest, size = fitted
         numbers = [smallest, size or 1.0]
-    return transform_named(name).sql(expression, *map(double, numbers))
+    sql = transform_named(name).sql
+    if name in TRANSFORMS:
+        return sql(expression, *map(double, numbers))
+    try:
+        value = sql(expression, *map(double, numbers))
+    except (Exception, SystemExit) as error:  # the user's may raise anything
+        raise ValueError(f"transform={name} has failed ({described(error)}); correct it") from error
+    if not isinstance(value, str):
+        raise ValueError(f"transform={name} returns {shown(value)}, want a text of SQL")
+    return value
 
 
 def extremes(expression: str, rows: str) -> str:

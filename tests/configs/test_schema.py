@@ -174,6 +174,8 @@ REFUSED = [
     (TrainConfig, {"fp8": Fp8.partial, "amp": Amp.bf16, "freeze": [Component.dense]},
      "train.fp8=partial trains wide layers of the dense component in 8 bits, and train.freeze keeps them as they are; set "
      "train.fp8=off, or train it"),
+    (TrainConfig, {"accumulate": 33, "batch_size": 32},
+     "train.accumulate=33 is more than the rows of train.batch_size=32"),
     (TrainConfig, {"batch_size": 0}, "train.batch_size must be positive, got 0"),
     (TrainConfig, {"epochs": 0}, "train.epochs must be positive, got 0"),
     (TrainConfig, {"max_steps": 0}, "train.max_steps must be positive or null, got 0"),

@@ -47,6 +47,21 @@ def exponential(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.exp(torch.where(labels > 0.5, -logits, logits).clamp(max=10.0) / 2)
 
 
+def mean_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return exponential(logits, labels).mean()
+
+
+def detached(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return exponential(logits, labels).detach()
+
+
+def exiting(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    raise SystemExit(3)
+
+
+NOTHING = Metric(name="nothing", title="nothing", compute=lambda rows: None)
+COUNTED = Metric(name="rows", title="rows", compute=brier)
+
 OPTIONS = [
     *TINY,
     f"eval.metrics=[{HERE}:BRIER,calibration]",
@@ -203,3 +218,26 @@ def test_the_help_names_every_metric_that_may_be_named():
     meanings = dict(describe(Config))
     named = [m.name for m in METRICS if not m.is_default and m.name != "gauc"]
     assert all(name in meanings["eval.metrics"] for name in named)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (f"tasks={{label: {{loss: '{HERE}:mean_of_rows'}}}}", "returns [] for [64] predictions"),
+        (f"tasks={{label: {{loss: '{HERE}:detached'}}}}", "returns losses without a gradient"),
+        (f"tasks={{label: {{loss: '{HERE}:exiting'}}}}", "has failed (SystemExit: 3, at "),
+        (
+            f"eval.metrics=[{HERE}:NOTHING]",
+            "the metric nothing of eval.metrics has failed (TypeError: ",
+        ),
+        (
+            f"eval.metrics=[{HERE}:COUNTED]",
+            "its name is rows; want letters, digits and _, and none of",
+        ),
+        ("eval.metrics=[nn.nope:X]", "nn.nope cannot be imported (ModuleNotFoundError: "),
+    ],
+)
+def test_what_fails_or_returns_no_number_a_row_ends_the_run_in_one_line(option, message, tmp_path):
+    ended = run_command(*TINY, "log.pictures=false", option, f"run_dir={tmp_path}/run")
+    assert (ended.exit_code, ended.err.count("\n")) == (2, 1), ended.err
+    assert message in ended.err

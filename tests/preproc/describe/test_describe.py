@@ -201,7 +201,7 @@ def test_several_label_candidates_are_named(tmp_path, capsys):
     assert names_of(content["table"]["categorical"]) == ["ad"]
     text = (tmp_path / "written.yaml").read_text()
     assert "# 50 % ones; 'conversion' may be a label too" in text
-    assert "#  - conversion: may be a label too" in text
+    assert "#  - conversion: may be a label by its name" in text
     assert "left out ?" in capsys.readouterr().out
 
 
@@ -330,3 +330,18 @@ def test_public_files(tmp_path):
     assert avazu["label"] == {"name": "click"}
     assert "id" not in names_of(avazu["categorical"])
     assert "device_model" in names_of(avazu["categorical"])
+
+
+def test_a_column_named_as_a_label_is_no_feature_and_a_header_that_is_none_is_told(
+    tmp_path, capsys
+):
+    rows = [f"{i % 2 if i != 7 else ''},{i % 5}" for i in range(60)]
+    (tmp_path / "gap.csv").write_text("\n".join(["label,a", *rows]) + "\n")
+    table = described(tmp_path / "gap.csv", tmp_path)["table"]
+    assert names_of(table["categorical"]) == ["a"]
+    rows = [f"{i % 2},{i % 5},{i % 3}" for i in range(60)]
+    (tmp_path / "twice.csv").write_text("\n".join(["label,a,a", *rows]) + "\n")
+    described(tmp_path / "twice.csv", tmp_path)
+    captured = capsys.readouterr()
+    printed = " ".join((captured.out + captured.err).split())
+    assert "no first line of names: the columns are c1 to c3; names would differ" in printed

@@ -17,6 +17,8 @@ from configs.transforms import Transform
 ROOT = Transform(sql=lambda x, root: f"(CASE WHEN ({x}) >= 0 THEN power({x}, 1 / {root}) END)", arguments=1)
 HALF = Transform(sql=lambda x, least, size: f"((({x}) - {least}) / {size} - 0.5)", fits="range")
 NOTHING = 3
+SILENT = Transform(sql=lambda x: None)
+BROKEN = Transform(sql=lambda x: 1 / 0)
 """
 
 
@@ -73,6 +75,8 @@ def test_it_is_fitted_applied_and_extended(tmp_path, capsys):
         ("roots_of_a_user:NONE", "has no NONE"),
         ("no_such_module_of_a_user:ROOT", "cannot be imported"),
         ("rott", "package.module:NAME"),
+        ("roots_of_a_user:SILENT", "SILENT returns None, want a text of SQL"),
+        ("roots_of_a_user:BROKEN", r"BROKEN has failed \(ZeroDivisionError: division by zero, at "),
     ],
 )
 def test_another_one_is_refused(tmp_path, transform, message):
