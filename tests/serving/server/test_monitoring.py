@@ -85,9 +85,9 @@ def test_prometheus_takes_the_rules_the_queries_and_the_metrics(tmp_path):
     recorded.write_text(yaml.safe_dump({"groups": [{"name": "board", "rules": rules}]}))
     assert f"{len(rules)} rules found" in promtool("check", "rules", recorded)
     metrics = Metrics()
-    metrics.responses[200] += 1
+    metrics.response(200)
     metrics.batch(8, 0.001)
-    promtool("check", "metrics", text=metrics.text("shop", "1", "ab", {}))
+    promtool("check", "metrics", text=metrics.text("shop", "1", "ab", {}).decode())
 
 
 SERVER = '{job="serving", instance="a"}'
