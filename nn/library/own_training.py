@@ -179,10 +179,9 @@ class Training:
             OSError: it could not be written.
         """
         session, trainer, saving = self._at_work()
-        if saving is None:
-            raise ValueError("checkpoint.save=false saves nothing; set checkpoint.save=true")
         self._started()
         trainer.save()
+        assert saving is not None, "checked by the trainer"
         problem = saving.manager.wait()
         if problem is not None:
             raise OSError(problem)

@@ -124,13 +124,12 @@ class TaskMetrics:
 
     def _value(self, metric: Metric, rows: MeasuredRows) -> float:
         """Return a metric; ValueError if one of the user's fails, or returns no number."""
-        if not metric.compute:
-            return float(_function_of(metric)(rows))
         try:
             return float(_function_of(metric)(rows))
         except (Exception, SystemExit) as error:  # the user's may raise anything
-            if isinstance(error, RuntimeError) and self._collectives.world_size > 1:
-                raise  # a rank may be lost
+            may_be_lost_rank = isinstance(error, RuntimeError) and self._collectives.world_size > 1
+            if not metric.compute or may_be_lost_rank:
+                raise
             raise ValueError(
                 f"the metric {metric.name} of eval.metrics has failed ({described(error)}); correct it"
             ) from error

@@ -162,7 +162,7 @@ def load_aoti(directory: Path, device: Device) -> Forward:
         ValueError: torch cannot load it.
     """
     path = str(directory / AOTI)
-    # First in a process of its own: torch 2.11 has died of code for a GPU, and this process would leave its files.
+    # First in a process of its own: code for a GPU may end the process, which would leave its files.
     program = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
     tried = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True)
     if tried.returncode:
