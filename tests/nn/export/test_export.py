@@ -207,8 +207,14 @@ def test_the_command_reports_errors(saved, tmp_path, arguments, text):
 def test_the_command_exports_without_torch(saved, tmp_path):
     program = "import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_module('nn.export', run_name='__main__'); "
     program += "assert 'torch' not in sys.modules"
-    arguments = ["export", f"checkpoint={saved['adam']}", "output=out", "tables=[cat_3]"]
-    ended = start_command("-c", program, *arguments, directory=tmp_path, program=sys.executable)
+    arguments = [
+        "export",
+        f"checkpoint={saved['adam']}",
+        f"output={tmp_path / 'out'}",
+        "tables=[cat_3]",
+    ]
+    # An install has no top-level `nn`, so it starts where a checkout's commands start.
+    ended = start_command("-c", program, *arguments, directory=ROOT, program=sys.executable)
     assert ended.exit_code == 0, ended.err
     assert "1 tables, 4 files" in ended.out
     assert len(np.load(tmp_path / "out/cat_3.weight.npy")) == 300
