@@ -55,7 +55,7 @@ class DeltaWriter:
 
     If a delta cannot be written, one line reports it, and the next one holds its rows too.
 
-    `needs_base`: whether no checkpoint holds the state that the first delta will begin at.
+    `written`: called in a thread of rank 0 after every delta. `needs_base`: whether no checkpoint holds the state that the first delta will begin at.
     """
 
     def __init__(
@@ -67,7 +67,9 @@ class DeltaWriter:
         config: CheckpointConfig,
         ranks: Ranks,
         logger: Logger,
+        written: Callable[[], None] = lambda: None,
     ) -> None:
+        self._written = written
         self._directory, self._tables, self._dense = directory, tables, dense
         self._facts, self._config = dict(run.facts), config
         self._ranks, self._logger = ranks, logger
@@ -275,4 +277,5 @@ class DeltaWriter:
                 f"the delta of step {num_steps} was written, but not all that follows it: {error}. The next delta removes older "
                 "ones"
             )
+        self._written()
         return end

@@ -17,6 +17,7 @@ from nn.build import (
 )
 from nn.checkpoint.directory import (
     CHECKPOINTS,
+    DELTAS,
     clear,
     list_checkpoints,
     prune,
@@ -26,7 +27,6 @@ from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
 from nn.checkpoint.state import facts_of, trainer_rows
 from nn.checkpoint.tensor_index import read_index
-from nn.deltas.delta import FOLDER as DELTAS
 from nn.deltas.delta import chain_of
 from nn.deltas.observer import DeltaSaving
 from nn.deltas.writer import DeltaRun, DeltaWriter
@@ -104,7 +104,7 @@ def open_training(
             )
             heartbeat = stop.heartbeat
             saving = Saving(_checkpoint_manager(session, heartbeat, mirror), stop)
-            deltas = _delta_saving(session, heartbeat)
+            deltas = _delta_saving(session, heartbeat, mirror)
             saving.manager.check_room()
         progress = stack.enter_context(
             Progress(session.console, session.metrics, last_step, start_step=start.num_steps)
@@ -264,7 +264,9 @@ def _run_facts(session: Session) -> dict[str, Any]:
     return facts | {"stage": session.start.stage.facts()}
 
 
-def _delta_saving(session: Session, heartbeat: Heartbeat) -> DeltaSaving | None:
+def _delta_saving(
+    session: Session, heartbeat: Heartbeat, mirror: CheckpointMirror | None
+) -> DeltaSaving | None:
     """Remove the deltas after the state that the run starts from, and return what saves further ones; None without."""
     config, ranks, start = session.config, session.ranks, session.start
     if config.checkpoint.delta_every is None:
@@ -283,6 +285,7 @@ def _delta_saving(session: Session, heartbeat: Heartbeat) -> DeltaSaving | None:
         config.checkpoint,
         ranks,
         session.logger,
+        (lambda: None) if mirror is None else mirror.start,
     )
     stage = start.stage
     # Also if the run was killed before the first delta of the stage.
