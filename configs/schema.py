@@ -1166,6 +1166,11 @@ class LogConfig(Section):
         [],
         "observers of the training loop, each package.module:NAME (docs/operations.md#observers)",
     )
+    prometheus: str | None = option(
+        None,
+        "file NAME.prom, in the folder of node-exporter's textfile collector, for metrics of the run (docs/operations.md)",
+        path=True,
+    )
     mlperf: bool = option(
         False, "write the log of MLPerf's dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)"
     )
@@ -1196,6 +1201,10 @@ class LogConfig(Section):
         for name in self.observers:
             require(is_import_path(name), f"log.observers names {name}, no package.module:NAME")
             require(self.observers.count(name) == 1, f"log.observers names {name} twice")
+        require(
+            self.prometheus is None or self.prometheus.endswith(".prom"),
+            f"log.prometheus={self.prometheus}: the textfile collector reads files NAME.prom alone; name it so",
+        )
         for name in ("mlperf_org", "mlperf_platform"):
             require(getattr(self, name) != "", f"log.{name} is empty; name it, or leave it out")
 

@@ -116,6 +116,7 @@ def open_training(
             session.profiler(),
             mlperf,
             hypertune_report(session.logger) if ranks.is_rank0 else None,
+            _prometheus_file(session),
         ]
         observers_of_run = Observers([one for one in own if one is not None], users)
         output = RunOutput(session.recorder, progress, saving, observers_of_run)
@@ -186,6 +187,16 @@ def _mlperf_log(session: Session, started_ms: int) -> Iterator[MlperfLog | None]
         # All ranks raise an error of the file.
         ranks.run_on_rank0(open_log)
         yield opened[0] if opened else None
+
+
+def _prometheus_file(session: Session) -> Observer | None:
+    path = session.config.log.prometheus
+    if path is None or not session.ranks.is_rank0:
+        return None
+    # Imported where it is used: it brings an HTTP server.
+    from nn.observers.prometheus_file import PrometheusFile
+
+    return PrometheusFile(Path(path), str(session.recorder.run_dir), session.logger)
 
 
 def _mlperf_settings(session: Session) -> dict[str, Any]:
