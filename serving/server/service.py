@@ -286,15 +286,13 @@ def _same(rows: Rows) -> Rows:
 
 def _metadata(version: Version) -> dict[str, Any]:
     manifest, raw = version.model.manifest, version.model.raw
-    inputs = describe_inputs(manifest)
-    parameters = {}
-    if raw is not None:
-        if not takes_ids(manifest, {entry["name"]: entry for entry in inputs}):
-            inputs = []
-        names = {entry["name"] for entry in inputs}
-        parameters["raw"] = raw.describe_inputs()
-        # A name is listed once, since clients look inputs up by it: a ragged feature may be named as its column.
-        inputs += [entry for entry in parameters["raw"] if entry["name"] not in names]
+    inputs = features = describe_inputs(manifest)
+    # A client fills all inputs that are listed, so they are of one kind: raw values, if the model takes them.
+    raw_inputs = {} if raw is None else {"raw": raw.describe_inputs()}
+    if raw_inputs:
+        inputs = raw_inputs["raw"]
+        # Without other features a ragged one has the name of its column, and cannot be sent as ids.
+        features = features if takes_ids(manifest, {entry["name"] for entry in features}) else []
     return {
         "name": manifest.name,
         "versions": [version.name],
@@ -308,10 +306,11 @@ def _metadata(version: Version) -> dict[str, Any]:
             "model": manifest.model,
             "step": manifest.source.get("step"),
             "dtype": manifest.dtype,
+            "features": features,
             "numerical": manifest.numerical,
             "ids": [
                 feature.name for feature in manifest.fixed for _ in range(feature.hotness or 0)
             ],
-            **parameters,
+            **raw_inputs,
         },
     }
