@@ -1,4 +1,4 @@
-"""Mirror of a run directory on an object store: its checkpoints, deltas and records, for machines whose disks do not outlive them."""
+"""Mirror of a run directory on an object store, with its checkpoints, deltas and records; the machine may be lost."""
 
 import os
 from contextlib import suppress
@@ -113,7 +113,7 @@ class CheckpointMirror:
                     self._store.upload(path, path.name)
 
     def _is_same(self, name: str, path: Path) -> bool:
-        """Return whether the mirror's checkpoint or delta of a step is that of the run directory, which may have saved it again."""
+        """Return whether the mirror's checkpoint or delta is that of the run directory, which may have saved it again."""
         try:
             own = (path / RUN_FILE).read_bytes()
         except FileNotFoundError:  # pruned meanwhile

@@ -43,11 +43,13 @@ class DeltaRun:
 
     `start`: the state that the run starts from; None if it is part of no chain.
     `start_rows`: rows of every table in that state; tables may have grown since.
+    `written`: called in a thread of rank 0 after every delta.
     """
 
     facts: Mapping[str, Any]
     start: Link | None
     start_rows: Mapping[str, int] = field(default_factory=dict)
+    written: Callable[[], None] = lambda: None
 
 
 class DeltaWriter:
@@ -55,7 +57,7 @@ class DeltaWriter:
 
     If a delta cannot be written, one line reports it, and the next one holds its rows too.
 
-    `written`: called in a thread of rank 0 after every delta. `needs_base`: whether no checkpoint holds the state that the first delta will begin at.
+    `needs_base`: whether no checkpoint holds the state that the first delta will begin at.
     """
 
     def __init__(
@@ -67,9 +69,8 @@ class DeltaWriter:
         config: CheckpointConfig,
         ranks: Ranks,
         logger: Logger,
-        written: Callable[[], None] = lambda: None,
     ) -> None:
-        self._written = written
+        self._written = run.written
         self._directory, self._tables, self._dense = directory, tables, dense
         self._facts, self._config = dict(run.facts), config
         self._ranks, self._logger = ranks, logger

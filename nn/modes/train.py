@@ -284,6 +284,8 @@ def _delta_saving(
         return None
     run = DeltaRun(_run_facts(session), None)
     link = chain_of(start.facts) if start.is_continuation else None
+    if mirror is not None:
+        run = replace(run, written=mirror.start)
     if link is not None:
         tensors = read_index(start.checkpoint).tensors
         rows = {name: tensors[f"tables.{name}.weight"].size[0] for name in session.step.table_names}
@@ -296,7 +298,6 @@ def _delta_saving(
         config.checkpoint,
         ranks,
         session.logger,
-        (lambda: None) if mirror is None else mirror.start,
     )
     stage = start.stage
     # Also if the run was killed before the first delta of the stage.

@@ -91,15 +91,14 @@ class Metrics:
 
     def _forget_all_but(self, versions: Set[str]) -> None:
         for metric in self.by_version:
-            for family in metric.collect():
-                labels = [sample.labels for sample in family.samples]
-                gone = {
-                    tuple(value for name, value in each.items() if name != "le")
-                    for each in labels
-                    if each["version"] not in versions
-                }
-                for values in gone:
-                    metric.remove(*values)
+            samples = [sample for family in metric.collect() for sample in family.samples]
+            gone = {
+                tuple(value for name, value in sample.labels.items() if name != "le")
+                for sample in samples
+                if sample.labels["version"] not in versions
+            }
+            for values in gone:
+                metric.remove(*values)
 
 
 class _Now:

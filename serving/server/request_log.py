@@ -249,7 +249,9 @@ def _columns(request: LoggedRequest) -> dict[str, list[Any]]:
             is_list = (manifest.raw or {})["columns"].get(name) == 2
             columns[name] = [without_end(row) if is_list else row[0] for row in rows]
         elif name == NUMERICAL:
-            columns |= {each: [row[i] for row in rows] for i, each in enumerate(manifest.numerical)}
+            columns |= dict(
+                zip(manifest.numerical, map(list, zip(*rows, strict=True)), strict=True)
+            )
         elif name == IDS:
             place = 0
             for feature in manifest.fixed:
@@ -259,5 +261,5 @@ def _columns(request: LoggedRequest) -> dict[str, list[Any]]:
         elif name == manifest.keep_rate:
             columns[name] = [row[0] for row in rows]
         else:
-            columns[name] = [[each for each in row if each != PADDING] for row in rows]
+            columns[name] = [[number for number in row if number != PADDING] for row in rows]
     return columns

@@ -164,8 +164,8 @@ class Service:
         match rest:
             case []:
                 self._want(request, "GET")
-                names = [each.name for each in self._versions.serving]
-                return json_response(_metadata(version, names))
+                serving = [of.name for of in self._versions.serving]
+                return json_response(_metadata(version, serving))
             case ["ready"]:
                 self._want(request, "GET")
                 return json_response({"ready": True})

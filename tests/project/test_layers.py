@@ -250,7 +250,7 @@ ROOMS = {
     "serving.gpu": {"serving.inference", "serving.manifest"},
     "serving.loading": {"serving.gpu", "serving.inference"},
     "serving.triton": {"serving.inference", "serving.loading", "serving.manifest"},
-    "serving.server": {"serving.inference"},
+    "serving.server": {"serving.inference", "serving.manifest"},
     "serving.export": {"serving.exporting", "serving.manifest", "serving.versions"},
     "serving.run": {
         "serving.http_address",

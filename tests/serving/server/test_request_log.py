@@ -185,8 +185,8 @@ def total(metrics: Metrics, name: str) -> float:
 def test_rows_are_dropped_where_the_thread_is_behind_or_the_disk_is_full(
     version, tmp_path, monkeypatch
 ):
-    said: list[str] = []
-    log, found = RequestLog(tmp_path / "log", 1.0, 1 << 20, said.append), Metrics()
+    printed: list[str] = []
+    log, found = RequestLog(tmp_path / "log", 1.0, 1 << 20, printed.append), Metrics()
     monkeypatch.setattr(request_log, "MOST_WAITING", 250)
     monkeypatch.setattr(RequestLog, "_run", lambda self: None)
     log.start(found)
@@ -195,14 +195,14 @@ def test_rows_are_dropped_where_the_thread_is_behind_or_the_disk_is_full(
     assert total(found, "serving_log_dropped_rows_total") == 2
     log.stop()
     monkeypatch.undo()
-    log, found = RequestLog(tmp_path / "log", 1.0, 1 << 20, said.append), Metrics()
+    log, found = RequestLog(tmp_path / "log", 1.0, 1 << 20, printed.append), Metrics()
     (tmp_path / "log").rmdir()
     log.start(found)
     for number in range(3):
         log.put(logged(version, str(number)))
     log.stop()
     assert total(found, "serving_log_dropped_rows_total") == 3
-    [line] = said
+    [line] = printed
     assert line.startswith("served requests are not logged: ")
 
 
