@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -57,13 +58,13 @@ def read_status(run_dir: Path) -> RunStatus:
         return _status(run_dir)
     except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
         # A file may have anything in the place of a number.
-        text = f"a value of its files is not of its type ({type(error).__name__}: {error})"
-        if isinstance(error, OSError | ValueError):
-            text = str(error)
+        text = str(error) if isinstance(error, OSError | ValueError) else f"damaged: {error!r}"
         return RunStatus(str(run_dir), "unreadable", error=on_one_line(text))
 
 
 def _status(run_dir: Path) -> RunStatus:
+    with suppress(FileNotFoundError):
+        dict(read_json(run_dir / SUMMARY))  # a damaged one would look like that of a killed run
     run = RunRecord.read(run_dir)
     training = [record for record in run.records if "loss" in record][-RATE_RECORDS:]
     last_step = last_step_of(run)
@@ -76,7 +77,7 @@ def _status(run_dir: Path) -> RunStatus:
         state = DIVERGED
     error = run.message or run.summary.get(UNSAVED) or run.summary.get(PROBLEM)
     if run.state is State.crashed:
-        error = error or _damage(run_dir) or KILLED
+        error = error or KILLED
     return RunStatus(
         run=str(run_dir),
         state=state,
@@ -91,19 +92,6 @@ def _status(run_dir: Path) -> RunStatus:
         restarts=len(run.restarts),
         error=str(error) if error else None,
     )
-
-
-def _damage(run_dir: Path) -> str | None:
-    """Return what is wrong with the file of a run's result; None if there is none."""
-    problem = "want an object"
-    try:
-        if isinstance(read_json(run_dir / SUMMARY), dict):
-            return None
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        problem = str(error).removeprefix(f"{run_dir / SUMMARY}: ")
-    return f"{run_dir / SUMMARY}: {problem}; the result is lost, and the same command resumes"
 
 
 def last_step_of(run: RunRecord) -> int | None:

@@ -16,12 +16,20 @@ from nn.observers.observer import Loop, Observer, PendingCheckpoint
 
 EVERY_S = 5.0
 """Least time between two writes of training records."""
-RECORDED = {
-    "training_loss": ("loss", "Mean loss since the record before.", 1.0),
-    "training_samples_per_second": ("samples_per_s", "Rows trained per second.", 1.0),
-    "training_step_seconds": ("step_ms", "Time of a step.", 1e-3),
+MEANINGS = {
+    "running": "Whether the run trains.",
+    "finished": "Whether training has come to its end.",
+    "updated_seconds": "When this file was written, Unix time.",
+    "step": "Updates made so far.",
+    "last_step": "Updates of the run, or until the end of its day.",
+    "epoch": "Epochs so far.",
+    "loss": "Mean loss since the record before.",
+    "samples_per_second": "Rows trained per second.",
+    "step_seconds": "Time of a step.",
+    "evaluation": "Metrics of the latest evaluation.",
+    "checkpoint_step": "Step of the latest checkpoint.",
+    "checkpoint_seconds": "When the latest checkpoint was seen to be complete, Unix time.",
 }
-"""Key of a training record, meaning and factor, by metric."""
 
 
 class PrometheusFile(Observer):
@@ -37,14 +45,15 @@ class PrometheusFile(Observer):
 
     def on_start(self, loop: Loop) -> None:
         """Say that the run trains."""
-        self._set("training_finished", "Whether training has come to its end.", 0)
+        self._set("finished", 0)
         self._write(loop, is_running=True)
 
     def on_record(self, loop: Loop, record: Mapping[str, Any]) -> None:
         """Write loss and speed, at most every `EVERY_S`."""
-        for name, (key, meaning, factor) in RECORDED.items():
-            if record.get(key) is not None:
-                self._set(name, meaning, record[key] * factor)
+        self._set("loss", record["loss"])
+        if record["step_ms"] is not None:
+            self._set("samples_per_second", record["samples_per_s"])
+            self._set("step_seconds", record["step_ms"] / 1e3)
         if time.monotonic() >= self._next:
             self._write(loop, is_running=True)
 
@@ -52,8 +61,7 @@ class PrometheusFile(Observer):
         """Write the metrics of an evaluation."""
         for key, value in record.items():
             if key.startswith("test_") and isinstance(value, float):
-                meaning = "Metrics of the latest evaluation."
-                self._set("training_evaluation", meaning, value, metric=key.removeprefix("test_"))
+                self._set("evaluation", value, metric=key.removeprefix("test_"))
         self._write(loop, is_running=not is_final)
 
     def on_checkpoint(self, loop: Loop, checkpoint: PendingCheckpoint) -> None:
@@ -62,7 +70,7 @@ class PrometheusFile(Observer):
 
     def on_end(self, loop: Loop) -> None:
         """Say that training has come to its end."""
-        self._set("training_finished", "Whether training has come to its end.", 1)
+        self._set("finished", 1)
         self._write(loop, is_running=False)
 
     def on_error(self, loop: Loop) -> None:
@@ -71,19 +79,14 @@ class PrometheusFile(Observer):
 
     def _write(self, loop: Loop, *, is_running: bool) -> None:
         self._next = time.monotonic() + EVERY_S
-        now = time.time()
-        self._set("training_running", "Whether the run trains.", int(is_running))
-        self._set("training_updated_seconds", "When this file was written, Unix time.", now)
-        self._set("training_step", "Updates made so far.", loop.num_steps)
-        self._set(
-            "training_last_step", "Updates of the run, or until the end of its day.", loop.last_step
-        )
-        self._set("training_epoch", "Epochs so far.", loop.epoch())
+        self._set("running", int(is_running))
+        self._set("updated_seconds", time.time())
+        self._set("step", loop.num_steps)
+        self._set("last_step", loop.last_step)
+        self._set("epoch", loop.epoch())
         if self._saving is not None and self._saving.exists():
-            step = int(self._saving.name.removeprefix("step_"))
-            self._set("training_checkpoint_step", "Step of the latest checkpoint.", step)
-            meaning = "When the latest checkpoint was seen to be complete, Unix time."
-            self._set("training_checkpoint_seconds", meaning, now)
+            self._set("checkpoint_step", int(self._saving.name.removeprefix("step_")))
+            self._set("checkpoint_seconds", time.time())
             self._saving = None
         try:
             write_to_textfile(str(self._path), self._registry)
@@ -93,7 +96,8 @@ class PrometheusFile(Observer):
                 problem = f"log.prometheus={self._path} cannot be written: {error.strerror}"
                 self._logger.warning(f"{problem}. The run continues, and tries again")
 
-    def _set(self, name: str, meaning: str, value: float, **labels: str) -> None:
+    def _set(self, name: str, value: float, **labels: str) -> None:
         if name not in self._gauges:
-            self._gauges[name] = Gauge(name, meaning, ["run", *labels], registry=self._registry)
+            full, names = f"training_{name}", ["run", *labels]
+            self._gauges[name] = Gauge(full, MEANINGS[name], names, registry=self._registry)
         self._gauges[name].labels(run=self._run, **labels).set(value)

@@ -73,13 +73,7 @@ class Metrics:
         shares: Sequence[tuple[Version, float]],
         gauges: dict[str, tuple[str, float]],
     ) -> bytes:
-        """Return all metrics.
-
-        Args:
-            model: name of the model.
-            shares: versions that serve, and the share of requests that each answers.
-            gauges: meaning and value by name; a name that ends with `_total` is a counter's.
-        """
+        """Return all metrics; `gauges` have meaning and value by name, and one whose name ends with `_total` is a counter."""
         self._version.clear()
         for version, share in shares:
             self._version.labels(model, version.name, version.identity).set(share)
@@ -91,13 +85,10 @@ class Metrics:
 
     def _forget_all_but(self, versions: Set[str]) -> None:
         for metric in self.by_version:
-            samples = [sample for family in metric.collect() for sample in family.samples]
-            gone = {
-                tuple(value for name, value in sample.labels.items() if name != "le")
-                for sample in samples
-                if sample.labels["version"] not in versions
-            }
-            for values in gone:
+            labels = [sample.labels for family in metric.collect() for sample in family.samples]
+            gone = [of for of in labels if of["version"] not in versions]
+            # A histogram has several samples with the same labels but `le`.
+            for values in {tuple(of[n] for n in of if n != "le") for of in gone}:
                 metric.remove(*values)
 
 

@@ -9,8 +9,8 @@ import random
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,6 +18,7 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
+import torch
 from prometheus_client import Counter
 
 from configs.messages import os_error_text, shown
@@ -26,10 +27,10 @@ from serving.inference.model_rows import Rows
 from serving.inference.raw_values import without_end
 from serving.inference.requests import takes_ids
 from serving.inference.versions import Version
-from serving.manifest import IDS, NUMERICAL, PADDING
+from serving.manifest import IDS, NUMERICAL, PADDING, Manifest
 from serving.server.http_server import RequestError
 from serving.server.metrics import Metrics
-from serving.server.protocol import Tensor, refuse
+from serving.server.protocol import TEXT, InferRequest, Tensor, refuse
 
 MOST_WAITING = 64 << 20
 """Bytes of bodies whose requests may wait for the thread; further requests are dropped."""
@@ -43,27 +44,19 @@ FILES = 8
 
 @dataclass(slots=True)
 class LoggedRequest:
-    """A request that is logged; the last three fields come when it is scored.
-
-    `num_bytes`: of its body. `scores`: float32 [B, O].
-    """
+    """A request that is logged; `rows` and `scores`, float32 [B, O], come when it is scored."""
 
     version: Version
-    inputs: Mapping[str, Tensor]
-    num_rows: int
-    num_bytes: int
-    id: str = ""
-    rows: Rows | None = None
-    scores: np.ndarray | None = None
+    request: InferRequest
+    num_bytes: int  # of its body
+    read: Callable[[], Rows]
+    rows: Rows = field(init=False)
+    scores: np.ndarray = field(init=False)
 
-    def reading(self, read: Callable[[], Rows]) -> Callable[[], Rows]:
-        """Return what reads its rows, and keeps them."""
-
-        def keep() -> Rows:
-            self.rows = read()
-            return self.rows
-
-        return keep
+    def keep_rows(self) -> Rows:
+        """Read the rows, and keep them."""
+        self.rows = self.read()
+        return self.rows
 
 
 class RequestLog:
@@ -83,7 +76,7 @@ class RequestLog:
         self._waiting: SimpleQueue[LoggedRequest | None] = SimpleQueue()
         # Each is counted by one thread: the loop, and the one that writes.
         self._bytes_put = self._bytes_taken = 0
-        # Version and scores by id; a version has much memory, so only its name.
+        # By id: name of the version, whose tables are large, and its scores by output.
         self._scored: OrderedDict[str, tuple[str, Mapping[str, np.ndarray]]] = OrderedDict()
         self._rows_scored = 0
 
@@ -119,27 +112,22 @@ class RequestLog:
 
     def put(self, request: LoggedRequest) -> None:
         """Log a request that has been scored."""
-        assert request.scores is not None
+        identity, version = request.request.id or "", request.version
         waiting = self._bytes_put - self._bytes_taken + request.num_bytes
-        if waiting > MOST_WAITING or len(request.id) > MOST_ID:
-            self._dropped.inc(request.num_rows)
+        if waiting > MOST_WAITING or len(identity) > MOST_ID:
+            self._dropped.inc(len(request.scores))
             return
         self._bytes_put += request.num_bytes
         self._waiting.put(request)
-        scores = {
-            # Not a part of the whole batch's.
-            output.name: request.scores[:, index].copy()
-            for index, output in enumerate(request.version.model.manifest.outputs)
-            if output.is_binary
-        }
-        for name, of in scores.items():
-            self._logged.labels(request.version.name, name).inc(len(of))
-            self._logged_scores.labels(request.version.name, name).inc(float(of.sum()))
-        if not scores:
-            return
-        self._forget(request.id)
-        self._scored[request.id] = request.version.name, scores
-        self._rows_scored += request.num_rows
+        outputs = [o.name if o.is_binary else "" for o in version.model.manifest.outputs]
+        # A copy: they may be a part of a batch's.
+        scores = dict(zip(outputs, request.scores.T.copy(), strict=True))
+        for name in set(outputs) - {""}:
+            self._logged.labels(version.name, name).inc(len(scores[name]))
+            self._logged_scores.labels(version.name, name).inc(float(scores[name].sum()))
+        self._forget(identity)
+        self._scored[identity] = version.name, scores
+        self._rows_scored += len(request.scores)
         while self._rows_scored > MOST_REMEMBERED:
             self._forget(next(iter(self._scored)))
 
@@ -154,14 +142,10 @@ class RequestLog:
         version, scores = self._scored[identity]
         for name, tensor in labels.items():
             if name not in scores:
-                refuse(f"{shown(name)} is no output with probabilities; want {', '.join(scores)}")
-            values = tensor.values
-            wanted = len(scores[name])
-            if (
-                isinstance(values, list)
-                or values.size != wanted
-                or not ((values >= 0) & (values <= 1)).all()
-            ):
+                refuse(f"{shown(name)} is no output with probabilities")
+            values, wanted = tensor.values, len(scores[name])
+            is_right = tensor.datatype != TEXT and values.size == wanted
+            if not is_right or not ((values >= 0) & (values <= 1)).all():
                 refuse(f"labels of {shown(name)}: want {wanted:,} numbers from 0 to 1")
         for name, tensor in labels.items():
             self._labelled.labels(version, name).inc(len(scores[name]))
@@ -175,11 +159,13 @@ class RequestLog:
 
     def _run(self) -> None:
         while (request := self._waiting.get()) is not None:
+            for name, ids in _ids(request):
+                self._ids.labels(name).inc(ids.numel())
+                self._unknown.labels(name).inc(int((ids == 0).sum()))
             try:
-                self._count_ids(request)
                 self._append("".join(f"{line}\n" for line in _lines(request)).encode())
             except OSError as error:
-                self._dropped.inc(request.num_rows)
+                self._dropped.inc(len(request.scores))
                 if not self._has_failed:
                     self._log(f"served requests are not logged: {os_error_text(error)}")
                 self._has_failed = True
@@ -188,78 +174,66 @@ class RequestLog:
             self._file.close()
 
     def _append(self, text: bytes) -> None:
-        if self._file is None or self._file_bytes + len(text) > self._most_bytes // FILES:
+        size = self._most_bytes // FILES
+        if self._file is None or self._file_bytes + len(text) > size:
             if self._file is not None:
                 self._file.close()
-            self._remove_oldest()
+            files = sorted(self._folder.glob("requests_*.jsonl"))
+            sizes = [path.stat().st_size for path in files]
+            while sum(sizes) > self._most_bytes - size:
+                files.pop(0).unlink(missing_ok=True)
+                sizes.pop(0)
             stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
             name = f"requests_{stamp}_{time.monotonic_ns()}_{socket.gethostname()}.jsonl"
             self._file, self._file_bytes = AppendedFile(self._folder / name, is_text=True), 0
         self._file.append(text)
         self._file_bytes += len(text)
 
-    def _remove_oldest(self) -> None:
-        files = sorted(self._folder.glob("requests_*.jsonl"))
-        left = sum(path.stat().st_size for path in files)
-        for path in files:
-            if left <= self._most_bytes - self._most_bytes // FILES:
-                return
-            left -= path.stat().st_size
-            path.unlink(missing_ok=True)
 
-    def _count_ids(self, request: LoggedRequest) -> None:
-        assert request.rows is not None
-        found = {name: ids.values for name, ids in request.rows.ragged.items()}
-        place = 0
-        for feature in request.version.model.manifest.fixed:
-            last = place + (feature.hotness or 0)
-            found[feature.name] = request.rows.ids[:, place:last]
-            place = last
-        for name, ids in found.items():
-            self._ids.labels(name).inc(ids.numel())
-            self._unknown.labels(name).inc(int((ids == 0).sum()))
+def _ids(request: LoggedRequest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the ids of every feature."""
+    for name, ids in request.rows.ragged.items():
+        yield name, ids.values
+    fixed = request.version.model.manifest.fixed
+    sizes = [feature.hotness or 0 for feature in fixed]
+    for feature, part in zip(fixed, request.rows.ids.split(sizes, dim=1), strict=True):
+        yield feature.name, part
 
 
 def _lines(request: LoggedRequest) -> Iterator[str]:
     """Yield the rows of a request."""
-    assert request.scores is not None
     version, now = request.version, round(time.time(), 3)
-    columns = _columns(request)
-    columns |= {
-        f"served_{output.name}": request.scores[:, index].tolist()
-        for index, output in enumerate(version.model.manifest.outputs)
-    }
-    for row in range(request.num_rows):
+    columns = dict(_columns(request.request, version.model.manifest))
+    for output, scores in zip(version.model.manifest.outputs, request.scores.T, strict=True):
+        columns[f"served_{output.name}"] = scores.tolist()
+    for row in range(len(request.scores)):
         values = {name: column[row] for name, column in columns.items()}
-        values |= {"served_id": request.id, "served_row": row, "served_time": now}
+        values |= {"served_id": request.request.id, "served_row": row, "served_time": now}
         yield json.dumps(values | {"served_version": version.name}, ensure_ascii=False)
 
 
-def _columns(request: LoggedRequest) -> dict[str, list[Any]]:
-    """Return the values of every row by the names of raw columns, or of features."""
-    manifest, columns = request.version.model.manifest, dict[str, list[Any]]()
+def _columns(request: InferRequest, manifest: Manifest) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the values of every row by the names of raw columns, or of features."""
+    is_raw = not takes_ids(manifest, request.inputs)
     for name, tensor in request.inputs.items():
-        values = tensor.values
-        flat = values if isinstance(values, list) else values.reshape(-1).tolist()
+        flat = tensor.values if tensor.datatype == TEXT else tensor.values.reshape(-1).tolist()
         # NaN is a missing number, and not JSON.
         flat = [None if value != value else value for value in flat]
         width = len(flat) // request.num_rows
         rows = [flat[i * width : (i + 1) * width] for i in range(request.num_rows)]
-        if not takes_ids(manifest, request.inputs):
-            is_list = (manifest.raw or {})["columns"].get(name) == 2
-            columns[name] = [without_end(row) if is_list else row[0] for row in rows]
+        if is_raw and (manifest.raw or {})["columns"].get(name) == 2:
+            yield name, [without_end(row) for row in rows]
+        elif is_raw or name == manifest.keep_rate:
+            yield name, [row[0] for row in rows]
         elif name == NUMERICAL:
-            columns |= dict(
-                zip(manifest.numerical, map(list, zip(*rows, strict=True)), strict=True)
-            )
+            yield from zip(manifest.numerical, zip(*rows, strict=True), strict=True)
         elif name == IDS:
-            place = 0
+            columns = iter(zip(*rows, strict=True))
             for feature in manifest.fixed:
-                first, place = place, place + (feature.hotness or 0)
-                is_one = feature.hotness == 1
-                columns[feature.name] = [row[first] if is_one else row[first:place] for row in rows]
-        elif name == manifest.keep_rate:
-            columns[name] = [row[0] for row in rows]
+                parts = [next(columns) for _ in range(feature.hotness or 0)]
+                yield (
+                    feature.name,
+                    parts[0] if feature.hotness == 1 else [*zip(*parts, strict=True)],
+                )
         else:
-            columns[name] = [[number for number in row if number != PADDING] for row in rows]
-    return columns
+            yield name, [[number for number in row if number != PADDING] for row in rows]

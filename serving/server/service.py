@@ -174,7 +174,10 @@ class Service:
                 return await self._infer(request, version)
             case ["labels"] if self._request_log is not None:
                 self._want(request, "POST")
-                parsed = await self._small.run(partial(_parsed_labels, request))
+                body, headers = request.body, request.headers
+                parsed = await self._small.run(
+                    lambda: read_inputs(describe_infer(body, headers), body)
+                )
                 self._request_log.label(parsed.id, parsed.inputs)
                 return json_response({"id": parsed.id})
         raise RequestError(HTTPStatus.NOT_FOUND, f"there is no {shown(request.path)}")
@@ -183,11 +186,10 @@ class Service:
         started = time.monotonic()
         parsed, read = await self._read(request, version)
         logged = None
-        if parsed.inputs and self._request_log is not None:
+        if parsed.inputs:  # it was chosen for the log
             parsed = replace(parsed, id=uuid4().hex if parsed.id is None else parsed.id)
-            size = len(request.body)
-            logged = LoggedRequest(version, parsed.inputs, parsed.num_rows, size, parsed.id or "")
-            read = logged.reading(read)
+            logged = LoggedRequest(version, parsed, len(request.body), read)
+            read = logged.keep_rows
         scores = await self._batcher.scores(version, parsed.num_rows, read)
         problem = why_not_finite(scores)
         if problem is not None:
@@ -286,15 +288,14 @@ class Service:
             )
 
     def _version(self, name: str) -> Version:
-        serving = self._versions.serving
-        for version in serving:
-            if version.name == name:
-                return version
-        names = " and ".join(version.name for version in serving)
-        raise RequestError(
-            HTTPStatus.NOT_FOUND,
-            f"version {shown(name)} does not serve; {names} {'does' if len(serving) == 1 else 'do'}",
-        )
+        serving = {version.name: version for version in self._versions.serving}
+        if name not in serving:
+            raise RequestError(
+                HTTPStatus.NOT_FOUND,
+                f"version {shown(name)} does not serve; {' and '.join(serving)} "
+                f"{'does' if len(serving) == 1 else 'do'}",
+            )
+        return serving[name]
 
     def _want(self, request: Request, method: str) -> None:
         if request.method != method:
@@ -315,10 +316,6 @@ def _refusing(read: Callable[..., Rows], *args: Any) -> Rows:
 
 def _same(rows: Rows) -> Rows:
     return rows
-
-
-def _parsed_labels(request: Request) -> InferRequest:
-    return read_inputs(describe_infer(request.body, request.headers), request.body)
 
 
 def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:

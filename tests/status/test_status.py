@@ -143,13 +143,13 @@ def test_one_run_is_a_list_and_several_are_a_table_with_their_errors(run, capsys
     ("name", "content", "problem"),
     [
         ("summary.json", b"{", "summary.json: not JSON: "),
-        ("summary.json", b"[1]", "summary.json: want an object; the result is lost"),
+        ("summary.json", b"[1]", "damaged: TypeError('cannot convert dictionary"),
         ("summary.json", b"", "summary.json: not JSON: "),
         ("summary.json", b"\xff\xfe", "summary.json: not UTF-8 text: "),
         ("summary.json", b'{"checkpoint_problem": {"a": 1}}', "{'a': 1}"),
         ("metrics.jsonl", b"{\n", "metrics.jsonl, line 1: not JSON"),
-        ("metrics.jsonl", b'{}\n{"step": 3, "loss": 1}\n', "(KeyError: 'epoch')"),
-        ("config.yaml", b"train: {max_steps: [1]}", "TypeError: unsupported operand"),
+        ("metrics.jsonl", b'{}\n{"step": 3, "loss": 1}\n', "damaged: KeyError('epoch')"),
+        ("config.yaml", b"train: {max_steps: [1]}", 'damaged: TypeError("unsupported operand'),
         ("config.yaml", b"train: {epochs: x}", "invalid literal for int()"),
     ],
 )

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from serving.inference.model_rows import Rows
 from serving.server import request_log
 from serving.server.metrics import Metrics
-from serving.server.protocol import Tensor
+from serving.server.protocol import InferRequest, Tensor
 from serving.server.request_log import LoggedRequest, RequestLog
 from tests.preproc.table.test_pipeline import build
 from tests.serving.handmade_model import write_raw_model
@@ -117,7 +119,7 @@ def test_labels_by_the_id_of_a_request_tell_the_calibration(model, tmp_path):
                 "price",
                 [1],
                 400,
-                "'price' is no output with probabilities; want click",
+                "'price' is no output with probabilities",
             ),
             (second["id"], "click", [1, 0], 400, "want 3 numbers from 0 to 1"),
             (second["id"], "click", [2, 1, 0], 400, "want 3 numbers from 0 to 1"),
@@ -173,8 +175,10 @@ def version():
 
 
 def logged(version, identity: str, text: str = "x") -> LoggedRequest:
-    request = LoggedRequest(version, {"a": Tensor("a", "BYTES", (1,), [text])}, 1, 100, identity)
-    request.rows, request.scores = SimpleNamespace(ragged={}, ids=None), np.zeros((1, 1), "f4")
+    inputs = {"a": Tensor("a", "BYTES", (1,), [text])}
+    request = LoggedRequest(version, InferRequest(inputs, 1, identity), 100, lambda: None)
+    request.rows = Rows(torch.zeros(1, 0), torch.zeros(1, 0, dtype=torch.int64))
+    request.scores = np.zeros((1, 1), "f4")
     return request
 
 
