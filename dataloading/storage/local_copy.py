@@ -103,28 +103,22 @@ def _make_room(needed: int, address: str) -> None:
     Raises ValueError: they are not, even so.
     """
     cache = cache_directory()
-    disk = shutil.disk_usage(cache)
-    gib = os.environ.get("RECSYS_CACHE_GIB")
-    most = int(float(gib) * 2**30) if gib else int(disk.total * DISK_SHARE)
+    disk, gib = shutil.disk_usage(cache), os.environ.get("RECSYS_CACHE_GIB")
+    most = float(gib) * 2**30 if gib else disk.total * DISK_SHARE
     copies = [path for path in cache.iterdir() if path.is_dir() and path.name != OUTPUTS]
-    sizes = {path: _size(path) for path in sorted(copies, key=lambda path: path.stat().st_mtime)}
-    taken = sum(sizes.values())
-    room = min(most - taken, disk.free)
-    for path, size in sizes.items():
+    room = min(most - sum(map(_size, copies)), disk.free)
+    for path in sorted(copies, key=lambda path: path.stat().st_mtime):
         if needed <= room:
-            return
-        try:
+            break
+        with suppress(BlockingIOError, UnlockableError):  # a process may use it
             lock = lock_directory(path)
-        except (FileNotFoundError, BlockingIOError, UnlockableError):
-            continue
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-        room += size
+            room += _size(path)
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
     if needed > room:
         raise ValueError(
-            f"{address} needs {needed / 2**30:,.1f} GiB in {cache}, which has {max(room, 0) / 2**30:,.1f} GiB free: the bound of "
-            f"all copies is {most / 2**30:,.1f} GiB, and those of running commands stay; set RECSYS_CACHE_GIB to more, or "
-            "XDG_CACHE_HOME to a folder with room"
+            f"{address} needs {needed / 2**30:,.1f} GiB in {cache}, where {max(room, 0) / 2**30:,.1f} GiB of {most / 2**30:,.1f} are "
+            "free, and copies of running commands stay; set RECSYS_CACHE_GIB to more, or XDG_CACHE_HOME to a folder with room"
         )
 
 

@@ -174,10 +174,7 @@ class Service:
                 return await self._infer(request, version)
             case ["labels"] if self._request_log is not None:
                 self._want(request, "POST")
-                body, headers = request.body, request.headers
-                parsed = await self._small.run(
-                    lambda: read_inputs(describe_infer(body, headers), body)
-                )
+                parsed = await self._small.run(partial(_labels, request))
                 self._request_log.label(parsed.id, parsed.inputs)
                 return json_response({"id": parsed.id})
         raise RequestError(HTTPStatus.NOT_FOUND, f"there is no {shown(request.path)}")
@@ -290,11 +287,8 @@ class Service:
     def _version(self, name: str) -> Version:
         serving = {version.name: version for version in self._versions.serving}
         if name not in serving:
-            raise RequestError(
-                HTTPStatus.NOT_FOUND,
-                f"version {shown(name)} does not serve; {' and '.join(serving)} "
-                f"{'does' if len(serving) == 1 else 'do'}",
-            )
+            text = f"version {shown(name)} does not serve; what serves is {' and '.join(serving)}"
+            raise RequestError(HTTPStatus.NOT_FOUND, text)
         return serving[name]
 
     def _want(self, request: Request, method: str) -> None:
@@ -316,6 +310,10 @@ def _refusing(read: Callable[..., Rows], *args: Any) -> Rows:
 
 def _same(rows: Rows) -> Rows:
     return rows
+
+
+def _labels(request: Request) -> InferRequest:
+    return read_inputs(describe_infer(request.body, request.headers), request.body)
 
 
 def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:

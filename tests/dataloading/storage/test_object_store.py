@@ -80,7 +80,7 @@ def test_the_copies_that_were_used_last_longest_ago_make_room(bucket, tmp_path, 
     assert copies() == {"c", "d", "o"}
     # Now d is used too, and an interrupted copy counts.
     ObjectStore(f"{bucket}/lru/e").upload(tmp_path / "x.txt", "")
-    with pytest.raises(ValueError, match="those of running commands stay; set RECSYS_CACHE_GIB"):
+    with pytest.raises(ValueError, match="copies of running commands stay; set RECSYS_CACHE_GIB"):
         local_path(f"{bucket}/lru/e")
     assert copies() == {"c", "d", "o", "."}
     os.close(held)
