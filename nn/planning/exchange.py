@@ -68,8 +68,9 @@ def planned_exchange(
 ) -> list[RankExchange]:
     """Count what each rank sends per training step of a full batch.
 
-    Counted: ids, embeddings and their gradients; requested rows, with their expected capacity; the all-reduce of the gradients of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Not counted: losses,
-    flags, metrics, and the maxima of `train.fp8`.
+    Counted: ids, embeddings and their gradients; requested rows, with their expected capacity; the all-reduce of the gradients
+    of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Not counted: losses, flags,
+    metrics, and the maxima of `train.fp8`.
     """
     world_size = hardware.world_size
     batch = config.train.batch_size // world_size
