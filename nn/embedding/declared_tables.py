@@ -178,7 +178,7 @@ def lookups_of(
 
 
 CAPACITY = 1.125
-"""Room for the ids of a ragged feature in a batch, times their expected number; `SPREAD` adds what small batches need."""
+"""Capacity for the ids of a ragged feature in a batch, over their expected number; `SPREAD` adds what small batches need."""
 SPREAD = 6.0
 
 
