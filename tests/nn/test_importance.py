@@ -170,6 +170,7 @@ def test_the_command_finds_the_feature_that_labels_depend_on(tmp_path):
     assert found["features"]["user"]["auc"]["mean"] < -0.05
     assert found["features"]["user"]["log_loss"]["mean"] > 0
     assert abs(found["features"]["item"]["auc"]["mean"]) < 0.05
+    assert (tmp_path / "one/importance.png").read_bytes().startswith(b"\x89PNG")
     lines = list(csv.reader((tmp_path / "one/importance.csv").open()))
     assert lines[0] == [
         "feature",
