@@ -133,7 +133,7 @@ def test_every_room_and_every_python_file_beside_them_is_in_the_map():
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) <= 180
 
 
 def test_the_readme_names_six_files_to_read_first():
