@@ -97,7 +97,7 @@ SUBPACKAGES = {
     "nn.checkpoint": {"nn.distributed", "nn.ops"},
     "nn.loggers": set(),
     "nn.observers": {"nn.distributed", "nn.models"},
-    "nn.plots": set(),
+    "nn.plots": {"nn.models"},
     "nn.observability": {
         "nn.distributed",
         "nn.loggers",
