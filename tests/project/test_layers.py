@@ -225,6 +225,7 @@ SUBPACKAGES = {
         "nn.observability",
         "nn.observers",
         "nn.planning",
+        "nn.plots",
         "nn.resume",
         "nn.session",
         "nn.stages",
@@ -349,7 +350,7 @@ SUBPACKAGES = {
         "preproc.work_directory",
     },
 }
-MOST_MODULES = 18
+MOST_MODULES = 20
 KNOWS_RANKS = {
     "nn.distributed.process_group",
     "nn.planning.balance",
