@@ -1,6 +1,5 @@
 """Export of a checkpoint as a model directory, which is complete or absent."""
 
-import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -233,7 +232,4 @@ def _manifest(
 
 
 def _output(task: Task) -> Output:
-    rate = task.options.keep_rate
-    return Output(
-        task.name, task.is_binary, 0.0 if rate is None or not task.is_binary else math.log(rate)
-    )
+    return Output(task.name, task.is_binary, task.shift)

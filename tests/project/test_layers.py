@@ -30,7 +30,7 @@ LAYERS = {
     # It names the modules of others as texts, and imports them when a name is used.
     "hybrid_parallel_recsys": {"configs"},
     "setup": set(),
-    "main": {"configs", "nn", "preproc"},
+    "main": {"compare", "configs", "nn", "preproc"},
     "dlrm": {"configs", "main"},
     "dcnv2": {"configs", "main"},
     "benchmarks": {"configs", "dataloading", "nn", "serving", "sweep", "main"},
@@ -131,11 +131,14 @@ SUBPACKAGES = {
     "nn.multirun": {"nn.distributed"},
     "nn.scores": {
         "nn.build",
+        "nn.checkpoint",
         "nn.checks",
         "nn.distributed",
+        "nn.metrics",
         "nn.models",
         "nn.observability",
         "nn.resume",
+        "nn.saved_config",
         "nn.training",
     },
     "nn.hypertune": {"nn.models", "nn.observers"},
@@ -214,7 +217,9 @@ SUBPACKAGES = {
         "nn.resume",
         "nn.training",
     },
+    "nn.baseline": {"nn.metrics", "nn.models", "nn.observability"},
     "nn.modes": {
+        "nn.baseline",
         "nn.build",
         "nn.checkpoint",
         "nn.checks",
