@@ -3,20 +3,19 @@
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
 from dataloading.batch import Batch, aligned, fixed_layout, jagged
-from dataloading.batch_memory import BatchMemory, OwnMemory, Slot, SlotFullError, Slots
-from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.batch_memory import BatchMemory, OwnMemory, SlotFullError, Slots
 from dataloading.dataset.source import Allocate, Columns, Source
 from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.pipeline import KeyPipeline
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from dataloading.keys.described_keys import DescribedKeys
     from dataloading.keys.key_maps import KeyMaps
 
+Read = TypeVar("Read")
 READERS = 4
 RAGGED_READERS = 8
 """Ragged rows take two to three times as long to read: with four readers, the step of one H200 waited for them."""
@@ -223,38 +223,37 @@ class Loader:
             return self._read_by_threads(steps)
         return self._read_by_processes(steps, self._readers, self._slots)
 
+    def _in_order(
+        self, steps: Iterator[int], start: Callable[[int], Callable[[], Read]]
+    ) -> Generator[Read, None, None]:
+        """Yield what was read at each of `steps`, of which `prefetch` are started ahead; `start` returns how to wait for it."""
+        pending = deque(start(step) for step in islice(steps, self.prefetch))
+        while pending:
+            asked = perf_counter()
+            read = pending.popleft()()
+            self.data_wait_ms = (perf_counter() - asked) * 1e3
+            pending.extend(start(step) for step in islice(steps, 1))
+            yield read
+            del read  # so that the consumer holds the only reference
+
     def _read_by_threads(self, steps: Iterator[int]) -> Generator[Batch, None, None]:
         pool = ThreadPoolExecutor(
             min(self.workers, self.prefetch),
             thread_name_prefix=f"loader-{self.split}",
             initializer=self._enter_thread,
         )
-        mapper = self._mapper()
 
-        def described(read: Future[Batch], step: int) -> tuple[Batch, "DescribedKeys"]:
-            batch = read.result()
-            return batch, self._described(batch, step)
-
-        def start(step: int) -> Future[Batch]:
+        def start(step: int) -> Callable[[], Batch]:
             read = pool.submit(self._read, step)
             if mapper is None:
-                return read
-            return mapper.submit(partial(described, read, step), self._map_keys)
+                return read.result
+            described = lambda: (read.result(), self._described(read.result(), step))  # noqa: E731
+            return mapper.submit(described, self._map_keys).result
 
-        try:
-            pending = deque(start(step) for step in islice(steps, self.prefetch))
-            while pending:
-                asked = perf_counter()
-                batch = pending.popleft().result()
-                self.data_wait_ms = (perf_counter() - asked) * 1e3
-                pending.extend(start(step) for step in islice(steps, 1))
-                yield batch
-                del batch  # so that the consumer holds the only reference
-        finally:
-            try:
-                pool.shutdown(wait=True, cancel_futures=True)
-            finally:
-                self._end(mapper)
+        with ExitStack() as stack:
+            mapper = self._mapper(stack)
+            stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+            yield from self._in_order(steps, start)
 
     def _read_by_processes(
         self, steps: Iterator[int], readers: ReaderProcesses, slots: Slots
@@ -264,8 +263,6 @@ class Loader:
             slots.pin()
             # An earlier iterator may have been dropped while its last batch was being copied.
             torch.cuda.synchronize()
-        mapper = self._mapper()
-        pending: deque[Callable[[], tuple[int, Batch]]] = deque()
 
         def finished(step: int) -> tuple[int, Batch]:
             slot = readers.finish()
@@ -275,46 +272,37 @@ class Loader:
             slot, batch = finished(step)
             return (slot, batch), self._described(batch, step)
 
-        def start(num_steps: int) -> None:
-            for step in islice(steps, num_steps):
-                slots.wait_for_copies(readers.next_slot)
-                readers.start(step)
-                pending.append(
-                    partial(finished, step)
-                    if mapper is None
-                    else mapper.submit(partial(described, step), self._map_keys).result
-                )
+        def start(step: int) -> Callable[[], tuple[int, Batch]]:
+            slots.wait_for_copies(readers.next_slot)
+            readers.start(step)
+            if mapper is None:
+                return partial(finished, step)
+            return mapper.submit(partial(described, step), self._map_keys).result
 
-        try:
-            start(self.prefetch)
-            while pending:
-                asked = perf_counter()
-                slot, batch = pending.popleft()()
-                self.data_wait_ms = (perf_counter() - asked) * 1e3
-                start(1)
+        def drain() -> None:
+            while readers.num_pending:
+                with suppress(ValueError, OSError, MemoryError, RuntimeError):
+                    readers.finish()
+
+        with ExitStack() as stack:
+            stack.callback(drain)
+            mapper = self._mapper(stack)
+            for slot, batch in self._in_order(steps, start):
                 yield batch
                 slots.are_copied(slot)
-        finally:
-            try:
-                self._end(mapper)
-            finally:
-                while readers.num_pending:
-                    with suppress(ValueError, OSError, MemoryError, RuntimeError):
-                        readers.finish()
 
-    def _mapper(self) -> KeyPipeline | None:
-        """Return the threads that map the keys of batches, in the order of the steps and ahead of them; None without keys."""
+    def _mapper(self, stack: ExitStack) -> KeyPipeline | None:
+        """Return the threads that map the keys of batches, in the order of the steps and ahead of them; None without keys.
+
+        They end with `stack`; then nothing writes to a batch any more.
+        """
         if self._key_maps is None:
             return None
-        return KeyPipeline(f"keys-{self.split}", self._enter_thread)
-
-    def _end(self, mapper: KeyPipeline | None) -> None:
-        """End the threads of raw keys; nothing writes to a batch any more."""
-        if mapper is not None:
-            mapper.close()
+        mapper = KeyPipeline(f"keys-{self.split}", self._enter_thread)
+        stack.callback(mapper.close)
+        return mapper
 
     def _map_keys(self, described: "Callable[[], DescribedKeys]") -> None:
-        """Fill in the rows of raw keys."""
         assert self._key_maps is not None, "there are raw keys"
         if self._admits:
             self._key_maps.map(described)
@@ -372,7 +360,12 @@ class Loader:
         # Counts do not depend on the order of rows, so the shuffle is not computed here again.
         rows = self._rows(step, None)
         if self._is_ragged:
-            return self._ragged_batch_in(slots.memory(slot), rows) or self._read(step)
+            memory = slots.memory(slot)
+            head = self._ragged_head(rows, memory)
+            if TOO_LARGE in head.num_ids:
+                return self._read(step)
+            columns = self._columns(rows, head.num_ids.tolist(), memory.allocate)
+            return self._as_batch(columns, head.lengths, rows, memory)
         key = (rows.num_valid, rows.padded_to, rows.global_valid)
         batches = slots.batches[slot]
         if key not in batches:
@@ -383,14 +376,6 @@ class Loader:
             batches[key] = replace(batch, memory=memory.taken)
         return batches[key]
 
-    def _ragged_batch_in(self, memory: Slot, rows: RankRows) -> Batch | None:
-        """Return a batch with ragged features; None if it had no room in its slot."""
-        head = self._ragged_head(rows, memory)
-        if TOO_LARGE in head.num_ids:
-            return None
-        columns = self._columns(rows, head.num_ids.tolist(), memory.allocate)
-        return self._as_batch(columns, head.lengths, rows, memory)
-
     @property
     def _is_ragged(self) -> bool:
         return any(feature.hotness is None for feature in self.source.spec.categorical)
@@ -399,7 +384,6 @@ class Loader:
         return (len(self.source.spec.categorical) * rows.padded_to,)
 
     def _ragged_head(self, rows: RankRows, memory: BatchMemory) -> "_RaggedHead":
-        """Return the head of a slot with ragged features."""
         spec = self.source.spec
         size = memory.allocate((2,), np.dtype(np.int64))
         num_ids = memory.allocate((len(spec.categorical),), np.dtype(np.int64))
@@ -414,7 +398,12 @@ class Loader:
         """Return the size of a slot: a complete batch, with room for the ids of ragged features."""
         size = -(-min(self.batch_size, self.num_rows) // self.world_size)
         rows = replace(self._rows(0, None), num_valid=size, padded_to=size)
-        num_ids = [_num_ids_with_room(f, size) for f in self.source.spec.categorical]
+        num_ids = [
+            size * f.hotness
+            if f.hotness is not None
+            else math.ceil(ROOM * f.mean_hotness * size + SPREAD * (f.mean_hotness + 1) * size**0.5)
+            for f in self.source.spec.categorical
+        ]
         sizes: list[int] = []
 
         def count_bytes(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -482,11 +471,3 @@ def _fill_lengths(
         elif not only_ragged:
             row[:num_valid] = len(ids) // max(1, num_valid)
             row[num_valid:] = 0
-
-
-def _num_ids_with_room(feature: CategoricalFeature, num_rows: int) -> int:
-    """Return the ids of a feature that a slot has room for."""
-    if feature.hotness is not None:
-        return num_rows * feature.hotness
-    mean = feature.mean_hotness
-    return math.ceil(ROOM * mean * num_rows + SPREAD * (mean + 1) * num_rows**0.5)
