@@ -52,7 +52,6 @@ class StagedValues:
         self._staged[-1] = value
 
     def load(self) -> None:
-        """Queue the copy to the device."""
         if self._staged is not self._words:
             self._words.copy_(self._staged, non_blocking=True)
 

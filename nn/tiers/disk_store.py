@@ -61,13 +61,11 @@ class DiskStore(RowStore):
             self._place_of_row.index_copy_(0, torch.from_numpy(rows).to(self._device), places)
 
     def fetch(self, rows: Tensor, slots: Tensor) -> None:
-        """Copy rows from their places in host memory to slots of the arena."""
         places = self._place_of_row.index_select(0, rows).long()
         for name, memory in self._places.items():
             self._copy(memory, places, self.arena[name], slots)
 
     def write_back(self, rows: Tensor, slots: Tensor) -> None:
-        """Copy slots of the arena to the places of their rows in host memory."""
         places = self._place_of_row.index_select(0, rows).long()
         for name, memory in self._places.items():
             self._copy(self.arena[name], slots, memory, places)
@@ -99,7 +97,8 @@ class DiskStore(RowStore):
             torch.cuda.synchronize(self._device)
         self.staged.flush()
         for some_rows, some_slots in _blocks(rows[~chosen], slots[~chosen]):
-            values = [row_items(_on_host(part, some_slots)) for part in self.arena.values()]
+            parts = [part.index_select(0, some_slots).cpu() for part in self.arena.values()]
+            values = [row_items(part) for part in parts]
             self._file.store(some_rows, values, np.arange(len(some_rows)))
 
     def load(self, rows: Tensor, slots: Tensor) -> None:
@@ -120,10 +119,6 @@ class DiskStore(RowStore):
             for name, part in self.arena.items():
                 values = self.host[name][torch.from_numpy(some_rows)]
                 part.index_copy_(0, some_slots, values.to(self._device))
-
-
-def _on_host(part: Tensor, slots: Tensor) -> Tensor:
-    return part.index_select(0, slots).cpu()
 
 
 def _blocks(rows: Tensor, slots: Tensor) -> "list[tuple[np.ndarray, Tensor]]":

@@ -34,10 +34,8 @@ class RowStore:
     Weight and states have memories of their own, in the host too: checkpoints write them from there without a copy.
 
     For a GPU the host memory is pinned, and the GPU copies rows by itself. `host` has weight and states by name, [num_rows,
-    width], or [num_rows] of a state per row; `arena` the same of the slots. A row with its state has `row_bytes`.
-
-    Raises:
-        ValueError: the host has too little memory, or may not pin as much.
+    width], or [num_rows] of a state per row; `arena` the same of the slots. A row with its state has `row_bytes`. Raises
+    ValueError: the host has too little memory, or may not pin as much.
     """
 
     def __init__(self, num_rows: int, num_slots: int, kinds: Kinds, device: torch.device) -> None:
