@@ -1,8 +1,7 @@
 """Loader: batches from a source and a partition, read ahead by threads or by processes."""
 
-import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -11,12 +10,12 @@ from itertools import count, islice
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import torch
 
-from dataloading.batch import Batch, aligned, fixed_layout, jagged
-from dataloading.batch_memory import BatchMemory, OwnMemory, SlotFullError, Slots
-from dataloading.dataset.source import Allocate, Columns, Source
+from dataloading.batch import Batch
+from dataloading.batch_memory import Slots
+from dataloading.batch_reader import BatchReader
+from dataloading.dataset.source import Source
 from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.pipeline import KeyPipeline
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
@@ -33,12 +32,6 @@ RAGGED_READERS = 8
 """Ragged rows take two to three times as long to read: with four readers, the step of one H200 waited for them."""
 SLOTS_IN_USE = 2
 """Slots beyond the batches read ahead: one for the batch in use, one that the device may still copy from."""
-ROOM = 1.5
-"""Room of a slot for the ids of a ragged feature, times their expected number; `SPREAD` adds what small batches need."""
-SPREAD = 8.0
-"""Room in addition, times (mean ids per row + 1) and the square root of the rows."""
-TOO_LARGE = -1
-"""Number of ids that a reader process writes if its batch does not fit in a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +100,8 @@ class Loader:
         self.seed = settings.seed
         granule = source.granule(split)
         self.shuffle_block = -(-settings.shuffle_block // granule) * granule
-        usual = RAGGED_READERS if self._is_ragged else READERS
+        self._batch_reader = BatchReader(source, split, pin=self.device.type == "cuda")
+        usual = RAGGED_READERS if self._batch_reader.is_ragged else READERS
         self.prefetch = settings.prefetch or usual
         self.workers = settings.workers or usual
         self.steps_per_epoch = num_steps(self.num_rows, self.batch_size)
@@ -132,7 +126,9 @@ class Loader:
             return
         num_processes = min(self.workers, self.prefetch)
         self.source.before_fork(self.split, num_processes)
-        num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._slot_bytes()
+        size = -(-min(self.batch_size, self.num_rows) // self.world_size)
+        largest = replace(self._rows(0, None), num_valid=size, padded_to=size)
+        num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._batch_reader.slot_bytes(largest)
         try:
             self._slots = Slots(num_slots, slot_bytes)
         except OSError as error:
@@ -198,15 +194,7 @@ class Loader:
         return batch
 
     def _read(self, step: int) -> Batch:
-        """Read the batch of `step`; the rows of raw keys are undefined."""
-        rows = self.rows(step)
-        memory = OwnMemory(pin=self.device.type == "cuda")
-        columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
-        lengths = None
-        if self._is_ragged:
-            lengths = memory.allocate(self._lengths_shape(rows), columns.values.dtype)
-            _fill_lengths(lengths, columns, rows.num_valid)
-        return self._as_batch(columns, lengths, rows, memory)
+        return self._batch_reader.read(self.rows(step))
 
     def batches(
         self, start_step: int = 0, num_steps: int | None = None
@@ -247,7 +235,10 @@ class Loader:
             read = pool.submit(self._read, step)
             if mapper is None:
                 return read.result
-            described = lambda: (read.result(), self._described(read.result(), step))  # noqa: E731
+
+            def described() -> tuple[Batch, "DescribedKeys"]:
+                return read.result(), self._described(read.result(), step)
+
             return mapper.submit(described, self._map_keys).result
 
         with ExitStack() as stack:
@@ -266,7 +257,9 @@ class Loader:
 
         def finished(step: int) -> tuple[int, Batch]:
             slot = readers.finish()
-            return slot, self._batch_in(slot, step, slots)
+            # Counts do not depend on the order of rows, so the shuffle is not computed here again.
+            batch = self._batch_reader.batch_in(slots, slot, self._rows(step, None))
+            return slot, self._read(step) if batch is None else batch
 
         def described(step: int) -> tuple[tuple[int, Batch], "DescribedKeys"]:
             slot, batch = finished(step)
@@ -336,138 +329,9 @@ class Loader:
     def _read_into(self, slot: int, step: int) -> None:
         """Read the batch of `step` into a slot, in a reader process."""
         assert self._slots is not None
-        rows = self.rows(step)
-        memory = self._slots.memory(slot)
-        if not self._is_ragged:
-            self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
-            return
-        head = self._ragged_head(rows, memory)
-        size = np.array([rows.num_valid, rows.padded_to])
-        # Those of fixed hotness stay in the slot from batch to batch, if their sizes are alike.
-        only_ragged = bool((head.size == size).all())
-        head.size[:] = 0
-        try:
-            columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
-        except SlotFullError:
-            head.num_ids[:] = TOO_LARGE
-            return
-        head.num_ids[:] = [len(ids) for ids in columns.ids]
-        _fill_lengths(head.lengths, columns, rows.num_valid, only_ragged=only_ragged)
-        head.size[:] = size
-
-    def _batch_in(self, slot: int, step: int, slots: Slots) -> Batch:
-        """Return the batch of `step`, which a reader process has written to a slot, if it had room there."""
-        # Counts do not depend on the order of rows, so the shuffle is not computed here again.
-        rows = self._rows(step, None)
-        if self._is_ragged:
-            memory = slots.memory(slot)
-            head = self._ragged_head(rows, memory)
-            if TOO_LARGE in head.num_ids:
-                return self._read(step)
-            columns = self._columns(rows, head.num_ids.tolist(), memory.allocate)
-            return self._as_batch(columns, head.lengths, rows, memory)
-        key = (rows.num_valid, rows.padded_to, rows.global_valid)
-        batches = slots.batches[slot]
-        if key not in batches:
-            memory = slots.memory(slot)
-            num_ids = [rows.num_valid * (f.hotness or 0) for f in self.source.spec.categorical]
-            columns = self._columns(rows, num_ids, memory.allocate)
-            batch = self._as_batch(columns, None, rows, memory)
-            batches[key] = replace(batch, memory=memory.taken)
-        return batches[key]
-
-    @property
-    def _is_ragged(self) -> bool:
-        return any(feature.hotness is None for feature in self.source.spec.categorical)
-
-    def _lengths_shape(self, rows: RankRows) -> tuple[int]:
-        return (len(self.source.spec.categorical) * rows.padded_to,)
-
-    def _ragged_head(self, rows: RankRows, memory: BatchMemory) -> "_RaggedHead":
-        spec = self.source.spec
-        size = memory.allocate((2,), np.dtype(np.int64))
-        num_ids = memory.allocate((len(spec.categorical),), np.dtype(np.int64))
-        lengths = memory.allocate(self._lengths_shape(rows), spec.ids_dtype)
-        return _RaggedHead(size, num_ids, lengths)
-
-    def _columns(self, rows: RankRows, num_ids: Sequence[int], allocate: Allocate) -> Columns:
-        """Return columns with the memory layout of those that the source fills."""
-        return Columns.empty(self.source.spec, rows.num_valid, rows.padded_to, num_ids, allocate)
-
-    def _slot_bytes(self) -> int:
-        """Return the size of a slot: a complete batch, with room for the ids of ragged features."""
-        size = -(-min(self.batch_size, self.num_rows) // self.world_size)
-        rows = replace(self._rows(0, None), num_valid=size, padded_to=size)
-        num_ids = [
-            size * f.hotness
-            if f.hotness is not None
-            else math.ceil(ROOM * f.mean_hotness * size + SPREAD * (f.mean_hotness + 1) * size**0.5)
-            for f in self.source.spec.categorical
-        ]
-        sizes: list[int] = []
-
-        def count_bytes(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-            array = np.empty(shape, dtype)
-            sizes.append(aligned(array.nbytes))
-            return array
-
-        if self._is_ragged:
-            count_bytes((2,), np.dtype(np.int64))
-            count_bytes((len(num_ids),), np.dtype(np.int64))
-            count_bytes(self._lengths_shape(rows), self.source.spec.ids_dtype)
-        self._columns(rows, num_ids, count_bytes)
-        return sum(sizes)
-
-    def _as_batch(
-        self, columns: Columns, lengths: np.ndarray | None, rows: RankRows, memory: BatchMemory
-    ) -> Batch:
-        """Return the batch of columns in `memory`, and of `lengths` if a feature is ragged."""
-        spec = self.source.spec
-        keys = tuple(feature.name for feature in spec.categorical)
-        values = memory.tensor(columns.values)
-        shared = None
-        if lengths is not None:
-            counts = [len(feature_ids) for feature_ids in columns.ids]
-            ids = jagged(keys, values, memory.tensor(lengths), None, counts)
-        else:
-            fixed = tuple(feature.hotness or 0 for feature in spec.categorical)
-            shared = fixed_layout(keys, fixed, rows.num_valid, rows.padded_to, values.dtype)
-            ids = shared.jagged(values)
-        return Batch(
-            memory.tensor(columns.numerical),
-            memory.tensor(columns.labels),
-            ids,
-            rows.num_valid,
-            rows.global_valid,
-            shared,
-            None if columns.weights is None else memory.tensor(columns.weights),
-            None if columns.keep_rates is None else memory.tensor(columns.keep_rates),
-        )
+        self._batch_reader.read_into(self._slots.memory(slot), self.rows(step))
 
     def _enter_thread(self) -> None:
         # A new thread starts on GPU 0 and would create a CUDA context there when it pins memory.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _RaggedHead:
-    """Head of a slot with ragged features."""
-
-    size: np.ndarray  # valid rows and rows of the batch before, int64 [2]
-    num_ids: np.ndarray  # ids of each feature, int64 [F]
-    lengths: np.ndarray  # ids of each row, feature after feature, [F * B]
-
-
-def _fill_lengths(
-    lengths: np.ndarray, columns: Columns, num_valid: int, *, only_ragged: bool = False
-) -> None:
-    """Write the number of ids of every row, feature after feature, [F * B], in the dtype of the ids."""
-    for row, ids, ragged in zip(
-        lengths.reshape(len(columns.ids), -1), columns.ids, columns.lengths, strict=True
-    ):
-        if ragged is not None:
-            row[:] = ragged
-        elif not only_ragged:
-            row[:num_valid] = len(ids) // max(1, num_valid)
-            row[num_valid:] = 0

@@ -309,8 +309,12 @@ def _parse(root: Path, document: object) -> FeatureSpec:
     expect(named, "source_spec", list(sources), f"a split, one of {', '.join(SPLITS)}")
     names = Counter(map(str, sources))
     expect(len(names) == len(sources), "source_spec", list(sources), "every split once")
+    columns = {column.name: column.channel.value for column in spec.row_columns}
+    ragged = {feature.name: feature.hotness is None for feature in spec.categorical}
     splits = {
-        str(split): parse_chunks(spec, root, f"source_spec.{split}", chunks)
+        str(split): parse_chunks(
+            root, f"source_spec.{split}", chunks, spec.numerical, columns, ragged
+        )
         for split, chunks in sources.items()
     }
     if "validation" not in splits and "test" in splits:
@@ -424,10 +428,13 @@ def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
 
 def measured(spec: FeatureSpec) -> FeatureSpec:
     """Return `spec` with the rows per split and missing means filled in; ValueError if sizes disagree."""
+    id_bytes = {feature.name: feature.dtype.itemsize for feature in spec.categorical}
     splits = {
         name: replace(
             files,
-            num_rows=_parquet_rows(spec, files) if files.parquet else count_rows(spec, files),
+            num_rows=_parquet_rows(spec, files)
+            if files.parquet
+            else count_rows(files, spec.row_bytes(files), id_bytes),
         )
         for name, files in spec.splits.items()
     }

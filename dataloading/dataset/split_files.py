@@ -5,15 +5,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from os.path import dirname, join, normpath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from configs.messages import os_error_text, shown
 from dataloading.dataset.documents import check_regular, is_file_list, read_file_list, resolved
-
-if TYPE_CHECKING:
-    from dataloading.dataset.feature_spec import FeatureSpec
 
 OFFSET_DTYPE = np.dtype("<i8")
 SPLITS = ("train", "test", "validation")
@@ -94,11 +91,18 @@ def names_of(value: object, where: str) -> tuple[str, ...]:
     return tuple(value)  # type: ignore[arg-type]
 
 
-def parse_chunks(spec: "FeatureSpec", root: Path, where: str, chunks: object) -> SplitFiles:
-    """Return the files in the `source_spec` of one split of `spec`, without row counts."""
-    numericals = spec.numerical
-    columns = {column.name: column.channel.value for column in spec.row_columns}
-    ragged = {feature.name: feature.hotness is None for feature in spec.categorical}
+def parse_chunks(
+    root: Path,
+    where: str,
+    chunks: object,
+    numericals: tuple[str, ...],
+    columns: Mapping[str, str],
+    ragged: Mapping[str, bool],
+) -> SplitFiles:
+    """Return the files in the `source_spec` of one split, without row counts.
+
+    `columns`: channels of labels, weight and keep rate. `ragged`: per categorical feature, whether it is ragged.
+    """
     expect(isinstance(chunks, list), where, chunks, "a list of chunks")
     assert isinstance(chunks, list)
     if any(isinstance(chunk, Mapping) and chunk.get("type") == PARQUET for chunk in chunks):
@@ -253,12 +257,12 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
         ) from None
 
 
-def count_rows(spec: "FeatureSpec", files: SplitFiles) -> int:
-    """Return the rows of a split of `spec`, by the size of the file of its first label; without labels, of another file.
+def count_rows(files: SplitFiles, widths: Mapping[Path, int], id_bytes: Mapping[str, int]) -> int:
+    """Return the rows of a split, by the size of the file of its first label; without labels, of another file.
 
-    Raises ValueError: the split is empty, or the size of a file does not match the number of rows.
+    `widths`: bytes of a row, by file (`FeatureSpec.row_bytes`). `id_bytes`: bytes of an id, by feature. Raises ValueError: the split is empty, or the size of a file does not match the number of rows.
     """
-    widths, offsets = spec.row_bytes(files), list(files.offsets.values())
+    offsets = list(files.offsets.values())
     first = next(iter([*widths, *offsets]))
     width, more = (widths[first], 0) if widths else (OFFSET_DTYPE.itemsize, 1)
     num_rows = first.stat().st_size // width - more
@@ -275,14 +279,13 @@ def count_rows(spec: "FeatureSpec", files: SplitFiles) -> int:
                 f"{path} is {state}: got {got} bytes, want {want} = {num_items} x {width} bytes for the "
                 f"{num_rows} rows of {first}; copy or write the dataset again"
             )
-    for feature in spec.categorical:
-        if feature.hotness is None:
-            path, ids = files.offsets[feature.name], files.ids[feature.name]
-            ends, num_bytes = mapped(path, OFFSET_DTYPE), ids.stat().st_size
-            num_ids, rest = divmod(num_bytes, feature.dtype.itemsize)
-            if ends[0] != 0 or ends[-1] != num_ids or rest:
-                raise ValueError(
-                    f"{path} runs from {ends[0]} to {ends[-1]}: want 0 to the {num_ids} ids of {ids} ({num_bytes} bytes); "
-                    "one of the two is truncated or belongs elsewhere"
-                )
+    for name, path in files.offsets.items():
+        ids, ends = files.ids[name], mapped(path, OFFSET_DTYPE)
+        num_bytes = ids.stat().st_size
+        num_ids, rest = divmod(num_bytes, id_bytes[name])
+        if ends[0] != 0 or ends[-1] != num_ids or rest:
+            raise ValueError(
+                f"{path} runs from {ends[0]} to {ends[-1]}: want 0 to the {num_ids} ids of {ids} ({num_bytes} bytes); "
+                "one of the two is truncated or belongs elsewhere"
+            )
     return num_rows
