@@ -12,9 +12,9 @@ from optuna.distributions import CategoricalDistribution
 
 from compare.table import short_keys
 from configs.messages import shortened
+from configs.palette import FAINT, INK, STYLE, TRAIN
 from dataloading.dataset.durable_files import replace_bytes
 from nn.models.metric import Metric
-from nn.plots.style import FAINT, INK, STYLE, TRAIN
 from sweep.space import Space, Values
 
 COORDINATES, IMPORTANCES = "parallel_coordinates.png", "importances.png"
