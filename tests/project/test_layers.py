@@ -62,9 +62,16 @@ SUBPACKAGES = {
     "dataloading.id_counts": {"dataloading.dataset"},
     "dataloading.permuted_source": {"dataloading.dataset", "dataloading.gather"},
     "dataloading.arrow_table": {"dataloading.dataset"},
+    "dataloading.batch_reader": {
+        "dataloading.batch",
+        "dataloading.batch_memory",
+        "dataloading.dataset",
+        "dataloading.partition",
+    },
     "dataloading.loader": {
         "dataloading.batch",
         "dataloading.batch_memory",
+        "dataloading.batch_reader",
         "dataloading.dataset",
         "dataloading.keys",
         "dataloading.partition",
