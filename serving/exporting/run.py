@@ -26,7 +26,7 @@ from nn.build import open_source, stored_key_maps
 from nn.checkpoint.directory import read_facts
 from nn.checkpoint.tensor_index import TensorIndex, UnreadableError, read_index
 from nn.deltas.delta import CHAIN
-from nn.embedding.declared_tables import embedding_columns
+from nn.embedding.declared_tables import embedding_columns, hands_out_rows
 from nn.models.registry import declared_tables, typed_config
 from nn.models.tasks import Task, tasks_of_run
 from serving.exporting.dense import (
@@ -142,6 +142,12 @@ def open_trained(path: Path, data: str | None) -> Trained:
             "one with the same"
         )
     tables = declared_tables(config.model, spec)
+    handed_out = [table.name for table in tables if hands_out_rows(table, spec)]
+    if handed_out:
+        raise ValueError(
+            f"the dense component takes the rows of table {shown(handed_out[0])} itself, which no request has yet; export a "
+            "model that pools them"
+        )
     return Trained(path, index, facts, config, source, tables, tasks_of_run(config, spec))
 
 
