@@ -14,12 +14,18 @@ from torch.nn.functional import embedding
 from torchrec.modules.embedding_configs import PoolingType
 
 from configs.schema import ModelConfig
+from nn.build import open_source
 from nn.embedding.declared_tables import embedding_columns, one_table_per_feature
+from nn.embedding.embedding_bags import LocalEmbeddingBags
+from nn.models.description import describe_model
 from nn.models.model import Model
-from tests.helpers.composed import TINY
+from nn.sharding import request_room
+from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
+from tests.helpers.gpus import ON_GPU, worlds
 from tests.nn.models.test_kinds_of_tables import case as kinds
 from tests.nn.models.test_kinds_of_tables import plain_losses, sharded
+from tests.nn.training.plain_training import resumes_bit_by_bit
 from tests.nn.training.test_ragged import RaggedModel, dataset, sharded_with  # noqa: F401
 
 HERE = "tests.nn.sharding.test_distinct_rows"
@@ -64,7 +70,7 @@ class Taker(Model):
         taken = []
         for table, feature in (("item", "tags"), ("item", "item"), ("genres", "genres")):
             found = embeddings.distinct_rows(table, feature)
-            place = torch.arange(LONGEST)
+            place = torch.arange(LONGEST, device=numerical.device)
             at = found.starts.long()[:, None] + place
             is_id = place < found.lengths[:, None]
             positions = found.positions.long()[at.clamp(max=len(found.positions) - 1)]
@@ -148,3 +154,109 @@ def test_rows_and_vectors_have_the_same_bits_where_sums_have_one_order(dataset, 
         else:
             assert rows[0][0] == vectors[0][0], layout
             assert rows[0] == pytest.approx(vectors[0], rel=1e-6)
+
+
+MIXED = "sharding.tables={item: row_wise, genres: data_parallel, pair: {type: table_wise, exchange: rows}}"
+
+
+def taker(data: Path, *overrides: str) -> list[str]:
+    """Return a model that takes rows of a row-wise and of a replicated table, and pools those of a whole one."""
+    return model("taker", data, "adagrad", MIXED, *overrides)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_chunks_of_a_batch_add_their_gradients_of_a_row_up(dataset, num_ranks):  # noqa: F811
+    cases = [taker(dataset, f"train.accumulate={chunks}") for chunks in (1, 3)]
+    for whole, chunked in run_distributed(sharded, num_ranks, cases):
+        assert chunked[0] == pytest.approx(whole[0], rel=1e-6)
+        for one, other in zip(chunked[1], whole[1], strict=True):
+            torch.testing.assert_close(one[3], other[3], rtol=1e-5, atol=2e-6, msg=one[0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_restored_run_resumes_bit_by_bit(dataset, num_ranks, tmp_path):  # noqa: F811
+    """The room for rows is measured again, at another batch."""
+    assert resumes_bit_by_bit(tmp_path, taker(dataset), num_ranks)
+
+
+def test_the_loss_scale_is_divided_out_once(dataset, monkeypatch):  # noqa: F811
+    """A power of two changes no bit; on a CPU only a test can set one."""
+    found = []
+    for scale in (1.0, 1024.0):
+        for module in ("nn.training.train_step", "nn.build"):
+            monkeypatch.setattr(f"{module}.loss_scale", lambda config, scale=scale: scale)
+        found += sharded([taker(dataset)])
+    assert found[0][0] == found[1][0]
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(one[3], other[3])
+
+
+def test_a_batch_without_room_is_reported_once(dataset, caplog, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(request_room, "room_for", lambda rows: 1)
+    sharded([taker(dataset)])
+    assert sum("more distinct rows of tables" in each.message for each in caplog.records) == 1
+
+
+def test_the_model_is_described_and_built_again_with_its_rows(dataset):  # noqa: F811
+    config = compose_config(*taker(dataset))
+    spec = open_source(config).spec
+    described = describe_model(config.model, spec, spec)
+    assert {layer["name"] for layer in described["layers"]} == {"last"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+def test_kernels_train_rows_as_torch_does(dataset):  # noqa: F811
+    pytest.importorskip("triton")
+    small = taker(dataset, "train.batch_size=4")
+    losses, kernels = run_distributed(with_kernels, 1, small)[0]
+    wanted, torch_ = sharded_for(small, 2)
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    for one, other in zip(kernels, torch_, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def sharded_for(case: list[str], num_steps: int) -> tuple[list[float], list[torch.Tensor]]:
+    with ranks_of_cpu():
+        built = build(compose_config(*case))
+        losses = built.train(0, num_steps)
+        return losses, [shard.weight.clone() for shard in built.step.tables.shards()]
+
+
+def with_kernels(case: list[str]) -> tuple[list[float], list[torch.Tensor]]:
+    """Train two steps with the kernels of a GPU, interpreted."""
+    from nn.embedding.triton_launcher import TritonLauncher
+
+    make = LocalEmbeddingBags.__init__
+
+    def make_with_kernels(self, tables, blocks, num_samples, config, *rest):
+        make(self, tables, blocks, num_samples, config, *rest)
+        if self.tables:
+            self._kernels = TritonLauncher(
+                self.tables, self._lookups, self._key_bases, self._sources, num_samples, config
+            )
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LocalEmbeddingBags, "__init__", make_with_kernels)
+        return sharded_for(case, 2)
+
+
+@pytest.mark.parametrize("world_size", worlds(1, 2))
+def test_the_captured_step_trains_as_the_launched_one_and_as_cpus(dataset, world_size):  # noqa: F811
+    """With room for every batch, and for none."""
+    both = [taker(dataset), kinds("adam", RULES["adam"], "sharding.exchange=rows")]
+    cases = [
+        [*case, *ON_GPU, f"train.capture={captured}"]
+        for case in both
+        for captured in ("true", "false")
+    ]
+    for room in (1.125, 0.3):
+        found = run_distributed(on_gpus, world_size, cases, room)[0]
+        wanted = run_distributed(sharded, world_size, both)[0]
+        for captured, launched, cpu in zip(found[::2], found[1::2], wanted, strict=True):
+            assert captured == launched
+            assert captured == pytest.approx(cpu[0], rel=1e-4)
+
+
+def on_gpus(cases: list[list[str]], room: float) -> list[list[float]]:
+    request_room.RESERVE = room
+    return losses_of_cases(cases, 6)
