@@ -198,8 +198,8 @@ class ShardedLookup:
         sent = [group.requests.send(ids, num_valid) for group in self._groups]
         lacks_room = None
         if sent:
-            lacks_room = torch.stack([lacking for _, _, lacking in sent]).any(0).int()
-            dist.all_reduce(lacks_room, dist.ReduceOp.MAX, group=self._id_channel)
+            lacking = torch.stack([lacks for _, _, lacks in sent]).any(0).int()
+            lacks_room = self._ranks.all_reduce_max(lacking, self._id_channel)
         local = LocalIds(
             self._slots(
                 self._prepare_owned(owned), [rows for _, in_tier, _ in sent for rows in in_tier]

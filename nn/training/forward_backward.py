@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.messages import shown
 from dataloading.batch import Batch
 from nn.embedding.local_tables import SortedIds
 from nn.layers.bce_loss import unit_gradient
@@ -221,6 +222,7 @@ class ForwardBackward:
         """Return the logits. The later the dense component takes the embeddings, the earlier it returns their gradient."""
         context, lookup = self._context, self._lookup
         taken: list[Tensor] = []
+        unused = dict.fromkeys(lookup.handed_out)
 
         def take_all(is_filled_by_caller: bool) -> list[Tensor]:
             """Return the vectors, and the rows that the dense component takes; always the same."""
@@ -245,6 +247,7 @@ class ForwardBackward:
             return take_all(is_filled_by_caller)[0]
 
         def rows_of(table: str, feature: str) -> DistinctRows:
+            unused.pop(table, None)
             rows = dict(zip(lookup.handed_out, take_all(False)[1:], strict=True))[table]
             found = lookup.distinct_rows(vectors.ids, rows, table, feature)
             return found.of_samples(chunk.first, chunk.end)
@@ -254,7 +257,13 @@ class ForwardBackward:
         with context.autocast(), annotate("dense"):
             layout = chunk.layout or lookup.layout
             embeddings = PooledEmbeddings(layout, take, vectors.rows, rows_of)
-            return context.dense(_rows(batch.numerical, chunk), embeddings)
+            logits = context.dense(_rows(batch.numerical, chunk), embeddings)
+        for table in unused:
+            raise ValueError(
+                f"table {shown(table)} without pooling has a ragged feature, and the model takes none of its rows; take them by "
+                "embeddings.distinct_rows, or pool them by sum or mean"
+            )
+        return logits
 
     def _receive(
         self, vectors: _Vectors, chunk: _Chunk, gradient: Tensor, *of_rows: Tensor

@@ -204,6 +204,18 @@ def test_the_model_is_described_and_built_again_with_its_rows(dataset):  # noqa:
     assert {layer["name"] for layer in described["layers"]} == {"last"}
 
 
+def test_rows_that_nobody_takes_are_refused(dataset, monkeypatch):  # noqa: F811
+    def forward(self, numerical, embeddings):
+        embeddings.distinct_rows("item", "tags")
+        return self.last(nn.functional.pad(embeddings.matrix(), (0, 26))).squeeze(1)
+
+    monkeypatch.setattr(Taker, "forward", forward)
+    with pytest.raises(
+        ValueError, match="table 'genres' without pooling has a ragged feature, and"
+    ):
+        sharded([taker(dataset)])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
 def test_kernels_train_rows_as_torch_does(dataset):  # noqa: F811
     pytest.importorskip("triton")
