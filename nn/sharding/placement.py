@@ -209,11 +209,10 @@ def _requested_tables(
                 base += rows
         rows_by_rank.append(base)
     for table in tables:
-        shards = [shard for shard in table.shards if shard.shard_sizes[0]]
-        rows = shards[0].shard_sizes[0]
-        firsts = [shard.shard_offsets[0] for shard in shards]
-        # An id then tells its owner.
-        assert firsts == [number * rows for number in range(len(shards))], "shards are even"
+        firsts = [part.shard_offsets[0] for part in table.shards if part.shard_sizes[0]]
+        # An id then gives its owner.
+        rows = table.shards[0].shard_sizes[0]
+        assert firsts == [number * rows for number in range(len(firsts))], "shards are even"
     members = [shard for shard in own if shard.table.name in names]
     by_memory: dict[str, list[OwnedShard]] = {}
     for member in members:
