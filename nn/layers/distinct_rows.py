@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn.functional import embedding
 
-# B: samples, C: room for the ids of a feature, R: room for distinct rows, D: columns
+# B: samples, C: capacity for the ids of a feature, R: capacity for distinct rows, D: columns
 
 
 @dataclass(frozen=True, slots=True)

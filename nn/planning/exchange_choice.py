@@ -10,7 +10,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import hands_out_rows
 from nn.planning.host_tables import overrides_of
 from nn.planning.plan import TablePlan
-from nn.sharding.request_room import room_for
+from nn.sharding.request_capacity import capacity_for
 from nn.tiers.traffic import IdTraffic, expected_distinct, power_law_share
 
 ID_BYTES = 4
@@ -68,7 +68,7 @@ def with_exchanges(
             return False
         rows, columns = table.num_embeddings, table.embedding_dim
         share = traffic_of(table.table).share if traffic_of else power_law_share(rows, 0.0)
-        asked = room_for(expected_distinct(batch_size * table.hotness, share, 0, rows))
+        asked = capacity_for(expected_distinct(batch_size * table.hotness, share, 0, rows))
         # Of a row-wise table, every rank gets the ids, and sends a part of the vectors.
         sent = batch_size * (world_size if table.is_row_wise else 1)
         vectors = ID_BYTES * table.hotness + ELEMENT_BYTES * columns * table.num_vectors

@@ -17,7 +17,7 @@ from nn.embedding.multi_hot import MultiHot
 from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
 from nn.planning.plan import TablePlan
-from nn.sharding.request_room import room_for
+from nn.sharding.request_capacity import capacity_for
 from nn.tiers.traffic import expected_distinct, power_law_share
 
 ID_BYTES = 4
@@ -129,24 +129,24 @@ class Requests:
     tables: tuple[str, ...]
     columns: int
     keys: int  # ids of all lookups of a rank's samples
-    room: tuple[int, ...]  # rows that a rank can ask of each owner
+    capacity: tuple[int, ...]  # rows that a rank can ask of each owner
     tiers: frozenset[str]  # memories that their rows lie in
 
     @property
     def is_sent(self) -> bool:
         """Return whether ranks send each other rows."""
-        return len(self.room) > 1
+        return len(self.capacity) > 1
 
     def asked_of(self, rank: int) -> int:
         """Return the rows that can be asked of a rank."""
-        return len(self.room) * self.room[rank if self.is_sent else 0]
+        return len(self.capacity) * self.capacity[rank if self.is_sent else 0]
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
         """Return the memory of the rows that are sent and received, and of their gradients' sums in float32.
 
         The sums that are sent, and those that arrive, take memory of the dense pass, which is behind its peak then.
         """
-        asked, own = self.is_sent * self.asked_of(rank), sum(self.room)
+        asked, own = self.is_sent * self.asked_of(rank), sum(self.capacity)
         # Rows of one of several memories are looked up beside those that are sent.
         looked_up = asked * (1 + (len(self.tiers) > 1))
         return self.columns * (sent_bytes * (looked_up + own) + 4 * own)
@@ -164,7 +164,7 @@ class Requests:
 
     def evaluation_bytes(self, rank: int, sent_bytes: int) -> int:
         """Return the memory of an evaluation with another batch size."""
-        rows = self.is_sent * self.asked_of(rank) + sum(self.room)
+        rows = self.is_sent * self.asked_of(rank) + sum(self.capacity)
         return rows * self.columns * sent_bytes + REQUEST_BYTES * self.keys
 
 
@@ -175,7 +175,7 @@ def requests_of(
     world_size: int,
     batch: int | None = None,
 ) -> list[Requests]:
-    """Return the tables whose rows are asked for, with the expected room.
+    """Return the tables whose rows are asked for, with the expected capacity.
 
     How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it.
 
@@ -192,14 +192,14 @@ def requests_of(
         groups.setdefault((table.embedding_dim, alone), []).append(table)
     for (columns, _), group in groups.items():
         is_replica = group[0].sharding == "data_parallel"
-        room = [0.0] * (1 if is_replica else world_size)
+        capacity = [0.0] * (1 if is_replica else world_size)
         for table in group:
             share = power_law_share(table.num_embeddings, config.data.synthetic.exponent)
             owners = (0,) if is_replica else table.ranks
             per_shard = -(-table.num_embeddings // len(owners))
             for number, rank in enumerate(owners):
                 first = min(number * per_shard, table.num_embeddings)
-                room[rank] += expected_distinct(
+                capacity[rank] += expected_distinct(
                     batch * table.hotness,
                     share,
                     first,
@@ -210,7 +210,7 @@ def requests_of(
                 tuple(table.table for table in group),
                 columns,
                 round(batch * sum(table.hotness for table in group)),
-                tuple(room_for(rows) for rows in room),
+                tuple(capacity_for(rows) for rows in capacity),
                 frozenset(table.tier for table in group),
             )
         )

@@ -51,11 +51,11 @@ from nn.planning.exchange_choice import wanted_exchanges, with_exchanges
 from nn.planning.host_choice import movable_tables, with_host_tables
 from nn.planning.host_tables import (
     DISK_ROW_BYTES,
-    check_windows,
+    check_live_rows,
     chosen_host_tables,
+    live_rows_of,
     overrides_of,
     staged_bytes,
-    windows_of,
 )
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.table_sizes import (
@@ -226,9 +226,9 @@ def plan_tables(
     embeddings = planned_tables(declared, rule)
     constraints = _constraints(declared, spec, config, rule, hardware, batch_size)
     _keep_float32(embeddings, constraints)
-    windows = windows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
+    live_rows = live_rows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
     keyed = keyed_tables(declared, spec)
-    chosen = chosen_host_tables(declared, config, windows, keyed)
+    chosen = chosen_host_tables(declared, config, live_rows, keyed)
     topology = _topology(hardware, config, update_passes(embeddings, rule), chosen)
     inputs = (batch_size, constraints, embeddings, expansions, rule)
     planned = partial(_run_planner, topology, *inputs)
@@ -237,7 +237,7 @@ def plan_tables(
         movable_tables,
         _candidates(declared, config, hardware, constraints, keyed),
         partial(bytes_of, rule=rule),
-        windows,
+        live_rows,
         _most_parts(constraints, hardware),
         {name: global_batch * ids for name, ids in ids_per_sample(declared, spec).items()},
         traffic_of,
@@ -249,7 +249,7 @@ def plan_tables(
         fits = _fits_the_devices(lambda more: _run_planner(more, *inputs, chosen), topology)
         refusal = lacks_host_memory if fits else partial(does_not_fit, expansions, error)
         raise ValueError(refusal(embeddings, config, rule, hardware, chosen)) from error
-    check_windows(plan, host_tables)
+    check_live_rows(plan, host_tables)
     rows = with_exchanges(
         _rows(plan, embeddings, declared, spec, rule, expansions, host_tables),
         declared,

@@ -12,7 +12,7 @@ from nn.sharding.local_ids import RequestedIds
 from nn.sharding.placement import RankTables
 from nn.sharding.request_keys import RequestKeys
 
-# B: rows of this rank, R: distinct rows that it has room for, D: columns
+# B: rows of this rank, R: distinct rows that it has capacity for, D: columns
 
 
 class PooledRows:

@@ -2,8 +2,8 @@
 
 The rows travel, and not the vectors of every sample. The rank of the samples pools them (`nn.sharding.pooled_rows`), or
 hands them to the dense component. A whole table has one owner, a row-wise one several; of a replicated table, and alone, a
-rank has all rows itself, and nothing is sent. Room for the rows is fixed, so that no host reads how many there are before it
-sends; whether it sufficed is known one batch ahead.
+rank has all rows itself, and nothing is sent. The capacity for the rows is fixed, so that no host reads how many there are
+before it sends; one batch ahead it is known whether it sufficed.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,15 @@ from nn.embedding.local_tables import (
 from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
 from nn.sharding.placement import BLOCK, BY_NUMBER, RankTables, RequestedTables
-from nn.sharding.request_keys import RequestKeys, RowRoom
+from nn.sharding.request_keys import RequestKeys, RowCapacity
 
-# K: ids of all lookups of a rank's samples, W: ranks, R: rows that a rank has room for, of all owners, D: columns
+# K: ids of all lookups of a rank's samples, W: ranks, R: rows that a rank has capacity for, of all owners, D: columns
 
 
 class RowRequests:
     """The distinct rows of a group of tables, for batches of one size.
 
-    `room` is the rows that a rank can ask of each owner; `in_tier` has this rank's tables in host memory, and the rows that all
+    `capacity` is the rows that a rank can ask of each owner; `in_tier` has this rank's tables in host memory, and the rows that all
     ranks can ask of them. `rows` [R + 1, D] are those of the batch, with zeros where an owner has no more, and in the last one,
     at which ids without a row point. `replica_gradient` is that of a replicated table.
     """
@@ -45,15 +45,15 @@ class RowRequests:
         tables: RankTables,
         group: RequestedTables,
         keys: RequestKeys,
-        room: Sequence[int],
+        capacity: Sequence[int],
         replica_gradient: Tensor | None = None,
     ) -> None:
-        self._dtype, self._keys, self._room = tables.dtype, keys, list(room)
+        self._dtype, self._keys, self._capacity = tables.dtype, keys, list(capacity)
         ranks, self._channels = tables.ranks, tables.channels
-        self._row_room = RowRoom(room, ranks.device)
-        self._is_local = len(self._room) == 1
-        here = self._room[0 if self._is_local else ranks.rank]
-        self._from_each = [here] * len(self._room)
+        self._row_capacity = RowCapacity(capacity, ranks.device)
+        self._is_local = len(self._capacity) == 1
+        here = self._capacity[0 if self._is_local else ranks.rank]
+        self._from_each = [here] * len(self._capacity)
         count = sum(self._from_each)
         bags = partial(_bags_by_number, count, tables.dtype, ranks.device)
         self._owned = [bags(table, tables.config, tables.scalars) for table in group.owned]
@@ -70,7 +70,7 @@ class RowRequests:
         ]
         columns = group.owned[0].weight.shape[1]
         self.rows = torch.zeros(
-            self._row_room.total + 1, columns, dtype=tables.dtype, device=ranks.device
+            self._row_capacity.total + 1, columns, dtype=tables.dtype, device=ranks.device
         )
         self._sent = self.rows[:-1] if self._is_local else self.rows.new_empty(count, columns)
         # The rows of one memory, if there are several.
@@ -80,20 +80,20 @@ class RowRequests:
         """Ask for the rows of a batch.
 
         Returns the ids, the rows that are asked of the tables `in_tier`, and whether any owner is asked for more rows than
-        there is room for, bool [1]: the lookup is then not valid.
+        fit, bool [1]: the lookup is then not valid.
         """
         keys = self._keys
         prepared = keys.prepare(ids, num_valid)
         rows = keys.distinct(prepared)
-        asked, position = keys.requests(rows, self._row_room)
+        asked, position = keys.requests(rows, self._row_capacity)
         arrived = asked
         if not self._is_local:
             arrived = asked.new_empty(sum(self._from_each))
             dist.all_to_all_single(
-                arrived, asked, self._from_each, self._room, group=self._channels.ids
+                arrived, asked, self._from_each, self._capacity, group=self._channels.ids
             )
         local = keys.with_row_positions(prepared, position, rows.order)
-        lacks_room = (rows.counts > self._row_room.limits).any().view(1)
+        overflows = (rows.counts > self._row_capacity.limits).any().view(1)
         on_device, in_tier = arrived.new_empty(0), []
         for bags, of_memory in zip(self._owned, self._split(arrived), strict=True):
             if bags.tables[0].slots is None:
@@ -101,7 +101,7 @@ class RowRequests:
             else:
                 in_tier.append(of_memory)
         requested = RequestedIds(local, position.to(arrived.dtype), rows.order, on_device)
-        return requested, in_tier, lacks_room
+        return requested, in_tier, overflows
 
     def _asked(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[Tensor]:
         """Return what is asked of each of `_owned`: rows, or their slots."""
@@ -127,7 +127,7 @@ class RowRequests:
             dist.all_to_all_single(
                 self.rows[:-1],
                 self._sent,
-                self._room,
+                self._capacity,
                 self._from_each,
                 group=self._channels.embeddings,
             )
@@ -138,7 +138,7 @@ class RowRequests:
         return [bags.sort(rows) for bags, rows in zip(self._updated, asked, strict=True)]
 
     def send_back(self, gradients: Tensor) -> Tensor:
-        """Send the gradients of `rows`, [R, D], to the owners: [W * room here, D]."""
+        """Send the gradients of `rows`, [R, D], to the owners: [W * capacity here, D]."""
         if self._is_local:
             return gradients
         returned = torch.empty_like(self._sent)
@@ -146,7 +146,7 @@ class RowRequests:
             returned,
             gradients.to(self._dtype),
             self._from_each,
-            self._room,
+            self._capacity,
             group=self._channels.embeddings,
         )
         return returned

@@ -21,7 +21,7 @@ from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.id_all_to_all import IdAllToAll
-from nn.sharding.local_ids import LocalIds, Room
+from nn.sharding.local_ids import Capacity, LocalIds
 from nn.sharding.placement import RankTables, RequestedTables
 from nn.sharding.pooled_rows import PooledRows
 from nn.sharding.request_keys import RequestKeys
@@ -32,7 +32,7 @@ from nn.tiers.stager import Need
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
 
-NO_REQUESTS = Room()
+NO_REQUESTS = Capacity()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class ShardedLookup:
         self,
         tables: RankTables,
         batch_size: int,
-        room: Room = NO_REQUESTS,
+        capacity: Capacity = NO_REQUESTS,
         *,
         replicated_gradients: Sequence[Tensor],
         prefix_columns: int,
@@ -102,8 +102,8 @@ class ShardedLookup:
         num_samples = batch_size * ranks.world_size
         self._ranks, self._channel, self._tier = ranks, tables.channels.embeddings, tables.tier
         self._id_channel = tables.channels.ids
-        self._room = room
-        counts = tables.counts(batch_size, room.level)
+        self._capacity = capacity
+        counts = tables.counts(batch_size, capacity.doublings)
         self._exchange = IdAllToAll(
             [features_of(shards, counts) for shards in placement.owned_by_rank],
             features_of(placement.replicated, counts),
@@ -120,8 +120,8 @@ class ShardedLookup:
             tables, features_of(placement.replicas, counts), counts, 1, batch_size
         )
         self._groups: list[_Group] = []
-        for group, rows in zip(placement.requested, room.requests, strict=True):
-            keys = RequestKeys(tables, group, batch_size, room.level)
+        for group, rows in zip(placement.requested, capacity.requests, strict=True):
+            keys = RequestKeys(tables, group, batch_size, capacity.doublings)
             gradient = None if group.replica is None else replicated_gradients[group.replica]
             requests = RowRequests(tables, group, keys, rows, gradient)
             pooled = None
@@ -189,26 +189,26 @@ class ShardedLookup:
 
         Ids are in the order of the features, each [B, hotness]. With `num_valid`, the valid rows of a global batch, the padding
         rows behind them get the ids of the first row: so the lookup, and the update with their zero gradients, touch no row
-        that the batch does not use. Returns the ids, and whether any rank has more than there is room for, int32 [1]; None if
+        that the batch does not use. Returns the ids, and whether any rank has more than fit, int32 [1]; None if
         it cannot have.
         """
         owned, replicated = self._exchange(ids)
         if num_valid is not None:
             self._prepare_owned.repeat_first_row(owned, num_valid)
         sent = [group.requests.send(ids, num_valid) for group in self._groups]
-        lacks_room = None
+        overflows = None
         if sent:
             lacking = torch.stack([lacks for _, _, lacks in sent]).any(0).int()
-            lacks_room = self._ranks.all_reduce_max(lacking, self._id_channel)
+            overflows = self._ranks.all_reduce_max(lacking, self._id_channel)
         local = LocalIds(
             self._slots(
                 self._prepare_owned(owned), [rows for _, in_tier, _ in sent for rows in in_tier]
             ),
             self._prepare_replicated(replicated),
             tuple(requested for requested, _, _ in sent),
-            self._room,
+            self._capacity,
         )
-        return local, lacks_room
+        return local, overflows
 
     def hold_rows(self, ids: LocalIds, need: Need | None = None) -> Hold | None:
         """Turn the ids of tables in host memory into slots, in place, and fetch their rows; nothing is captured here.

@@ -19,7 +19,7 @@ from nn.embedding.declared_tables import embedding_columns, one_table_per_featur
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.models.description import describe_model
 from nn.models.model import Model
-from nn.sharding import request_room
+from nn.sharding import request_capacity
 from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import ON_GPU, worlds
@@ -118,12 +118,12 @@ def of_cases(data: Path, *overrides: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize(("world_size", "room"), [(1, 1.125), (2, 1.125), (2, 0.3)])
-def test_it_trains_as_plain_pytorch(dataset, wanted, world_size, room):  # noqa: F811
-    """With room for 0.3 of the rows of the first batch, every batch asks for more."""
+@pytest.mark.parametrize(("world_size", "reserve"), [(1, 1.125), (2, 1.125), (2, 0.3)])
+def test_it_trains_as_plain_pytorch(dataset, wanted, world_size, reserve):  # noqa: F811
+    """With a capacity for 0.3 of the rows of the first batch, every batch asks for more."""
     cases = of_cases(dataset, "sharding.exchange=rows")
-    spread = 6.0 if room > 1 else 0.0
-    for of_rank in run_distributed(sharded_with, world_size, room, spread, cases):
+    spread = 6.0 if reserve > 1 else 0.0
+    for of_rank in run_distributed(sharded_with, world_size, reserve, spread, cases):
         for case, (losses, shards) in zip(CASES, of_rank, strict=True):
             expected, tables = wanted[case[:2]]
             assert losses == pytest.approx(expected, rel=1e-6), case
@@ -175,7 +175,7 @@ def test_chunks_of_a_batch_add_their_gradients_of_a_row_up(dataset, num_ranks): 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_restored_run_resumes_bit_by_bit(dataset, num_ranks, tmp_path):  # noqa: F811
-    """The room for rows is measured again, at another batch."""
+    """The capacity for rows is measured again, at another batch."""
     assert resumes_bit_by_bit(tmp_path, taker(dataset), num_ranks)
 
 
@@ -191,8 +191,8 @@ def test_the_loss_scale_is_divided_out_once(dataset, monkeypatch):  # noqa: F811
         assert torch.equal(one[3], other[3])
 
 
-def test_a_batch_without_room_is_reported_once(dataset, caplog, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(request_room, "room_for", lambda rows: 1)
+def test_a_batch_beyond_the_capacity_is_reported_once(dataset, caplog, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(request_capacity, "capacity_for", lambda rows: 1)
     sharded([taker(dataset)])
     assert sum("more distinct rows of tables" in each.message for each in caplog.records) == 1
 
@@ -254,21 +254,21 @@ def with_kernels(case: list[str]) -> tuple[list[float], list[torch.Tensor]]:
 
 @pytest.mark.parametrize("world_size", worlds(1, 2))
 def test_the_captured_step_trains_as_the_launched_one_and_as_cpus(dataset, world_size):  # noqa: F811
-    """With room for every batch, and for none."""
+    """With a capacity for every batch, and for none."""
     both = [taker(dataset), kinds("adam", RULES["adam"], "sharding.exchange=rows")]
     cases = [
         [*case, *ON_GPU, f"train.capture={captured}"]
         for case in both
         for captured in ("true", "false")
     ]
-    for room in (1.125, 0.3):
-        found = run_distributed(on_gpus, world_size, cases, room)[0]
+    for reserve in (1.125, 0.3):
+        found = run_distributed(on_gpus, world_size, cases, reserve)[0]
         wanted = run_distributed(sharded, world_size, both)[0]
         for captured, launched, cpu in zip(found[::2], found[1::2], wanted, strict=True):
             assert captured == launched
             assert captured == pytest.approx(cpu[0], rel=1e-4)
 
 
-def on_gpus(cases: list[list[str]], room: float) -> list[list[float]]:
-    request_room.RESERVE = room
+def on_gpus(cases: list[list[str]], reserve: float) -> list[list[float]]:
+    request_capacity.RESERVE = reserve
     return losses_of_cases(cases, 6)
