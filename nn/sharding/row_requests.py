@@ -35,9 +35,9 @@ from nn.sharding.request_keys import RequestKeys, RowCapacity
 class RowRequests:
     """The distinct rows of a group of tables, for batches of one size.
 
-    `capacity` is the rows that a rank can ask of each owner; `in_tier` has this rank's tables in host memory, and the rows that all
-    ranks can ask of them. `rows` [R + 1, D] are those of the batch, with zeros where an owner has no more, and in the last one,
-    at which ids without a row point. `replica_gradient` is that of a replicated table.
+    `capacity` is the rows that a rank can ask of each owner; `in_tier` has this rank's tables in host memory, and the rows that
+    all ranks can ask of them. `rows` [R + 1, D] are those of the batch, with zeros where an owner has no more, and in the last
+    one, at which ids without a row point. `replica_gradient` is that of a replicated table.
     """
 
     def __init__(
