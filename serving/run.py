@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from configs.command_line import composed_command, end_command, errors_end_command
+from configs.imports import lasting_imports
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import Device, ServerConfig
@@ -42,10 +43,14 @@ def run(composed: DictConfig) -> None:
         config: ServerConfig = to_config(composed)
         token = read_token(config.token_file)
         check_model(Path(config.model or ""))
-        # Imported here: torch takes seconds, and errors of options need none.
-        from serving.inference.dense import import_loader
+        with lasting_imports():
+            # Here: torch takes seconds, and errors of options need none.
+            from serving.server import service  # noqa: F401
 
-        import_loader()
+            if config.device is Device.cuda:
+                from serving.inference.dense import import_loader
+
+                import_loader()
         # What imports have made lives as long as the process: collections need not visit it.
         gc.freeze()
         started = time.perf_counter()
