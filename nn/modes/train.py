@@ -18,6 +18,7 @@ from nn.build import (
 )
 from nn.checkpoint.directory import (
     CHECKPOINTS,
+    DELTAS,
     clear,
     list_checkpoints,
     prune,
@@ -27,7 +28,6 @@ from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
 from nn.checkpoint.state import facts_of, trainer_rows
 from nn.checkpoint.tensor_index import read_index
-from nn.deltas.delta import FOLDER as DELTAS
 from nn.deltas.delta import chain_of
 from nn.deltas.observer import DeltaSaving
 from nn.deltas.writer import DeltaRun, DeltaWriter
@@ -114,7 +114,7 @@ def open_training(
             )
             heartbeat = stop.heartbeat
             saving = Saving(_checkpoint_manager(session, heartbeat, mirror), stop)
-            deltas = _delta_saving(session, heartbeat)
+            deltas = _delta_saving(session, heartbeat, mirror)
             saving.manager.check_room()
         evaluator = session.evaluator(heartbeat)
         time_left = _time_left(session, evaluator, last_step, saving)
@@ -133,6 +133,7 @@ def open_training(
             session.profiler(),
             mlperf,
             hypertune_report(session.logger) if ranks.is_rank0 else None,
+            _prometheus_file(session),
         ]
         observers_of_run = Observers([one for one in own if one is not None], users)
         output = RunOutput(session.recorder, progress, saving, observers_of_run)
@@ -218,6 +219,16 @@ def _mlperf_log(session: Session, started_ms: int) -> Iterator[MlperfLog | None]
         yield opened[0] if opened else None
 
 
+def _prometheus_file(session: Session) -> Observer | None:
+    path = session.config.log.prometheus
+    if path is None or not session.ranks.is_rank0:
+        return None
+    # Imported where it is used: it brings an HTTP server.
+    from nn.observers.prometheus_file import PrometheusFile
+
+    return PrometheusFile(Path(path), str(session.recorder.run_dir), session.logger)
+
+
 def _mlperf_settings(session: Session) -> dict[str, Any]:
     config, ranks = session.config, session.ranks
     rows = session.source.num_rows(config.eval.split)
@@ -294,13 +305,17 @@ def _run_facts(session: Session) -> dict[str, Any]:
     return facts | {"stage": session.start.stage.facts()}
 
 
-def _delta_saving(session: Session, heartbeat: Heartbeat) -> DeltaSaving | None:
+def _delta_saving(
+    session: Session, heartbeat: Heartbeat, mirror: CheckpointMirror | None
+) -> DeltaSaving | None:
     """Remove the deltas after the state that the run starts from, and return what saves further ones; None without."""
     config, ranks, start = session.config, session.ranks, session.start
     if config.checkpoint.delta_every is None:
         return None
     run = DeltaRun(_run_facts(session), None)
     link = chain_of(start.facts) if start.is_continuation else None
+    if mirror is not None:
+        run = replace(run, written=mirror.start)
     if link is not None:
         tensors = read_index(start.checkpoint).tensors
         rows = {name: tensors[f"tables.{name}.weight"].size[0] for name in session.step.table_names}
