@@ -124,7 +124,7 @@ def test_a_run_records_each_task_and_resumes_bit_by_bit(root, tmp_path):
         (["eval.best_metric=auc"], "eval.best_metric=auc is not measured"),
         (
             ["eval.metrics=[ndcg]"],
-            "eval.metrics names ndcg, which is none of normalised_entropy, calibration, mae",
+            "eval.metrics names ndcg, which is none of pr_auc, normalised_entropy, calibration, mae",
         ),
         (
             ["tasks={click:{keep_rate:1.5}}"],
