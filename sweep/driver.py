@@ -16,7 +16,7 @@ from sweep.plan import TrialPlan
 from sweep.space import Space, as_override
 from sweep.study import Study
 from sweep.trial import Ending, RunningTrial, mark_pruned, remove_checkpoints
-from sweep.trial_process import Process, Start, environment_of, start_process, stop
+from sweep.trial_process import Process, Start, environment_of, stop
 
 POLL_SECONDS = 0.25
 TRIALS, LOGS = "trials", "logs"
@@ -48,7 +48,7 @@ class Driver:
     study: Study
     gpus: Sequence[str | None]
     say: Callable[[str], None]
-    start_process: Start = start_process
+    start_process: Start
     _running: list[RunningTrial] = field(default_factory=list)
     _signum: int = 0
 

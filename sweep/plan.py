@@ -101,7 +101,8 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
             raise ValueError(f"space: {no_option(key, [*options, *options_of_own_models()])}")
     first = _Composition(script.stem, tuple(overrides)).config({})
     split, added = _selection(first, own)
-    overrides += added
+    # It is the same for all trials.
+    overrides += [*added, *(["eval.baseline=false"] if "eval.baseline" not in own else [])]
     composition = _Composition(script.stem, tuple(overrides))
     yardstick, unused = None, set(space)
     try:

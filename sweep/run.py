@@ -17,14 +17,16 @@ from sweep.plan import TEST, TrialPlan, plan_trials
 from sweep.results import SWEEP, TABLE, print_trials, rows_of, test_once, write_sweep, write_table
 from sweep.space import Space, grid_of, read_space
 from sweep.study import DATA, Study, check_same_data, keep_settings, settings_of
-from sweep.trial_process import Process, Start, start_process
+from sweep.trial_process import Process, Start, TrialServer
 
 
-def run_sweep(config: SweepConfig, console: Console, start: Start = start_process) -> None:
-    """Run a sweep, or what is left of it; `start` starts a trial's command.
+def run_sweep(config: SweepConfig, console: Console, start: Start | None = None) -> None:
+    """Run a sweep, or what is left of it; `start` starts a trial's command; None: `TrialServer`.
 
     Raises ValueError: an option is invalid, the directory is in use or holds another sweep, or no trial is complete; StoppedSweepError: a signal arrived.
     """
+    server = TrialServer()
+    start_trial = start or server.start
     assert config.space is not None, "SweepConfig refuses a configuration without"
     path, space = read_space(config.space)
     if config.sampler is Sampler.grid:
@@ -33,6 +35,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start = start_proces
     slots = _slots(config, plan)
     directory = Path(config.output or f"sweeps/{config.recipe}-{path.stem}")
     with ExitStack() as stack:
+        stack.callback(server.close)
         stack.enter_context(hold(directory, f"is sweeping in {directory}"))
         directory.mkdir(exist_ok=True)
         data = plan.data_state()
@@ -41,7 +44,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start = start_proces
 
         def start_on_same_data(*command: Any) -> Process:
             check_same_data(directory, data, plan.data_state())
-            return start(*command)
+            return start_trial(*command)
 
         study = Study(directory, config, space, plan.metric, plan.own_values)
         ended = len(study.trials())

@@ -209,6 +209,17 @@ def lock_file(path: Path) -> int:
     return _locked(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
 
+def share_directory(directory: Path) -> int:
+    """Keep `lock_directory` of other processes from a directory until the descriptor is closed; wait for theirs.
+
+    On a file system without locks it keeps nobody out. Raises FileNotFoundError: there is no such directory.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
 def _locked(descriptor: int) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +32,6 @@ from sweep.pruner import ReachPruner
 from sweep.run import run_sweep
 from sweep.space import as_override, read_space
 from sweep.trial import Ending, RunningTrial
-from sweep.trial_process import start_process
 from tests.helpers.command import hydra_that_reads_once
 from tests.helpers.datasets import write_clicks
 from tests.helpers.runs import Killed
@@ -52,9 +52,14 @@ class Starts:
             self.kill_at = None
             raise Killed
         self.commands.append(list(command))
-        return start_process(
-            [sys.executable, "-S", fake_run.__file__, *command[2:]], environment, log
-        )
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-S", fake_run.__file__, *command[2:]],
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
 
     @property
     def tests(self) -> list[list[str]]:
