@@ -1164,7 +1164,7 @@ class LogConfig(Section):
     )
     observers: list[str] = option(
         [],
-        "observers of the training loop, each package.module:NAME (docs/operations.md#observers)",
+        "observers of the training loop, each package.module:NAME (docs/library.md#observers)",
     )
     mlperf: bool = option(
         False, "write the log of MLPerf's dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)"
