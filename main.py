@@ -18,7 +18,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -87,11 +87,24 @@ def _process() -> Iterator[None]:
         yield
     except ValueError as error:
         _end_together(str(error), USER_ERROR_EXIT_CODE)
+    if len(JOBS.exit_codes) > 1:
+        _compare(JOBS.exit_codes)
     problem = JOBS.problem()
     if problem is not None:
         _end(*problem)
     if is_launched():
         leave_launcher()
+
+
+def _compare(run_dirs: Iterable[str]) -> None:
+    """Print the table of the jobs that have trained."""
+    from compare.report import print_comparison
+    from compare.run_record import RunRecord
+    from nn.observability.console import make_console
+
+    found = [RunRecord.read(path) for path in map(Path, run_dirs) if path.is_dir()]
+    if trained := [run for run in found if run.records and run.is_training]:
+        print_comparison(make_console(0), trained, None)
 
 
 def command(config_name: str) -> Callable[[], None]:
@@ -191,6 +204,11 @@ def _run(composed: DictConfig) -> None:
             written = written_options(overrides, HydraConfig.get())
         config = to_config(composed)
         check_inputs(config)
+        if config.mode is Mode.predict and config.predict.average:
+            from nn.scores.average import average
+
+            average(config, sys.argv[1:])
+            return
         require_stack()
         quiet_libraries()
         if sys.stdout.isatty() and is_node_leader() and "torch" not in sys.modules:

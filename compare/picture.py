@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from compare.run_record import RunRecord, State
+from configs.palette import FAINT, STYLE
 from dataloading.dataset.durable_files import replace_bytes
 from nn.models.metric import Metric
 from nn.observability.records import FINAL
 from nn.plots.series import SMOOTH_FROM, limits, series, smoothed, thinned
-from nn.plots.style import FAINT, STYLE
 
 MAX_NAMED = 10
 """Runs with a colour and a name; the others are drawn in grey, since nobody tells more lines apart."""
@@ -29,12 +29,11 @@ def draw_runs(
     if metric is not None:
         splits = {run.split for run in runs}
         metric = metric.on(splits.pop() if len(splits) == 1 else "evaluation")
-    from matplotlib import colormaps, rc_context
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     named = min(len(runs), MAX_NAMED)
-    places = np.linspace(0, 0.88, named) if named > 1 else np.array([0.25])
-    colors = [*colormaps["viridis"](places)]
+    colors = [f"C{index}" for index in range(named)]
     with rc_context(STYLE):
         figure = Figure(figsize=(13, 6), dpi=130)
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)

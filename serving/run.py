@@ -76,6 +76,7 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
     from serving.inference.versions import Versions
     from serving.server.batching import BatchLimits
     from serving.server.http_server import HttpLimits
+    from serving.server.request_log import RequestLog
     from serving.server.service import Service
 
     threads = config.threads
@@ -84,11 +85,21 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
     if threads is not None:
         torch.set_num_threads(threads)
     assert config.model is not None, "checked by the options"
+    request_log = None
+    if config.log_requests is not None:
+        folder, most_bytes = Path(config.log_requests), config.log_mib * MIB
+        request_log = RequestLog(folder, config.log_share, most_bytes, say)
     load = model_loader(
         config.device.name, config.max_batch, config.dense_dtype.name, config.table_gib
     )
     return Service(
-        Versions(Path(config.model), say, load=load, verify=config.verify),
+        Versions(
+            Path(config.model),
+            say,
+            load=load,
+            verify=config.verify,
+            canary_share=config.canary_share,
+        ),
         BatchLimits(
             max_batch=config.max_batch,
             max_queue=config.max_queue,
@@ -104,6 +115,7 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
         ),
         config.poll_s,
         say,
+        request_log,
     )
 
 

@@ -23,9 +23,7 @@ from sweep.trial_process import Process, Start, TrialServer
 def run_sweep(config: SweepConfig, console: Console, start: Start | None = None) -> None:
     """Run a sweep, or what is left of it; `start` starts a trial's command; None: `TrialServer`.
 
-    Raises:
-        ValueError: an option is invalid, the directory is in use or holds another sweep, or no trial is complete.
-        StoppedSweepError: a signal arrived.
+    Raises ValueError: an option is invalid, the directory is in use or holds another sweep, or no trial is complete; StoppedSweepError: a signal arrived.
     """
     server = TrialServer()
     start_trial = start or server.start
@@ -49,7 +47,16 @@ def run_sweep(config: SweepConfig, console: Console, start: Start | None = None)
             return start_trial(*command)
 
         study = Study(directory, config, space, plan.metric, plan.own_values)
-        _print_head(console, config, plan, directory, study)
+        ended = len(study.trials())
+        known = f", {ended} of them started by an earlier command" if ended else ""
+        for text in (
+            f"sweep of {study.num_trials} trials{known}, {config.parallel} at once, sampler {config.sampler.value}, pruner "
+            f"{config.pruner.value}",
+            f"chosen by {plan.metric.key} ({'larger' if plan.metric.larger_is_better else 'smaller'} is better) on split "
+            f"{plan.split}",
+            f"output {directory}/",
+        ):
+            _print(console, text)
         if study.has_more():
             # It shows that a sweep is complete, and this one is not.
             (directory / SWEEP).unlink(missing_ok=True)
@@ -70,8 +77,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start | None = None)
 def _slots(config: SweepConfig, plan: TrialPlan) -> Sequence[str | None]:
     """Return the GPU of each trial that may run at once; None for each on a machine without.
 
-    Raises:
-        ValueError: there are fewer GPUs.
+    Raises ValueError: there are fewer GPUs.
     """
     gpus = visible_gpus() if plan.uses_gpus else []
     if not gpus:
@@ -82,21 +88,6 @@ def _slots(config: SweepConfig, plan: TrialPlan) -> Sequence[str | None]:
         "device=cpu",
     )
     return gpus[: config.parallel]
-
-
-def _print_head(
-    console: Console, config: SweepConfig, plan: TrialPlan, directory: Path, study: Study
-) -> None:
-    better = "larger" if plan.metric.larger_is_better else "smaller"
-    ended = len(study.trials())
-    known = f", {ended} of them started by an earlier command" if ended else ""
-    for text in (
-        f"sweep of {study.num_trials} trials{known}, {config.parallel} at once, sampler {config.sampler.value}, pruner "
-        f"{config.pruner.value}",
-        f"chosen by {plan.metric.key} ({better} is better) on split {plan.split}",
-        f"output {directory}/",
-    ):
-        _print(console, text)
 
 
 def _print(console: Console, text: str) -> None:

@@ -1,13 +1,16 @@
 """The image of the server holds what the server imports: no more of ours is copied, no more of others installed."""
 
+import json
 import re
 import subprocess
 import sys
+from urllib.error import HTTPError
 
 import pytest
 
 from tests.helpers.command import ROOT
 from tests.serving.handmade_model import write_model
+from tests.serving.served_models import serving
 
 TEXT = (ROOT / "Dockerfile.serving").read_text()
 COPIED = re.findall(r"^COPY --chown=server (\S+) ", TEXT, re.MULTILINE)
@@ -27,6 +30,21 @@ from serving import rollback, run
 service = run.open_service(ServerConfig(model=str(path), port=0), None)
 print(service.title)
 """
+
+
+def test_the_image_is_healthy_while_the_server_is_ready(tmp_path):
+    port = re.search(r"^EXPOSE (\d+)", TEXT, re.MULTILINE)[1]
+    command = json.loads(re.search(r"^HEALTHCHECK .* CMD (\[.*\])$", TEXT, re.MULTILINE)[1])
+    assert command[:2] == ["python", "-c"]
+    assert f"127.0.0.1:{port}/" in command[2]
+    (tmp_path / "token").write_text("secret\n")
+    path = write_model(tmp_path / "1", "fp32")
+    with serving(path, token_file=str(tmp_path / "token")) as client:
+        check = command[2].replace(f":{port}/", f":{client.port}/")
+        exec(check)
+        client.service._is_ready = False
+        with pytest.raises(HTTPError, match="503"):
+            exec(check)
 
 
 @pytest.mark.doors
