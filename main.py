@@ -27,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from configs.arguments import as_written
-from configs.command_line import SAVED_FLAG, composed_command, written_options
+from configs.command_line import SAVED_FLAG, composed_command, lasting_imports, written_options
 from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
     FAULT_EXIT_CODE,
@@ -36,7 +36,6 @@ from configs.exit_codes import (
     RESUME_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
 )
-from configs.imports import lasting_imports
 from configs.messages import load_error_text, on_one_line, os_error_text
 from configs.overrides import (
     WrittenOption,

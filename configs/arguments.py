@@ -53,8 +53,8 @@ REFUSED_FLAGS = {
 class Choices:
     """Names that the arguments of one command may have.
 
-    `likely` are options of open sections, to which a mistyped one may be close; --config-name may name one of those that `configs`
-    returns, or any if it returns none; with `has_jobs`, as only trainings have, --multirun makes a job of each value.
+    `likely` are options of open sections, to which a mistyped one may be close; --config-name may name one of those that
+    `configs` returns, or any if it returns none; with `has_jobs`, as only trainings have, --multirun makes a job of each value.
     """
 
     schema: type

@@ -1,5 +1,6 @@
 """Compose options from a command line, with one line per error; the same for every command."""
 
+import gc
 import inspect
 import os
 import sys
@@ -221,6 +222,20 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
         raise ValueError(f"config={path} and --config-name exclude each other; write one of them")
     ConfigStore.instance().store(name=SAVED, node=dict(read_saved(Path(path).expanduser())))
     sys.argv.insert(1, SAVED_FLAG)
+
+
+@contextmanager
+def lasting_imports() -> Iterator[None]:
+    """Import torch without looking for garbage, again and again, among objects that stay; later collections leave them out."""
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def project_version() -> str:
