@@ -363,9 +363,6 @@ class SharedBottomOptions(_TaskOptions):
         [256, 128], "widths of the shared layers", most=MOST_WIDTH, gt=0, filled=True
     )
 
-    def __post_init__(self) -> None:
-        _TaskOptions.__post_init__(self)
-
 
 @dataclass(kw_only=True, slots=True)
 class MMoEOptions(_TaskOptions):
@@ -375,9 +372,6 @@ class MMoEOptions(_TaskOptions):
     expert_hidden: list[int] = option(
         [256, 128], "widths of every expert's layers", most=MOST_WIDTH, gt=0, filled=True
     )
-
-    def __post_init__(self) -> None:
-        _TaskOptions.__post_init__(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -390,9 +384,6 @@ class PLEOptions(_TaskOptions):
     expert_hidden: list[int] = option(
         [256, 128], "widths of every expert's layers", most=MOST_WIDTH, gt=0, filled=True
     )
-
-    def __post_init__(self) -> None:
-        _TaskOptions.__post_init__(self)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -71,9 +71,6 @@ def _missing_declaration(model: Any) -> str | None:
         isinstance(options, type) and is_dataclass(options) and issubclass(options, ModelConfig)
     ):
         return "it has no Options, a dataclass that is a subclass of configs.schema.ModelConfig"
-    for method in ("tables", "build"):
-        if getattr(model, method).__func__ is getattr(Model, method).__func__:
-            return f"it has no class method {method}(options, spec)"
     return None
 
 
