@@ -55,10 +55,7 @@ TRAIN_SPLIT = "train"
 def open_source(config: Config) -> Source:
     """Open the dataset directory, or synthetic clicks without one, with a validation split if one is held out.
 
-    Scores of new rows need no training rows, from which it would be held out.
-
-    Raises:
-        ValueError: no rows can be held out.
+    Scores of new rows need no training rows, from which it would be held out. Raises ValueError: no rows can be held out.
     """
     source = _stored_source(config)
     fraction = config.data.validation_fraction
@@ -84,8 +81,7 @@ def _stored_source(config: Config) -> Source:
 def device_type(config: Config) -> str:
     """Return `cpu` or `cuda`.
 
-    Raises:
-        ValueError: device=cuda on a machine without a GPU, or a precision that the device lacks.
+    Raises ValueError: device=cuda on a machine without a GPU, or a precision that the device lacks.
     """
     has_gpu = torch.cuda.is_available()
     if config.device is Device.cuda and not has_gpu:
@@ -102,8 +98,7 @@ def device_type(config: Config) -> str:
 def global_batch_size(config: Config) -> int:
     """Return the rows of a step over all ranks: those of the launcher, or with mode=plan those to plan for.
 
-    Raises:
-        ValueError: `train.batch_size_per_rank` times the ranks is no number of rows.
+    Raises ValueError: `train.batch_size_per_rank` times the ranks is no number of rows.
     """
     per_rank = config.train.batch_size_per_rank
     if per_rank is None:
@@ -124,8 +119,7 @@ def hardware_of(
 ) -> Hardware:
     """Describe the hardware to plan for: this machine, unless the configuration overrides it.
 
-    Raises:
-        ValueError: a plan for GPUs on a machine without, and `sharding.hbm_gib` not set.
+    Raises ValueError: a plan for GPUs on a machine without, and `sharding.hbm_gib` not set.
     """
     sharding = config.sharding
     hbm_bytes = 0
@@ -146,8 +140,7 @@ def hardware_of(
 def planned_hardware(config: Config) -> Hardware:
     """Describe the hardware of `mode=plan`: ranks and GPUs need not exist (`sharding.world_size`, `sharding.hbm_gib`).
 
-    Raises:
-        ValueError: nodes of unequal size.
+    Raises ValueError: nodes of unequal size.
     """
     started, started_local = launched_world()
     world_size = config.sharding.world_size or started
@@ -169,9 +162,8 @@ def build_plan(
 ) -> tuple[TieredPlan, list[TablePlan]]:
     """Plan the sharding of the tables.
 
-    Raises:
-        ValueError: the tables do not fit, an override is invalid, data.multi_hot is not for these features, or the batch
-            does not divide over the ranks.
+    Raises ValueError: the tables do not fit, an override is invalid, data.multi_hot is not for these features, or the batch
+    does not divide over the ranks.
     """
     if config.train.batch_size % hardware.world_size:
         raise ValueError(
@@ -226,12 +218,9 @@ def checked_plan(
 ) -> tuple[TieredPlan, list[TablePlan], str | None]:
     """Plan the sharding of the tables, and check the disk of those on disk.
 
-    Returns:
-        The plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk.
-
-    Raises:
-        ValueError: as `build_plan`; or the directory has too little room, or cannot be written. A plan may be for another
-            machine, on which alone it exists.
+    Returns the plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk. Raises
+    ValueError: as `build_plan`; or the directory has too little room, or cannot be written. A plan may be for another machine,
+    on which alone it exists.
     """
     plan, tables = build_plan(config, source, hardware)
     need = disk_need(tables, hardware.local_world_size)
@@ -268,8 +257,7 @@ def live_samples(config: Config) -> int:
 def build_multi_hot(config: Config, source: Source) -> MultiHot:
     """Build the expansion of one-hot ids; without data.multi_hot it expands none.
 
-    Raises:
-        ValueError: data.multi_hot is not for these features.
+    Raises ValueError: data.multi_hot is not for these features.
     """
     return MultiHot(source.spec, config.data.multi_hot, config.data.workers or READERS)
 
@@ -291,8 +279,7 @@ def build_key_maps(config: Config, spec: FeatureSpec, ranks: Ranks) -> "KeyMaps 
 def stored_key_maps(config: Config, spec: FeatureSpec, index: TensorIndex) -> "KeyMaps | None":
     """Return maps with the keys of a checkpoint, for scores; None for a dataset without raw keys.
 
-    Raises:
-        ValueError: the checkpoint has no keys.
+    Raises ValueError: the checkpoint has no keys.
     """
     if not spec.dynamic_tables:
         return None
@@ -371,8 +358,7 @@ def build_loaders(
 ) -> Loaders:
     """Build the loaders that `config.mode` needs.
 
-    Raises:
-        ValueError: a split does not exist or cannot fill a batch, or a batch does not divide over the ranks.
+    Raises ValueError: a split does not exist or cannot fill a batch, or a batch does not divide over the ranks.
     """
     if config.mode is Mode.inference:
         return Loaders(None, None)
@@ -456,11 +442,7 @@ def _build_tables(config: Config, source: Source, plan: TieredPlan, ranks: Ranks
 
 
 def _declared_tables(config: Config, source: Source) -> list[EmbeddingBagConfig]:
-    """Return the tables that the model declares for what it looks up.
-
-    Raises:
-        ValueError: a table is larger than any memory.
-    """
+    """Return the tables that the model declares for what it looks up. Raises ValueError: a table is larger than any memory."""
     tables = declared_tables(config.model, model_spec(config, source))
     for table in tables:
         if table.num_embeddings * table.embedding_dim >= MAX_ELEMENTS:

@@ -90,10 +90,8 @@ class ResumePoint:
 def named_resume_point(config: Config, source: Source) -> ResumePoint:
     """Check the checkpoint that `checkpoint.restore` names, before any process group exists.
 
-    A run that has checkpoints of its own ignores it.
-
-    Raises:
-        ValueError: mode=eval without a checkpoint; or a path that is no checkpoint, or one of another dataset.
+    A run that has checkpoints of its own ignores it. Raises ValueError: mode=eval without a checkpoint; or a path that is no
+    checkpoint, or one of another dataset.
     """
     if _has_own_checkpoint(config):
         return ResumePoint()
@@ -105,8 +103,7 @@ def own_resume_point(
 ) -> ResumePoint | None:
     """Find the checkpoint of its own run directory that a run resumes from; all ranks must call it.
 
-    Raises:
-        ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
+    Raises ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
     """
     start = ResumePoint()
     if ranks.run_on_rank0(lambda: _has_own_checkpoint(config)):
@@ -127,8 +124,7 @@ def finished_run(
 ) -> str | None:
     """Return the message that the run directory holds the complete result already, or None; all ranks must call it.
 
-    Raises:
-        ValueError: on all ranks, if the run starts from nothing there, and the directory holds records of another run.
+    Raises ValueError: on all ranks, if the run starts from nothing there, and the directory holds records of another run.
     """
     if config.run_dir is None:
         return None
@@ -154,8 +150,7 @@ def finished_run(
 def load(config: Config, start: ResumePoint, step: Trained, logger: Logger) -> None:
     """Load the checkpoint that a run starts from; one of its own is always loaded completely.
 
-    Raises:
-        SharedError: the checkpoint is of another model or optimizer, or cannot be read.
+    Raises SharedError: the checkpoint is of another model or optimizer, or cannot be read.
     """
     if start.path is None:
         return
@@ -181,9 +176,7 @@ def kept_records(
 ) -> KeptRecords | None:
     """Return the records that a run keeps: None for one that starts from nothing; only rank 0 may call it.
 
-    Raises:
-        ValueError: a line of metrics.jsonl that should be kept is no record.
-        OSError: metrics.jsonl cannot be read.
+    Raises ValueError: a line of metrics.jsonl that should be kept is no record. Raises OSError: metrics.jsonl cannot be read.
     """
     if not start.is_continuation:
         return None
@@ -218,8 +211,7 @@ def can_restart(run_dir: Path, config: Config) -> bool:
 def _is_repeated(config: Config) -> bool:
     """Tell whether a run that starts from nothing has its complete result already, as an evaluation may.
 
-    Raises:
-        ValueError: the directory holds records of another run.
+    Raises ValueError: the directory holds records of another run.
     """
     run_dir = _run_dir(config)
     path = run_dir / METRICS
@@ -253,20 +245,12 @@ def _already_used_message(run_dir: Path) -> str:
 
 
 def _settings(run_dir: Path) -> dict[str, Any] | None:
-    """Return config.yaml of a run directory; None if it is missing or damaged.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return config.yaml of a run directory; None if it is missing or damaged. Raises OSError: it cannot be read."""
     return _mapping(read_yaml, run_dir / CONFIG)
 
 
 def _summary(run_dir: Path) -> dict[str, Any] | None:
-    """Return summary.json of a run directory; None if it is missing or damaged.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return summary.json of a run directory; None if it is missing or damaged. Raises OSError: it cannot be read."""
     return _mapping(read_json, run_dir / SUMMARY)
 
 
@@ -357,8 +341,7 @@ def _latest_intact(
 ) -> ResumePoint:
     """Find the latest intact checkpoint of `config.run_dir`; all ranks must call it, and share the reading of its bytes.
 
-    Raises:
-        ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
+    Raises ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
     """
     directory = _run_dir(config) / "checkpoints"
     while True:

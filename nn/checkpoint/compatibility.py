@@ -23,11 +23,7 @@ LAYER_STATE = "dense_state."
 
 
 def open_index(path: Path, tables: Sequence[str]) -> TensorIndex:
-    """Read the index of a checkpoint of this recipe or of the TF2 recipe.
-
-    Raises:
-        ValueError: `path` is neither.
-    """
+    """Read the index of a checkpoint of this recipe or of the TF2 recipe. Raises ValueError: `path` is neither."""
     folder = find_tf2_tables(path)
     return read_index(path) if folder is None else tf2_index(folder, tables)
 
@@ -53,10 +49,8 @@ def match_average(
 ) -> tuple[dict[str, StoredTensor], str | None]:
     """Return the tensors to load if only the checkpoint or only the run has an average of the dense component.
 
-    A run that begins an average takes the weights for it. A run without one leaves it out.
-
-    Returns:
-        The tensors, and a note for the user if they differ from `stored`.
+    A run that begins an average takes the weights for it. A run without one leaves it out. Returns the tensors, and a note for
+    the user if they differ from `stored`.
     """
     tensors = dict(stored)
     averages = [name for name in tensors if name.startswith(AVERAGE)]
@@ -82,10 +76,7 @@ def match_options(
     """Return what to load if checkpoint and run differ in `train.ema_decay` or `train.fp8`.
 
     An average is matched by `match_average`. A run that begins to multiply in 8 bits begins with new scales, and one that
-    ends it leaves them out.
-
-    Returns:
-        Both without what is left out, and a note for the user if there is something.
+    ends it leaves them out. Returns both without what is left out, and a note for the user if there is something.
     """
     tensors, note = match_average(stored, shapes)
     notes = [] if note is None else [note]

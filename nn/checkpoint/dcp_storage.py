@@ -72,8 +72,7 @@ class DcpWriter(dcp.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks.
 
-        Raises:
-            OSError: the file cannot be written, for example on a full disk; it is then incomplete.
+        Raises OSError: the file cannot be written, for example on a full disk; it is then incomplete.
         """
         path = self._directory / plan.storage_data
         results, jobs, start = [], [], 0

@@ -134,11 +134,8 @@ class CheckpointManager:
 
         `tensors`: tensors of the training loop, on rank 0 only.
         `is_last`: training ends here, so no copy is made.
-        `chain`: waits for the delta of this step and returns its `chain`, with deltas; ValueError if there is none.
-
-        Raises:
-            SharedError: a file of the dataset has changed since the run began.
-            RuntimeError: another rank has ended.
+        `chain`: waits for the delta of this step and returns its `chain`, with deltas; ValueError if there is none. Raises
+        SharedError: a file of the dataset has changed since the run began. Raises RuntimeError: another rank has ended.
         """
         pause = pause or Pause(time.perf_counter())
         self.wait()
@@ -169,8 +166,7 @@ class CheckpointManager:
     def wait(self) -> str | None:
         """Wait for the checkpoint that is being written; return why it could not be written, or None.
 
-        Raises:
-            RuntimeError: another rank has ended.
+        Raises RuntimeError: another rank has ended.
         """
         self._join()
         if self._error is not None:
@@ -180,10 +176,7 @@ class CheckpointManager:
     def load_best(self, best_step: int) -> bool:
         """Load the checkpoint of the best evaluation; print a warning and return False if there is none.
 
-        All ranks must call it, and `wait` before.
-
-        Raises:
-            SharedError: it cannot be read.
+        All ranks must call it, and `wait` before. Raises SharedError: it cannot be read.
         """
         path = self.directory / f"step_{best_step}"
         if not self._ranks.run_on_rank0(path.exists):

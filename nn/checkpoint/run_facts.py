@@ -108,8 +108,7 @@ _REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")
 def check_facts(facts: Mapping[str, Any]) -> None:
     """Check the types and ranges of the values in run.json.
 
-    Raises:
-        ValueError: one is missing or is not what a checkpoint has; the message names it.
+    Raises ValueError: one is missing or is not what a checkpoint has; the message names it.
     """
     _check("", facts, _CHECKS, _REQUIRED)
     for name in facts["files"]:
@@ -128,8 +127,7 @@ def check_facts(facts: Mapping[str, Any]) -> None:
 def check_resumable(facts: Mapping[str, Any], num_steps: int) -> None:
     """Check that run.json has all that the run of this checkpoint needs to resume.
 
-    Raises:
-        ValueError: something is missing, or the checkpoint is of another step.
+    Raises ValueError: something is missing, or the checkpoint is of another step.
     """
     if facts["num_steps"] != num_steps:
         raise ValueError(f"it is of step {facts['num_steps']}")

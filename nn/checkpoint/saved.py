@@ -34,8 +34,7 @@ class SavedModel:
     def open(cls, path: Path, option: str) -> Self:
         """Open a checkpoint, or an export of one, that the user named with an option.
 
-        Raises:
-            ValueError: it is none; an UnreadableError if that is not known.
+        Raises ValueError: it is none; an UnreadableError if that is not known.
         """
         try:
             facts = read_facts(path)
@@ -50,10 +49,8 @@ class SavedModel:
     def fill(self, weights: "Mapping[str, Tensor]") -> None:
         """Copy the weights of evaluation into tensors: `tables.<table>` [rows, columns] and `dense.<name>`.
 
-        A weight of the dense component is its average, where the checkpoint has one.
-
-        Raises:
-            ValueError: the checkpoint has other weights, or a file is damaged.
+        A weight of the dense component is its average, where the checkpoint has one. Raises ValueError: the checkpoint has
+        other weights, or a file is damaged.
         """
         stored = {name: tensor for name in weights if (tensor := self._stored(name)) is not None}
         differing = differences(

@@ -98,11 +98,8 @@ def write(
 ) -> None:
     """Write the tensors of a checkpoint to its unfinished directory; all ranks must call it.
 
-    `tables`: names of the tables, in the order of the features.
-
-    Raises:
-        ValueError: a rank could not write its shards; raised on all ranks.
-        RuntimeError: another rank has ended.
+    `tables`: names of the tables, in the order of the features. Raises ValueError: a rank could not write its shards; raised on
+    all ranks. Raises RuntimeError: another rank has ended.
     """
     writer = DcpWriter(unfinished(directory, num_steps), tables)
     try:
@@ -146,10 +143,8 @@ def check(
 ) -> dict[str, Any]:
     """Return run.json of a checkpoint after checking that it fits this dataset.
 
-    `path`: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps.
-
-    Raises:
-        ValueError: `path` is no checkpoint or unreadable, has a newer format, or was trained on other features.
+    `path`: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps. Raises ValueError: `path` is no
+    checkpoint or unreadable, has a newer format, or was trained on other features.
     """
     if find_tf2_tables(path) is not None:
         if set(components) != {Component.tables}:
@@ -198,13 +193,9 @@ def restore(
     `path`: a `step_N` directory, or a checkpoint of the TF2 recipe.
     `step`: both components, with any sharding and number of ranks.
     `with_optimizer`: load optimizer state too; not needed for evaluation and for frozen components.
-    `grow`: allow tables to have more rows than stored; additional rows keep their weights, without optimizer state.
-
-    Returns:
-        What the user should know about the dense component's average and layers (`match_options`), or None.
-
-    Raises:
-        ValueError: the tensors are not those of this model or cannot be read; raised on all ranks.
+    `grow`: allow tables to have more rows than stored; additional rows keep their weights, without optimizer state. Returns
+    what the user should know about the dense component's average and layers (`match_options`), or None. Raises ValueError: the
+    tensors are not those of this model or cannot be read; raised on all ranks.
     """
     named = str(path) if is_own else f"checkpoint.restore={path}"
     if find_tf2_tables(path) is None:

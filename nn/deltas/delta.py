@@ -138,8 +138,7 @@ def _described(changes: Mapping[str, TableChange | KeyChange]) -> dict[str, dict
 def chain_of(facts: Mapping[str, Any]) -> Link | None:
     """Return the state that a checkpoint, an export or a delta names; None if it was saved without deltas.
 
-    Raises:
-        ValueError: it is malformed.
+    Raises ValueError: it is malformed.
     """
     return None if CHAIN not in facts else _link(facts[CHAIN], CHAIN)
 
@@ -147,9 +146,8 @@ def chain_of(facts: Mapping[str, Any]) -> Link | None:
 def read_delta(path: Path) -> Delta:
     """Read and check a delta, every byte of it.
 
-    Raises:
-        ValueError: it is no delta, of a newer format, damaged or malformed; one line.
-        UnreadableError: a file exists and cannot be read.
+    Raises ValueError: it is no delta, of a newer format, damaged or malformed; one line. Raises UnreadableError: a file exists
+    and cannot be read.
     """
     facts = read_facts(path, of_delta=True)
     info = facts[DELTA]

@@ -40,8 +40,7 @@ class ChangedRows:
     def before(self, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the numbers, int64 [n], and the values [n, columns] of the next rows below `end`.
 
-        Raises:
-            ValueError: there are other rows than the delta says.
+        Raises ValueError: there are other rows than the delta says.
         """
         while True:
             if not len(self._ids):
@@ -94,11 +93,7 @@ class ReplayedTable:
             rows = change.rows
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Yield all rows in order, [n, columns].
-
-        Raises:
-            ValueError: a file is damaged, or a row is in no file.
-        """
+        """Yield all rows in order, [n, columns]. Raises ValueError: a file is damaged, or a row is in no file."""
         num_rows, columns = self.size
         changes = [ChangedRows.of_table(delta, self.table) for delta in self.deltas]
         base = RowReader(self.base)
@@ -152,11 +147,7 @@ class ReplayedKeys:
         check_key_rows(self.keys, self.base.size[0], self.deltas)
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Yield the keys in order, [n].
-
-        Raises:
-            ValueError: a file is damaged.
-        """
+        """Yield the keys in order, [n]. Raises ValueError: a file is damaged."""
         changes = [ChangedRows.of_keys(delta, self.keys) for delta in self.deltas]
         base, (num_rows,) = RowReader(self.base), self.size
         step = rows_per_block(self.size, self.dtype)

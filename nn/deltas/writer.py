@@ -104,10 +104,7 @@ class DeltaWriter:
     ) -> Chain:
         """Start a delta when the previous one is written; without a step since then there is none.
 
-        `beat`: called while the loop waits for the writer.
-
-        Raises:
-            RuntimeError: another rank has ended.
+        `beat`: called while the loop waits for the writer. Raises RuntimeError: another rank has ended.
         """
         self.wait(beat)
         if self.end.step < 0:
@@ -129,11 +126,7 @@ class DeltaWriter:
         return lambda: asdict(done.result())
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Wait for the delta that is being written.
-
-        Raises:
-            RuntimeError: another rank has ended.
-        """
+        """Wait for the delta that is being written. Raises RuntimeError: another rank has ended."""
         thread = self._thread
         while thread is not None and thread.is_alive():
             thread.join(0.2)

@@ -88,14 +88,9 @@ def export_tables(
 ) -> dict[str, Any]:
     """Export parts of a checkpoint to a new directory, which is complete or absent.
 
-    `fitted`: dataset whose vocabularies give the raw values of the rows.
-
-    Returns:
-        The content of `export.json`: `tables` has the names of the files by table, `dense` those of the dense component.
-
-    Raises:
-        ValueError: `output` exists or another process writes it, the checkpoint or a table does not exist, a file
-            cannot be read, or a vocabulary is of another table.
+    `fitted`: dataset whose vocabularies give the raw values of the rows. Returns the content of `export.json`: `tables` has the
+    names of the files by table, `dense` those of the dense component. Raises ValueError: `output` exists or another process
+    writes it, the checkpoint or a table does not exist, a file cannot be read, or a vocabulary is of another table.
     """
     check_output(output)
     saved = SavedModel.open(checkpoint, "checkpoint")
@@ -119,8 +114,7 @@ def write_export(
 ) -> dict[str, Any]:
     """Write an export to a new directory, which is complete or absent; see `export_tables`.
 
-    Raises:
-        ValueError: `output` exists or another process writes it, a file cannot be read, or a vocabulary is of another table.
+    Raises ValueError: `output` exists or another process writes it, a file cannot be read, or a vocabulary is of another table.
     """
     keyed = sorted({name.split(".")[1] for name in exported.tensors if name.startswith(KEYS)})
     if format is ExportFormat.tf2 and keyed:

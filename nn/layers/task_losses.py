@@ -61,8 +61,7 @@ LOSSES: dict[bool, dict[str, Callable[..., Tensor]]] = {
 def loss_of(options: TaskConfig, *, is_binary: bool, key: str) -> Loss:
     """Return the loss of a label; `key` is that of its option.
 
-    Raises:
-        ValueError: there is no such loss of this kind of label, or the object is no function.
+    Raises ValueError: there is no such loss of this kind of label, or the object is no function.
     """
     own = LOSSES[is_binary]
     name = options.loss or next(iter(own))
@@ -96,8 +95,7 @@ def loss_of(options: TaskConfig, *, is_binary: bool, key: str) -> Loss:
 def _checked(loss: Loss, option: str, predictions: Tensor, labels: Tensor) -> Tensor:
     """Return the losses of a user's function.
 
-    Raises:
-        ValueError: it fails, or returns anything but one number with a gradient for each row.
+    Raises ValueError: it fails, or returns anything but one number with a gradient for each row.
     """
     try:
         losses = loss(predictions, labels)

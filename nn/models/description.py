@@ -173,10 +173,8 @@ class ModelDescription:
     def build(self, seed: int | None = 0) -> RankingModel:
         """Build tables and dense component for one device, with the initial weights of a seed.
 
-        None leaves the weights of the tables undefined, for those that are loaded.
-
-        Raises:
-            ValueError: the options do not fit the features.
+        None leaves the weights of the tables undefined, for those that are loaded. Raises ValueError: the options do not fit
+        the features.
         """
         dense = build_dense(self.options, self.spec, seed or 0)
         initialise_dense(dense, seed or 0)
@@ -186,8 +184,7 @@ class ModelDescription:
 def build_from_json(path: Path | str, *, seed: int = 0, trusted: bool = False) -> RankingModel:
     """Build the model that a model.json describes, with the initial weights of a seed; `trusted` as in `read_description`.
 
-    Raises:
-        ValueError: the file is missing or describes no model.
+    Raises ValueError: the file is missing or describes no model.
     """
     return read_description(Path(path), trusted=trusted).build(seed)
 
@@ -195,8 +192,7 @@ def build_from_json(path: Path | str, *, seed: int = 0, trusted: bool = False) -
 def read_description(path: Path, *, trusted: bool = False) -> ModelDescription:
     """Read a model.json; only if it is `trusted` may a model outside the project, `package.module:Class`, be imported.
 
-    Raises:
-        ValueError: the file is missing, malformed, of a newer format, or names a model that may not be imported.
+    Raises ValueError: the file is missing, malformed, of a newer format, or names a model that may not be imported.
     """
     try:
         content = read_json(path)

@@ -143,8 +143,7 @@ def default_metrics(*, is_binary: bool) -> tuple[Metric, ...]:
 def further_metrics(names: Sequence[str]) -> list[Metric]:
     """Return the metrics that `eval.metrics` names, those of the project in the order of the records.
 
-    Raises:
-        ValueError: there is no such metric, or the object is none; the message says what may be named.
+    Raises ValueError: there is no such metric, or the object is none; the message says what may be named.
     """
     own = {m.name: m for m in METRICS if not m.is_default and m is not GAUC}
     found = [metric for metric in own.values() if metric.name in names]
@@ -206,8 +205,7 @@ def metrics_of_label(
 def best_of(metrics: Iterable[Metric], name: str | None) -> Metric:
     """Return the metric that `eval.best_metric` names, or the first: it tells which evaluation is the best.
 
-    Raises:
-        ValueError: there is no such metric, or no value of it is better than another.
+    Raises ValueError: there is no such metric, or no value of it is better than another.
     """
     judging = [metric for metric in metrics if metric.larger_is_better is not None]
     for metric in judging:

@@ -37,11 +37,7 @@ def find_options(name: str) -> type[ModelConfig]:
 
 
 def find_model(name: str) -> type[Model]:
-    """Import the model that `model.name` names.
-
-    Raises:
-        ValueError: there is no such model, or the class is not a model.
-    """
+    """Import the model that `model.name` names. Raises ValueError: there is no such model, or the class is not a model."""
     path = MODELS.get(name, name)
     module_name, _, class_name = path.partition(":")
     if not module_name or not class_name:
@@ -82,11 +78,8 @@ def typed_config(
     """Return the typed options of a run, including those of its model; every check of options runs here.
 
     `written` are options that were written for this model; others of the model may be left from another one's recipe. `common` is
-    what `to_config` returns of `composed`, and becomes the result.
-
-    Raises:
-        ValueError: an invalid value, an unknown option, or an unknown model; or an option of `written` is one of other models
-            only, or the user's has no effect.
+    what `to_config` returns of `composed`, and becomes the result. Raises ValueError: an invalid value, an unknown option, or
+    an unknown model; or an option of `written` is one of other models only, or the user's has no effect.
     """
     written = [option for option in written if option.key.startswith("model.")]
     config = common or to_config(composed)
@@ -128,10 +121,8 @@ def models_with(option: str) -> list[str]:
 def model_options(composed: DictConfig) -> ModelConfig:
     """Return the typed options of the model `composed.name`.
 
-    Options of the project's other models are left out: those of a recipe's own model, when another one is chosen.
-
-    Raises:
-        ValueError: an invalid value, an unknown option, or an unknown model.
+    Options of the project's other models are left out: those of a recipe's own model, when another one is chosen. Raises
+    ValueError: an invalid value, an unknown option, or an unknown model.
     """
     options = find_options(composed.name)
     known = {declared.name for declared in fields(options)}
@@ -148,8 +139,7 @@ def model_options(composed: DictConfig) -> ModelConfig:
 def _is_of_another(key: str, value: Any) -> bool:
     """Return whether one of the project's models has an option or a section of this name.
 
-    Raises:
-        ValueError: a section contains an unknown option.
+    Raises ValueError: a section contains an unknown option.
     """
     for name in MODELS:
         options = find_options(name)
@@ -171,8 +161,7 @@ def options_of_own_models() -> set[str]:
 def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
     """Return the tables that a model declares for a dataset, after checking them.
 
-    Raises:
-        ValueError: the tables do not match the features, or are not supported yet.
+    Raises ValueError: the tables do not match the features, or are not supported yet.
     """
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -200,10 +189,8 @@ def _kind(found: object, table: object) -> str:
 def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model:
     """Build the dense component: forward(numerical [B, N], embeddings) -> logits [B].
 
-    The seed is that of the initial weights of layers without `initialise`; the global random state is not changed.
-
-    Raises:
-        ValueError: the options do not fit the features, or the model has persistent buffers that no `PassLayer` declares.
+    The seed is that of the initial weights of layers without `initialise`; the global random state is not changed. Raises
+    ValueError: the options do not fit the features, or the model has persistent buffers that no `PassLayer` declares.
     """
     import torch
 
@@ -242,8 +229,7 @@ def build_meta(options: ModelConfig, spec: FeatureSpec) -> Model:
 def check_model(options: ModelConfig, spec: FeatureSpec) -> None:
     """Check before any process group exists that a model can be built for a dataset; allocates no memory.
 
-    Raises:
-        ValueError: raised by `declared_tables` or `build_dense`.
+    Raises ValueError: raised by `declared_tables` or `build_dense`.
     """
     declared_tables(options, spec)
     build_meta(options, spec)
