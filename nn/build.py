@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -371,13 +371,16 @@ def build_train_loader(
     config: Config, source: Source, ranks: Ranks, key_maps: "KeyMaps | None" = None
 ) -> Loader:
     """Build this rank's loader of the training split."""
-    settings = _settings(config, config.train.batch_size)
-    settings = replace(
-        settings,
+    return _loader(
+        config,
+        source,
+        ranks,
+        TRAIN_SPLIT,
+        key_maps,
+        batch_size=config.train.batch_size,
         shuffle_block=config.data.shuffle_block,
         admits_keys=Component.tables not in config.train.freeze,
     )
-    return _loader(source, ranks, TRAIN_SPLIT, settings, key_maps)
 
 
 def build_test_loader(
@@ -388,30 +391,27 @@ def build_test_loader(
     key_maps: "KeyMaps | None" = None,
 ) -> Loader:
     """Build this rank's loader of a split, by default the one to evaluate on, in the order on disk."""
-    settings = replace(_settings(config, config.eval.batch_size), only_scores=True)
-    return _loader(source, ranks, split or config.eval.split, settings, key_maps)
-
-
-def _settings(config: Config, batch_size: int) -> LoaderSettings:
-    return LoaderSettings(
-        batch_size=batch_size,
-        seed=config.seed,
-        prefetch=config.data.prefetch,
-        workers=config.data.workers,
-    )
+    split, batch_size = split or config.eval.split, config.eval.batch_size
+    return _loader(config, source, ranks, split, key_maps, batch_size=batch_size, only_scores=True)
 
 
 def _loader(
+    config: Config,
     source: Source,
     ranks: Ranks,
     split: str,
-    settings: LoaderSettings,
     key_maps: "KeyMaps | None",
+    **settings: Any,
 ) -> Loader:
     return Loader(
         source,
         split,
-        settings,
+        LoaderSettings(
+            seed=config.seed,
+            prefetch=config.data.prefetch,
+            workers=config.data.workers,
+            **settings,
+        ),
         rank=ranks.rank,
         world_size=ranks.world_size,
         device=ranks.device,

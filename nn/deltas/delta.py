@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from configs.messages import shown
 from dataloading.dataset.documents import read_regular
@@ -162,7 +162,8 @@ def read_delta(path: Path) -> Delta:
     if damage is not None:
         raise ValueError(damage)
     parent, end = _link(info.get("parent"), "parent"), chain_of(facts)
-    tables, keys = _tables(info.get("tables")), _keys(info.get("keys", {}))
+    tables = _changes(info.get("tables"), TableChange, "tables")
+    keys = _changes(info.get("keys", {}), KeyChange, "keys")
     if end is None or end.step != facts["num_steps"] or parent.step >= end.step:
         raise ValueError(f"it leads from step {parent.step} to {shown(facts.get(CHAIN))}")
     if end.id != identity(parent, end.step, tables, keys, read_regular(path / INDEX_FILE)):
@@ -182,27 +183,21 @@ def _link(value: Any, name: str) -> Link:
     return Link(value["id"], value["step"])
 
 
-def _tables(value: Any) -> dict[str, TableChange]:
-    try:
-        tables = {name: TableChange(**entry) for name, entry in value.items()}
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"its tables are malformed ({shown(error)})") from None
-    for name, table in tables.items():
-        counts = (table.rows, table.columns, table.touched, table.tombstones)
-        if not all(map(is_count, counts)) or table.dtype not in TABLE_DTYPES:
-            raise ValueError(f"its table {shown(name)} is malformed")
-    return tables
+Change = TypeVar("Change", TableChange, KeyChange)
 
 
-def _keys(value: Any) -> dict[str, KeyChange]:
+def _changes(value: Any, kind: type[Change], name: str) -> dict[str, Change]:
     try:
-        keys = {name: KeyChange(**entry) for name, entry in value.items()}
+        changes = {key: kind(**entry) for key, entry in value.items()}
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"its keys are malformed ({shown(error)})") from None
-    for name, change in keys.items():
-        if not is_count(change.rows) or not is_count(change.changed):
-            raise ValueError(f"its keys of {shown(name)} are malformed")
-    return keys
+        raise ValueError(f"its {name} are malformed ({shown(error)})") from None
+    for key, change in changes.items():
+        facts = asdict(change)
+        if facts.pop("dtype", "float32") not in TABLE_DTYPES or not all(
+            map(is_count, facts.values())
+        ):
+            raise ValueError(f"its {name} of {shown(key)} are malformed")
+    return changes
 
 
 def _check_tensors(delta: Delta) -> None:
