@@ -57,25 +57,23 @@ def open_source(config: Config) -> Source:
 
     Scores of new rows need no training rows, from which it would be held out. Raises ValueError: no rows can be held out.
     """
-    source = _stored_source(config)
-    fraction = config.data.validation_fraction
+    data = config.data
+    source: Source
+    if data.path is not None:
+        source = open_dataset(FeatureSpec.load(local_path(data.path), data.feature_spec))
+    else:
+        source = SyntheticSource(
+            train_rows=data.synthetic.train_rows,
+            test_rows=data.synthetic.test_rows,
+            num_numerical=data.synthetic.num_numerical,
+            cardinalities=data.synthetic.tables,
+            hotness=data.synthetic.hotness,
+            exponent=data.synthetic.exponent,
+            seed=config.seed,
+        )
+    fraction = data.validation_fraction
     scores_others = config.mode is Mode.predict and config.predict.split != VALIDATION
     return source if fraction is None or scores_others else HeldOutSource(source, fraction)
-
-
-def _stored_source(config: Config) -> Source:
-    data = config.data
-    if data.path is not None:
-        return open_dataset(FeatureSpec.load(local_path(data.path), data.feature_spec))
-    return SyntheticSource(
-        train_rows=data.synthetic.train_rows,
-        test_rows=data.synthetic.test_rows,
-        num_numerical=data.synthetic.num_numerical,
-        cardinalities=data.synthetic.tables,
-        hotness=data.synthetic.hotness,
-        exponent=data.synthetic.exponent,
-        seed=config.seed,
-    )
 
 
 def device_type(config: Config) -> str:

@@ -197,10 +197,10 @@ def kept_records(
 
 def can_restart(run_dir: Path, config: Config) -> bool:
     """Tell whether a run directory holds an unfinished run of the same settings, which may restart without a checkpoint."""
-    summary = _summary(run_dir)
+    summary = _mapping(read_json, run_dir / SUMMARY)
     if summary is not None and not summary.get(UNSAVED):
         return False
-    before = _settings(run_dir)
+    before = _mapping(read_yaml, run_dir / CONFIG)
     return (
         before is not None
         and before.get("mode", config.mode.value) == config.mode.value
@@ -215,43 +215,27 @@ def _is_repeated(config: Config) -> bool:
     """
     run_dir = _run_dir(config)
     path = run_dir / METRICS
-    is_finished = path.exists() and _summary(run_dir) is not None
+    is_finished = path.exists() and _mapping(read_json, run_dir / SUMMARY) is not None
     # A start that was killed, or had no room, before its first record left nothing to lose.
     if not (has_records(path) or is_finished) or can_restart(run_dir, config):
         return False
-    before = _settings(run_dir)
+    before = _mapping(read_yaml, run_dir / CONFIG)
     now = _without_place(_flat(plain_values(config)))
     is_same = before is not None and _without_place(_complete(before, config)) == now
     # A training that saves has lost its checkpoints if it starts from nothing.
     is_training_that_saves = config.mode is Mode.train and config.checkpoint.save
     if is_same and is_finished and not is_training_that_saves:
         return True
-    raise ValueError(_already_used_message(run_dir))
-
-
-def _already_used_message(run_dir: Path) -> str:
-    """Return the error text for a directory that contains records of an earlier run."""
-    checkpoints = run_dir / "checkpoints"
     text = f"run_dir={run_dir} already holds the {METRICS} of an earlier run"
     set_another = "set another run_dir, or none for a new runs/<recipe>/<time>"
+    checkpoints = run_dir / "checkpoints"
     if list_checkpoints(checkpoints):
-        return f"{text}; {set_another}"
+        raise ValueError(f"{text}; {set_another}")
     damaged = sorted(path.name for path in checkpoints.glob("step_*.damaged"))
     unusable = f" ({', '.join(damaged)} cannot be used)" if damaged else ""
-    return (
-        f"{text}, but no complete checkpoint to resume from{unusable}; {set_another}, or delete "
-        f"{run_dir / METRICS} to restart there"
+    raise ValueError(
+        f"{text}, but no complete checkpoint to resume from{unusable}; {set_another}, or delete {path} to restart there"
     )
-
-
-def _settings(run_dir: Path) -> dict[str, Any] | None:
-    """Return config.yaml of a run directory; None if it is missing or damaged. Raises OSError: it cannot be read."""
-    return _mapping(read_yaml, run_dir / CONFIG)
-
-
-def _summary(run_dir: Path) -> dict[str, Any] | None:
-    """Return summary.json of a run directory; None if it is missing or damaged. Raises OSError: it cannot be read."""
-    return _mapping(read_json, run_dir / SUMMARY)
 
 
 def _mapping(read: Callable[[Path], Any], path: Path) -> dict[str, Any] | None:
@@ -306,9 +290,14 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
 def _named(config: Config, source: Source) -> ResumePoint:
     parts = config.checkpoint
     if parts.restore is None and config.mode in (Mode.eval, Mode.importance):
-        raise ValueError(
-            f"mode={config.mode.value} needs a trained model: {_how_to_name_one(config.run_dir)}"
-        )
+        advice = "set checkpoint.restore to a run's checkpoints/step_N"
+        # The latest one of the run directory, if any, may be what was meant.
+        own = Path(config.run_dir) / "checkpoints" if config.run_dir is not None else None
+        if own is not None and (found := list_checkpoints(own)):
+            advice = (
+                f"set checkpoint.restore={found[0]}, and another run_dir, or none, for the results"
+            )
+        raise ValueError(f"mode={config.mode.value} needs a trained model: {advice}")
     if parts.restore is None:
         return ResumePoint()
     path = local_path(parts.restore)
@@ -322,14 +311,6 @@ def _named(config: Config, source: Source) -> ResumePoint:
     )
     starts_at_zero = config.mode is Mode.train and not parts.takes_optimizer
     return ResumePoint(path, {"num_steps": 0} if starts_at_zero else facts)
-
-
-def _how_to_name_one(run_dir: str | None) -> str:
-    """Return advice on how to name a checkpoint; the latest one of the run directory, if any, may be what was meant."""
-    found = list_checkpoints(Path(run_dir) / "checkpoints") if run_dir is not None else []
-    if not found:
-        return "set checkpoint.restore to a run's checkpoints/step_N"
-    return f"set checkpoint.restore={found[0]}, and another run_dir, or none, for the results"
 
 
 def _latest_intact(
@@ -379,7 +360,7 @@ def _unreadable_message(run_dir: str | None, problem: str) -> str:
 
 def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
     """Tell whether a run that resumes has ended already: its summary is of the step of its latest checkpoint."""
-    summary = _summary(_run_dir(config))
+    summary = _mapping(read_json, _run_dir(config) / SUMMARY)
     if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
         return False
     trainer = start.facts["trainer"]

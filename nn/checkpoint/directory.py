@@ -294,14 +294,9 @@ def remove(path: Path) -> None:
     """Rename a checkpoint before removing it, so that a crash leaves no incomplete `step_N`."""
     target = unfinished(path.parent, step_of(path))
     replace_directory(path, target)
-    _remove_tree(target)
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove a directory; a second attempt follows an error, which may have been a passing one."""
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        shutil.rmtree(path)
+    shutil.rmtree(target, ignore_errors=True)
+    if target.exists():  # the error may have been a passing one
+        shutil.rmtree(target)
 
 
 def _crc32(facts: dict[str, Any]) -> int:

@@ -222,7 +222,11 @@ class CheckpointManager:
         """Write the files, and commit on rank 0; all ranks receive the result. Runs in the thread."""
         started = time.perf_counter()
         try:
-            problem = self._write_shards(num_steps, state)
+            problem = None
+            try:
+                write(self.directory, num_steps, state, self._step.table_names, self._channel)
+            except ValueError as error:
+                problem = str(error)
             if chain is not None:
                 # Before the commit: deltas reach every checkpoint.
                 try:
@@ -248,13 +252,6 @@ class CheckpointManager:
             return
         if self._problem is not None and self._ranks.is_rank0:
             self._discard_failed(num_steps)
-
-    def _write_shards(self, num_steps: int, state: State) -> str | None:
-        try:
-            write(self.directory, num_steps, state, self._step.table_names, self._channel)
-        except ValueError as error:
-            return str(error)
-        return None
 
     def _commit(
         self,

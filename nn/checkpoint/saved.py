@@ -52,6 +52,8 @@ class SavedModel:
         A weight of the dense component is its average, where the checkpoint has one. Raises ValueError: the checkpoint has
         other weights, or a file is damaged.
         """
+        import torch  # which an export of tables does without
+
         stored = {name: tensor for name in weights if (tensor := self._stored(name)) is not None}
         differing = differences(
             {name: tensor.size for name, tensor in stored.items()},
@@ -65,7 +67,14 @@ class SavedModel:
             )
         try:
             for name, tensor in stored.items():
-                _fill(weights[name], tensor)
+                at, target = 0, weights[name]
+                flat = target.reshape(1) if target.dim() == 0 else target
+                for block in blocks(tensor):
+                    values = torch.from_numpy(block)
+                    if tensor.dtype == "bfloat16":
+                        values = values.view(torch.bfloat16)
+                    flat[at : at + len(block)].copy_(values)
+                    at += len(block)
         except ValueError as error:
             raise ValueError(f"{self.path} cannot be loaded: {error}") from None
 
@@ -74,17 +83,3 @@ class SavedModel:
         if not name.startswith(DENSE):
             return tensors.get(f"{name}.weight")
         return tensors.get(AVERAGE + name.removeprefix(DENSE)) or tensors.get(name)
-
-
-def _fill(target: "Tensor", tensor: StoredTensor) -> None:
-    """Copy a stored tensor into one of the same shape; 16-bit weights become those of the target's dtype."""
-    import torch  # which an export of tables does without
-
-    at = 0
-    flat = target.reshape(1) if target.dim() == 0 else target
-    for block in blocks(tensor):
-        values = torch.from_numpy(block)
-        if tensor.dtype == "bfloat16":
-            values = values.view(torch.bfloat16)
-        flat[at : at + len(block)].copy_(values)
-        at += len(block)

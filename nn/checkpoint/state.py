@@ -38,7 +38,6 @@ from nn.checkpoint.dcp_storage import DcpReader, DcpWriter
 from nn.checkpoint.directory import (
     FORMAT_VERSION,
     UnreadableError,
-    commit,
     read_facts,
     unfinished,
     wait_for,
@@ -119,17 +118,6 @@ def incomplete_tensors(directory: Path, state: State) -> list[str]:
         for name, value in state.items()
     }
     return [name for name, size in sizes.items() if num_elements.get(name) != math.prod(size)]
-
-
-def save(directory: Path, step: Trained, num_steps: int, spec: FeatureSpec, ranks: Ranks) -> Path:
-    """Write `directory/step_<num_steps>` synchronously, without facts of a run but the dataset's; return its path."""
-    channel = HostChannel()
-    write(directory, num_steps, step.state_dict(), step.table_names, channel)
-    facts = {"format_version": FORMAT_VERSION, "feature_spec": spec.fingerprint()}
-    if ranks.is_rank0:
-        commit(directory, num_steps, facts | {"num_steps": num_steps})
-    ranks.barrier()
-    return directory / f"step_{num_steps}"
 
 
 def check(

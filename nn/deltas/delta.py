@@ -81,10 +81,6 @@ class Delta:
         """Return the encoded numbers of a table's rows that changed; None if there are none."""
         return self.index.tensors.get(f"tables.{table}.ids")
 
-    def tombstones_of(self, table: str) -> StoredTensor | None:
-        """Return the encoded numbers of a table's retired rows; None if there are none."""
-        return self.index.tensors.get(f"tables.{table}.tombstones")
-
     def rows_of(self, table: str) -> StoredTensor:
         """Return the rows of a table that changed."""
         return self.index.tensors[f"tables.{table}.weight"]
@@ -102,11 +98,6 @@ class Delta:
         """Return the tensors of the dense component."""
         tensors = self.index.tensors.items()
         return {name: t for name, t in tensors if not name.startswith(("tables.", KEYS))}
-
-    @property
-    def checkpoint_facts(self) -> dict[str, Any]:
-        """Return the run.json of a checkpoint of the same step, without what is known of its files."""
-        return {name: value for name, value in self.facts.items() if name != DELTA}
 
 
 def identity(
@@ -214,7 +205,7 @@ def _check_tensors(delta: Delta) -> None:
             or weight.dtype not in {table.dtype, "bfloat16"}
         ):
             raise ValueError(f"table {shown(name)} has rows of {weight.dtype} {list(weight.size)}")
-        for encoded in (ids, delta.tombstones_of(name)):
+        for encoded in (ids, delta.index.tensors.get(f"tables.{name}.tombstones")):
             if encoded is not None and (encoded.dtype != "uint8" or len(encoded.size) != 1):
                 raise ValueError(f"table {shown(name)} has malformed numbers of rows")
     for name, change in delta.keys.items():

@@ -119,10 +119,8 @@ def mean_share(losses: Tensor, weights: Tensor | None, total: Tensor | int) -> T
 
         mean = sum of weight * loss over all rows / sum of weight over all rows
 
-    Args:
-        losses: [B] of this rank's valid rows.
-        weights: [B], not negative; None counts every row once.
-        total: sum of the weights over all ranks, or their number of rows. If all weights of a batch are 0, so is its mean.
+    Losses [B] are of this rank's valid rows; weights [B] are not negative, None counts every row once. `total`: sum of the
+    weights over all ranks, or their number of rows. If all weights of a batch are 0, so is its mean.
     """
     if weights is not None:
         losses = losses * weights

@@ -7,7 +7,7 @@ The model can be built again from it, without the dataset. It is plain JSON with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,13 +203,10 @@ def read_description(path: Path, *, trusted: bool = False) -> ModelDescription:
     try:
         return _parsed(content, trusted)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: no description of a model ({_reason(error)})") from None
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: no description of a model ({reason})") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _reason(error: Exception) -> str:
-    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _parsed(content: Any, trusted: bool) -> ModelDescription:
@@ -229,7 +226,9 @@ def _parsed(content: Any, trusted: bool) -> ModelDescription:
 
 
 def _spec_of(features: Mapping[str, Any], hotness: str) -> FeatureSpec:
-    names = _texts(features["numerical"])
+    names = features["numerical"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"features.numerical is {shown(names)}; want a list of names")
     single = {
         channel: None if features[channel] is None else RowColumn.of(features[channel], channel)
         for channel in (Channel.weight, Channel.keep_rate)
@@ -240,7 +239,7 @@ def _spec_of(features: Mapping[str, Any], hotness: str) -> FeatureSpec:
     )
     return FeatureSpec(
         root=None,
-        numerical=names,
+        numerical=tuple(names),
         numerical_dtype=np.dtype(np.float32),
         labels=labels,
         categorical=tuple(_feature_of(entry, hotness) for entry in features["categorical"]),
@@ -249,12 +248,6 @@ def _spec_of(features: Mapping[str, Any], hotness: str) -> FeatureSpec:
         weight=single[Channel.weight],
         keep_rate=single[Channel.keep_rate],
     )
-
-
-def _texts(values: Sequence[Any]) -> tuple[str, ...]:
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ValueError(f"features.numerical is {shown(values)}; want a list of names")
-    return tuple(values)
 
 
 def _feature_of(entry: Mapping[str, Any], hotness: str) -> CategoricalFeature:

@@ -91,9 +91,7 @@ class Model(nn.Module):
     def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Return this rank's share of the loss that is trained, after `forward`: nothing is added unless overridden.
 
-        Args:
-            share: this rank's share of the tasks' loss; the sum over ranks is the loss.
-            share_of: returns the same of other logits.
+        `share`: this rank's share of the tasks' loss; the sum over ranks is the loss. `share_of`: returns that of other logits.
         """
         return share
 

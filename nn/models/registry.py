@@ -48,26 +48,21 @@ def find_model(name: str) -> type[Model]:
             "package.module:Class is one of your own"
         )
     model = load_user_object(path, "model.name")
-    missing = _missing_declaration(model)
+    from nn.models.model import Model
+
+    missing = None
+    options = getattr(model, "Options", None)
+    if not isinstance(model, type) or not issubclass(model, Model):
+        missing = "it is no subclass of nn.models.model.Model"
+    elif not (
+        isinstance(options, type) and is_dataclass(options) and issubclass(options, ModelConfig)
+    ):
+        missing = "it has no Options, a dataclass that is a subclass of configs.schema.ModelConfig"
     if missing is not None:
         raise ValueError(
             f"model.name={name} declares no model: {missing}; nn/models/model.py describes the declaration"
         )
     return model
-
-
-def _missing_declaration(model: Any) -> str | None:
-    """Return what a class lacks to be a model, or None."""
-    from nn.models.model import Model
-
-    if not isinstance(model, type) or not issubclass(model, Model):
-        return "it is no subclass of nn.models.model.Model"
-    options = getattr(model, "Options", None)
-    if not (
-        isinstance(options, type) and is_dataclass(options) and issubclass(options, ModelConfig)
-    ):
-        return "it has no Options, a dataclass that is a subclass of configs.schema.ModelConfig"
-    return None
 
 
 def typed_config(
@@ -171,19 +166,15 @@ def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBa
     tables = list(found) if isinstance(found, Iterable) else [found]
     for table in tables:
         if not isinstance(table, EmbeddingBagConfig):
+            got = type(found).__name__
+            if isinstance(found, Iterable):
+                got = f"a {got} with {shown(table)}"
             raise ValueError(
-                f"model.name={options.name}: tables() returns {_kind(found, table)}; want a list of EmbeddingBagConfig, such as "
+                f"model.name={options.name}: tables() returns {got}; want a list of EmbeddingBagConfig, such as "
                 "that of nn.embedding.declared_tables.one_table_per_feature"
             )
     check_tables(tables, options, spec)
     return tables
-
-
-def _kind(found: object, table: object) -> str:
-    """Name what is returned instead of a list of tables."""
-    if isinstance(found, Iterable):
-        return f"a {type(found).__name__} with {shown(table)}"
-    return type(found).__name__
 
 
 def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model:

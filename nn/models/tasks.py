@@ -17,7 +17,6 @@ from nn.models.metric import (
     AUC,
     GAUC,
     Metric,
-    best_of,
     default_metrics,
     further_metrics,
     metrics_of_label,
@@ -169,8 +168,18 @@ def metrics_of(tasks: Iterable[Task]) -> list[Metric]:
 
 
 def best_metric(tasks: Iterable[Task], name: str | None) -> Metric:
-    """Return the metric that `eval.best_metric` names, or the first; see `nn.models.metric.best_of`."""
-    return best_of(metrics_of(tasks), name)
+    """Return the metric that `eval.best_metric` names, or the first: it tells which evaluation is the best.
+
+    Raises ValueError: there is no such metric, or no value of it is better than another.
+    """
+    judging = [metric for metric in metrics_of(tasks) if metric.larger_is_better is not None]
+    for metric in judging:
+        if name in (None, metric.key):
+            return metric
+    raise ValueError(
+        f"eval.best_metric={name} is not measured, or says not which model is better; choose one of "
+        f"{', '.join(metric.key for metric in judging)}"
+    )
 
 
 def auc_key(record: Mapping[str, Any], best: str | None) -> str | None:
