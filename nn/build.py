@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -55,37 +55,31 @@ TRAIN_SPLIT = "train"
 def open_source(config: Config) -> Source:
     """Open the dataset directory, or synthetic clicks without one, with a validation split if one is held out.
 
-    Scores of new rows need no training rows, from which it would be held out.
-
-    Raises:
-        ValueError: no rows can be held out.
+    Scores of new rows need no training rows, from which it would be held out. Raises ValueError: no rows can be held out.
     """
-    source = _stored_source(config)
-    fraction = config.data.validation_fraction
+    data = config.data
+    source: Source
+    if data.path is not None:
+        source = open_dataset(FeatureSpec.load(local_path(data.path), data.feature_spec))
+    else:
+        source = SyntheticSource(
+            train_rows=data.synthetic.train_rows,
+            test_rows=data.synthetic.test_rows,
+            num_numerical=data.synthetic.num_numerical,
+            cardinalities=data.synthetic.tables,
+            hotness=data.synthetic.hotness,
+            exponent=data.synthetic.exponent,
+            seed=config.seed,
+        )
+    fraction = data.validation_fraction
     scores_others = config.mode is Mode.predict and config.predict.split != VALIDATION
     return source if fraction is None or scores_others else HeldOutSource(source, fraction)
-
-
-def _stored_source(config: Config) -> Source:
-    data = config.data
-    if data.path is not None:
-        return open_dataset(FeatureSpec.load(local_path(data.path), data.feature_spec))
-    return SyntheticSource(
-        train_rows=data.synthetic.train_rows,
-        test_rows=data.synthetic.test_rows,
-        num_numerical=data.synthetic.num_numerical,
-        cardinalities=data.synthetic.tables,
-        hotness=data.synthetic.hotness,
-        exponent=data.synthetic.exponent,
-        seed=config.seed,
-    )
 
 
 def device_type(config: Config) -> str:
     """Return `cpu` or `cuda`.
 
-    Raises:
-        ValueError: device=cuda on a machine without a GPU, or a precision that the device lacks.
+    Raises ValueError: device=cuda on a machine without a GPU, or a precision that the device lacks.
     """
     has_gpu = torch.cuda.is_available()
     if config.device is Device.cuda and not has_gpu:
@@ -102,8 +96,7 @@ def device_type(config: Config) -> str:
 def global_batch_size(config: Config) -> int:
     """Return the rows of a step over all ranks: those of the launcher, or with mode=plan those to plan for.
 
-    Raises:
-        ValueError: `train.batch_size_per_rank` times the ranks is no number of rows.
+    Raises ValueError: `train.batch_size_per_rank` times the ranks is no number of rows.
     """
     per_rank = config.train.batch_size_per_rank
     if per_rank is None:
@@ -124,8 +117,7 @@ def hardware_of(
 ) -> Hardware:
     """Describe the hardware to plan for: this machine, unless the configuration overrides it.
 
-    Raises:
-        ValueError: a plan for GPUs on a machine without, and `sharding.hbm_gib` not set.
+    Raises ValueError: a plan for GPUs on a machine without, and `sharding.hbm_gib` not set.
     """
     sharding = config.sharding
     hbm_bytes = 0
@@ -146,8 +138,7 @@ def hardware_of(
 def planned_hardware(config: Config) -> Hardware:
     """Describe the hardware of `mode=plan`: ranks and GPUs need not exist (`sharding.world_size`, `sharding.hbm_gib`).
 
-    Raises:
-        ValueError: nodes of unequal size.
+    Raises ValueError: nodes of unequal size.
     """
     started, started_local = launched_world()
     world_size = config.sharding.world_size or started
@@ -169,9 +160,8 @@ def build_plan(
 ) -> tuple[TieredPlan, list[TablePlan]]:
     """Plan the sharding of the tables.
 
-    Raises:
-        ValueError: the tables do not fit, an override is invalid, data.multi_hot is not for these features, or the batch
-            does not divide over the ranks.
+    Raises ValueError: the tables do not fit, an override is invalid, data.multi_hot is not for these features, or the batch
+    does not divide over the ranks.
     """
     if config.train.batch_size % hardware.world_size:
         raise ValueError(
@@ -226,12 +216,9 @@ def checked_plan(
 ) -> tuple[TieredPlan, list[TablePlan], str | None]:
     """Plan the sharding of the tables, and check the disk of those on disk.
 
-    Returns:
-        The plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk.
-
-    Raises:
-        ValueError: as `build_plan`; or the directory has too little room, or cannot be written. A plan may be for another
-            machine, on which alone it exists.
+    Returns the plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk. Raises
+    ValueError: as `build_plan`; or the directory has too little room, or cannot be written. A plan may be for another machine,
+    on which alone it exists.
     """
     plan, tables = build_plan(config, source, hardware)
     need = disk_need(tables, hardware.local_world_size)
@@ -268,8 +255,7 @@ def live_samples(config: Config) -> int:
 def build_multi_hot(config: Config, source: Source) -> MultiHot:
     """Build the expansion of one-hot ids; without data.multi_hot it expands none.
 
-    Raises:
-        ValueError: data.multi_hot is not for these features.
+    Raises ValueError: data.multi_hot is not for these features.
     """
     return MultiHot(source.spec, config.data.multi_hot, config.data.workers or READERS)
 
@@ -291,8 +277,7 @@ def build_key_maps(config: Config, spec: FeatureSpec, ranks: Ranks) -> "KeyMaps 
 def stored_key_maps(config: Config, spec: FeatureSpec, index: TensorIndex) -> "KeyMaps | None":
     """Return maps with the keys of a checkpoint, for scores; None for a dataset without raw keys.
 
-    Raises:
-        ValueError: the checkpoint has no keys.
+    Raises ValueError: the checkpoint has no keys.
     """
     if not spec.dynamic_tables:
         return None
@@ -371,8 +356,7 @@ def build_loaders(
 ) -> Loaders:
     """Build the loaders that `config.mode` needs.
 
-    Raises:
-        ValueError: a split does not exist or cannot fill a batch, or a batch does not divide over the ranks.
+    Raises ValueError: a split does not exist or cannot fill a batch, or a batch does not divide over the ranks.
     """
     if config.mode is Mode.inference:
         return Loaders(None, None)
@@ -385,13 +369,16 @@ def build_train_loader(
     config: Config, source: Source, ranks: Ranks, key_maps: "KeyMaps | None" = None
 ) -> Loader:
     """Build this rank's loader of the training split."""
-    settings = _settings(config, config.train.batch_size)
-    settings = replace(
-        settings,
+    return _loader(
+        config,
+        source,
+        ranks,
+        TRAIN_SPLIT,
+        key_maps,
+        batch_size=config.train.batch_size,
         shuffle_block=config.data.shuffle_block,
         admits_keys=Component.tables not in config.train.freeze,
     )
-    return _loader(source, ranks, TRAIN_SPLIT, settings, key_maps)
 
 
 def build_test_loader(
@@ -402,30 +389,27 @@ def build_test_loader(
     key_maps: "KeyMaps | None" = None,
 ) -> Loader:
     """Build this rank's loader of a split, by default the one to evaluate on, in the order on disk."""
-    settings = replace(_settings(config, config.eval.batch_size), only_scores=True)
-    return _loader(source, ranks, split or config.eval.split, settings, key_maps)
-
-
-def _settings(config: Config, batch_size: int) -> LoaderSettings:
-    return LoaderSettings(
-        batch_size=batch_size,
-        seed=config.seed,
-        prefetch=config.data.prefetch,
-        workers=config.data.workers,
-    )
+    split, batch_size = split or config.eval.split, config.eval.batch_size
+    return _loader(config, source, ranks, split, key_maps, batch_size=batch_size, only_scores=True)
 
 
 def _loader(
+    config: Config,
     source: Source,
     ranks: Ranks,
     split: str,
-    settings: LoaderSettings,
     key_maps: "KeyMaps | None",
+    **settings: Any,
 ) -> Loader:
     return Loader(
         source,
         split,
-        settings,
+        LoaderSettings(
+            seed=config.seed,
+            prefetch=config.data.prefetch,
+            workers=config.data.workers,
+            **settings,
+        ),
         rank=ranks.rank,
         world_size=ranks.world_size,
         device=ranks.device,
@@ -456,11 +440,7 @@ def _build_tables(config: Config, source: Source, plan: TieredPlan, ranks: Ranks
 
 
 def _declared_tables(config: Config, source: Source) -> list[EmbeddingBagConfig]:
-    """Return the tables that the model declares for what it looks up.
-
-    Raises:
-        ValueError: a table is larger than any memory.
-    """
+    """Return the tables that the model declares for what it looks up. Raises ValueError: a table is larger than any memory."""
     tables = declared_tables(config.model, model_spec(config, source))
     for table in tables:
         if table.num_embeddings * table.embedding_dim >= MAX_ELEMENTS:

@@ -20,6 +20,7 @@ from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.schema import Component
 from configs.stop_signals import restore_signals
+from nn.checkpoint.directory import DELTA
 from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import TensorIndex
 from nn.deltas.chain import open_chain
@@ -56,7 +57,7 @@ def replay(
     for name in last.tables:
         tensors[f"tables.{name}.weight"] = _table(name, index, chain, base)
     tensors |= _keys(index, chain, base)
-    facts = last.checkpoint_facts
+    facts = {name: value for name, value in last.facts.items() if name != DELTA}
     exported = Exported(f"step_{last.end.step}", list(last.tables), tensors, facts)
     is_tf2 = format is ExportFormat.tf2
     parts = [Component.tables] if is_tf2 else [Component.dense, Component.tables]

@@ -90,10 +90,8 @@ class ResumePoint:
 def named_resume_point(config: Config, source: Source) -> ResumePoint:
     """Check the checkpoint that `checkpoint.restore` names, before any process group exists.
 
-    A run that has checkpoints of its own ignores it.
-
-    Raises:
-        ValueError: mode=eval without a checkpoint; or a path that is no checkpoint, or one of another dataset.
+    A run that has checkpoints of its own ignores it. Raises ValueError: mode=eval without a checkpoint; or a path that is no
+    checkpoint, or one of another dataset.
     """
     if _has_own_checkpoint(config):
         return ResumePoint()
@@ -105,8 +103,7 @@ def own_resume_point(
 ) -> ResumePoint | None:
     """Find the checkpoint of its own run directory that a run resumes from; all ranks must call it.
 
-    Raises:
-        ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
+    Raises ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
     """
     start = ResumePoint()
     if ranks.run_on_rank0(lambda: _has_own_checkpoint(config)):
@@ -127,8 +124,7 @@ def finished_run(
 ) -> str | None:
     """Return the message that the run directory holds the complete result already, or None; all ranks must call it.
 
-    Raises:
-        ValueError: on all ranks, if the run starts from nothing there, and the directory holds records of another run.
+    Raises ValueError: on all ranks, if the run starts from nothing there, and the directory holds records of another run.
     """
     if config.run_dir is None:
         return None
@@ -154,8 +150,7 @@ def finished_run(
 def load(config: Config, start: ResumePoint, step: Trained, logger: Logger) -> None:
     """Load the checkpoint that a run starts from; one of its own is always loaded completely.
 
-    Raises:
-        SharedError: the checkpoint is of another model or optimizer, or cannot be read.
+    Raises SharedError: the checkpoint is of another model or optimizer, or cannot be read.
     """
     if start.path is None:
         return
@@ -181,9 +176,7 @@ def kept_records(
 ) -> KeptRecords | None:
     """Return the records that a run keeps: None for one that starts from nothing; only rank 0 may call it.
 
-    Raises:
-        ValueError: a line of metrics.jsonl that should be kept is no record.
-        OSError: metrics.jsonl cannot be read.
+    Raises ValueError: a line of metrics.jsonl that should be kept is no record. Raises OSError: metrics.jsonl cannot be read.
     """
     if not start.is_continuation:
         return None
@@ -204,10 +197,10 @@ def kept_records(
 
 def can_restart(run_dir: Path, config: Config) -> bool:
     """Tell whether a run directory holds an unfinished run of the same settings, which may restart without a checkpoint."""
-    summary = _summary(run_dir)
+    summary = _mapping(read_json, run_dir / SUMMARY)
     if summary is not None and not summary.get(UNSAVED):
         return False
-    before = _settings(run_dir)
+    before = _mapping(read_yaml, run_dir / CONFIG)
     return (
         before is not None
         and before.get("mode", config.mode.value) == config.mode.value
@@ -218,56 +211,31 @@ def can_restart(run_dir: Path, config: Config) -> bool:
 def _is_repeated(config: Config) -> bool:
     """Tell whether a run that starts from nothing has its complete result already, as an evaluation may.
 
-    Raises:
-        ValueError: the directory holds records of another run.
+    Raises ValueError: the directory holds records of another run.
     """
     run_dir = _run_dir(config)
     path = run_dir / METRICS
-    is_finished = path.exists() and _summary(run_dir) is not None
+    is_finished = path.exists() and _mapping(read_json, run_dir / SUMMARY) is not None
     # A start that was killed, or had no room, before its first record left nothing to lose.
     if not (has_records(path) or is_finished) or can_restart(run_dir, config):
         return False
-    before = _settings(run_dir)
+    before = _mapping(read_yaml, run_dir / CONFIG)
     now = _without_place(_flat(plain_values(config)))
     is_same = before is not None and _without_place(_complete(before, config)) == now
     # A training that saves has lost its checkpoints if it starts from nothing.
     is_training_that_saves = config.mode is Mode.train and config.checkpoint.save
     if is_same and is_finished and not is_training_that_saves:
         return True
-    raise ValueError(_already_used_message(run_dir))
-
-
-def _already_used_message(run_dir: Path) -> str:
-    """Return the error text for a directory that contains records of an earlier run."""
-    checkpoints = run_dir / "checkpoints"
     text = f"run_dir={run_dir} already holds the {METRICS} of an earlier run"
     set_another = "set another run_dir, or none for a new runs/<recipe>/<time>"
+    checkpoints = run_dir / "checkpoints"
     if list_checkpoints(checkpoints):
-        return f"{text}; {set_another}"
+        raise ValueError(f"{text}; {set_another}")
     damaged = sorted(path.name for path in checkpoints.glob("step_*.damaged"))
     unusable = f" ({', '.join(damaged)} cannot be used)" if damaged else ""
-    return (
-        f"{text}, but no complete checkpoint to resume from{unusable}; {set_another}, or delete "
-        f"{run_dir / METRICS} to restart there"
+    raise ValueError(
+        f"{text}, but no complete checkpoint to resume from{unusable}; {set_another}, or delete {path} to restart there"
     )
-
-
-def _settings(run_dir: Path) -> dict[str, Any] | None:
-    """Return config.yaml of a run directory; None if it is missing or damaged.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    return _mapping(read_yaml, run_dir / CONFIG)
-
-
-def _summary(run_dir: Path) -> dict[str, Any] | None:
-    """Return summary.json of a run directory; None if it is missing or damaged.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    return _mapping(read_json, run_dir / SUMMARY)
 
 
 def _mapping(read: Callable[[Path], Any], path: Path) -> dict[str, Any] | None:
@@ -322,9 +290,14 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
 def _named(config: Config, source: Source) -> ResumePoint:
     parts = config.checkpoint
     if parts.restore is None and config.mode in (Mode.eval, Mode.importance):
-        raise ValueError(
-            f"mode={config.mode.value} needs a trained model: {_how_to_name_one(config.run_dir)}"
-        )
+        advice = "set checkpoint.restore to a run's checkpoints/step_N"
+        # The latest one of the run directory, if any, may be what was meant.
+        own = Path(config.run_dir) / "checkpoints" if config.run_dir is not None else None
+        if own is not None and (found := list_checkpoints(own)):
+            advice = (
+                f"set checkpoint.restore={found[0]}, and another run_dir, or none, for the results"
+            )
+        raise ValueError(f"mode={config.mode.value} needs a trained model: {advice}")
     if parts.restore is None:
         return ResumePoint()
     path = local_path(parts.restore)
@@ -340,14 +313,6 @@ def _named(config: Config, source: Source) -> ResumePoint:
     return ResumePoint(path, {"num_steps": 0} if starts_at_zero else facts)
 
 
-def _how_to_name_one(run_dir: str | None) -> str:
-    """Return advice on how to name a checkpoint; the latest one of the run directory, if any, may be what was meant."""
-    found = list_checkpoints(Path(run_dir) / "checkpoints") if run_dir is not None else []
-    if not found:
-        return "set checkpoint.restore to a run's checkpoints/step_N"
-    return f"set checkpoint.restore={found[0]}, and another run_dir, or none, for the results"
-
-
 def _latest_intact(
     config: Config,
     spec: FeatureSpec,
@@ -357,8 +322,7 @@ def _latest_intact(
 ) -> ResumePoint:
     """Find the latest intact checkpoint of `config.run_dir`; all ranks must call it, and share the reading of its bytes.
 
-    Raises:
-        ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
+    Raises ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
     """
     directory = _run_dir(config) / "checkpoints"
     while True:
@@ -396,7 +360,7 @@ def _unreadable_message(run_dir: str | None, problem: str) -> str:
 
 def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
     """Tell whether a run that resumes has ended already: its summary is of the step of its latest checkpoint."""
-    summary = _summary(_run_dir(config))
+    summary = _mapping(read_json, _run_dir(config) / SUMMARY)
     if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
         return False
     trainer = start.facts["trainer"]

@@ -240,28 +240,21 @@ def count_hbm(
     saved = sum(before for before, _ in model.linear_layers()) - activations.reread_columns
     states = dense_rule(config.effective_optimizer).states_per_weight
     elements = sum(unique[table.name] * table.embedding_dim for table in tables)
+    ids = sum(1 if expands else feature.mean_hotness for feature in spec.categorical)
+    weight_bytes = FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
+    activation_bytes = 4 if config.train.amp is Amp.off else 2
+    rule = table_rule(config.effective_optimizer.table_name)
+    updated = elements * (weight_bytes + rule.bytes_per_element)
+    updated += sum(unique.values()) * rule.bytes_per_row
     return {
         "batch": batch
-        * (
-            2 * (NUMERICAL_BYTES * len(spec.numerical) + LABEL_BYTES)
-            + 3 * ID_BYTES * _ids_per_row(spec, expands)
-        ),
-        "rows read": elements * _weight_bytes(config),
+        * (2 * (NUMERICAL_BYTES * len(spec.numerical) + LABEL_BYTES) + 3 * ID_BYTES * ids),
+        "rows read": elements * weight_bytes,
         "embeddings": (5 * batch * columns + 4 * sum(sent.values())) * _embedding_bytes(config),
-        "rows updated": 2 * _updated_bytes(config, elements, sum(unique.values())),
-        "activations": batch * saved * _activation_bytes(config) * 2,
+        "rows updated": 2 * updated,
+        "activations": batch * saved * activation_bytes * 2,
         "dense half": model.num_parameters() * FP32_BYTES * (2 + 2 + 2 * states),
     }
-
-
-def _updated_bytes(config: Config, elements: float, rows: float) -> float:
-    """Return the bytes of the weights and states of distinct rows."""
-    rule = table_rule(config.effective_optimizer.table_name)
-    return elements * (_weight_bytes(config) + rule.bytes_per_element) + rows * rule.bytes_per_row
-
-
-def _weight_bytes(config: Config) -> int:
-    return FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
 
 
 def count_all_to_all(
@@ -331,17 +324,8 @@ def unique_rows(
     return first + others - first * others / cardinality
 
 
-def _ids_per_row(spec: FeatureSpec, expands: bool) -> float:
-    """Return the stored ids of a row."""
-    return sum(1 if expands else feature.mean_hotness for feature in spec.categorical)
-
-
 def _embedding_bytes(config: Config) -> int:
     return 2 if config.train.amp is Amp.bf16 else 4  # the all-to-all of fp16 is in fp32
-
-
-def _activation_bytes(config: Config) -> int:
-    return 4 if config.train.amp is Amp.off else 2
 
 
 def _flops_per_s(config: Config) -> float:

@@ -23,11 +23,7 @@ LAYER_STATE = "dense_state."
 
 
 def open_index(path: Path, tables: Sequence[str]) -> TensorIndex:
-    """Read the index of a checkpoint of this recipe or of the TF2 recipe.
-
-    Raises:
-        ValueError: `path` is neither.
-    """
+    """Read the index of a checkpoint of this recipe or of the TF2 recipe. Raises ValueError: `path` is neither."""
     folder = find_tf2_tables(path)
     return read_index(path) if folder is None else tf2_index(folder, tables)
 
@@ -48,47 +44,29 @@ def select_tensors(
     }
 
 
-def match_average(
-    stored: Mapping[str, StoredTensor], wanted: Collection[str]
-) -> tuple[dict[str, StoredTensor], str | None]:
-    """Return the tensors to load if only the checkpoint or only the run has an average of the dense component.
-
-    A run that begins an average takes the weights for it. A run without one leaves it out.
-
-    Returns:
-        The tensors, and a note for the user if they differ from `stored`.
-    """
-    tensors = dict(stored)
-    averages = [name for name in tensors if name.startswith(AVERAGE)]
-    wanted_averages = [name for name in wanted if name.startswith(AVERAGE)]
-    if averages and not wanted_averages:
-        for name in averages:
-            del tensors[name]
-        return tensors, (
-            "has an average of the dense component, which train.ema_decay=null leaves out: the weights themselves are used"
-        )
-    if not averages and wanted_averages:
-        for name in wanted_averages:
-            weight = f"dense.{name.removeprefix(AVERAGE)}"
-            if weight in tensors:
-                tensors[name] = tensors[weight]
-        return tensors, "has no average of the dense component: it starts at the restored weights"
-    return tensors, None
-
-
 def match_options(
     stored: Mapping[str, StoredTensor], shapes: Mapping[str, torch.Size]
 ) -> tuple[dict[str, StoredTensor], dict[str, torch.Size], str | None]:
     """Return what to load if checkpoint and run differ in `train.ema_decay` or `train.fp8`.
 
-    An average is matched by `match_average`. A run that begins to multiply in 8 bits begins with new scales, and one that
-    ends it leaves them out.
-
-    Returns:
-        Both without what is left out, and a note for the user if there is something.
+    A run that begins an average takes the weights for it, and one that begins to multiply in 8 bits begins with new scales. A
+    run without leaves them out. Returns both without what is left out, and a note for the user if there is something.
     """
-    tensors, note = match_average(stored, shapes)
-    notes = [] if note is None else [note]
+    tensors, notes = dict(stored), []
+    averages = [name for name in tensors if name.startswith(AVERAGE)]
+    wanted_averages = [name for name in shapes if name.startswith(AVERAGE)]
+    if averages and not wanted_averages:
+        for name in averages:
+            del tensors[name]
+        notes.append(
+            "has an average of the dense component, which train.ema_decay=null leaves out: the weights themselves are used"
+        )
+    elif wanted_averages and not averages:
+        for name in wanted_averages:
+            weight = f"dense.{name.removeprefix(AVERAGE)}"
+            if weight in tensors:
+                tensors[name] = tensors[weight]
+        notes.append("has no average of the dense component: it starts at the restored weights")
     in_file = {name for name in tensors if name.startswith(LAYER_STATE)}
     in_run = {name for name in shapes if name.startswith(LAYER_STATE)}
     left_out = set() if in_file and in_run else in_file | in_run

@@ -6,7 +6,6 @@ chunk completely from which a rank needs a row.
 """
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,6 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
-    WriteItem,
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -72,8 +70,7 @@ class DcpWriter(dcp.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks.
 
-        Raises:
-            OSError: the file cannot be written, for example on a full disk; it is then incomplete.
+        Raises OSError: the file cannot be written, for example on a full disk; it is then incomplete.
         """
         path = self._directory / plan.storage_data
         results, jobs, start = [], [], 0
@@ -85,11 +82,12 @@ class DcpWriter(dcp.StorageWriter):
                 )
                 array = value.detach().contiguous()
                 blocks = list(array_blocks(array, start))
-                jobs.append((item, start, [pool.submit(file.write, *block) for block in blocks]))
+                writing = [pool.submit(file.write, *block) for block in blocks]
+                jobs.append((item.index, array.nbytes, start, writing))
                 start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-            for item, begin, writing in jobs:
+            for index, num_bytes, begin, writing in jobs:
                 file_range = FileRange(path.name, begin, [write.result() for write in writing])
-                results.append(WriteResult(item.index, _num_bytes(item), file_range))
+                results.append(WriteResult(index, num_bytes, file_range))
             file.sync()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -178,17 +176,9 @@ def array_blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
     """Yield (block, first byte in the file) of an array that begins at byte `start`."""
     if not array.numel():
         return
-    flat = array.view(-1)
-    if not len(flat):
-        return
-    for block in flat.split(CHECKSUM_BYTES // array.itemsize):
+    for block in array.view(-1).split(CHECKSUM_BYTES // array.itemsize):
         yield block, start
         start += block.nbytes
-
-
-def _num_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 class DcpReader(dcp.StorageReader):

@@ -83,8 +83,7 @@ def unfinished(directory: Path, num_steps: int) -> Path:
 def list_checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints of a directory, newest first; the directory may be missing.
 
-    Raises:
-        UnreadableError: the directory cannot be listed. `Path.glob` would return an empty list.
+    Raises UnreadableError: the directory cannot be listed. `Path.glob` would return an empty list.
     """
     try:
         with _reading(directory):
@@ -98,10 +97,8 @@ def list_checkpoints(directory: Path) -> list[Path]:
 def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
     """Write run.json and rename the directory of a step, which completes the checkpoint.
 
-    `prune` syncs the new name: if that fails, the checkpoint is complete nevertheless.
-
-    Raises:
-        OSError: the directory cannot be written.
+    `prune` syncs the new name: if that fails, the checkpoint is complete nevertheless. Raises OSError: the directory cannot be
+    written.
     """
     source, target = unfinished(directory, num_steps), directory / f"step_{num_steps}"
     write_facts(source, facts, sorted(path.name for path in source.iterdir()))
@@ -202,11 +199,8 @@ def read_facts(path: Path, *, of_delta: bool = False) -> dict[str, Any]:
     """Return run.json after checking its checksum and the existence and size of all files.
 
     `path`: a checkpoint, an export or, with `of_delta`, a delta (`nn.deltas.delta`).
-    `of_delta`: whether it must be a delta; otherwise it must not be one.
-
-    Raises:
-        UnreadableError: run.json or a file exists and cannot be read.
-        ValueError: run.json or a file is missing or damaged.
+    `of_delta`: whether it must be a delta; otherwise it must not be one. Raises UnreadableError: run.json or a file exists and
+    cannot be read. Raises ValueError: run.json or a file is missing or damaged.
     """
     try:
         with _reading(path / RUN_FILE):
@@ -251,8 +245,7 @@ def read_facts(path: Path, *, of_delta: bool = False) -> dict[str, Any]:
 def find_damage(path: Path, facts: dict[str, Any], rank: int, num_ranks: int) -> str | None:
     """Compare the checksums of every `num_ranks`-th block from block `rank` on; return the first damage, or None.
 
-    Raises:
-        UnreadableError: a file exists and cannot be read.
+    Raises UnreadableError: a file exists and cannot be read.
     """
     try:
         with _reading(path / INDEX_FILE):
@@ -301,14 +294,9 @@ def remove(path: Path) -> None:
     """Rename a checkpoint before removing it, so that a crash leaves no incomplete `step_N`."""
     target = unfinished(path.parent, step_of(path))
     replace_directory(path, target)
-    _remove_tree(target)
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove a directory; a second attempt follows an error, which may have been a passing one."""
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        shutil.rmtree(path)
+    shutil.rmtree(target, ignore_errors=True)
+    if target.exists():  # the error may have been a passing one
+        shutil.rmtree(target)
 
 
 def _crc32(facts: dict[str, Any]) -> int:

@@ -141,11 +141,8 @@ class CheckpointManager:
 
         `tensors`: tensors of the training loop, on rank 0 only.
         `is_last`: training ends here, so no copy is made.
-        `chain`: waits for the delta of this step and returns its `chain`, with deltas; ValueError if there is none.
-
-        Raises:
-            SharedError: a file of the dataset has changed since the run began.
-            RuntimeError: another rank has ended.
+        `chain`: waits for the delta of this step and returns its `chain`, with deltas; ValueError if there is none. Raises
+        SharedError: a file of the dataset has changed since the run began. Raises RuntimeError: another rank has ended.
         """
         pause = pause or Pause(time.perf_counter())
         self.wait()
@@ -176,8 +173,7 @@ class CheckpointManager:
     def wait(self) -> str | None:
         """Wait for the checkpoint that is being written; return why it could not be written, or None.
 
-        Raises:
-            RuntimeError: another rank has ended.
+        Raises RuntimeError: another rank has ended.
         """
         self._join()
         if self._error is not None:
@@ -187,10 +183,7 @@ class CheckpointManager:
     def load_best(self, best_step: int) -> bool:
         """Load the checkpoint of the best evaluation; print a warning and return False if there is none.
 
-        All ranks must call it, and `wait` before.
-
-        Raises:
-            SharedError: it cannot be read.
+        All ranks must call it, and `wait` before. Raises SharedError: it cannot be read.
         """
         path = self.directory / f"step_{best_step}"
         if not self._ranks.run_on_rank0(path.exists):
@@ -236,7 +229,11 @@ class CheckpointManager:
         """Write the files, and commit on rank 0; all ranks receive the result. Runs in the thread."""
         started = time.perf_counter()
         try:
-            problem = self._write_shards(num_steps, state)
+            problem = None
+            try:
+                write(self.directory, num_steps, state, self._step.table_names, self._channel)
+            except ValueError as error:
+                problem = str(error)
             if chain is not None:
                 # Before the commit: deltas reach every checkpoint.
                 try:
@@ -263,13 +260,6 @@ class CheckpointManager:
             return
         if self._problem is not None and self._ranks.is_rank0:
             self._discard_failed(num_steps)
-
-    def _write_shards(self, num_steps: int, state: State) -> str | None:
-        try:
-            write(self.directory, num_steps, state, self._step.table_names, self._channel)
-        except ValueError as error:
-            return str(error)
-        return None
 
     def _commit(
         self,

@@ -47,8 +47,7 @@ class CheckpointMirror:
     def check(self) -> None:
         """Upload the configuration of the run, so that an address that cannot be written is refused at the start.
 
-        Raises:
-            ValueError: it cannot be written.
+        Raises ValueError: it cannot be written.
         """
         for path in self._run_dir.glob("config.yaml"):
             self._store.upload(path, path.name)
@@ -146,10 +145,7 @@ def complete_steps(store: ObjectStore, folder: str) -> list[str]:
 def catch_up(run_dir: Path, address: str | None, logger: Logger) -> None:
     """Complete what a killed run has committed, and copy what a run directory lacks from its mirror, if it has one.
 
-    The run directory must be locked.
-
-    Raises:
-        ValueError: the mirror cannot be read.
+    The run directory must be locked. Raises ValueError: the mirror cannot be read.
     """
     finish_commits(run_dir / CHECKPOINTS)
     step = None if address is None else fetch_run(run_dir, address)
@@ -160,11 +156,8 @@ def catch_up(run_dir: Path, address: str | None, logger: Logger) -> None:
 def fetch_run(run_dir: Path, address: str) -> int | None:
     """Copy checkpoints and records from a mirror that is ahead of the run directory.
 
-    Returns:
-        The step of the newest checkpoint that was copied; None if the run directory is not behind.
-
-    Raises:
-        ValueError: the mirror cannot be read.
+    Returns the step of the newest checkpoint that was copied; None if the run directory is not behind. Raises ValueError: the
+    mirror cannot be read.
     """
     store, checkpoints = ObjectStore(address), run_dir / CHECKPOINTS
     stored = {folder: complete_steps(store, folder) for folder in FOLDERS}

@@ -23,28 +23,14 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < MAX_COUNT)
 
 
-def _is_checksum(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**32
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 def _is_state(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_nanoseconds, value))
+    """Return whether a value is two numbers of nanoseconds, bytes or a checksum."""
+    numbers = value if isinstance(value, list) else []
+    return list(map(type, numbers)) == [int, int] and max(map(abs, numbers)) < 2**63
 
 
-def _is_listed(value: Any) -> bool:
-    return isinstance(value, list) and list(map(type, value)) == [int, str]
-
-
-def _is_nanoseconds(value: Any) -> bool:
-    return type(value) is int and abs(value) < 2**63
+def _of(kind: type) -> Check:
+    return lambda value: isinstance(value, kind)
 
 
 def _or_none(check: Check) -> Check:
@@ -58,40 +44,40 @@ def _mapping_to(check: Check) -> Check:
 _CHECKS: dict[str, tuple[Check, str]] = {
     "format_version": (is_count, "a number"),
     "num_steps": (is_count, "a number of steps"),
-    "feature_spec": (lambda value: isinstance(value, str), "a fingerprint"),
-    "vocabularies": (_mapping_to(_is_text), "the checksum of each vocabulary"),
-    "index_crc32": (_is_checksum, "a checksum"),
+    "feature_spec": (_of(str), "a fingerprint"),
+    "vocabularies": (_mapping_to(_of(str)), "the checksum of each vocabulary"),
+    "index_crc32": (lambda value: is_count(value) and value < 2**32, "a checksum"),
     "files": (_mapping_to(is_count), "the bytes of each file"),
-    "config": (_is_mapping, "the options of a run"),
+    "config": (_of(dict), "the options of a run"),
     "data_files": (_mapping_to(_is_state), "bytes and time of each file"),
     "data_samples": (_mapping_to(_is_state), "bytes and checksum of each file"),
     "data_checksums": (
-        _mapping_to(_is_listed),
+        _mapping_to(lambda value: isinstance(value, list) and list(map(type, value)) == [int, str]),
         "bytes and checksum that the spec lists of each file",
     ),
-    "trainer": (_is_mapping, "the state of the training loop"),
-    "stage": (_is_mapping, "the stage of the run"),
+    "trainer": (_of(dict), "the state of the training loop"),
+    "stage": (_of(dict), "the stage of the run"),
 }
 _STAGE: dict[str, tuple[Check, str]] = {
     "number": (is_count, "the number of a stage"),
     "first_step": (is_count, "a number of steps"),
-    "identity": (_or_none(_is_text), "the identity of a fit or null"),
-    "previous": (_or_none(_is_text), "a path or null"),
+    "identity": (_or_none(_of(str)), "the identity of a fit or null"),
+    "previous": (_or_none(_of(str)), "a path or null"),
 }
 _TRAINER: dict[str, tuple[Check, str]] = {
     "loss_sum": (_is_number, "a number"),
     "loss_steps": (is_count, "a number of steps"),
     "best_step": (_or_none(is_count), "a number of steps or null"),
-    "best_metric": (lambda value: isinstance(value, str), "the name of a metric"),
-    "best_rows": (_is_mapping, "the rows of an evaluation"),
+    "best_metric": (_of(str), "the name of a metric"),
+    "best_rows": (_of(dict), "the rows of an evaluation"),
     "best_auc": (_or_none(_is_number), "a number or null"),
     "untrained_test_auc": (_or_none(_is_number), "a number or null"),
-    "test": (_is_mapping, "an evaluation"),
+    "test": (_of(dict), "an evaluation"),
     "last_record": (_or_none(is_count), "a number of steps or null"),
     "restored_test_auc": (_or_none(_is_number), "a number or null"),
     "first_step": (is_count, "a number of steps"),
     "evals_since_best": (is_count, "a number of evaluations"),
-    "ends_stage": (lambda value: isinstance(value, bool), "true or false"),
+    "ends_stage": (_of(bool), "true or false"),
     "other_days": (_mapping_to(_or_none(_is_number)), "metrics of other days"),
     "key_counts": (_mapping_to(is_count), "numbers of keys"),
 }
@@ -108,8 +94,7 @@ _REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")
 def check_facts(facts: Mapping[str, Any]) -> None:
     """Check the types and ranges of the values in run.json.
 
-    Raises:
-        ValueError: one is missing or is not what a checkpoint has; the message names it.
+    Raises ValueError: one is missing or is not what a checkpoint has; the message names it.
     """
     _check("", facts, _CHECKS, _REQUIRED)
     for name in facts["files"]:
@@ -128,8 +113,7 @@ def check_facts(facts: Mapping[str, Any]) -> None:
 def check_resumable(facts: Mapping[str, Any], num_steps: int) -> None:
     """Check that run.json has all that the run of this checkpoint needs to resume.
 
-    Raises:
-        ValueError: something is missing, or the checkpoint is of another step.
+    Raises ValueError: something is missing, or the checkpoint is of another step.
     """
     if facts["num_steps"] != num_steps:
         raise ValueError(f"it is of step {facts['num_steps']}")

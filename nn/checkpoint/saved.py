@@ -34,8 +34,7 @@ class SavedModel:
     def open(cls, path: Path, option: str) -> Self:
         """Open a checkpoint, or an export of one, that the user named with an option.
 
-        Raises:
-            ValueError: it is none; an UnreadableError if that is not known.
+        Raises ValueError: it is none; an UnreadableError if that is not known.
         """
         try:
             facts = read_facts(path)
@@ -50,11 +49,11 @@ class SavedModel:
     def fill(self, weights: "Mapping[str, Tensor]") -> None:
         """Copy the weights of evaluation into tensors: `tables.<table>` [rows, columns] and `dense.<name>`.
 
-        A weight of the dense component is its average, where the checkpoint has one.
-
-        Raises:
-            ValueError: the checkpoint has other weights, or a file is damaged.
+        A weight of the dense component is its average, where the checkpoint has one. Raises ValueError: the checkpoint has
+        other weights, or a file is damaged.
         """
+        import torch  # which an export of tables does without
+
         stored = {name: tensor for name in weights if (tensor := self._stored(name)) is not None}
         differing = differences(
             {name: tensor.size for name, tensor in stored.items()},
@@ -68,7 +67,14 @@ class SavedModel:
             )
         try:
             for name, tensor in stored.items():
-                _fill(weights[name], tensor)
+                at, target = 0, weights[name]
+                flat = target.reshape(1) if target.dim() == 0 else target
+                for block in blocks(tensor):
+                    values = torch.from_numpy(block)
+                    if tensor.dtype == "bfloat16":
+                        values = values.view(torch.bfloat16)
+                    flat[at : at + len(block)].copy_(values)
+                    at += len(block)
         except ValueError as error:
             raise ValueError(f"{self.path} cannot be loaded: {error}") from None
 
@@ -77,17 +83,3 @@ class SavedModel:
         if not name.startswith(DENSE):
             return tensors.get(f"{name}.weight")
         return tensors.get(AVERAGE + name.removeprefix(DENSE)) or tensors.get(name)
-
-
-def _fill(target: "Tensor", tensor: StoredTensor) -> None:
-    """Copy a stored tensor into one of the same shape; 16-bit weights become those of the target's dtype."""
-    import torch  # which an export of tables does without
-
-    at = 0
-    flat = target.reshape(1) if target.dim() == 0 else target
-    for block in blocks(tensor):
-        values = torch.from_numpy(block)
-        if tensor.dtype == "bfloat16":
-            values = values.view(torch.bfloat16)
-        flat[at : at + len(block)].copy_(values)
-        at += len(block)

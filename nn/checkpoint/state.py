@@ -38,7 +38,6 @@ from nn.checkpoint.dcp_storage import DcpReader, DcpWriter
 from nn.checkpoint.directory import (
     FORMAT_VERSION,
     UnreadableError,
-    commit,
     read_facts,
     unfinished,
     wait_for,
@@ -98,11 +97,8 @@ def write(
 ) -> None:
     """Write the tensors of a checkpoint to its unfinished directory; all ranks must call it.
 
-    `tables`: names of the tables, in the order of the features.
-
-    Raises:
-        ValueError: a rank could not write its shards; raised on all ranks.
-        RuntimeError: another rank has ended.
+    `tables`: names of the tables, in the order of the features. Raises ValueError: a rank could not write its shards; raised on
+    all ranks. Raises RuntimeError: another rank has ended.
     """
     writer = DcpWriter(unfinished(directory, num_steps), tables)
     try:
@@ -124,17 +120,6 @@ def incomplete_tensors(directory: Path, state: State) -> list[str]:
     return [name for name, size in sizes.items() if num_elements.get(name) != math.prod(size)]
 
 
-def save(directory: Path, step: Trained, num_steps: int, spec: FeatureSpec, ranks: Ranks) -> Path:
-    """Write `directory/step_<num_steps>` synchronously, without facts of a run but the dataset's; return its path."""
-    channel = HostChannel()
-    write(directory, num_steps, step.state_dict(), step.table_names, channel)
-    facts = {"format_version": FORMAT_VERSION, "feature_spec": spec.fingerprint()}
-    if ranks.is_rank0:
-        commit(directory, num_steps, facts | {"num_steps": num_steps})
-    ranks.barrier()
-    return directory / f"step_{num_steps}"
-
-
 def check(
     path: Path,
     spec: FeatureSpec,
@@ -146,10 +131,8 @@ def check(
 ) -> dict[str, Any]:
     """Return run.json of a checkpoint after checking that it fits this dataset.
 
-    `path`: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps.
-
-    Raises:
-        ValueError: `path` is no checkpoint or unreadable, has a newer format, or was trained on other features.
+    `path`: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps. Raises ValueError: `path` is no
+    checkpoint or unreadable, has a newer format, or was trained on other features.
     """
     if find_tf2_tables(path) is not None:
         if set(components) != {Component.tables}:
@@ -198,13 +181,9 @@ def restore(
     `path`: a `step_N` directory, or a checkpoint of the TF2 recipe.
     `step`: both components, with any sharding and number of ranks.
     `with_optimizer`: load optimizer state too; not needed for evaluation and for frozen components.
-    `grow`: allow tables to have more rows than stored; additional rows keep their weights, without optimizer state.
-
-    Returns:
-        What the user should know about the dense component's average and layers (`match_options`), or None.
-
-    Raises:
-        ValueError: the tensors are not those of this model or cannot be read; raised on all ranks.
+    `grow`: allow tables to have more rows than stored; additional rows keep their weights, without optimizer state. Returns
+    what the user should know about the dense component's average and layers (`match_options`), or None. Raises ValueError: the
+    tensors are not those of this model or cannot be read; raised on all ranks.
     """
     named = str(path) if is_own else f"checkpoint.restore={path}"
     if find_tf2_tables(path) is None:

@@ -124,9 +124,8 @@ class TensorIndex:
 def read_index(directory: Path) -> TensorIndex:
     """Read and check `tensors.json`.
 
-    Raises:
-        ValueError: it is missing, malformed, of a newer format, or names a file that does not lie in the directory.
-        UnreadableError: it exists and cannot be read.
+    Raises ValueError: it is missing, malformed, of a newer format, or names a file that does not lie in the directory. Raises
+    UnreadableError: it exists and cannot be read.
     """
     path = directory / INDEX_FILE
     try:
@@ -142,8 +141,7 @@ def read_index(directory: Path) -> TensorIndex:
 def parse_index(directory: Path, data: bytes) -> TensorIndex:
     """Return the checked content of the `tensors.json` of a directory; no file that it names is opened.
 
-    Raises:
-        ValueError: it is malformed, of a newer format, or names a file that does not lie in the directory.
+    Raises ValueError: it is malformed, of a newer format, or names a file that does not lie in the directory.
     """
     path = directory / INDEX_FILE
     document = parse_json(data, str(path))
@@ -278,8 +276,7 @@ def check_plain_name(name: object) -> str:
 def file_inside(directory: Path, name: object) -> Path:
     """Return the file `name` of `directory`.
 
-    Raises:
-        ValueError: the name contains a folder, or the file is a link that leads out of the directory.
+    Raises ValueError: the name contains a folder, or the file is a link that leads out of the directory.
     """
     path = directory / check_plain_name(name)
     if not resolved(path).is_relative_to(resolved(directory)):
@@ -304,8 +301,7 @@ class ChunkReader:
     def read(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (row, array [n, ...]) block by block for the rows `first` to `last` - 1 (None: to the end).
 
-        Raises:
-            ValueError: the file is truncated, or a checksum differs.
+        Raises ValueError: the file is truncated, or a checksum differs.
         """
         last = self._rows if last is None else last
         if first >= last or not self._row_bytes:
@@ -362,11 +358,7 @@ class RowReader:
         self._readers = [ChunkReader(chunk, tensor.dtype) for chunk in tensor.chunks]
 
     def rows(self, first: int, last: int) -> np.ndarray:
-        """Return the rows `first` to `last` - 1, [n, ...].
-
-        Raises:
-            ValueError: a file is truncated, or a checksum differs.
-        """
+        """Return the rows `first` to `last` - 1, [n, ...]. Raises ValueError: a file is truncated, or a checksum differs."""
         block = np.empty((last - first, *self._tensor.size[1:]), DTYPES[self._tensor.dtype])
         for chunk, reader in zip(self._tensor.chunks, self._readers, strict=True):
             offset, *columns = chunk.offsets or (0,)
@@ -387,8 +379,7 @@ def rows_per_block(size: Sequence[int], dtype: str, block_bytes: int = BLOCK_BYT
 def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
     """Yield the rows of a tensor in order, whatever its chunks, as arrays [n, ...] of about `block_bytes`.
 
-    Raises:
-        ValueError: a file cannot be read.
+    Raises ValueError: a file cannot be read.
     """
     num_rows = tensor.size[0] if tensor.size else 1
     rows_at_once = rows_per_block(tensor.size, tensor.dtype, block_bytes)

@@ -36,10 +36,8 @@ def find_tf2_tables(path: Path) -> Path | None:
 def tf2_index(folder: Path, tables: Sequence[str]) -> TensorIndex:
     """Build the index of the tables from the headers of their files.
 
-    `tables`: names of the tables in this recipe, in the order of the features.
-
-    Raises:
-        ValueError: a file is missing, unexpected, malformed or not a float32 matrix.
+    `tables`: names of the tables in this recipe, in the order of the features. Raises ValueError: a file is missing,
+    unexpected, malformed or not a float32 matrix.
     """
     if (folder / tf2_file_name(len(tables))).exists():
         raise ValueError(

@@ -11,10 +11,8 @@ from nn.deltas.delta import Delta, Link, read_delta
 def open_chain(base: Link, paths: Sequence[str], named: str) -> list[Delta]:
     """Read deltas and check that they follow a state without a gap.
 
-    `paths`: deltas in order; a directory of deltas stands for all of them after the base.
-
-    Raises:
-        ValueError: one is damaged, missing, twice, in another order, of another base or of a newer format; one line.
+    `paths`: deltas in order; a directory of deltas stands for all of them after the base. Raises ValueError: one is damaged,
+    missing, twice, in another order, of another base or of a newer format; one line.
     """
     deltas = []
     for path in _listed(base, paths):

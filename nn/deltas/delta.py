@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from configs.messages import shown
 from dataloading.dataset.documents import read_regular
@@ -79,10 +79,6 @@ class Delta:
         """Return the encoded numbers of a table's rows that changed; None if there are none."""
         return self.index.tensors.get(f"tables.{table}.ids")
 
-    def tombstones_of(self, table: str) -> StoredTensor | None:
-        """Return the encoded numbers of a table's retired rows; None if there are none."""
-        return self.index.tensors.get(f"tables.{table}.tombstones")
-
     def rows_of(self, table: str) -> StoredTensor:
         """Return the rows of a table that changed."""
         return self.index.tensors[f"tables.{table}.weight"]
@@ -100,11 +96,6 @@ class Delta:
         """Return the tensors of the dense component."""
         tensors = self.index.tensors.items()
         return {name: t for name, t in tensors if not name.startswith(("tables.", KEYS))}
-
-    @property
-    def checkpoint_facts(self) -> dict[str, Any]:
-        """Return the run.json of a checkpoint of the same step, without what is known of its files."""
-        return {name: value for name, value in self.facts.items() if name != DELTA}
 
 
 def identity(
@@ -136,8 +127,7 @@ def _described(changes: Mapping[str, TableChange | KeyChange]) -> dict[str, dict
 def chain_of(facts: Mapping[str, Any]) -> Link | None:
     """Return the state that a checkpoint, an export or a delta names; None if it was saved without deltas.
 
-    Raises:
-        ValueError: it is malformed.
+    Raises ValueError: it is malformed.
     """
     return None if CHAIN not in facts else _link(facts[CHAIN], CHAIN)
 
@@ -145,9 +135,8 @@ def chain_of(facts: Mapping[str, Any]) -> Link | None:
 def read_delta(path: Path) -> Delta:
     """Read and check a delta, every byte of it.
 
-    Raises:
-        ValueError: it is no delta, of a newer format, damaged or malformed; one line.
-        UnreadableError: a file exists and cannot be read.
+    Raises ValueError: it is no delta, of a newer format, damaged or malformed; one line. Raises UnreadableError: a file exists
+    and cannot be read.
     """
     facts = read_facts(path, of_delta=True)
     info = facts[DELTA]
@@ -162,7 +151,8 @@ def read_delta(path: Path) -> Delta:
     if damage is not None:
         raise ValueError(damage)
     parent, end = _link(info.get("parent"), "parent"), chain_of(facts)
-    tables, keys = _tables(info.get("tables")), _keys(info.get("keys", {}))
+    tables = _changes(info.get("tables"), TableChange, "tables")
+    keys = _changes(info.get("keys", {}), KeyChange, "keys")
     if end is None or end.step != facts["num_steps"] or parent.step >= end.step:
         raise ValueError(f"it leads from step {parent.step} to {shown(facts.get(CHAIN))}")
     if end.id != identity(parent, end.step, tables, keys, read_regular(path / INDEX_FILE)):
@@ -182,27 +172,21 @@ def _link(value: Any, name: str) -> Link:
     return Link(value["id"], value["step"])
 
 
-def _tables(value: Any) -> dict[str, TableChange]:
-    try:
-        tables = {name: TableChange(**entry) for name, entry in value.items()}
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"its tables are malformed ({shown(error)})") from None
-    for name, table in tables.items():
-        counts = (table.rows, table.columns, table.touched, table.tombstones)
-        if not all(map(is_count, counts)) or table.dtype not in TABLE_DTYPES:
-            raise ValueError(f"its table {shown(name)} is malformed")
-    return tables
+Change = TypeVar("Change", TableChange, KeyChange)
 
 
-def _keys(value: Any) -> dict[str, KeyChange]:
+def _changes(value: Any, kind: type[Change], name: str) -> dict[str, Change]:
     try:
-        keys = {name: KeyChange(**entry) for name, entry in value.items()}
+        changes = {key: kind(**entry) for key, entry in value.items()}
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"its keys are malformed ({shown(error)})") from None
-    for name, change in keys.items():
-        if not is_count(change.rows) or not is_count(change.changed):
-            raise ValueError(f"its keys of {shown(name)} are malformed")
-    return keys
+        raise ValueError(f"its {name} are malformed ({shown(error)})") from None
+    for key, change in changes.items():
+        facts = asdict(change)
+        if facts.pop("dtype", "float32") not in TABLE_DTYPES or not all(
+            map(is_count, facts.values())
+        ):
+            raise ValueError(f"its {name} of {shown(key)} are malformed")
+    return changes
 
 
 def _check_tensors(delta: Delta) -> None:
@@ -219,7 +203,7 @@ def _check_tensors(delta: Delta) -> None:
             or weight.dtype not in {table.dtype, "bfloat16"}
         ):
             raise ValueError(f"table {shown(name)} has rows of {weight.dtype} {list(weight.size)}")
-        for encoded in (ids, delta.tombstones_of(name)):
+        for encoded in (ids, delta.index.tensors.get(f"tables.{name}.tombstones")):
             if encoded is not None and (encoded.dtype != "uint8" or len(encoded.size) != 1):
                 raise ValueError(f"table {shown(name)} has malformed numbers of rows")
     for name, change in delta.keys.items():

@@ -60,10 +60,7 @@ def write_part(
 ) -> list[WrittenPart]:
     """Write the file of this rank.
 
-    `stream`: for copies from a GPU; None on a CPU.
-
-    Raises:
-        OSError: it cannot be written.
+    `stream`: for copies from a GPU; None on a CPU. Raises OSError: it cannot be written.
     """
     parts: list[WrittenPart] = []
     start = 0

@@ -37,8 +37,7 @@ def encode_ids(ids: np.ndarray) -> np.ndarray:
 def decode_ids(stored: StoredTensor) -> Iterator[np.ndarray]:
     """Yield the numbers of a tensor of encoded bytes, piece by piece, int64; each of its chunks is a list of its own.
 
-    Raises:
-        ValueError: the numbers do not ascend, or the bytes are no list; or a file is damaged.
+    Raises ValueError: the numbers do not ascend, or the bytes are no list; or a file is damaged.
     """
     before = -1
     for chunk in sorted(stored.chunks, key=lambda chunk: chunk.offsets):

@@ -40,8 +40,7 @@ class ChangedRows:
     def before(self, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the numbers, int64 [n], and the values [n, columns] of the next rows below `end`.
 
-        Raises:
-            ValueError: there are other rows than the delta says.
+        Raises ValueError: there are other rows than the delta says.
         """
         while True:
             if not len(self._ids):
@@ -94,36 +93,17 @@ class ReplayedTable:
             rows = change.rows
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Yield all rows in order, [n, columns].
-
-        Raises:
-            ValueError: a file is damaged, or a row is in no file.
-        """
-        num_rows, columns = self.size
+        """Yield all rows in order, [n, columns]. Raises ValueError: a file is damaged, or a row is in no file."""
         changes = [ChangedRows.of_table(delta, self.table) for delta in self.deltas]
-        base = RowReader(self.base)
         step = rows_per_block(self.size, "float32")
-        for first in range(0, num_rows, step):
-            last = min(first + step, num_rows)
-            in_base = max(0, min(last, self.base.size[0]) - first)
-            block = np.empty((last - first, columns), DTYPES[self.dtype])
-            if in_base:
-                values = base.rows(first, first + in_base)
-                block[:in_base] = converted(values, self.base.dtype, self.dtype)
-            is_new = np.arange(last - first) >= in_base
-            for change in changes:
-                for ids, rows in change.before(last):
-                    block[ids - first] = converted(rows, change.dtype, self.dtype)
-                    is_new[ids - first] = False
-            if is_new.any():
-                missing = first + int(np.flatnonzero(is_new)[0])
+        for first, block, is_missing in _replayed(self.base, self.size, self.dtype, changes, step):
+            if is_missing.any():
+                missing = first + int(np.flatnonzero(is_missing)[0])
                 raise ValueError(
-                    f"deltas: table {self.table} has grown to {num_rows:,} rows, and row {missing:,} is in no delta; copy the "
-                    "deltas again"
+                    f"deltas: table {self.table} has grown to {self.size[0]:,} rows, and row {missing:,} is in no delta; copy "
+                    "the deltas again"
                 )
             yield block
-        for change in changes:
-            change.check_end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,26 +132,39 @@ class ReplayedKeys:
         check_key_rows(self.keys, self.base.size[0], self.deltas)
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Yield the keys in order, [n].
-
-        Raises:
-            ValueError: a file is damaged.
-        """
+        """Yield the keys in order, [n]. Raises ValueError: a file is damaged."""
         changes = [ChangedRows.of_keys(delta, self.keys) for delta in self.deltas]
-        base, (num_rows,) = RowReader(self.base), self.size
         step = rows_per_block(self.size, self.dtype)
-        for first in range(0, num_rows, step):
-            last = min(first + step, num_rows)
-            block = np.zeros(last - first, np.int64)
-            in_base = max(0, min(last, self.base.size[0]) - first)
-            if in_base:
-                block[:in_base] = base.rows(first, first + in_base)
-            for change in changes:
-                for rows, keys in change.before(last):
-                    block[rows - first] = keys
+        for _, block, _ in _replayed(self.base, self.size, self.dtype, changes, step):
             yield block
+
+
+def _replayed(
+    base: StoredTensor,
+    size: tuple[int, ...],
+    dtype: str,
+    changes: Sequence[ChangedRows],
+    rows_at_once: int,
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield (first row, rows [n, ...], which of them are in no file) in order; rows in no file are zeros.
+
+    Raises ValueError: a file is damaged, or has rows that do not exist.
+    """
+    reader = RowReader(base)
+    for first in range(0, size[0], rows_at_once):
+        last = min(first + rows_at_once, size[0])
+        in_base = max(0, min(last, base.size[0]) - first)
+        block = np.zeros((last - first, *size[1:]), DTYPES[dtype])
+        if in_base:
+            block[:in_base] = converted(reader.rows(first, first + in_base), base.dtype, dtype)
+        is_missing = np.arange(last - first) >= in_base
         for change in changes:
-            change.check_end()
+            for ids, rows in change.before(last):
+                block[ids - first] = converted(rows, change.dtype, dtype)
+                is_missing[ids - first] = False
+        yield first, block, is_missing
+    for change in changes:
+        change.check_end()
 
 
 def check_key_rows(keys: str, rows: int, deltas: Sequence[Delta]) -> None:

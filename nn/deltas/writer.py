@@ -107,10 +107,7 @@ class DeltaWriter:
     ) -> Chain:
         """Start a delta when the previous one is written; without a step since then there is none.
 
-        `beat`: called while the loop waits for the writer.
-
-        Raises:
-            RuntimeError: another rank has ended.
+        `beat`: called while the loop waits for the writer. Raises RuntimeError: another rank has ended.
         """
         self.wait(beat)
         if self.end.step < 0:
@@ -120,9 +117,11 @@ class DeltaWriter:
         if num_steps > self.end.step:
             self._take()
             facts = self._facts | {"num_steps": num_steps, "trainer": dict(trainer)}
+            on_gpu = self._stream is not None
+            taken = torch.cuda.current_stream().record_event() if on_gpu else None
             self._thread = Thread(
                 target=self._write,
-                args=(num_steps, facts, self._further(), self._event(), done),
+                args=(num_steps, facts, self._further(), taken, done),
                 name=THREAD_NAME,
                 daemon=True,
             )
@@ -132,11 +131,7 @@ class DeltaWriter:
         return lambda: asdict(done.result())
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Wait for the delta that is being written.
-
-        Raises:
-            RuntimeError: another rank has ended.
-        """
+        """Wait for the delta that is being written. Raises RuntimeError: another rank has ended."""
         thread = self._thread
         while thread is not None and thread.is_alive():
             thread.join(0.2)
@@ -199,9 +194,6 @@ class DeltaWriter:
                 further[f"{KEYS}{name}.keys"] = torch.from_numpy(new.keys)
         return further
 
-    def _event(self) -> "torch.cuda.Event | None":
-        return None if self._stream is None else torch.cuda.current_stream().record_event()
-
     def _write(
         self,
         num_steps: int,
@@ -215,7 +207,15 @@ class DeltaWriter:
             if self._stream is not None and taken is not None:
                 torch.cuda.set_device(self._ranks.device)
                 self._stream.wait_event(taken)
-            parts = self._channel.gather(self._write_part(num_steps, further))
+            directory = unfinished(self._directory, num_steps)
+            part: list[WrittenPart] | str
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                path = directory / f"rank_{self._ranks.rank:05}.bin"
+                part = write_part(path, self._taken, further, self._stream)
+            except OSError as error:
+                part = os_error_text(error)
+            parts = self._channel.gather(part)
             problem = next((part for part in parts if isinstance(part, str)), None)
             end = None
             if problem is None and self._ranks.is_rank0:
@@ -241,27 +241,14 @@ class DeltaWriter:
                 "rows too"
             )
 
-    def _write_part(self, num_steps: int, further: dict[str, Tensor]) -> list[WrittenPart] | str:
-        """Write this rank's file; return what is in it, or the problem."""
-        directory = unfinished(self._directory, num_steps)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            path = directory / f"rank_{self._ranks.rank:05}.bin"
-            return write_part(path, self._taken, further, self._stream)
-        except OSError as error:
-            return os_error_text(error)
-
-    def _key_changes(self) -> dict[str, KeyChange]:
-        sizes = {} if self._tables.rekeyed is None else self._tables.rekeyed.sizes
-        return {n: KeyChange(rows, len(self._rekeyed[n].rows)) for n, rows in sizes.items()}
-
     def _commit(self, num_steps: int, facts: dict[str, Any], parts: Sequence[WrittenPart]) -> Link:
         """Write index and facts, and complete the delta; return the state that it leads to."""
         directory = unfinished(self._directory, num_steps)
         described = self._tables.described
         write_index(directory, list(described), parts)
         tables = changes(described, parts, self._retired)
-        keys = self._key_changes()
+        sizes = {} if self._tables.rekeyed is None else self._tables.rekeyed.sizes
+        keys = {n: KeyChange(rows, len(self._rekeyed[n].rows)) for n, rows in sizes.items()}
         parent = self.end
         index_bytes = read_regular(directory / INDEX_FILE)
         end = Link(identity(parent, num_steps, tables, keys, index_bytes), num_steps)

@@ -22,10 +22,7 @@ def find_vocabularies(fitted: Path, tables: list[str]) -> dict[str, Path]:
     """Return the vocabulary of every table that has one.
 
     A table has the name of the feature that the vocabulary is of, after a prefix if the model has several tables per feature.
-    Features that share a vocabulary share a table.
-
-    Raises:
-        ValueError: `fitted` has no vocabularies, or none of these tables.
+    Features that share a vocabulary share a table. Raises ValueError: `fitted` has no vocabularies, or none of these tables.
     """
     files = {path.stem: path for path in sorted((fitted / FOLDER).glob("*.parquet"))}
     if not files:
@@ -54,8 +51,7 @@ def _is_of(table: str, feature: str) -> bool:
 def write_values(vocabulary: Path, path: Path, table: str, num_rows: int) -> None:
     """Write the values of the rows of a table, in constant memory.
 
-    Raises:
-        ValueError: the vocabulary is not of a table of `num_rows` rows, or is damaged.
+    Raises ValueError: the vocabulary is not of a table of `num_rows` rows, or is damaged.
     """
     with open_file(vocabulary) as file:
         values = file.metadata.num_rows

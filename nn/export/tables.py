@@ -62,11 +62,6 @@ class Selection:
     parts: Sequence[Component] = (Component.tables,)
     optimizer: bool = True
 
-    @property
-    def is_all(self) -> bool:
-        """Return whether the checkpoint is exported completely."""
-        return not self.tables and set(self.parts) == set(Component) and self.optimizer
-
 
 @dataclass(frozen=True, slots=True)
 class Exported:
@@ -88,14 +83,9 @@ def export_tables(
 ) -> dict[str, Any]:
     """Export parts of a checkpoint to a new directory, which is complete or absent.
 
-    `fitted`: dataset whose vocabularies give the raw values of the rows.
-
-    Returns:
-        The content of `export.json`: `tables` has the names of the files by table, `dense` those of the dense component.
-
-    Raises:
-        ValueError: `output` exists or another process writes it, the checkpoint or a table does not exist, a file
-            cannot be read, or a vocabulary is of another table.
+    `fitted`: dataset whose vocabularies give the raw values of the rows. Returns the content of `export.json`: `tables` has the
+    names of the files by table, `dense` those of the dense component. Raises ValueError: `output` exists or another process
+    writes it, the checkpoint or a table does not exist, a file cannot be read, or a vocabulary is of another table.
     """
     check_output(output)
     saved = SavedModel.open(checkpoint, "checkpoint")
@@ -119,8 +109,7 @@ def write_export(
 ) -> dict[str, Any]:
     """Write an export to a new directory, which is complete or absent; see `export_tables`.
 
-    Raises:
-        ValueError: `output` exists or another process writes it, a file cannot be read, or a vocabulary is of another table.
+    Raises ValueError: `output` exists or another process writes it, a file cannot be read, or a vocabulary is of another table.
     """
     keyed = sorted({name.split(".")[1] for name in exported.tensors if name.startswith(KEYS)})
     if format is ExportFormat.tf2 and keyed:
@@ -170,27 +159,20 @@ def _write(
         of_table = _write_arrays(directory, file_stem(table), arrays, format)
         record["tables"][table] = list(dict.fromkeys(array.file for array in of_table.values()))
         written |= {f"tables.{table}.{kind}": a for kind, a in of_table.items() if kind != ID}
-    of_rows = {
-        n.removeprefix(KEYS): t
-        for n, t in index.tensors.items()
-        if n.startswith(KEYS) and tables and (selection.optimizer or is_weight(n))
-    }
-    if of_rows:
-        path = directory / "keys.safetensors"
-        of_kind = write_safetensors(path, {n: Array.of(t) for n, t in of_rows.items()})
-        record["keys"] = [path.name]
-        written |= {KEYS + name: array for name, array in of_kind.items()}
+    is_all = not selection.tables and set(selection.parts) == set(Component) and selection.optimizer
     kinds = DENSE + (DENSE_OPTIMIZER,) * selection.optimizer
-    kinds = (kinds if Component.dense in selection.parts else ()) + (TRAINER,) * selection.is_all
-    for kind in kinds:
+    kinds = (kinds if Component.dense in selection.parts else ()) + (TRAINER,) * is_all
+    for kind in ("keys",) * bool(tables) + kinds:
         prefix = f"{kind}."
         stored = {
-            n.removeprefix(prefix): t for n, t in index.tensors.items() if n.startswith(prefix)
+            n.removeprefix(prefix): Array.of(t)
+            for n, t in index.tensors.items()
+            if n.startswith(prefix) and (prefix != KEYS or selection.optimizer or is_weight(n))
         }
         if stored:
             path = directory / f"{kind}.safetensors"
-            of_kind = write_safetensors(path, {n: Array.of(t) for n, t in stored.items()})
-            record.setdefault("dense", []).append(path.name)
+            of_kind = write_safetensors(path, stored)
+            record.setdefault("keys" if prefix == KEYS else "dense", []).append(path.name)
             written |= {prefix + name: array for name, array in of_kind.items()}
     document = {
         "format": FORMAT,

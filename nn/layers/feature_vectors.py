@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.numerical_embedding import NumericalEmbedding
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.ops.fused_linear import as_autocast
@@ -10,13 +11,13 @@ from nn.ops.fused_linear import as_autocast
 class FeatureVectors(nn.Module):
     """Join the vectors of numerical and categorical features.
 
-    N is `num_numerical`. F is `num_categorical`. `embedding_dim`: D, columns of every vector. `columns`: (N + F) * D.
-    `prefix_columns`: N * D; see `nn.models.model.Model`.
+    `embedding_dim`: D, columns of every vector. `columns`: (N + F) * D. `prefix_columns`: N * D; see `nn.models.model.Model`.
     """
 
-    def __init__(self, num_numerical: int, num_categorical: int, embedding_dim: int) -> None:
+    def __init__(self, spec: FeatureSpec, embedding_dim: int) -> None:
         super().__init__()
-        self.num_features = num_numerical + num_categorical
+        num_numerical = len(spec.numerical)
+        self.num_features = num_numerical + len(spec.categorical)
         self.columns = self.num_features * embedding_dim
         self.prefix_columns = num_numerical * embedding_dim
         self.numerical = NumericalEmbedding(num_numerical, embedding_dim) if num_numerical else None

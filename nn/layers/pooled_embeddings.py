@@ -20,18 +20,14 @@ from nn.ops.table_rows import TableRows
 
 @dataclass(frozen=True, slots=True)
 class PooledEmbeddings:
-    """Embeddings [B, F, D] in any layout.
+    """Embeddings [B, F, D] in any layout."""
 
-    Attributes:
-        layout: memory layout of the values.
-        take: returns the values as one flat tensor, once; given True, it is memory that the caller fills from `rows`.
-        rows: the tables' rows, of which a kernel may take the vectors itself; without gradients it needs no memory for them.
-        rows_of: returns the distinct rows of a table, with the positions of a feature's ids.
-    """
-
-    layout: EmbeddingLayout
+    layout: EmbeddingLayout  # of the values in memory
+    # returns the values as one flat tensor, once; given True, it is memory that the caller fills from `rows`
     take: Callable[[bool], Tensor]
+    # the tables' rows, of which a kernel may take the vectors itself; without gradients it needs no memory for them
     rows: TableRows | None = None
+    # returns the distinct rows of a table, with the positions of a feature's ids
     rows_of: Callable[[str, str], DistinctRows] | None = None
 
     @classmethod

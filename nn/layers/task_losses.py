@@ -61,8 +61,7 @@ LOSSES: dict[bool, dict[str, Callable[..., Tensor]]] = {
 def loss_of(options: TaskConfig, *, is_binary: bool, key: str) -> Loss:
     """Return the loss of a label; `key` is that of its option.
 
-    Raises:
-        ValueError: there is no such loss of this kind of label, or the object is no function.
+    Raises ValueError: there is no such loss of this kind of label, or the object is no function.
     """
     own = LOSSES[is_binary]
     name = options.loss or next(iter(own))
@@ -96,8 +95,7 @@ def loss_of(options: TaskConfig, *, is_binary: bool, key: str) -> Loss:
 def _checked(loss: Loss, option: str, predictions: Tensor, labels: Tensor) -> Tensor:
     """Return the losses of a user's function.
 
-    Raises:
-        ValueError: it fails, or returns anything but one number with a gradient for each row.
+    Raises ValueError: it fails, or returns anything but one number with a gradient for each row.
     """
     try:
         losses = loss(predictions, labels)
@@ -121,10 +119,8 @@ def mean_share(losses: Tensor, weights: Tensor | None, total: Tensor | int) -> T
 
         mean = sum of weight * loss over all rows / sum of weight over all rows
 
-    Args:
-        losses: [B] of this rank's valid rows.
-        weights: [B], not negative; None counts every row once.
-        total: sum of the weights over all ranks, or their number of rows. If all weights of a batch are 0, so is its mean.
+    Losses [B] are of this rank's valid rows; weights [B] are not negative, None counts every row once. `total`: sum of the
+    weights over all ranks, or their number of rows. If all weights of a batch are 0, so is its mean.
     """
     if weights is not None:
         losses = losses * weights

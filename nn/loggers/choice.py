@@ -13,8 +13,7 @@ from nn.loggers.run_logger import METHODS, RunLogger
 def check_loggers(names: Sequence[str]) -> None:
     """Refuse loggers whose library is not installed, without importing it.
 
-    Raises:
-        ValueError: the message names it and how to install it.
+    Raises ValueError: the message names it and how to install it.
     """
     for name in names:
         # The name of a logger is that of its library, if it needs one.
@@ -25,8 +24,7 @@ def check_loggers(names: Sequence[str]) -> None:
 def make_loggers(names: Sequence[str], logger: Logger) -> Loggers:
     """Return the loggers of a run, not started yet; only rank 0 may call it. `logger` prints their errors.
 
-    Raises:
-        ValueError: `package.module:NAME` is no logger.
+    Raises ValueError: `package.module:NAME` is no logger.
     """
     return Loggers({name: _made(name) for name in names}, logger)
 

@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from nn.loggers.run_logger import LoggedRun
+from nn.loggers.run_logger import LoggedRun, flat_options
 
 KEY_TAG = "recsys.run"
 MOST_PARAMS = 100
@@ -44,7 +44,7 @@ class MLflowLogger:
         if commit:
             tags["mlflow.source.git.commit"] = commit
         self._run_id = self._client.create_run(number, run_name=run.name, tags=tags).info.run_id
-        params = [Param(key, str(value)[:MOST_CHARS]) for key, value in _flat("", run.config)]
+        params = [Param(key, str(value)[:MOST_CHARS]) for key, value in flat_options(run.config)]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._run_id, params=params[first : first + MOST_PARAMS])
 
@@ -73,12 +73,3 @@ class MLflowLogger:
         now = int(time.time() * 1000)
         metrics = [Metric(name, float(value), now, step) for name, value in numbers.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
-
-
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every option."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(f"{prefix}{name}.", value)
-        else:
-            yield f"{prefix}{name}", value

@@ -1,6 +1,6 @@
 """Loggers: destinations of a run's records beside its run directory, such as TensorBoard or a tracking server."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,22 +8,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """The facts of a run that its loggers may use.
+    """The facts of a run that its loggers may use."""
 
-    Attributes:
-        directory: the run directory.
-        key: text that is the same for all starts of a run, and differs between runs.
-        config: the options as values of JSON, by section.
-        config_yaml: the same as text.
-        environment: the first line of metrics.jsonl.
-        first_step: steps of the first record that may follow: 0, or of a run that resumes one more than its checkpoint has.
-    """
-
-    directory: Path
-    key: str
-    config: Mapping[str, Any]
-    config_yaml: str
-    environment: Mapping[str, Any]
+    directory: Path  # the run directory
+    key: str  # the same for all starts of a run, different between runs
+    config: Mapping[str, Any]  # the options as values of JSON, by section
+    config_yaml: str  # the same as text
+    environment: Mapping[str, Any]  # the first line of metrics.jsonl
+    # of the first record that may follow: 0, or of a run that resumes one more than its checkpoint has
     first_step: int = 0
 
     @property
@@ -48,12 +40,9 @@ class RunLogger(Protocol):
         """Open the destination; a run that resumes continues what its earlier starts have logged."""
 
     def record(self, group: str, step: int, numbers: Mapping[str, float]) -> None:
-        """Log a record.
+        """Log finite numbers by name, such as `loss` and `auc`, after `step` steps.
 
-        Args:
-            group: `train`, `test`, or `final` for the final evaluation.
-            step: number of finished steps.
-            numbers: finite numbers by name, such as `loss` and `auc`.
+        `group`: `train`, `test`, or `final` for the final evaluation.
         """
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -64,3 +53,12 @@ class RunLogger(Protocol):
 
 
 METHODS = ("start", "record", "finish", "close")
+
+
+def flat_options(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every option."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat_options(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

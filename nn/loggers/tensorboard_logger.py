@@ -14,7 +14,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.metadata import create_summary_metadata
 
-from nn.loggers.run_logger import LoggedRun
+from nn.loggers.run_logger import LoggedRun, flat_options
 from nn.loggers.tensorboard_events import TensorBoardEvents
 
 FOLDER = "tensorboard"
@@ -64,18 +64,12 @@ class TensorBoardLogger:
 
 def hyperparameters(config: Mapping[str, Any]) -> Iterator[tuple[str, str | float | bool]]:
     """Yield (dotted key, value) of the options that change what is learnt; null ones are left out."""
-    for key in HYPERPARAMETERS:
-        yield from _flat(key, config.get(key))
-
-
-def _flat(key: str, value: Any) -> Iterator[tuple[str, str | float | bool]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _flat(f"{key}.{name}", item)
-    elif isinstance(value, list):
-        yield key, str(value)
-    elif value is not None:
-        yield key, value
+    chosen = {key: config.get(key) for key in HYPERPARAMETERS}
+    for key, value in flat_options(chosen):
+        if isinstance(value, list):
+            yield key, str(value)
+        elif value is not None and value != {}:
+            yield key, value
 
 
 def _text(tag: str, yaml: str) -> Summary:

@@ -19,11 +19,7 @@ class WandbLogger:
         self._is_finished = False
 
     def start(self, run: LoggedRun) -> None:
-        """Open or continue the run.
-
-        Raises:
-            RuntimeError: there is no login, which the library would ask for on the terminal.
-        """
+        """Open or continue the run. Raises RuntimeError: there is no login, which the library would ask for on the terminal."""
         import wandb
 
         is_online = wandb.setup().settings.mode == "online"

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.initialization import uniform_
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import AutoIntOptions
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, F: features, D: columns of a vector, H: heads, A: columns of all heads
 
@@ -56,43 +52,24 @@ class AutoInt(Model):
     """Dense component of AutoInt+ (sections 4.2 to 4.5): logit = w^T concat(interacting layers) + MLP(vectors).
 
     Numerical features have vectors that their values multiply (section 4.3).
-
-    Args:
-        vectors: of all features.
-        options: heads, layers, widths and rates.
     """
 
     Options = AutoIntOptions
 
-    def __init__(self, vectors: FeatureVectors, options: AutoIntOptions) -> None:
+    def __init__(self, options: AutoIntOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = vectors.prefix_columns
-        self.vectors = vectors
+        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.prefix_columns = self.vectors.prefix_columns
         columns = options.heads * options.head_dim
         inputs = [options.embedding_dim] + [columns] * (options.layers - 1)
         self.layers = nn.ModuleList(
             InteractingLayer(before, options.heads, options.head_dim) for before in inputs
         )
-        self.logit = MLP(vectors.num_features * columns, [1], final_activation=False)
+        self.logit = MLP(self.vectors.num_features * columns, [1], final_activation=False)
         self.deep = MLP(
-            vectors.columns,
-            [*options.hidden, 1],
-            final_activation=False,
-            dropout=options.dropout,
-            batch_norm=options.batch_norm,
+            self.vectors.columns, [*options.hidden, 1], final_activation=False, **rates(options)
         )
         self._inputs, self._columns, self._heads = inputs, columns, options.heads
-
-    @classmethod
-    def tables(cls, options: AutoIntOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: AutoIntOptions, spec: FeatureSpec) -> AutoInt:
-        """Build the dense component for the features of a dataset."""
-        sizes = len(spec.numerical), len(spec.categorical)
-        return cls(FeatureVectors(*sizes, options.embedding_dim), options)
 
     def activations(self) -> Activations:
         """Return what a layer keeps, inputs, projections and attention, and the operations of its products."""

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.cross_net import CrossNet
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.models.features import rates
 from nn.models.model import Activations, Fp8Layer, Model
-from nn.models.options import CrossConfig, CrossStructure, DCNv2Options
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from nn.models.options import CrossStructure, DCNv2Options
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table
 
@@ -28,29 +22,20 @@ class DCNv2(Model):
     Stacked: the output of the cross network is the input of the top MLP. Parallel: the cross network and the hidden layers
     of the top MLP have the same input, and one linear layer combines their outputs.
 
-    `num_numerical`: N; with 0 there is no bottom MLP and the input is the embeddings alone. `top_mlp`: widths of the top
-    MLP, ending in 1, ReLU after all but the last. Raises ValueError: parallel with a top MLP that has no hidden layer.
+    Without numerical features there is no bottom MLP and the input is the embeddings alone. Raises ValueError: parallel with
+    a top MLP that has no hidden layer.
     """
 
     Options = DCNv2Options
 
-    def __init__(
-        self,
-        *,
-        num_numerical: int,
-        embedding_columns: int,
-        bottom_mlp: Sequence[int],
-        top_mlp: Sequence[int],
-        cross: CrossConfig,
-        dropout: float = 0.0,
-        batch_norm: bool = False,
-    ) -> None:
+    def __init__(self, options: DCNv2Options, spec: FeatureSpec) -> None:
         super().__init__()
+        num_numerical, top_mlp, cross = len(spec.numerical), options.top_mlp, options.cross
         self.bottom = (
-            MLP(num_numerical, bottom_mlp, final_activation=True) if num_numerical else None
+            MLP(num_numerical, options.bottom_mlp, final_activation=True) if num_numerical else None
         )
-        self.prefix_columns = bottom_mlp[-1] if num_numerical else 0
-        self._embedding_columns = embedding_columns
+        self.prefix_columns = options.bottom_mlp[-1] if num_numerical else 0
+        self._embedding_columns = len(spec.categorical) * options.embedding_dim
         width = self.prefix_columns + self._embedding_columns
         self.cross = CrossNet(width, cross.num_layers, cross.projection_dim)
         self.deep = None
@@ -59,34 +44,12 @@ class DCNv2(Model):
             if not hidden:
                 raise ValueError(
                     f"model.cross.structure=parallel needs a deep network beside the cross network, got "
-                    f"model.top_mlp={list(top_mlp)}; give it a width before the last, or use stacked"
+                    f"model.top_mlp={top_mlp}; give it a width before the last, or use stacked"
                 )
-            self.deep = MLP(
-                width, hidden, final_activation=True, dropout=dropout, batch_norm=batch_norm
-            )
+            self.deep = MLP(width, hidden, final_activation=True, **rates(options))
             self.top = MLP(width + hidden[-1], [last], final_activation=False)
         else:
-            self.top = MLP(
-                width, top_mlp, final_activation=False, dropout=dropout, batch_norm=batch_norm
-            )
-
-    @classmethod
-    def tables(cls, options: DCNv2Options, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: DCNv2Options, spec: FeatureSpec) -> DCNv2:
-        """Build the dense component for the features of a dataset."""
-        return cls(
-            num_numerical=len(spec.numerical),
-            embedding_columns=len(spec.categorical) * options.embedding_dim,
-            bottom_mlp=options.bottom_mlp,
-            top_mlp=options.top_mlp,
-            cross=options.cross,
-            dropout=options.dropout,
-            batch_norm=options.batch_norm,
-        )
+            self.top = MLP(width, top_mlp, final_activation=False, **rates(options))
 
     def activations(self) -> Activations:
         """Return the columns that the cross layers keep: the gradient of x0 * (W x + b) needs W x + b, as wide as x."""

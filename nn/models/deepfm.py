@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -14,6 +13,7 @@ from nn.layers.interactions.factorization_machine import factorization_machine
 from nn.layers.mlp import MLP
 from nn.layers.numerical_embedding import NumericalEmbedding
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import DeepFMOptions
 
@@ -31,32 +31,18 @@ class DeepFM(Model):
     All N + F features have a weight w_i and a vector v_i. Those of a categorical feature are rows of two tables, of one
     and of D columns, and x_i = 1. Those of a numerical feature are parameters, and x_i is its value. The bias is that of
     the MLP's last layer. The paper gives no initial weights; HugeCTR's are those of `MLP` and `NumericalEmbedding`.
-
-    N is `num_numerical`. F is `num_categorical`. D is `embedding_dim`.
     """
 
     Options = DeepFMOptions
 
-    def __init__(
-        self,
-        *,
-        num_numerical: int,
-        num_categorical: int,
-        embedding_dim: int,
-        hidden: Sequence[int],
-        dropout: float = 0.0,
-        batch_norm: bool = False,
-    ) -> None:
+    def __init__(self, options: DeepFMOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.vectors = FeatureVectors(num_numerical, num_categorical, embedding_dim)
+        self.vectors = FeatureVectors(spec, options.embedding_dim)
         self.prefix_columns = self.vectors.prefix_columns
+        num_numerical = len(spec.numerical)
         self.weights = NumericalEmbedding(num_numerical, 1) if num_numerical else None
         self.deep = MLP(
-            self.vectors.columns,
-            [*hidden, 1],
-            final_activation=False,
-            dropout=dropout,
-            batch_norm=batch_norm,
+            self.vectors.columns, [*options.hidden, 1], final_activation=False, **rates(options)
         )
 
     @classmethod
@@ -66,18 +52,6 @@ class DeepFM(Model):
             *one_table_per_feature(options, spec),
             *one_table_per_feature(options, spec, columns=1, prefix="weight_"),
         ]
-
-    @classmethod
-    def build(cls, options: DeepFMOptions, spec: FeatureSpec) -> DeepFM:
-        """Build the dense component for the features of a dataset."""
-        return cls(
-            num_numerical=len(spec.numerical),
-            num_categorical=len(spec.categorical),
-            embedding_dim=options.embedding_dim,
-            hidden=options.hidden,
-            dropout=options.dropout,
-            batch_norm=options.batch_norm,
-        )
 
     def activations(self) -> Activations:
         """Return the float32 copy of the vectors, which the squares need again, and the operations of the pairs."""

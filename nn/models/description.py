@@ -7,7 +7,7 @@ The model can be built again from it, without the dataset. It is plain JSON with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -196,10 +196,8 @@ class ModelDescription:
     def build(self, seed: int | None = 0) -> RankingModel:
         """Build tables and dense component for one device, with the initial weights of a seed.
 
-        None leaves the weights of the tables undefined, for those that are loaded.
-
-        Raises:
-            ValueError: the options do not fit the features.
+        None leaves the weights of the tables undefined, for those that are loaded. Raises ValueError: the options do not fit
+        the features.
         """
         dense = build_dense(self.options, self.spec, seed or 0)
         initialise_dense(dense, seed or 0)
@@ -211,8 +209,7 @@ class ModelDescription:
 def build_from_json(path: Path | str, *, seed: int = 0, trusted: bool = False) -> RankingModel:
     """Build the model that a model.json describes, with the initial weights of a seed; `trusted` as in `read_description`.
 
-    Raises:
-        ValueError: the file is missing or describes no model.
+    Raises ValueError: the file is missing or describes no model.
     """
     return read_description(Path(path), trusted=trusted).build(seed)
 
@@ -220,8 +217,7 @@ def build_from_json(path: Path | str, *, seed: int = 0, trusted: bool = False) -
 def read_description(path: Path, *, trusted: bool = False) -> ModelDescription:
     """Read a model.json; only if it is `trusted` may a model outside the project, `package.module:Class`, be imported.
 
-    Raises:
-        ValueError: the file is missing, malformed, of a newer format, or names a model that may not be imported.
+    Raises ValueError: the file is missing, malformed, of a newer format, or names a model that may not be imported.
     """
     try:
         content = read_json(path)
@@ -232,13 +228,10 @@ def read_description(path: Path, *, trusted: bool = False) -> ModelDescription:
     try:
         return _parsed(content, trusted)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: no description of a model ({_reason(error)})") from None
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: no description of a model ({reason})") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _reason(error: Exception) -> str:
-    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _parsed(content: Any, trusted: bool) -> ModelDescription:
@@ -258,7 +251,9 @@ def _parsed(content: Any, trusted: bool) -> ModelDescription:
 
 
 def _spec_of(features: Mapping[str, Any], hotness: str) -> FeatureSpec:
-    names = _texts(features["numerical"])
+    names = features["numerical"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"features.numerical is {shown(names)}; want a list of names")
     single = {
         channel: None if features[channel] is None else RowColumn.of(features[channel], channel)
         for channel in (Channel.weight, Channel.keep_rate)
@@ -269,7 +264,7 @@ def _spec_of(features: Mapping[str, Any], hotness: str) -> FeatureSpec:
     )
     return FeatureSpec(
         root=None,
-        numerical=names,
+        numerical=tuple(names),
         numerical_dtype=np.dtype(np.float32),
         labels=labels,
         categorical=tuple(_feature_of(entry, hotness) for entry in features["categorical"]),
@@ -278,12 +273,6 @@ def _spec_of(features: Mapping[str, Any], hotness: str) -> FeatureSpec:
         weight=single[Channel.weight],
         keep_rate=single[Channel.keep_rate],
     )
-
-
-def _texts(values: Sequence[Any]) -> tuple[str, ...]:
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ValueError(f"features.numerical is {shown(values)}; want a list of names")
-    return tuple(values)
 
 
 def _feature_of(entry: Mapping[str, Any], hotness: str) -> CategoricalFeature:

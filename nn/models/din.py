@@ -14,7 +14,7 @@ from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.model import Activations, Model
 from nn.models.options import AdaptiveActivation, DINOptions
-from nn.models.sequences import Sequences, find_sequences
+from nn.models.sequences import find_sequences
 from nn.ops.fused_linear import as_autocast
 
 if TYPE_CHECKING:
@@ -31,19 +31,19 @@ class DIN(Model):
     The item and the positions e_j of its history are rows of one table. Several pairs of them (an item's id and category,
     say) lie side by side. The length of the history is a numerical feature, which the MLP does not read. The paper gives no
     initial weights; linear layers begin as those of `MLP`, but the attention's last bias as 0 (`TargetAttention`).
-
-    `num_numerical`: N, the length included.
     """
 
     Options = DINOptions
 
-    def __init__(self, num_numerical: int, sequences: Sequences, options: DINOptions) -> None:
+    def __init__(self, options: DINOptions, spec: FeatureSpec) -> None:
         super().__init__()
+        sequences = find_sequences(options, spec)
         pairs, self._positions = len(sequences.items), sequences.positions
         self._dim, self._length = options.embedding_dim, sequences.length
         self._pairs, self._columns = pairs, pairs * self._dim
-        has_length = sequences.length is not None
-        self._numbers = [column for column in range(num_numerical) if column != sequences.length]
+        self._numbers = [
+            column for column in range(len(spec.numerical)) if column != sequences.length
+        ]
         self._attended = options.history_positions or self._positions
         self.attention = TargetAttention(
             self._columns,
@@ -52,7 +52,7 @@ class DIN(Model):
             options.attention_pooling.value,
         )
         self.top = AdaptiveMLP(
-            2 * self._columns + len(sequences.others) * self._dim + num_numerical - has_length,
+            2 * self._columns + len(sequences.others) * self._dim + len(self._numbers),
             options.hidden,
             dice=options.activation is AdaptiveActivation.dice,
             dropout=options.dropout,
@@ -74,11 +74,6 @@ class DIN(Model):
             table.pooling = PoolingType.NONE
             tables.append(table)
         return tables + one_table_per_feature(options, spec, features=sequences.others)
-
-    @classmethod
-    def build(cls, options: DINOptions, spec: FeatureSpec) -> DIN:
-        """Build the dense component for the features of a dataset; ValueError as `tables`."""
-        return cls(len(spec.numerical), find_sequences(options, spec), options)
 
     def activations(self) -> Activations:
         """Return what the attention keeps per position: history, its unit's input and hidden layers, and the weight."""

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import DLRMOptions
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table
 
@@ -24,67 +18,32 @@ if TYPE_CHECKING:
 class DLRM(Model):
     """Dense component of DLRM.
 
-    `num_numerical`: N; with 0 there is no bottom MLP and only the embeddings interact. F is `num_categorical`.
-    `embedding_dim`: D; the bottom MLP must end in it. `top_mlp`: widths of the top MLP, ending in 1, ReLU after all but the
-    last.
+    Without numerical features there is no bottom MLP and only the embeddings interact. Raises ValueError: fewer than two
+    vectors would interact.
     """
 
     Options = DLRMOptions
 
-    def __init__(
-        self,
-        *,
-        num_numerical: int,
-        num_categorical: int,
-        embedding_dim: int,
-        bottom_mlp: Sequence[int],
-        top_mlp: Sequence[int],
-        dropout: float = 0.0,
-        batch_norm: bool = False,
-    ) -> None:
+    def __init__(self, options: DLRMOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.bottom = (
-            MLP(num_numerical, bottom_mlp, final_activation=True) if num_numerical else None
-        )
-        self.interaction = DotInteraction(
-            num_categorical, embedding_dim, has_bottom=self.bottom is not None
-        )
-        self.takes_rows = self.bottom is not None and self.interaction.is_fusible
-        self.top = MLP(
-            self.interaction.num_outputs,
-            top_mlp,
-            final_activation=False,
-            dropout=dropout,
-            batch_norm=batch_norm,
-        )
-        self._product_flops = 2 * embedding_dim * self.interaction.num_pairs
-
-    @classmethod
-    def tables(cls, options: DLRMOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature, with as many columns as the bottom vector."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: DLRMOptions, spec: FeatureSpec) -> DLRM:
-        """Build the dense component for the features of a dataset.
-
-        Raises ValueError: fewer than two vectors would interact.
-        """
-        num_vectors = len(spec.categorical) + bool(spec.numerical)
+        num_numerical, num_categorical = len(spec.numerical), len(spec.categorical)
+        num_vectors = num_categorical + bool(num_numerical)
         if num_vectors < 2:
             raise ValueError(
                 f"model.name=dlrm needs two vectors to interact, got {num_vectors} (one per categorical "
                 "feature, and one for the numerical features if there are any); use model.name=dcnv2"
             )
-        return cls(
-            num_numerical=len(spec.numerical),
-            num_categorical=len(spec.categorical),
-            embedding_dim=options.embedding_dim,
-            bottom_mlp=options.bottom_mlp,
-            top_mlp=options.top_mlp,
-            dropout=options.dropout,
-            batch_norm=options.batch_norm,
+        self.bottom = (
+            MLP(num_numerical, options.bottom_mlp, final_activation=True) if num_numerical else None
         )
+        self.interaction = DotInteraction(
+            num_categorical, options.embedding_dim, has_bottom=self.bottom is not None
+        )
+        self.takes_rows = self.bottom is not None and self.interaction.is_fusible
+        self.top = MLP(
+            self.interaction.num_outputs, options.top_mlp, final_activation=False, **rates(options)
+        )
+        self._product_flops = 2 * options.embedding_dim * self.interaction.num_pairs
 
     def activations(self) -> Activations:
         """Return the operations of the dot interaction; every pair of vectors counts once."""

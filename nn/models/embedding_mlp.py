@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from configs.messages import shown
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.features import chosen_features, suggested_columns
+from nn.models.features import chosen_features, rates, suggested_columns
 from nn.models.model import Activations, Model
 from nn.models.options import SUGGESTED, EmbeddingMLPOptions, Pooling
 from nn.ops.fused_linear import as_autocast
@@ -28,30 +26,24 @@ class EmbeddingMLP(Model):
 
     x are the numerical features. e_i is the sum or the mean of the embeddings of a feature's ids, or, without pooling, the
     embeddings of all its ids side by side.
-
-    N is `num_numerical`. T is `embedding_columns`.
     """
 
     Options = EmbeddingMLPOptions
 
-    def __init__(
-        self,
-        *,
-        num_numerical: int,
-        embedding_columns: int,
-        hidden: Sequence[int],
-        dropout: float = 0.0,
-        batch_norm: bool = False,
-    ) -> None:
+    def __init__(self, options: EmbeddingMLPOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = num_numerical
-        self._embedding_columns = embedding_columns
+        widths = _widths(options, spec)
+        self._embedding_columns = sum(
+            columns * ((feature.hotness or 0) if options.pooling is Pooling.none else 1)
+            for columns, features in zip(widths, spec.table_features.values(), strict=True)
+            for feature in features
+        )
+        self.prefix_columns = len(spec.numerical)
         self.mlp = MLP(
-            num_numerical + embedding_columns,
-            [*hidden, 1],
+            self.prefix_columns + self._embedding_columns,
+            [*options.hidden, 1],
             final_activation=False,
-            dropout=dropout,
-            batch_norm=batch_norm,
+            **rates(options),
         )
 
     @classmethod
@@ -67,31 +59,6 @@ class EmbeddingMLP(Model):
             table.embedding_dim = columns
             table.pooling = PoolingType[options.pooling.name.upper()]
         return tables
-
-    @classmethod
-    def build(cls, options: EmbeddingMLPOptions, spec: FeatureSpec) -> EmbeddingMLP:
-        """Build the dense component for the features of a dataset.
-
-        Raises ValueError: as `tables`, or without pooling a feature has a varying number of ids.
-        """
-        total = 0
-        widths = _widths(options, spec)
-        for columns, features in zip(widths, spec.table_features.values(), strict=True):
-            for feature in features:
-                positions = feature.hotness if options.pooling is Pooling.none else 1
-                if positions is None:
-                    raise ValueError(
-                        f"model.pooling=none requires fixed hotness, but feature {shown(feature.name)} is ragged; use sum "
-                        "or mean"
-                    )
-                total += columns * positions
-        return cls(
-            num_numerical=len(spec.numerical),
-            embedding_columns=total,
-            hidden=options.hidden,
-            dropout=options.dropout,
-            batch_norm=options.batch_norm,
-        )
 
     def activations(self) -> Activations:
         """Return the columns of the MLP's input that are in memory already: those of the embeddings."""

@@ -2,62 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Towers
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.model import Activations
+from nn.models.features import rates
+from nn.models.model import Activations, Model
 from nn.models.options import ESMMOptions
-from nn.models.several_tasks import SeveralTasks
 from nn.ops.fused_linear import as_autocast
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table
 
 
-class ESMM(SeveralTasks):
+class ESMM(Model):
     """Dense component of ESMM (section 2.3, equations 1 to 3), for the labels click, and click and conversion.
 
     The towers give logits a and b of pCTR and pCVR over shared embeddings. The second label is predicted by
     pCTCVR = pCTR pCVR, whose logit is -log(e^-a + e^-b + e^-(a + b)). pCVR itself is pCTCVR / pCTR. The paper gives no
-    initial weights; the towers begin as `MLP`.
-
-    Args:
-        num_numerical: N.
-        embedding_columns: F * D.
-        num_tasks: 2.
-        options: widths and rates.
+    initial weights; the towers begin as `MLP`. Raises ValueError: the dataset has not two binary labels.
     """
 
     Options = ESMMOptions
 
-    def __init__(
-        self, *, num_numerical: int, embedding_columns: int, num_tasks: int, options: ESMMOptions
-    ) -> None:
+    def __init__(self, options: ESMMOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = num_numerical
-        self._embedding_columns = embedding_columns
-        self.towers = Towers(
-            num_numerical + embedding_columns,
-            num_tasks,
-            options.tower_hidden,
-            dropout=options.dropout,
-            batch_norm=options.batch_norm,
-        )
-
-    @classmethod
-    def build(cls, options: ESMMOptions, spec: FeatureSpec) -> Self:
-        """Build the dense component; ValueError if the dataset has not two binary labels."""
         if len(spec.labels) != 2 or not all(label.is_binary for label in spec.labels):
             names = ", ".join(label.name for label in spec.labels)
             raise ValueError(
                 "model.name=esmm needs two binary labels, click, and click and conversion, and the dataset has "
                 f"{names}; list them in the spec's channel_spec.label"
             )
-        return super().build(options, spec)
+        self.prefix_columns, num_tasks = len(spec.numerical), len(spec.labels)
+        self._embedding_columns = len(spec.categorical) * options.embedding_dim
+        self.towers = Towers(
+            self.prefix_columns + self._embedding_columns,
+            num_tasks,
+            options.tower_hidden,
+            **rates(options),
+        )
 
     def activations(self) -> Activations:
         """Return the input of the second tower, which is the first one's, and the embeddings."""

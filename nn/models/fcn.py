@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.dropout import Dropout
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.initialization import normal_, uniform_
@@ -17,9 +16,6 @@ from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.tri_bce import TriBCE
 from nn.models.model import Activations, Model
 from nn.models.options import FCNOptions
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, F: features, D: columns of a vector, C: F * D
 
@@ -77,37 +73,22 @@ class FCN(Model):
 
     x is the first halves of all vectors, then their second halves, on which the masks act (section 4.1). Numerical features
     have vectors that their values multiply.
-
-    Args:
-        vectors: of all features.
-        options: layers and rates.
     """
 
     Options = FCNOptions
 
-    def __init__(self, vectors: FeatureVectors, options: FCNOptions) -> None:
+    def __init__(self, options: FCNOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = vectors.prefix_columns
-        self.vectors = vectors
+        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.prefix_columns = self.vectors.prefix_columns
         self.deep = CrossBranch(
-            vectors.columns, options.deep_layers, options.deep_dropout, exponential=True
+            self.vectors.columns, options.deep_layers, options.deep_dropout, exponential=True
         )
         self.shallow = CrossBranch(
-            vectors.columns, options.shallow_layers, options.shallow_dropout, exponential=False
+            self.vectors.columns, options.shallow_layers, options.shallow_dropout, exponential=False
         )
         self.tri_bce = TriBCE()
         self._layers = options.deep_layers + options.shallow_layers
-
-    @classmethod
-    def tables(cls, options: FCNOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: FCNOptions, spec: FeatureSpec) -> FCN:
-        """Build the dense component for the features of a dataset."""
-        sizes = len(spec.numerical), len(spec.categorical)
-        return cls(FeatureVectors(*sizes, options.embedding_dim), options)
 
     def activations(self) -> Activations:
         """Return what a cross layer keeps beside x: c, its mask, and the factor of the product."""

@@ -1,6 +1,7 @@
 """Features and labels of a dataset as models need them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from configs.messages import shown
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -29,9 +30,14 @@ def chosen_features(
     return list(names)
 
 
-def num_tasks(spec: FeatureSpec) -> int:
-    """Return the number of tasks of a dataset: one per label."""
-    return len(spec.labels)
+def in_table_order(spec: FeatureSpec) -> list[str]:
+    """Return the categorical features in the order of their vectors, where every one has the usual table."""
+    return [feature.name for sharing in spec.table_features.values() for feature in sharing]
+
+
+def rates(options: Any) -> dict[str, Any]:
+    """Return the arguments of `MLP`, and of layers of it, that the options of most models have."""
+    return {"dropout": options.dropout, "batch_norm": options.batch_norm}
 
 
 def suggested_columns(num_rows: int) -> int:

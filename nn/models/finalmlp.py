@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.interactions.bilinear_fusion import BilinearFusion
 from nn.layers.interactions.feature_gate import FeatureGate
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.models.features import chosen_features
+from nn.models.features import chosen_features, in_table_order, rates
 from nn.models.model import Activations, Model
 from nn.models.options import FinalMLPOptions
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features
 
@@ -29,52 +22,36 @@ class FinalMLP(Model):
 
     The vectors e are the embeddings, and `NumericalEmbedding` of the numerical features. The weights begin as those of
     `MLP`; the fusion's as in the authors' program, normal with variance 2 / (in + out).
-
-    `gates`: positions of the features that control the gate of each stream; empty for a learned constant.
+    Without features that control the gate of a stream it is a learned constant. Raises ValueError: an option names a feature
+    that the dataset lacks.
     """
 
     Options = FinalMLPOptions
 
-    def __init__(
-        self, vectors: FeatureVectors, gates: Sequence[Sequence[int]], options: FinalMLPOptions
-    ) -> None:
+    def __init__(self, options: FinalMLPOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = vectors.prefix_columns
-        self.vectors = vectors
-        self.gates = nn.ModuleList(
-            FeatureGate(gate, vectors.num_features, options.embedding_dim, options.gate_hidden)
-            for gate in gates
-        )
-        self.streams = nn.ModuleList(
-            MLP(
-                vectors.columns,
-                widths,
-                final_activation=True,
-                dropout=options.dropout,
-                batch_norm=options.batch_norm,
-            )
-            for widths in (options.hidden_1, options.hidden_2)
-        )
-        self.fusion = BilinearFusion(options.hidden_1[-1], options.hidden_2[-1], options.heads)
-
-    @classmethod
-    def tables(cls, options: FinalMLPOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: FinalMLPOptions, spec: FeatureSpec) -> FinalMLP:
-        """Build the dense component; ValueError if an option names a feature that the dataset lacks."""
-        sizes = len(spec.numerical), len(spec.categorical)
-        vectors = FeatureVectors(*sizes, options.embedding_dim)
-        tables = spec.table_features.values()
-        every = [*spec.numerical, *(feature.name for features in tables for feature in features)]
+        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.prefix_columns = self.vectors.prefix_columns
+        every = [*spec.numerical, *in_table_order(spec)]
         named = {
             "gate_features_1": options.gate_features_1,
             "gate_features_2": options.gate_features_2,
         }
         gates = [chosen_features(f"model.{key}", names, every) for key, names in named.items()]
-        return cls(vectors, [[every.index(name) for name in names] for names in gates], options)
+        self.gates = nn.ModuleList(
+            FeatureGate(
+                [every.index(name) for name in names],
+                self.vectors.num_features,
+                options.embedding_dim,
+                options.gate_hidden,
+            )
+            for names in gates
+        )
+        self.streams = nn.ModuleList(
+            MLP(self.vectors.columns, widths, final_activation=True, **rates(options))
+            for widths in (options.hidden_1, options.hidden_2)
+        )
+        self.fusion = BilinearFusion(options.hidden_1[-1], options.hidden_2[-1], options.heads)
 
     def activations(self) -> Activations:
         """Return what the gates and the fusion keep: gates, their sigmoids and the gated vectors of both streams."""

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.dropout import Dropout
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.model import Activations, Model
 from nn.models.options import MaskNetOptions, MaskStructure
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, F: features, numerical ones included, D: columns of a vector, C: F * D, I: columns of a block's input
 
@@ -78,13 +74,13 @@ class MaskNet(Model):
 
     Options = MaskNetOptions
 
-    def __init__(self, vectors: FeatureVectors, options: MaskNetOptions) -> None:
+    def __init__(self, options: MaskNetOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = vectors.prefix_columns
-        self.vectors = vectors
-        self.norm = FeatureNorm(vectors.num_features, options.embedding_dim)
+        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.prefix_columns = self.vectors.prefix_columns
+        self.norm = FeatureNorm(self.vectors.num_features, options.embedding_dim)
         self.is_serial = options.structure is MaskStructure.serial
-        first, blocks = vectors.columns, options.blocks
+        first, blocks = self.vectors.columns, options.blocks
         inputs = [first, *blocks[:-1]] if self.is_serial else [first] * len(blocks)
         rate = options.dropout if self.is_serial else 0.0
         made = nn.ModuleList(
@@ -99,17 +95,6 @@ class MaskNet(Model):
             final_activation=False,
             dropout=options.dropout,
         )
-
-    @classmethod
-    def tables(cls, options: MaskNetOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: MaskNetOptions, spec: FeatureSpec) -> MaskNet:
-        """Build the dense component for the features of a dataset."""
-        sizes = len(spec.numerical), len(spec.categorical)
-        return cls(FeatureVectors(*sizes, options.embedding_dim), options)
 
     def activations(self) -> Activations:
         """Return what a block keeps beside the inputs of its linear layers: mask, block input, and input of its norm."""

@@ -15,30 +15,19 @@ from dataloading.dataset.row_columns import RowColumn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A number that tells how well a task is learnt.
+    """A number that tells how well a task is learnt."""
 
-    Attributes:
-        name: in records and options: letters, digits and `_`.
-        title: of its value on the test split, on the terminal.
-        compute: function of `nn.metrics.measured_rows.MeasuredRows` that returns the value, nan where it is not defined, or the
-            function's import path.
-        is_binary: whether it is of binary labels, or of regression labels.
-        is_default: whether it is measured without being named.
-        undefined: printed where it has no value although there are rows.
-        while_training: whether it is also measured on training rows.
-        larger_is_better: whether a model with a larger value is the better one; None if neither is.
-        task: the task it is of, where a dataset has several.
-    """
-
-    name: str
-    title: str
+    name: str  # in records and options: letters, digits and `_`
+    title: str  # of its value on the test split, on the terminal
+    # function of `nn.metrics.measured_rows.MeasuredRows` that returns the value, nan where it is not defined, or the
+    # function's import path
     compute: Callable[[Any], float] | str = ""
-    is_binary: bool = True
-    is_default: bool = False
-    undefined: str = "n/a"
-    while_training: bool = False
-    larger_is_better: bool | None = True
-    task: str | None = None
+    is_binary: bool = True  # of binary labels, or of regression labels
+    is_default: bool = False  # measured without being named
+    undefined: str = "n/a"  # printed where it has no value although there are rows
+    while_training: bool = False  # also measured on training rows
+    larger_is_better: bool | None = True  # None if neither a larger nor a smaller value is better
+    task: str | None = None  # the task it is of, where a dataset has several
 
     def improves(self, value: float, best: float) -> bool:
         """Return whether `value` is better than the best one so far, which is nan before the first; nan never is."""
@@ -150,8 +139,7 @@ def default_metrics(*, is_binary: bool) -> tuple[Metric, ...]:
 def further_metrics(names: Sequence[str]) -> list[Metric]:
     """Return the metrics that `eval.metrics` names, those of the project in the order of the records.
 
-    Raises:
-        ValueError: there is no such metric, or the object is none; the message says what may be named.
+    Raises ValueError: there is no such metric, or the object is none; the message says what may be named.
     """
     own = {m.name: m for m in METRICS if not m.is_default and m is not GAUC}
     found = [metric for metric in own.values() if metric.name in names]
@@ -213,8 +201,7 @@ def metrics_of_label(
 def best_of(metrics: Iterable[Metric], name: str | None) -> Metric:
     """Return the metric that `eval.best_metric` names, or the first: it tells which evaluation is the best.
 
-    Raises:
-        ValueError: there is no such metric, or no value of it is better than another.
+    Raises ValueError: there is no such metric, or no value of it is better than another.
     """
     judging = [metric for metric in metrics if metric.larger_is_better is not None]
     for metric in judging:

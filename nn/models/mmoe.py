@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Experts, Gate, Towers
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.model import Activations
+from nn.models.features import rates
+from nn.models.model import Activations, Model
 from nn.models.options import MMoEOptions
-from nn.models.several_tasks import SeveralTasks
 from nn.ops.fused_linear import as_autocast
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, E: experts, T: tasks
 
 
-class MMoE(SeveralTasks):
+class MMoE(Model):
     """Dense component of MMoE (section "Multi-gate Mixture-of-Experts").
 
     y_k = tower_k(f_k(x)), f_k(x) = sum_i g_k(x)_i expert_i(x), g_k(x) = softmax(W_k x)
 
     x are the numerical features and the embeddings. The paper gives no initial weights; experts and towers begin as `MLP`,
     gates as PyTorch's linear layers.
-
-    N is `num_numerical`. T is `num_tasks`.
     """
 
     Options = MMoEOptions
 
-    def __init__(
-        self, *, num_numerical: int, embedding_columns: int, num_tasks: int, options: MMoEOptions
-    ) -> None:
+    def __init__(self, options: MMoEOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = num_numerical
-        self._inputs = num_numerical + embedding_columns
-        self._embedding_columns = embedding_columns
-        rates: dict[str, Any] = {"dropout": options.dropout, "batch_norm": options.batch_norm}
-        self.experts = Experts(self._inputs, options.experts, options.expert_hidden, **rates)
+        self.prefix_columns, num_tasks = len(spec.numerical), len(spec.labels)
+        self._embedding_columns = len(spec.categorical) * options.embedding_dim
+        self._inputs = self.prefix_columns + self._embedding_columns
+        self.experts = Experts(
+            self._inputs, options.experts, options.expert_hidden, **rates(options)
+        )
         self.gates = nn.ModuleList(Gate(self._inputs, options.experts) for _ in range(num_tasks))
-        self.towers = Towers(options.expert_hidden[-1], num_tasks, options.tower_hidden, **rates)
+        self.towers = Towers(
+            options.expert_hidden[-1], num_tasks, options.tower_hidden, **rates(options)
+        )
         self._expert_columns = options.experts * options.expert_hidden[-1]
 
     def activations(self) -> Activations:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.pooled_embeddings import PooledEmbeddings
 
 if TYPE_CHECKING:
@@ -65,21 +66,20 @@ class Model(nn.Module):
 
     @classmethod
     def tables(cls, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return the tables with their features.
+        """Return the tables with their features: one per feature unless overridden.
 
-        `nn.embedding.declared_tables.one_table_per_feature` returns the usual ones. The order of the features in this list
-        is that of the embeddings that `forward` receives. A table without pooling that has a ragged feature has no vectors:
-        `forward` takes its rows by `embeddings.distinct_rows(table, feature)`.
+        The order of the features in this list is that of the embeddings that `forward` receives. A table without pooling that has
+        a ragged feature has no vectors: `forward` takes its rows by `embeddings.distinct_rows(table, feature)`.
         """
-        raise NotImplementedError
+        return one_table_per_feature(options, spec)
 
     @classmethod
     def build(cls, options: Any, spec: FeatureSpec) -> Self:
-        """Build the dense component for the features of a dataset.
+        """Build the dense component for the features of a dataset: the constructor unless overridden.
 
         Raises ValueError: the options do not fit the features.
         """
-        raise NotImplementedError
+        return cls(options, spec)
 
     def activations(self) -> Activations:
         """Return the memory and work that the estimates count in addition to linear layers."""
@@ -92,9 +92,7 @@ class Model(nn.Module):
     def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Return this rank's share of the loss that is trained, after `forward`: nothing is added unless overridden.
 
-        Args:
-            share: this rank's share of the tasks' loss; the sum over ranks is the loss.
-            share_of: returns the same of other logits.
+        `share`: this rank's share of the tasks' loss; the sum over ranks is the loss. `share_of`: returns that of other logits.
         """
         return share
 

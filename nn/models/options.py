@@ -8,38 +8,35 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from configs.schema import (
-    MOST_COLUMNS,
-    ModelConfig,
-    Section,
-    option,
-    require,
-)
+from configs.schema import MOST_COLUMNS, ModelConfig, Section, option, require
 
 MOST_WIDTH = 2**20
 # Measured (benchmarks/history.md): with 1/sqrt(rows) the vectors of small tables give first logits far from 0.
 SMALL_INIT = 0.01
 
 
+def widths(default: list[int], meaning: str, *, filled: bool = False) -> Any:
+    """Declare the widths of layers."""
+    return option(default, meaning, most=MOST_WIDTH, gt=0, filled=filled)
+
+
+def rate(default: float, meaning: str) -> Any:
+    """Declare the rate of a dropout."""
+    return option(default, meaning, ge=0, lt=1)
+
+
 @dataclass(kw_only=True, slots=True)
 class _TwoMLPOptions(ModelConfig):
     """Options of a model with a bottom and a top MLP."""
 
-    bottom_mlp: list[int] = option(
-        [512, 256, 128], "widths of the bottom MLP's layers", most=MOST_WIDTH, gt=0, filled=True
+    bottom_mlp: list[int] = widths(
+        [512, 256, 128], "widths of the bottom MLP's layers", filled=True
     )
-    top_mlp: list[int] = option(
-        [1024, 1024, 512, 256, 1],
-        "widths of the top MLP's layers",
-        most=MOST_WIDTH,
-        gt=0,
-        filled=True,
+    top_mlp: list[int] = widths(
+        [1024, 1024, 512, 256, 1], "widths of the top MLP's layers", filled=True
     )
-    dropout: float = option(
-        0.0,
-        "rate of the dropout after each hidden layer of the top MLP, in training; 0 for none",
-        ge=0,
-        lt=1,
+    dropout: float = rate(
+        0.0, "rate of the dropout after each hidden layer of the top MLP, in training; 0 for none"
     )
 
     batch_norm: bool = option(
@@ -102,10 +99,8 @@ class DCNv2Options(_TwoMLPOptions):
 class _DeepOptions(ModelConfig):
     """Options of the hidden layers of a model's MLPs."""
 
-    hidden: list[int] = option(
-        [400, 400, 400], "widths of the MLP's hidden layers", most=MOST_WIDTH, gt=0
-    )
-    dropout: float = option(0.0, "rate of the dropout after every hidden layer", ge=0, lt=1)
+    hidden: list[int] = widths([400, 400, 400], "widths of the MLP's hidden layers")
+    dropout: float = rate(0.0, "rate of the dropout after every hidden layer")
     batch_norm: bool = option(
         False, "normalise hidden layers over the rows of the global batch, before their ReLU"
     )
@@ -188,21 +183,15 @@ class FinalMLPOptions(ModelConfig):
     """Options of FinalMLP."""
 
     embedding_dim: int = option(10, "columns of every feature's vector", most=MOST_COLUMNS)
-    hidden_1: list[int] = option(
-        [400, 400, 400], "widths of the first stream", most=MOST_WIDTH, gt=0, filled=True
-    )
-    hidden_2: list[int] = option(
-        [800], "widths of the second stream", most=MOST_WIDTH, gt=0, filled=True
-    )
-    gate_hidden: list[int] = option(
-        [800], "widths of a gate's hidden layers", most=MOST_WIDTH, gt=0
-    )
+    hidden_1: list[int] = widths([400, 400, 400], "widths of the first stream", filled=True)
+    hidden_2: list[int] = widths([800], "widths of the second stream", filled=True)
+    gate_hidden: list[int] = widths([800], "widths of a gate's hidden layers")
     gate_features_1: list[str] = option(
         [], "features that control the gate of the first stream; []: a learned constant"
     )
     gate_features_2: list[str] = option([], "the same for the second stream")
     heads: int = option(10, "heads of the fusion; they divide both streams' last widths", most=1024)
-    dropout: float = option(0.0, "rate of the dropout after every layer of the streams", ge=0, lt=1)
+    dropout: float = rate(0.0, "rate of the dropout after every layer of the streams")
     batch_norm: bool = option(False, "normalise the streams' layers over the global batch")
 
     def __post_init__(self) -> None:
@@ -229,23 +218,13 @@ class MaskNetOptions(ModelConfig):
     structure: MaskStructure = option(
         MaskStructure.serial, "serial: block after block; parallel: side by side, then an MLP"
     )
-    blocks: list[int] = option(
-        [400, 400, 400], "width of every mask block", most=MOST_WIDTH, gt=0, filled=True
-    )
+    blocks: list[int] = widths([400, 400, 400], "width of every mask block", filled=True)
     reduction_ratio: float = option(
         2.0, "columns of a mask's first layer, as a multiple of its second's", most=1024
     )
-    hidden: list[int] = option(
-        [400, 400],
-        "widths of the hidden layers after parallel blocks",
-        most=MOST_WIDTH,
-        gt=0,
-    )
-    dropout: float = option(
-        0.0,
-        "rate of the dropout after every serial block, or after those hidden layers",
-        ge=0,
-        lt=1,
+    hidden: list[int] = widths([400, 400], "widths of the hidden layers after parallel blocks")
+    dropout: float = rate(
+        0.0, "rate of the dropout after every serial block, or after those hidden layers"
     )
 
     def __post_init__(self) -> None:
@@ -270,21 +249,14 @@ class WuKongOptions(ModelConfig):
         8, "vectors of a linear compression block, n_L", most=MOST_COLUMNS, gt=0
     )
     compression: int = option(8, "columns of the compressed products, k", most=MOST_COLUMNS, gt=0)
-    fm_hidden: list[int] = option(
-        [256], "widths of the hidden layers of a factorization machine block", most=MOST_WIDTH, gt=0
+    fm_hidden: list[int] = widths(
+        [256], "widths of the hidden layers of a factorization machine block"
     )
-    numerical_hidden: list[int] = option(
-        [256],
-        "widths of the hidden layers before the vector of the numericals",
-        most=MOST_WIDTH,
-        gt=0,
+    numerical_hidden: list[int] = widths(
+        [256], "widths of the hidden layers before the vector of the numericals"
     )
-    hidden: list[int] = option(
-        [256], "widths of the last MLP's hidden layers", most=MOST_WIDTH, gt=0
-    )
-    dropout: float = option(
-        0.0, "rate of the dropout after the hidden layers of blocks and top", ge=0, lt=1
-    )
+    hidden: list[int] = widths([256], "widths of the last MLP's hidden layers")
+    dropout: float = rate(0.0, "rate of the dropout after the hidden layers of blocks and top")
 
 
 class AdaptiveActivation(Enum):
@@ -322,23 +294,17 @@ class DINOptions(ModelConfig):
         most=MOST_COLUMNS,
         gt=0,
     )
-    attention_hidden: list[int] = option(
-        [80, 40], "widths of the attention's hidden layers", most=MOST_WIDTH, gt=0
-    )
+    attention_hidden: list[int] = widths([80, 40], "widths of the attention's hidden layers")
     attention_pooling: AttentionPooling = option(
         AttentionPooling.sum,
         "sum: weights as they are, the paper's; mean: divided by the number of items; softmax: over the items",
     )
-    hidden: list[int] = option(
-        [200, 80], "widths of the MLP's hidden layers", most=MOST_WIDTH, gt=0
-    )
+    hidden: list[int] = widths([200, 80], "widths of the MLP's hidden layers")
     activation: AdaptiveActivation = option(
         AdaptiveActivation.prelu,
         "activation of the MLP: prelu, or dice, whose step lies at the mean of the global batch",
     )
-    dropout: float = option(
-        0.0, "rate of the dropout after every hidden layer of the MLP", ge=0, lt=1
-    )
+    dropout: float = rate(0.0, "rate of the dropout after every hidden layer of the MLP")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -346,10 +312,8 @@ class _TaskOptions(ModelConfig):
     """Options of a model of several tasks."""
 
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
-    tower_hidden: list[int] = option(
-        [64], "widths of the hidden layers of every task's tower", most=MOST_WIDTH, gt=0
-    )
-    dropout: float = option(0.0, "rate of the dropout after every hidden layer", ge=0, lt=1)
+    tower_hidden: list[int] = widths([64], "widths of the hidden layers of every task's tower")
+    dropout: float = rate(0.0, "rate of the dropout after every hidden layer")
     batch_norm: bool = option(
         False, "normalise hidden layers over the rows of the global batch, before their ReLU"
     )
@@ -359,12 +323,7 @@ class _TaskOptions(ModelConfig):
 class SharedBottomOptions(_TaskOptions):
     """Options of the shared-bottom model."""
 
-    hidden: list[int] = option(
-        [256, 128], "widths of the shared layers", most=MOST_WIDTH, gt=0, filled=True
-    )
-
-    def __post_init__(self) -> None:
-        _TaskOptions.__post_init__(self)
+    hidden: list[int] = widths([256, 128], "widths of the shared layers", filled=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -372,12 +331,7 @@ class MMoEOptions(_TaskOptions):
     """Options of MMoE."""
 
     experts: int = option(8, "number of experts", most=1024, gt=0)
-    expert_hidden: list[int] = option(
-        [256, 128], "widths of every expert's layers", most=MOST_WIDTH, gt=0, filled=True
-    )
-
-    def __post_init__(self) -> None:
-        _TaskOptions.__post_init__(self)
+    expert_hidden: list[int] = widths([256, 128], "widths of every expert's layers", filled=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -387,12 +341,7 @@ class PLEOptions(_TaskOptions):
     levels: int = option(2, "levels of extraction; 1 is CGC", most=1024, gt=0)
     task_experts: int = option(4, "experts of every task in a level", most=1024, gt=0)
     shared_experts: int = option(4, "experts in a level that all tasks share", most=1024, gt=0)
-    expert_hidden: list[int] = option(
-        [256, 128], "widths of every expert's layers", most=MOST_WIDTH, gt=0, filled=True
-    )
-
-    def __post_init__(self) -> None:
-        _TaskOptions.__post_init__(self)
+    expert_hidden: list[int] = widths([256, 128], "widths of every expert's layers", filled=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -432,10 +381,10 @@ class FCNOptions(ModelConfig):
     embedding_dim: int = option(16, "columns of every feature's vector; even", most=MOST_COLUMNS)
     deep_layers: int = option(4, "layers of the exponential cross network", most=1024, gt=0)
     shallow_layers: int = option(4, "layers of the linear cross network", most=1024, gt=0)
-    deep_dropout: float = option(
-        0.1, "rate of the dropout after every layer of the exponential network", ge=0, lt=1
+    deep_dropout: float = rate(
+        0.1, "rate of the dropout after every layer of the exponential network"
     )
-    shallow_dropout: float = option(0.3, "the same in the linear network", ge=0, lt=1)
+    shallow_dropout: float = rate(0.3, "the same in the linear network")
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -480,9 +429,7 @@ class ESMMOptions(_TaskOptions):
     """Options of ESMM."""
 
     embedding_dim: int = option(18, "columns of every table", most=MOST_COLUMNS)
-    tower_hidden: list[int] = option(
-        [360, 200, 80], "widths of the hidden layers of both towers", most=MOST_WIDTH, gt=0
-    )
+    tower_hidden: list[int] = widths([360, 200, 80], "widths of the hidden layers of both towers")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -494,12 +441,8 @@ class PEPNetOptions(ModelConfig):
     prior_features: list[str] = option(
         [], "features of user, item and author, which gate the towers' hidden layers"
     )
-    tower_hidden: list[int] = option(
-        [100, 64],
-        "widths of the hidden layers of every task's tower",
-        most=MOST_WIDTH,
-        gt=0,
-        filled=True,
+    tower_hidden: list[int] = widths(
+        [100, 64], "widths of the hidden layers of every task's tower", filled=True
     )
 
 

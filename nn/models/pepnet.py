@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.features import chosen_features, num_tasks
+from nn.models.features import chosen_features, in_table_order
 from nn.models.model import Activations, Model
 from nn.models.options import PEPNetOptions
 from nn.ops.fused_linear import as_autocast
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, C: columns of numerical features and embeddings, D: columns of a table, T: tasks
 
@@ -42,51 +38,14 @@ class PEPNet(Model):
     EPNet (section 2.3.2, equations 3 and 4): O = Gate(E(domain), E) * E, where E are the numerical features and the
     embeddings. PPNet (section 2.3.3, equations 5 to 7): every hidden layer of all towers has one gate,
     Gate(E(user, item), O), of which each tower multiplies its part onto the layer's output. The paper gives no initial
-    weights; all begin as `MLP`.
-
-    Args:
-        num_numerical: N.
-        num_categorical: F.
-        domain: positions of the domain's features among the embeddings.
-        prior: positions of the features of user, item and author.
-        num_tasks: T.
-        options: widths.
+    weights; all begin as `MLP`. Raises ValueError: an option names no feature, or one that the dataset lacks.
     """
 
     Options = PEPNetOptions
 
-    def __init__(
-        self,
-        *,
-        num_numerical: int,
-        num_categorical: int,
-        domain: Sequence[int],
-        prior: Sequence[int],
-        num_tasks: int,
-        options: PEPNetOptions,
-    ) -> None:
+    def __init__(self, options: PEPNetOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = num_numerical
-        self._dim, self._domain, self._prior = options.embedding_dim, list(domain), list(prior)
-        self._columns = num_numerical + num_categorical * self._dim
-        self.embedding_gate = GateUnit(len(domain) * self._dim, self._columns, self._columns)
-        gates = nn.ModuleList(
-            GateUnit(len(prior) * self._dim, self._columns, num_tasks * width)
-            for width in options.tower_hidden
-        )
-        self.layer_gates = cast(Sequence[GateUnit], gates)
-        self.towers = Towers(self._columns, num_tasks, options.tower_hidden)
-
-    @classmethod
-    def tables(cls, options: PEPNetOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: PEPNetOptions, spec: FeatureSpec) -> PEPNet:
-        """Build the dense component; ValueError if an option names no feature, or one that the dataset lacks."""
-        tables = spec.table_features.values()
-        every = [feature.name for features in tables for feature in features]
+        every = in_table_order(spec)
 
         def places(key: str, chosen: list[str]) -> list[int]:
             names = chosen_features(f"model.{key}", chosen, every)
@@ -96,14 +55,17 @@ class PEPNet(Model):
                 )
             return [every.index(name) for name in names]
 
-        return cls(
-            num_numerical=len(spec.numerical),
-            num_categorical=len(spec.categorical),
-            domain=places("domain_features", options.domain_features),
-            prior=places("prior_features", options.prior_features),
-            num_tasks=num_tasks(spec),
-            options=options,
+        self.prefix_columns, self._dim = len(spec.numerical), options.embedding_dim
+        self._domain = places("domain_features", options.domain_features)
+        self._prior = places("prior_features", options.prior_features)
+        self._columns = self.prefix_columns + len(every) * self._dim
+        self.embedding_gate = GateUnit(len(self._domain) * self._dim, self._columns, self._columns)
+        gates = nn.ModuleList(
+            GateUnit(len(self._prior) * self._dim, self._columns, len(spec.labels) * width)
+            for width in options.tower_hidden
         )
+        self.layer_gates = cast(Sequence[GateUnit], gates)
+        self.towers = Towers(self._columns, len(spec.labels), options.tower_hidden)
 
     def activations(self) -> Activations:
         """Return what gates keep beside the inputs of their layers: sigmoids, and the products' factors."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Experts, Gate, Towers
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.model import Activations
+from nn.models.features import rates
+from nn.models.model import Activations, Model
 from nn.models.options import PLEOptions
-from nn.models.several_tasks import SeveralTasks
 from nn.ops.fused_linear import as_autocast
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, T: tasks, I: columns of an input
@@ -34,8 +35,7 @@ class ExtractionLevel(nn.Module):
                 num_inputs,
                 count,
                 options.expert_hidden,
-                dropout=options.dropout,
-                batch_norm=options.batch_norm,
+                **rates(options),
             )
             for count in counts
         )
@@ -57,24 +57,21 @@ class ExtractionLevel(nn.Module):
         return outputs
 
 
-class PLE(SeveralTasks):
+class PLE(Model):
     """Dense component of PLE: levels of extraction, and a tower per task (section "Progressive Layered Extraction").
 
     The inputs of the first level are all x, the numerical features and the embeddings; those of a further level are the
     outputs of the level before. With one level this is CGC. The paper gives no initial weights; experts and towers begin as
     `MLP`, gates as PyTorch's linear layers.
-
-    N is `num_numerical`. T is `num_tasks`.
     """
 
     Options = PLEOptions
 
-    def __init__(
-        self, *, num_numerical: int, embedding_columns: int, num_tasks: int, options: PLEOptions
-    ) -> None:
+    def __init__(self, options: PLEOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = num_numerical
-        self._inputs = num_numerical + embedding_columns
+        self.prefix_columns, num_tasks = len(spec.numerical), len(spec.labels)
+        self._embedding_columns = len(spec.categorical) * options.embedding_dim
+        self._inputs = self.prefix_columns + self._embedding_columns
         self._num_tasks, self._options = num_tasks, options
         width = options.expert_hidden[-1]
         sizes = [self._inputs] + [width] * (options.levels - 1)
@@ -86,8 +83,7 @@ class PLE(SeveralTasks):
             width,
             num_tasks,
             options.tower_hidden,
-            dropout=options.dropout,
-            batch_norm=options.batch_norm,
+            **rates(options),
         )
 
     def activations(self) -> Activations:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.interactions.experts import Towers
 from nn.layers.interactions.per_token import PerTokenExperts, PerTokenLinear, ReluRouter
 from nn.layers.mlp import round_up
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.models.features import chosen_features, num_tasks
+from nn.models.features import chosen_features, in_table_order, rates
 from nn.models.model import Activations, Model
 from nn.models.options import RankMixerOptions
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, F: features, T: tokens and heads, D: columns of a token
 
@@ -61,56 +57,27 @@ class RankMixer(Model):
     values multiply. With an expansion of k a block has 2 k T D^2 weights; of the published sizes T=16, D=768, L=2 (100 M)
     and T=32, D=1536, L=2 (1 B) the paper gives no k, and 3 comes near. It gives no initial weights either: they are those
     of `MLP`, and zero for the biases of tokens.
-
-    Args:
-        vectors: of all features.
-        order: positions of the features in the order of their groups; empty for the dataset's order.
-        num_tasks: number of towers.
-        options: sizes.
     """
 
     Options = RankMixerOptions
 
-    def __init__(
-        self,
-        vectors: FeatureVectors,
-        order: Sequence[int],
-        num_tasks: int,
-        options: RankMixerOptions,
-    ) -> None:
+    def __init__(self, options: RankMixerOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = vectors.prefix_columns
-        self.vectors = vectors
-        self._order, self._tasks, self._options = list(order), num_tasks, options
-        tokens, columns = options.tokens, vectors.columns
+        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.prefix_columns = self.vectors.prefix_columns
+        every = [*spec.numerical, *in_table_order(spec)]
+        first = chosen_features("model.feature_order", options.feature_order, every)
+        order = [*first, *(name for name in every if name not in first)] if first else []
+        self._order = [every.index(name) for name in order]
+        self._tasks, self._options = len(spec.labels), options
+        tokens, columns = options.tokens, self.vectors.columns
         piece = -(-columns // tokens)
         # Products of 16 bits are faster at multiples of 8, unless the last token would be empty.
         self._piece = round_up(piece) if (tokens - 1) * round_up(piece) < columns else piece
         self.tokens = PerTokenLinear(tokens, self._piece, options.token_dim)
         blocks = nn.ModuleList(RankMixerBlock(options) for _ in range(options.layers))
         self.blocks = cast(Sequence[RankMixerBlock], blocks)
-        self.towers = Towers(
-            options.token_dim,
-            num_tasks,
-            options.tower_hidden,
-            dropout=options.dropout,
-            batch_norm=options.batch_norm,
-        )
-
-    @classmethod
-    def tables(cls, options: RankMixerOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: RankMixerOptions, spec: FeatureSpec) -> RankMixer:
-        """Build the dense component; ValueError if the order names a feature that the dataset lacks."""
-        tables = spec.table_features.values()
-        every = [*spec.numerical, *(feature.name for features in tables for feature in features)]
-        first = chosen_features("model.feature_order", options.feature_order, every)
-        order = [*first, *(name for name in every if name not in first)] if first else []
-        vectors = FeatureVectors(len(spec.numerical), len(spec.categorical), options.embedding_dim)
-        return cls(vectors, [every.index(name) for name in order], num_tasks(spec), options)
+        self.towers = Towers(options.token_dim, self._tasks, options.tower_hidden, **rates(options))
 
     def activations(self) -> Activations:
         """Return what pieces, norms and networks keep, a gradient of the widest layer, and the batched products."""

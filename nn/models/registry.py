@@ -37,11 +37,7 @@ def find_options(name: str) -> type[ModelConfig]:
 
 
 def find_model(name: str) -> type[Model]:
-    """Import the model that `model.name` names.
-
-    Raises:
-        ValueError: there is no such model, or the class is not a model.
-    """
+    """Import the model that `model.name` names. Raises ValueError: there is no such model, or the class is not a model."""
     path = MODELS.get(name, name)
     module_name, _, class_name = path.partition(":")
     if not module_name or not class_name:
@@ -52,29 +48,21 @@ def find_model(name: str) -> type[Model]:
             "package.module:Class is one of your own"
         )
     model = load_user_object(path, "model.name")
-    missing = _missing_declaration(model)
+    from nn.models.model import Model
+
+    missing = None
+    options = getattr(model, "Options", None)
+    if not isinstance(model, type) or not issubclass(model, Model):
+        missing = "it is no subclass of nn.models.model.Model"
+    elif not (
+        isinstance(options, type) and is_dataclass(options) and issubclass(options, ModelConfig)
+    ):
+        missing = "it has no Options, a dataclass that is a subclass of configs.schema.ModelConfig"
     if missing is not None:
         raise ValueError(
             f"model.name={name} declares no model: {missing}; nn/models/model.py describes the declaration"
         )
     return model
-
-
-def _missing_declaration(model: Any) -> str | None:
-    """Return what a class lacks to be a model, or None."""
-    from nn.models.model import Model
-
-    if not isinstance(model, type) or not issubclass(model, Model):
-        return "it is no subclass of nn.models.model.Model"
-    options = getattr(model, "Options", None)
-    if not (
-        isinstance(options, type) and is_dataclass(options) and issubclass(options, ModelConfig)
-    ):
-        return "it has no Options, a dataclass that is a subclass of configs.schema.ModelConfig"
-    for method in ("tables", "build"):
-        if getattr(model, method).__func__ is getattr(Model, method).__func__:
-            return f"it has no class method {method}(options, spec)"
-    return None
 
 
 def typed_config(
@@ -85,11 +73,8 @@ def typed_config(
     """Return the typed options of a run, including those of its model; every check of options runs here.
 
     `written` are options that were written for this model; others of the model may be left from another one's recipe. `common` is
-    what `to_config` returns of `composed`, and becomes the result.
-
-    Raises:
-        ValueError: an invalid value, an unknown option, or an unknown model; or an option of `written` is one of other models
-            only, or the user's has no effect.
+    what `to_config` returns of `composed`, and becomes the result. Raises ValueError: an invalid value, an unknown option, or
+    an unknown model; or an option of `written` is one of other models only, or the user's has no effect.
     """
     written = [option for option in written if option.key.startswith("model.")]
     config = common or to_config(composed)
@@ -131,10 +116,8 @@ def models_with(option: str) -> list[str]:
 def model_options(composed: DictConfig) -> ModelConfig:
     """Return the typed options of the model `composed.name`.
 
-    Options of the project's other models are left out: those of a recipe's own model, when another one is chosen.
-
-    Raises:
-        ValueError: an invalid value, an unknown option, or an unknown model.
+    Options of the project's other models are left out: those of a recipe's own model, when another one is chosen. Raises
+    ValueError: an invalid value, an unknown option, or an unknown model.
     """
     options = find_options(composed.name)
     known = {declared.name for declared in fields(options)}
@@ -151,8 +134,7 @@ def model_options(composed: DictConfig) -> ModelConfig:
 def _is_of_another(key: str, value: Any) -> bool:
     """Return whether one of the project's models has an option or a section of this name.
 
-    Raises:
-        ValueError: a section contains an unknown option.
+    Raises ValueError: a section contains an unknown option.
     """
     for name in MODELS:
         options = find_options(name)
@@ -174,8 +156,7 @@ def options_of_own_models() -> set[str]:
 def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
     """Return the tables that a model declares for a dataset, after checking them.
 
-    Raises:
-        ValueError: the tables do not match the features, or are not supported yet.
+    Raises ValueError: the tables do not match the features, or are not supported yet.
     """
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -185,28 +166,22 @@ def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBa
     tables = list(found) if isinstance(found, Iterable) else [found]
     for table in tables:
         if not isinstance(table, EmbeddingBagConfig):
+            got = type(found).__name__
+            if isinstance(found, Iterable):
+                got = f"a {got} with {shown(table)}"
             raise ValueError(
-                f"model.name={options.name}: tables() returns {_kind(found, table)}; want a list of EmbeddingBagConfig, such as "
+                f"model.name={options.name}: tables() returns {got}; want a list of EmbeddingBagConfig, such as "
                 "that of nn.embedding.declared_tables.one_table_per_feature"
             )
     check_tables(tables, options, spec)
     return tables
 
 
-def _kind(found: object, table: object) -> str:
-    """Name what is returned instead of a list of tables."""
-    if isinstance(found, Iterable):
-        return f"a {type(found).__name__} with {shown(table)}"
-    return type(found).__name__
-
-
 def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model:
     """Build the dense component: forward(numerical [B, N], embeddings) -> logits [B].
 
-    The seed is that of the initial weights of layers without `initialise`; the global random state is not changed.
-
-    Raises:
-        ValueError: the options do not fit the features, or the model has persistent buffers that no `PassLayer` declares.
+    The seed is that of the initial weights of layers without `initialise`; the global random state is not changed. Raises
+    ValueError: the options do not fit the features, or the model has persistent buffers that no `PassLayer` declares.
     """
     import torch
 
@@ -245,8 +220,7 @@ def build_meta(options: ModelConfig, spec: FeatureSpec) -> Model:
 def check_model(options: ModelConfig, spec: FeatureSpec) -> None:
     """Check before any process group exists that a model can be built for a dataset; allocates no memory.
 
-    Raises:
-        ValueError: raised by `declared_tables` or `build_dense`.
+    Raises ValueError: raised by `declared_tables` or `build_dense`.
     """
     declared_tables(options, spec)
     build_meta(options, spec)

@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.model import Activations
+from nn.models.features import rates
+from nn.models.model import Activations, Model
 from nn.models.options import SharedBottomOptions
-from nn.models.several_tasks import SeveralTasks
 from nn.ops.fused_linear import as_autocast
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, T: tasks
 
 
-class SharedBottom(SeveralTasks):
+class SharedBottom(Model):
     """Dense component of the shared-bottom model: y_k = tower_k(f(x)) (section "Shared-bottom Multi-task Model").
 
     x are the numerical features and the embeddings, f is an MLP with ReLU after every layer.
-
-    N is `num_numerical`. T is `num_tasks`.
     """
 
     Options = SharedBottomOptions
 
-    def __init__(
-        self,
-        *,
-        num_numerical: int,
-        embedding_columns: int,
-        num_tasks: int,
-        options: SharedBottomOptions,
-    ) -> None:
+    def __init__(self, options: SharedBottomOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = num_numerical
-        self._embedding_columns = embedding_columns
-        rates: dict[str, Any] = {"dropout": options.dropout, "batch_norm": options.batch_norm}
+        self.prefix_columns, num_tasks = len(spec.numerical), len(spec.labels)
+        self._embedding_columns = len(spec.categorical) * options.embedding_dim
         self.bottom = MLP(
-            num_numerical + embedding_columns, options.hidden, final_activation=True, **rates
+            self.prefix_columns + self._embedding_columns,
+            options.hidden,
+            final_activation=True,
+            **rates(options),
         )
-        self.towers = Towers(options.hidden[-1], num_tasks, options.tower_hidden, **rates)
+        self.towers = Towers(options.hidden[-1], num_tasks, options.tower_hidden, **rates(options))
         self._num_tasks = num_tasks
 
     def activations(self) -> Activations:

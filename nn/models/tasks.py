@@ -112,8 +112,7 @@ def tasks_of(
 ) -> list[Task]:
     """Return a task per label, with the metrics `further` of `eval.metrics` and, with groups, the AUC within them.
 
-    Raises:
-        ValueError: an option names a label that the dataset lacks or that has no use for it, or a metric has no task.
+    Raises ValueError: an option names a label that the dataset lacks or that has no use for it, or a metric has no task.
     """
     options = options or {}
     chosen = further_metrics(further)
@@ -153,11 +152,7 @@ def tasks_of(
 
 
 def tasks_of_run(config: Config, spec: FeatureSpec) -> list[Task]:
-    """Return the tasks of a run.
-
-    Raises:
-        ValueError: options and dataset contradict each other.
-    """
+    """Return the tasks of a run. Raises ValueError: options and dataset contradict each other."""
     tasks = tasks_of(
         spec.labels,
         config.task_options,
@@ -222,10 +217,8 @@ def loss_share(
     """Compute this rank's share of the loss, the weighted sum of all tasks' losses; the shares' sum over ranks is the loss.
 
     Logits and labels are [B], or [B, T] of several tasks, float32. This rank's `num_valid` rows come first, the others are
-    padding; all ranks have `global_valid`. `total_weight`, a scalar, is the sum of the weights [B] of valid rows over all ranks.
-
-    Raises:
-        ValueError: the model does not return one logit per task.
+    padding; all ranks have `global_valid`. `total_weight`, a scalar, is the sum of the weights [B] of valid rows over all
+    ranks. Raises ValueError: the model does not return one logit per task.
     """
     check_logits(tasks, logits, labels)
     shares = []

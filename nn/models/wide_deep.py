@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.features import chosen_features
+from nn.models.features import chosen_features, rates
 from nn.models.model import Activations, Model
 from nn.models.options import WideDeepOptions
 from nn.ops.fused_linear import as_autocast
@@ -29,35 +28,28 @@ class WideDeep(Model):
 
     x are the numerical features, e_i the embeddings of the deep features. The wide weights are tables of one column. The
     bias of the MLP's last layer is the model's. The paper gives no initial weights; HugeCTR's are those of `MLP`.
-
-    N is `num_numerical`. W is `num_wide`. `wide_numerical`: whether the wide part has the term w^T x.
+    The term w^T x is optional. Raises ValueError: an option names a feature that the dataset lacks, or has no effect without
+    numerical ones.
     """
 
     Options = WideDeepOptions
 
-    def __init__(
-        self,
-        *,
-        num_numerical: int,
-        num_wide: int,
-        deep_columns: int,
-        hidden: Sequence[int],
-        dropout: float = 0.0,
-        batch_norm: bool = False,
-        wide_numerical: bool = False,
-    ) -> None:
+    def __init__(self, options: WideDeepOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = num_numerical
-        self._num_wide = num_wide
-        self._deep_columns = num_numerical + deep_columns
+        wide, deep = _wide_and_deep(options, spec)
+        if options.wide_numerical and not spec.numerical:
+            raise ValueError(
+                "model.wide_numerical=true has no effect: the dataset has no numerical features; leave it out"
+            )
+        self.prefix_columns = len(spec.numerical)
+        self._num_wide = len(wide)
+        self._deep_columns = self.prefix_columns + len(deep) * options.embedding_dim
         self.deep = MLP(
-            self._deep_columns,
-            [*hidden, 1],
-            final_activation=False,
-            dropout=dropout,
-            batch_norm=batch_norm,
+            self._deep_columns, [*options.hidden, 1], final_activation=False, **rates(options)
         )
-        self.wide = nn.Linear(num_numerical, 1, bias=False) if wide_numerical else None
+        self.wide = (
+            nn.Linear(self.prefix_columns, 1, bias=False) if options.wide_numerical else None
+        )
 
     @classmethod
     def tables(cls, options: WideDeepOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
@@ -67,27 +59,6 @@ class WideDeep(Model):
             *one_table_per_feature(options, spec, features=deep),
             *one_table_per_feature(options, spec, columns=1, features=wide, prefix="wide_"),
         ]
-
-    @classmethod
-    def build(cls, options: WideDeepOptions, spec: FeatureSpec) -> WideDeep:
-        """Build the dense component for the features of a dataset.
-
-        Raises ValueError: an option names a feature that the dataset lacks, or has no effect without numerical ones.
-        """
-        wide, deep = _wide_and_deep(options, spec)
-        if options.wide_numerical and not spec.numerical:
-            raise ValueError(
-                "model.wide_numerical=true has no effect: the dataset has no numerical features; leave it out"
-            )
-        return cls(
-            num_numerical=len(spec.numerical),
-            num_wide=len(wide),
-            deep_columns=len(deep) * options.embedding_dim,
-            hidden=options.hidden,
-            dropout=options.dropout,
-            batch_norm=options.batch_norm,
-            wide_numerical=options.wide_numerical,
-        )
 
     def activations(self) -> Activations:
         """Return the columns of the joined matrix that are in memory already: those of the embeddings."""

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.initialization import truncated_normal_
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.model import Activations, Model
 from nn.models.options import WuKongOptions
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, D: columns of a vector, V: vectors of a layer's input, K: columns of the compressed products
 
@@ -83,35 +78,24 @@ class WuKong(Model):
 
     The numerical features become one vector through an MLP, as in the paper's embedding layer. The paper gives no initial
     weights; linear layers begin as those of `MLP`.
-
-    N is `num_numerical`. F is `num_categorical`.
     """
 
     Options = WuKongOptions
 
-    def __init__(self, num_numerical: int, num_categorical: int, options: WuKongOptions) -> None:
+    def __init__(self, options: WuKongOptions, spec: FeatureSpec) -> None:
         super().__init__()
+        num_numerical = len(spec.numerical)
         dim = options.embedding_dim
         widths: Sequence[int] = [*options.numerical_hidden, dim]
         self.bottom = MLP(num_numerical, widths, final_activation=True) if num_numerical else None
         self.prefix_columns = dim if num_numerical else 0
-        sizes = [num_categorical + bool(num_numerical)]
+        sizes = [len(spec.categorical) + bool(num_numerical)]
         sizes += [options.fm_vectors + options.linear_vectors] * options.layers
         self.layers = nn.ModuleList(WuKongLayer(size, dim, options) for size in sizes[:-1])
         self.top = MLP(
             sizes[-1] * dim, [*options.hidden, 1], final_activation=False, dropout=options.dropout
         )
         self._dim, self._sizes, self._rank = dim, sizes, options.compression
-
-    @classmethod
-    def tables(cls, options: WuKongOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return one table per feature."""
-        return one_table_per_feature(options, spec)
-
-    @classmethod
-    def build(cls, options: WuKongOptions, spec: FeatureSpec) -> WuKong:
-        """Build the dense component for the features of a dataset."""
-        return cls(len(spec.numerical), len(spec.categorical), options)
 
     def activations(self) -> Activations:
         """Return what a layer keeps: vectors, compressed vectors, products, recombinations, and inputs of both norms."""

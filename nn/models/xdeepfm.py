@@ -16,6 +16,7 @@ from nn.layers.initialization import truncated_normal_
 from nn.layers.mlp import MLP
 from nn.layers.numerical_embedding import NumericalEmbedding
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import XDeepFMOptions
 
@@ -53,34 +54,24 @@ class XDeepFM(Model):
 
     The activation between these layers is the identity, as in the paper's experiments. All features have a weight and a
     vector, those of numerical ones parameters that their values multiply.
-
-    Args:
-        vectors: of all features.
-        num_numerical: N.
-        options: widths and rates.
     """
 
     Options = XDeepFMOptions
 
-    def __init__(
-        self, vectors: FeatureVectors, num_numerical: int, options: XDeepFMOptions
-    ) -> None:
+    def __init__(self, options: XDeepFMOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.prefix_columns = vectors.prefix_columns
-        self.vectors = vectors
+        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.prefix_columns = self.vectors.prefix_columns
+        num_numerical = len(spec.numerical)
         self.weights = NumericalEmbedding(num_numerical, 1) if num_numerical else None
-        sizes = [vectors.num_features, *options.cross_layers]
+        sizes = [self.vectors.num_features, *options.cross_layers]
         self.cross = nn.ModuleList(
-            CompressedInteraction(vectors.num_features, before, after)
+            CompressedInteraction(self.vectors.num_features, before, after)
             for before, after in pairwise(sizes)
         )
         self.logit = nn.Linear(sum(options.cross_layers), 1, bias=False)
         self.deep = MLP(
-            vectors.columns,
-            [*options.hidden, 1],
-            final_activation=False,
-            dropout=options.dropout,
-            batch_norm=options.batch_norm,
+            self.vectors.columns, [*options.hidden, 1], final_activation=False, **rates(options)
         )
         self._sizes, self._dim = sizes, options.embedding_dim
 
@@ -91,12 +82,6 @@ class XDeepFM(Model):
             *one_table_per_feature(options, spec),
             *one_table_per_feature(options, spec, columns=1, prefix="weight_"),
         ]
-
-    @classmethod
-    def build(cls, options: XDeepFMOptions, spec: FeatureSpec) -> XDeepFM:
-        """Build the dense component for the features of a dataset."""
-        sizes = len(spec.numerical), len(spec.categorical)
-        return cls(FeatureVectors(*sizes, options.embedding_dim), len(spec.numerical), options)
 
     def activations(self) -> Activations:
         """Return the products of pairs, which the gradients need again, and the operations of their combinations."""

@@ -13,7 +13,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import id_counts
 from nn.embedding.multi_hot import MultiHot
 from nn.models.registry import build_meta, declared_tables
-from nn.planning.memory_estimate import Requests, requests_of
+from nn.planning.memory_estimate import Requests, not_requested, requests_of
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.planner import INTER_HOST_BYTES_PER_MS, INTRA_HOST_BYTES_PER_MS
 
@@ -72,7 +72,7 @@ def planned_exchange(
     of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Not counted: losses, flags,
     metrics, and the maxima of `train.fp8`.
     """
-    world_size = hardware.world_size
+    world_size, in_node = hardware.world_size, hardware.local_world_size
     batch = config.train.batch_size // world_size
     seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
     requests = requests_of(config, seen, plan, world_size)
@@ -81,14 +81,20 @@ def planned_exchange(
     is_bf16 = hardware.device_type == "cuda" and config.train.amp is Amp.bf16
     element = 2 if is_bf16 else FP32_BYTES
     exchanges = []
-    dense_in_node, dense_across = _ring(_dense_bytes(config, seen, plan), hardware)
+    replicated = sum(
+        table.num_embeddings * table.embedding_dim
+        for table in plan
+        if table.sharding == "data_parallel"
+    )
+    reduced = build_meta(config.model, seen).num_parameters() + replicated
+    dense_in_node, dense_across = _ring(FP32_BYTES * reduced, hardware)
     for rank in range(world_size):
         within: dict[str, float] = dict.fromkeys(TERMS, 0.0)
         between = dict(within)
         for other in range(world_size):
             if other == rank:
                 continue
-            link = within if _node(rank, hardware) == _node(other, hardware) else between
+            link = within if rank // in_node == other // in_node else between
             link["ids"] += ID_BYTES * arrives[other]
             link["embeddings"] += element * batch * columns[rank]
             link["gradients"] += element * batch * columns[other]
@@ -100,10 +106,6 @@ def planned_exchange(
         between["dense gradients"] += dense_across
         exchanges.append(RankExchange(within, between))
     return exchanges
-
-
-def _node(rank: int, hardware: Hardware) -> int:
-    return rank // hardware.local_world_size
 
 
 def _arriving_ids(
@@ -137,18 +139,7 @@ def _owned_columns(
 
 def _exchanged(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> list[TablePlan]:
     """Return the tables whose vectors are sent: neither replicated nor requested."""
-    asked = {name for request in requests for name in request.tables}
-    return [x for x in plan if x.sharding != "data_parallel" and x.table not in asked]
-
-
-def _dense_bytes(config: Config, spec: FeatureSpec, plan: Sequence[TablePlan]) -> int:
-    """Return the bytes of all gradients that are all-reduced, float32."""
-    replicated = sum(
-        table.num_embeddings * table.embedding_dim
-        for table in plan
-        if table.sharding == "data_parallel"
-    )
-    return FP32_BYTES * (build_meta(config.model, spec).num_parameters() + replicated)
+    return [x for x in not_requested(plan, requests) if x.sharding != "data_parallel"]
 
 
 def _ring(num_bytes: int, hardware: Hardware) -> tuple[float, float]:

@@ -80,7 +80,9 @@ def plan_memory(
     model = build_meta(config.model, seen)
     dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
     batch_bytes, arrived_bytes = _bytes_of_batches(spec, seen, plan, batch, world_size)
-    declared, sent_bytes = declared_tables(config.model, seen), _sent_bytes(config)
+    declared = declared_tables(config.model, seen)
+    # Of an element that is looked up; fp16 is sent as fp32.
+    sent_bytes = 2 if amp is Amp.bf16 else 4
     embedding_bytes = embedding_columns(declared, seen) * sent_bytes
     local = batch * embedding_bytes
     dense_pass = _dense_pass(config, model, batch, embedding_bytes, world_size == 1)
@@ -88,10 +90,15 @@ def plan_memory(
     features = _ids_of_tables(declared, seen, batch)
     requests = requests_of(config, seen, plan, world_size)
     eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
-    others = _without(plan, requests)
-    partial_bytes = batch * world_size * _partial_columns(others) * sent_bytes
+    others = not_requested(plan, requests)
+    # Vectors of which each rank computes a part.
+    partial_columns = round(sum(x.num_vectors * x.embedding_dim for x in others if x.is_row_wise))
+    partial_bytes = batch * world_size * partial_columns * sent_bytes
+    widest = max((sum(layer) for layer in model.linear_layers()), default=0)
+    forward_columns = widest + model.activations().forward_columns
     memories = []
     for rank in range(world_size):
+        held = [table for table in plan if rank in table.ranks]
         work = _work_of(rank, others, features, global_batch, batch)
         eval_work = _work_of(rank, others, features, config.eval.batch_size, eval_batch)
         # Alone, a rank's lookups are at local already.
@@ -103,16 +110,20 @@ def plan_memory(
         mapping = work.mapping_bytes + sum(asked.mapping_bytes(rank) for asked in requests)
         memories.append(
             RankMemory(
-                tables=_sum_of(rank, plan),
-                expansion=sum(table.expansion_bytes for table in plan if rank in table.ranks),
-                dense_tables=_replicated_bytes(rank, plan),
+                tables=sum(x.bytes_per_rank[x.ranks.index(rank)] for x in held),
+                expansion=sum(x.expansion_bytes for x in held),
+                dense_tables=sum(
+                    4 * x.num_embeddings * x.embedding_dim
+                    for x in held
+                    if x.sharding == "data_parallel"
+                ),
                 dense_half=dense_half,
                 batches=int(batch_bytes + work.ids * arrived_bytes + mapping),
                 lookups=lookups,
                 dense_pass=dense_pass,
                 update=work.sorted_bytes + sum(asked.key_bytes(rank) for asked in requests),
                 evaluation=(eval_batch != batch) * evaluation
-                + max(_forward_columns(model) * eval_batch * activation_bytes - dense_pass, 0),
+                + max(forward_columns * eval_batch * activation_bytes - dense_pass, 0),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,
             )
         )
@@ -217,30 +228,10 @@ def requests_of(
     return requests
 
 
-def _forward_columns(model: Model) -> int:
-    """Return the columns that a forward pass keeps at a time."""
-    widest = max((sum(layer) for layer in model.linear_layers()), default=0)
-    return widest + model.activations().forward_columns
-
-
-def _without(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> list[TablePlan]:
+def not_requested(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> list[TablePlan]:
     """Return the tables whose rows are not asked for."""
     asked = {name for request in requests for name in request.tables}
     return [table for table in plan if table.table not in asked]
-
-
-def _replicated_bytes(rank: int, plan: Sequence[TablePlan]) -> int:
-    """Return the bytes of the gradients of replicated tables on a rank."""
-    return sum(
-        4 * table.num_embeddings * table.embedding_dim
-        for table in plan
-        if table.sharding == "data_parallel" and rank in table.ranks
-    )
-
-
-def _partial_columns(plan: Sequence[TablePlan]) -> int:
-    """Return the columns of the vectors of which each rank computes a part."""
-    return round(sum(x.num_vectors * x.embedding_dim for x in plan if x.is_row_wise))
 
 
 def _bytes_of_batches(
@@ -268,14 +259,10 @@ def update_bytes(num_keys: float, columns: int) -> int:
     See `nn.embedding.triton_launcher`: a block of 32 keys has 5 numbers, and leaves two sums with 9 bytes beside them, which
     are the keys of the next level. Sums have as many columns as the table's width class, the next power of two.
     """
-    block_bytes = 4 * 5 + 2 * (4 * _width_class(columns) + 9)
+    width_class = 1 << (columns - 1).bit_length()
+    block_bytes = 4 * 5 + 2 * (4 * width_class + 9)
     blocks = num_keys / 32 * 16 / 15
     return round(blocks * block_bytes + 4 * num_keys)
-
-
-def _sent_bytes(config: Config) -> int:
-    """Return the bytes of an element of an embedding that is looked up; fp16 is sent as fp32."""
-    return 2 if config.train.amp is Amp.bf16 else 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,20 +275,15 @@ class _Ids:
     is_ragged: bool  # whether samples differ in their number of ids
 
 
-def _ids_per_sample(spec: FeatureSpec, batch_size: int) -> dict[str, _Ids]:
+def _ids_of_tables(
+    declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, batch_size: int
+) -> dict[str, dict[str, _Ids]]:
+    """Return table -> feature -> ids per sample."""
     ids = {}
     for name, count in id_counts(spec, batch_size).items():
         keys = count.capacity / batch_size
         numbers = keys if count.hotness else 2 * keys + 2
         ids[name] = _Ids(keys, numbers, not count.hotness)
-    return ids
-
-
-def _ids_of_tables(
-    declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, batch_size: int
-) -> dict[str, dict[str, _Ids]]:
-    """Return table -> feature -> ids per sample."""
-    ids = _ids_per_sample(spec, batch_size)
     return {table.name: {name: ids[name] for name in table.feature_names} for table in declared}
 
 
@@ -367,20 +349,6 @@ def _work_of(
         )
     )
     return _SparseWork(round(elements), round(ids), round(keys), round(size), round(mapping))
-
-
-def _width_class(columns: int) -> int:
-    """Return the next power of two: tables of one class share their launches."""
-    return 1 << (columns - 1).bit_length()
-
-
-def _sum_of(rank: int, plan: Sequence[TablePlan]) -> int:
-    return sum(
-        size
-        for table in plan
-        for holder, size in zip(table.ranks, table.bytes_per_rank, strict=True)
-        if holder == rank
-    )
 
 
 def _dense_pass(

@@ -36,7 +36,7 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
 )
 
-from configs.schema import Exchange, ShardingConfig, ShardingType, Tier
+from configs.schema import Exchange, ShardingConfig, ShardingType, TableOverride, Tier
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import (
     ids_per_sample,
@@ -174,11 +174,13 @@ def planned_tables(
 ) -> EmbeddingBagCollection:
     """Return the tables as TorchRec's planner takes them: on the meta device, with their optimizer, all pooled.
 
-    The planner's own module knows no lookup without pooling; `_constraints` counts what it looks up.
+    The planner's own module knows no lookup without pooling; `_constraints` counts what it looks up. TorchRec's own helper would
+    also create an optimizer per table, and passes arguments by torch's names, some of which FBGEMM does not accept (`betas`).
     """
     pooled = [replace(table, pooling=PoolingType.SUM) for table in declared]
     embeddings = EmbeddingBagCollection(tables=pooled, device=torch.device("meta"))
-    register_optimizer(embeddings, rule)
+    for table in embeddings.parameters():
+        table._optimizer_classes = [rule.planner_class]
     return embeddings
 
 
@@ -192,16 +194,6 @@ def _keep_float32(
         if table.name in tables:
             table.data_type = DataType.FP32
             embeddings.embedding_bags[table.name].float()
-
-
-def register_optimizer(embeddings: EmbeddingBagCollection, rule: TableRule) -> None:
-    """Set the optimizer of the unsharded tables, so that the planner counts its state.
-
-    TorchRec's own helper would also create an optimizer per table, and passes arguments by torch's names, some of which
-    FBGEMM does not accept (`betas`).
-    """
-    for table in embeddings.parameters():
-        table._optimizer_classes = [rule.planner_class]
 
 
 def plan_tables(
@@ -222,7 +214,10 @@ def plan_tables(
     often the rows of a table are looked up; None: all alike. Returns TorchRec's plan, and the same as plain rows. Raises
     ValueError: the tables do not fit, or an override is invalid.
     """
-    expansions = _expansions_of_tables(declared, expansion_bytes)
+    # A table may have several features.
+    expansions: Counter[str] = Counter()
+    for feature, size in expansion_bytes.items():
+        expansions.update(dict.fromkeys(tables_of_feature(declared)[feature], size))
     embeddings = planned_tables(declared, rule)
     constraints = _constraints(declared, spec, config, rule, hardware, batch_size)
     _keep_float32(embeddings, constraints)
@@ -238,13 +233,18 @@ def plan_tables(
         _candidates(declared, config, hardware, constraints, keyed),
         partial(bytes_of, rule=rule),
         live_rows,
-        _most_parts(constraints, hardware),
+        {
+            name: hardware.world_size if {*(limits.sharding_types or ())} & {*ROWS_CUT} else 1
+            for name, limits in constraints.items()
+        },
         {name: global_batch * ids for name, ids in ids_per_sample(declared, spec).items()},
         traffic_of,
     )
+    on_device = sum(bytes_of(table, rule) for table in declared if table.name not in chosen)
+    lacking = on_device - hardware.world_size * usable_bytes(hardware, config)
+    in_hosts = hardware.world_size * usable_host_bytes(hardware, config)
     try:
-        room = _room(declared, chosen, config, rule, hardware)
-        plan, host_tables = with_host_tables(planned, chosen, movable, *room)
+        plan, host_tables = with_host_tables(planned, chosen, movable, lacking, in_hosts)
     except PlannerError as error:
         fits = _fits_the_devices(lambda more: _run_planner(more, *inputs, chosen), topology)
         refusal = lacks_host_memory if fits else partial(does_not_fit, expansions, error)
@@ -274,41 +274,6 @@ def _fits_the_devices(planned: Callable[[Topology], ShardingPlan], topology: Top
     except PlannerError:
         return False
     return True
-
-
-def _expansions_of_tables(
-    declared: Sequence[EmbeddingBagConfig], expansion_bytes: Mapping[str, int]
-) -> dict[str, int]:
-    """Return the bytes of the expansions of a table's features, of which it may have several."""
-    tables_of = tables_of_feature(declared)
-    expansions: Counter[str] = Counter()
-    for feature, size in expansion_bytes.items():
-        expansions.update(dict.fromkeys(tables_of[feature], size))
-    return expansions
-
-
-def _room(
-    declared: Sequence[EmbeddingBagConfig],
-    chosen: Collection[str],
-    config: ShardingConfig,
-    rule: TableRule,
-    hardware: Hardware,
-) -> tuple[int, int]:
-    """Return the bytes by which all tables but the chosen ones exceed the memory of the ranks, and the hosts' for tables."""
-    on_device = [table for table in declared if table.name not in chosen]
-    usable = hardware.world_size * usable_bytes(hardware, config)
-    lacking = sum(bytes_of(table, rule) for table in on_device) - usable
-    return lacking, hardware.world_size * usable_host_bytes(hardware, config)
-
-
-def _most_parts(
-    constraints: Mapping[str, ParameterConstraints], hardware: Hardware
-) -> dict[str, int]:
-    """Return the shards into which the rows of each table may be cut."""
-    return {
-        name: hardware.world_size if {*(limits.sharding_types or ())} & {*ROWS_CUT} else 1
-        for name, limits in constraints.items()
-    }
 
 
 def _candidates(
@@ -422,12 +387,7 @@ def _constraints(
     hotness, tables_of = ids_per_sample(declared, spec), tables_of_feature(declared)
     of_feature = {feature.name: feature.mean_hotness for feature in spec.categorical}
     wanted = wanted_exchanges(declared, spec, config)
-    overrides = {table: override.type for table, override in overrides_of(declared, config).items()}
-    in_host = [
-        table
-        for table, override in overrides_of(declared, config).items()
-        if override.tier in (Tier.host, Tier.disk)
-    ]
+    overrides = overrides_of(declared, config)
     unknown = sorted(
         name for name in config.tables if name not in tables_of and name not in hotness
     )
@@ -441,12 +401,14 @@ def _constraints(
     most_lookups = sum(hotness.values()) / hardware.world_size or 1
     constraints = {}
     for table in declared:
-        chosen = overrides.get(table.name)
+        override = overrides.get(table.name, TableOverride())
+        chosen = override.type
+        types: list[ShardingType]
         if chosen is not None:
             types = [chosen]
         elif hardware.world_size == 1:
             types = [ShardingType.table_wise]
-        elif table.name in in_host:
+        elif override.tier in (Tier.host, Tier.disk):
             types = [kind for kind in config.types if kind is not ShardingType.data_parallel]
             types = types or [ShardingType.table_wise]
         else:
@@ -461,31 +423,20 @@ def _constraints(
         may_cut = ShardingType.column_wise in types and wanted[table.name] is not Exchange.rows
         cut = may_cut and (only or parts > 1)
         width = _column_width(table.embedding_dim, parts, hardware.world_size) if cut else None
+        if width is None and only:
+            raise ValueError(
+                f"sharding sets table {table.name} of {table.embedding_dim} columns to column_wise, which is for shards of a "
+                "multiple of 4 columns, and for vectors; choose another sharding type, width or exchange"
+            )
         if width is None:
-            types = _uncut(table, types, only=only)
+            types = [kind for kind in types if kind is not ShardingType.column_wise]
+            assert types, "TorchRec reads an empty list as all layouts"
         constraints[table.name] = ParameterConstraints(
             sharding_types=[kind.value for kind in types],
             min_partition=width,
             pooling_factors=[of_feature[feature] for feature in table.feature_names],
         )
     return constraints
-
-
-def _uncut(
-    table: EmbeddingBagConfig, types: list[ShardingType], *, only: bool
-) -> list[ShardingType]:
-    """Return the layouts of a table that keep all its columns on one rank.
-
-    Raises ValueError: only column-wise was allowed.
-    """
-    if only:
-        raise ValueError(
-            f"sharding sets table {table.name} of {table.embedding_dim} columns to column_wise, which is for shards of a "
-            "multiple of 4 columns, and for vectors; choose another sharding type, width or exchange"
-        )
-    rest: list[ShardingType] = [kind for kind in types if kind is not ShardingType.column_wise]
-    assert rest, "TorchRec reads an empty list as all layouts"
-    return rest
 
 
 def _replicated_or_not(

@@ -10,6 +10,7 @@ from torch import Tensor
 from configs.schema import Component
 from nn.checkpoint import state as checkpoint
 from nn.layers.initialization import fill_uniform_
+from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.command import run_command
 from tests.helpers.composed import (
     DCNV2,
@@ -206,7 +207,7 @@ def grown_states(path: Path, overrides: list[str]) -> tuple[Path, list[float]]:
         built = build(compose_config(*overrides))
         checkpoint.restore(path, built.step, with_optimizer=True, grow=True)
         target = path.parent / f"grown_{built.ranks.world_size}"
-        grown = checkpoint.save(target, built.step, 3, built.source.spec, built.ranks)
+        grown = save_checkpoint(target, built.step, 3, built.source.spec, built.ranks)
         return grown, built.train(3, 2)
 
 

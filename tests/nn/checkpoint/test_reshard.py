@@ -14,6 +14,7 @@ import torch
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import blocks, read_index
 from nn.distributed.process_group import process_group, ranks_from_environment
+from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.composed import TINY, build, compose_config
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import needs_gpus
@@ -84,7 +85,7 @@ def save_all(world_size: int, directory: Path, kinds: list[tuple], device: str) 
             built = build(compose_config(*overrides(*kind, restored=False, device=device)))
             built.train(0, SAVED_AT)
             target = directory / "-".join(kind) / f"on_{world_size}"
-            checkpoint.save(target, built.step, SAVED_AT, built.source.spec, built.ranks)
+            save_checkpoint(target, built.step, SAVED_AT, built.source.spec, built.ranks)
             losses[kind] = built.train(SAVED_AT, STEPS)
             built.step.close()
     return losses
@@ -99,7 +100,7 @@ def restore_all(world_size: int, directory: Path, origins: list[tuple], device: 
             source = directory / "-".join(kind) / f"on_{origin}" / f"step_{SAVED_AT}"
             checkpoint.restore(source, built.step, with_optimizer=True)
             target = directory / "-".join(kind) / f"from_{origin}_to_{world_size}"
-            checkpoint.save(target, built.step, SAVED_AT, built.source.spec, built.ranks)
+            save_checkpoint(target, built.step, SAVED_AT, built.source.spec, built.ranks)
             losses[kind, origin] = built.train(SAVED_AT, STEPS)
             built.step.close()
     return losses

@@ -18,6 +18,7 @@ from nn.build import open_source
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.directory import find_damage, list_checkpoints, prune, read_facts
 from nn.checkpoint.tensor_index import read_index
+from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.composed import (
     DCNV2,
     TINY,
@@ -48,7 +49,7 @@ def case(rule: str, layout: str = "table_wise") -> list[str]:
 
 
 def save(directory: Path, built: Built, num_steps: int) -> Path:
-    return checkpoint.save(directory, built.step, num_steps, built.source.spec, built.ranks)
+    return save_checkpoint(directory, built.step, num_steps, built.source.spec, built.ranks)
 
 
 def restored(path: Path, *overrides: str) -> Built:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from configs.schema import Config
-from nn.checkpoint import state as checkpoint
 from nn.checkpoint.directory import list_checkpoints
 from nn.checkpoint.tensor_index import Chunk, StoredTensor, blocks, read_index
 from nn.deltas import writer
@@ -18,6 +17,7 @@ from nn.deltas.row_ids import decode_ids, encode_ids
 from nn.deltas.table_rows import ReplayedTable
 from nn.deltas.writer import DeltaRun, DeltaWriter
 from nn.distributed.process_group import process_group, ranks_from_environment
+from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config
 from tests.helpers.distributed import run_distributed
@@ -55,7 +55,7 @@ def write(directory: Path, options: tuple[str, ...], grown: dict[str, int]) -> N
         built.score(2)
         deltas.save(NUM_STEPS, STATE)
         deltas.wait()
-        checkpoint.save(directory, built.step, NUM_STEPS, built.source.spec, built.ranks)
+        save_checkpoint(directory, built.step, NUM_STEPS, built.source.spec, built.ranks)
         built.step.close()
 
 

@@ -5,6 +5,8 @@ import torch
 
 from nn.layers.initialization import BLOCK_ELEMENTS, fill_uniform_, initialise_dense
 from nn.models.dlrm import DLRM
+from nn.models.options import DLRMOptions
+from tests.helpers.specs import sized_spec
 
 
 def filled(rows, columns, *, bound=1.0, device="cpu", seed=7, table="cat_0", row=0, column=0):
@@ -117,9 +119,8 @@ def test_the_gpu_fills_the_same_bits_as_the_cpu():
 
 
 def dense_half():
-    return DLRM(
-        num_numerical=3, num_categorical=2, embedding_dim=4, bottom_mlp=[8, 4], top_mlp=[8, 1]
-    )
+    options = DLRMOptions(embedding_dim=4, bottom_mlp=[8, 4], top_mlp=[8, 1])
+    return DLRM(options, sized_spec(3, 2))
 
 
 def test_dense_weights_depend_on_the_seed_alone():

@@ -10,7 +10,6 @@ from torch import nn
 
 from configs.schema import ModelConfig
 from nn.layers.adaptive_mlp import Dice
-from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.initialization import initialise_dense
 from nn.layers.interactions.per_token import FIRST_STRENGTH, ReluRouter
 from nn.layers.interactions.target_attention import TargetAttention
@@ -28,7 +27,9 @@ from nn.models.options import (
     AdaptiveActivation,
     AttentionPooling,
     AutoIntOptions,
+    DeepFMOptions,
     DINOptions,
+    EmbeddingMLPOptions,
     ESMMOptions,
     FCNOptions,
     FinalMLPOptions,
@@ -39,20 +40,23 @@ from nn.models.options import (
     PLEOptions,
     RankMixerOptions,
     SharedBottomOptions,
+    WideDeepOptions,
     WuKongOptions,
     XDeepFMOptions,
 )
 from nn.models.pepnet import PEPNet
 from nn.models.ple import PLE
 from nn.models.rankmixer import RankMixer
-from nn.models.sequences import Sequences
 from nn.models.shared_bottom import SharedBottom
 from nn.models.wide_deep import WideDeep
 from nn.models.wukong import WuKong
 from nn.models.xdeepfm import XDeepFM
+from tests.helpers.specs import feature, sized_spec, spec_of
 from tests.plain_models import PLAIN
 
 B, N, F, D, L = 5, 3, 4, 6, 7
+EVERY = [f"C{number}" for number in range(F)]
+SPEC, WITHOUT_NUMBERS = sized_spec(N, F), sized_spec(0, F)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +72,7 @@ class Case:
 
 def of_tasks(model: type, options: type[ModelConfig], num_tasks: int, **changes: Any):
     return lambda: model(
-        num_numerical=N,
-        embedding_columns=F * D,
-        num_tasks=num_tasks,
-        options=options(embedding_dim=D, tower_hidden=[5], **changes),
+        options(embedding_dim=D, tower_hidden=[5], **changes), sized_spec(N, F, num_tasks)
     )
 
 
@@ -79,10 +80,17 @@ def masknet(structure: MaskStructure):
     options = MaskNetOptions(
         embedding_dim=D, structure=structure, blocks=[9, 8], reduction_ratio=1.5, hidden=[7]
     )
-    return lambda: MaskNet(FeatureVectors(N, F, D), options)
+    return lambda: MaskNet(options, SPEC)
 
 
-FINAL = FinalMLPOptions(embedding_dim=D, hidden_1=[9, 6], hidden_2=[8], gate_hidden=[5], heads=2)
+FINAL = FinalMLPOptions(
+    embedding_dim=D,
+    hidden_1=[9, 6],
+    hidden_2=[8],
+    gate_hidden=[5],
+    gate_features_1=["I1", "C1"],
+    heads=2,
+)
 WUKONG = WuKongOptions(
     embedding_dim=D,
     fm_vectors=2,
@@ -92,56 +100,95 @@ WUKONG = WuKongOptions(
     numerical_hidden=[5],
     hidden=[9],
 )
-DIN_OPTIONS = DINOptions(embedding_dim=D, attention_hidden=[9, 5], hidden=[8, 6])
+FULL_HISTORY = DINOptions(
+    embedding_dim=D,
+    attention_hidden=[9, 5],
+    hidden=[8, 6],
+    item_features=["item"],
+    history_features=["items"],
+    history_length=None,
+)
+DIN_OPTIONS = replace(
+    FULL_HISTORY,
+    item_features=["item", "kind"],
+    history_features=["items", "kinds"],
+    history_length="I1",
+)
 MIXER = RankMixerOptions(
     embedding_dim=D, tokens=4, token_dim=8, layers=2, expansion=3, tower_hidden=[5]
 )
-PAIRS = Sequences(["item", "kind"], ["items", "kinds"], L, ["user"], 1)
+ITEM = (feature("item"), feature("items", hotness=L))
+PAIRS = spec_of(
+    *ITEM,
+    feature("kind"),
+    feature("kinds", hotness=L),
+    feature("user"),
+    numerical=("I0", "I1", "I2"),
+)
 EXPERTS = {"experts": 3, "expert_hidden": [8, 6]}
 LEVELS = {"levels": 2, "task_experts": 2, "shared_experts": 3, "expert_hidden": [8, 6]}
 
 CASES = {
     "wide_deep": Case(
         "wide_deep",
-        lambda: WideDeep(num_numerical=N, num_wide=2, deep_columns=F * D, hidden=[9, 7]),
+        lambda: WideDeep(
+            WideDeepOptions(
+                embedding_dim=D,
+                hidden=[9, 7],
+                dropout=0,
+                wide_features=["C0", "C1"],
+                deep_features=EVERY,
+            ),
+            SPEC,
+        ),
         [D] * F + [1, 1],
         {"num_wide": 2},
     ),
     "wide_deep with numbers": Case(
         "wide_deep",
         lambda: WideDeep(
-            num_numerical=N, num_wide=1, deep_columns=F * D, hidden=[9], wide_numerical=True
+            WideDeepOptions(
+                embedding_dim=D,
+                hidden=[9],
+                dropout=0,
+                wide_features=["C0"],
+                deep_features=EVERY,
+                wide_numerical=True,
+            ),
+            SPEC,
         ),
         [D] * F + [1],
         {"num_wide": 1},
     ),
     "wide_deep without numbers": Case(
         "wide_deep",
-        lambda: WideDeep(num_numerical=0, num_wide=F, deep_columns=F * D, hidden=[]),
+        lambda: WideDeep(WideDeepOptions(embedding_dim=D, hidden=[], dropout=0), WITHOUT_NUMBERS),
         [D] * F + [1] * F,
         {"num_wide": F},
         0,
     ),
     "deepfm": Case(
         "deepfm",
-        lambda: DeepFM(num_numerical=N, num_categorical=F, embedding_dim=D, hidden=[9, 7]),
+        lambda: DeepFM(DeepFMOptions(embedding_dim=D, hidden=[9, 7], dropout=0), SPEC),
         [D] * F + [1] * F,
     ),
     "deepfm without numbers": Case(
         "deepfm",
-        lambda: DeepFM(num_numerical=0, num_categorical=F, embedding_dim=D, hidden=[9]),
+        lambda: DeepFM(DeepFMOptions(embedding_dim=D, hidden=[9], dropout=0), WITHOUT_NUMBERS),
         [D] * F + [1] * F,
         {},
         0,
     ),
     "embedding_mlp": Case(
         "embedding_mlp",
-        lambda: EmbeddingMLP(num_numerical=N, embedding_columns=12, hidden=[9, 7]),
+        lambda: EmbeddingMLP(
+            EmbeddingMLPOptions(hidden=[9, 7], embedding_dims={"C0": 5, "C1": 7}), sized_spec(N, 2)
+        ),
         [5, 7],
     ),
     "finalmlp": Case(
         "finalmlp",
-        lambda: FinalMLP(FeatureVectors(N, F, D), [[1, 4], []], FINAL),
+        lambda: FinalMLP(FINAL, SPEC),
         [D] * F,
         {"gates": [[1, 4], []]},
     ),
@@ -149,18 +196,20 @@ CASES = {
     "parallel masknet": Case(
         "masknet", masknet(MaskStructure.parallel), [D] * F, {"serial": False}
     ),
-    "wukong": Case("wukong", lambda: WuKong(N, F, WUKONG), [D] * F),
-    "wukong without numbers": Case("wukong", lambda: WuKong(0, F, WUKONG), [D] * F, {}, 0),
+    "wukong": Case("wukong", lambda: WuKong(WUKONG, SPEC), [D] * F),
+    "wukong without numbers": Case(
+        "wukong", lambda: WuKong(WUKONG, WITHOUT_NUMBERS), [D] * F, {}, 0
+    ),
     "din": Case(
         "din",
-        lambda: DIN(N, PAIRS, DIN_OPTIONS),
+        lambda: DIN(DIN_OPTIONS, PAIRS),
         [D, L * D, D, L * D, D],
         {"pairs": 2, "length": 1},
     ),
     **{
         f"din with a {pooling.value} of weights": Case(
             "din",
-            functools.partial(DIN, N, PAIRS, replace(DIN_OPTIONS, attention_pooling=pooling)),
+            functools.partial(DIN, replace(DIN_OPTIONS, attention_pooling=pooling), PAIRS),
             [D, L * D, D, L * D, D],
             {"pairs": 2, "length": 1, "pooling": pooling.value},
         )
@@ -168,7 +217,7 @@ CASES = {
     },
     "din of full histories": Case(
         "din",
-        lambda: DIN(0, Sequences(["item"], ["items"], L, [], None), DIN_OPTIONS),
+        lambda: DIN(FULL_HISTORY, spec_of(*ITEM, numerical=())),
         [D, L * D],
         {"pairs": 1, "length": None},
         0,
@@ -184,19 +233,19 @@ CASES = {
         "mmoe", of_tasks(MMoE, MMoEOptions, 1, **EXPERTS), [D] * F, {"tasks": 1}
     ),
     "ple": Case("ple", of_tasks(PLE, PLEOptions, 2, **LEVELS), [D] * F, {"tasks": 2}),
-    "rankmixer": Case(
-        "rankmixer", lambda: RankMixer(FeatureVectors(N, F, D), [], 1, MIXER), [D] * F
-    ),
+    "rankmixer": Case("rankmixer", lambda: RankMixer(MIXER, SPEC), [D] * F),
     "rankmixer of ordered features": Case(
         "rankmixer",
-        lambda: RankMixer(FeatureVectors(N, F, D), [6, 1, 0, 2, 3, 5, 4], 2, MIXER),
+        lambda: RankMixer(
+            replace(MIXER, feature_order=["C3", "I1", "I0", "I2", "C0", "C2", "C1"]),
+            sized_spec(N, F, 2),
+        ),
         [D] * F,
         {"tasks": 2, "order": [6, 1, 0, 2, 3, 5, 4]},
     ),
     "fcn": Case(
         "fcn",
         lambda: FCN(
-            FeatureVectors(N, F, D),
             FCNOptions(
                 embedding_dim=D,
                 deep_layers=2,
@@ -204,33 +253,27 @@ CASES = {
                 deep_dropout=0,
                 shallow_dropout=0,
             ),
+            SPEC,
         ),
         [D] * F,
     ),
     "autoint": Case(
         "autoint",
         lambda: AutoInt(
-            FeatureVectors(N, F, D),
-            AutoIntOptions(embedding_dim=D, layers=2, heads=2, head_dim=4, hidden=[7]),
+            AutoIntOptions(embedding_dim=D, layers=2, heads=2, head_dim=4, hidden=[7]), SPEC
         ),
         [D] * F,
         {"heads": 2},
     ),
     "xdeepfm": Case(
         "xdeepfm",
-        lambda: XDeepFM(
-            FeatureVectors(N, F, D),
-            N,
-            XDeepFMOptions(embedding_dim=D, cross_layers=[5, 4], hidden=[7]),
-        ),
+        lambda: XDeepFM(XDeepFMOptions(embedding_dim=D, cross_layers=[5, 4], hidden=[7]), SPEC),
         [D] * F + [1] * F,
     ),
     "xdeepfm without numbers": Case(
         "xdeepfm",
         lambda: XDeepFM(
-            FeatureVectors(0, F, D),
-            0,
-            XDeepFMOptions(embedding_dim=D, cross_layers=[5], hidden=[]),
+            XDeepFMOptions(embedding_dim=D, cross_layers=[5], hidden=[]), WITHOUT_NUMBERS
         ),
         [D] * F + [1] * F,
         {},
@@ -240,12 +283,13 @@ CASES = {
     "pepnet": Case(
         "pepnet",
         lambda: PEPNet(
-            num_numerical=N,
-            num_categorical=F,
-            domain=[1],
-            prior=[3, 0],
-            num_tasks=2,
-            options=PEPNetOptions(embedding_dim=D, tower_hidden=[7, 5]),
+            PEPNetOptions(
+                embedding_dim=D,
+                domain_features=["C1"],
+                prior_features=["C3", "C0"],
+                tower_hidden=[7, 5],
+            ),
+            sized_spec(N, F, 2),
         ),
         [D] * F,
         {"tasks": 2, "domain": [1], "prior": [3, 0]},
@@ -258,7 +302,7 @@ CASES = {
 
 DICE = Case(
     "din",
-    lambda: DIN(N, PAIRS, replace(DIN_OPTIONS, activation=AdaptiveActivation.dice)),
+    lambda: DIN(replace(DIN_OPTIONS, activation=AdaptiveActivation.dice), PAIRS),
     [D, L * D, D, L * D, D],
     {"pairs": 2, "length": 1},
 )
@@ -267,7 +311,7 @@ DICE = Case(
 EXPERT_MIXER = replace(MIXER, experts=3)
 MIXTURE = Case(
     "rankmixer",
-    lambda: RankMixer(FeatureVectors(N, F, D), [], 1, EXPERT_MIXER),
+    lambda: RankMixer(EXPERT_MIXER, SPEC),
     [D] * F,
     {"experts": 3},
 )
@@ -402,7 +446,7 @@ def test_a_history_begins_without_a_common_weight():
 def test_fewer_positions_are_as_a_shorter_history():
     case = CASES["din"]
     options = replace(DIN_OPTIONS, history_positions=3)
-    model, long = DIN(N, PAIRS, options), built(case)
+    model, long = DIN(options, PAIRS), built(case)
     model.load_state_dict(long.state_dict())
     numerical, lookups = inputs_of(case)
     x = torch.cat(lookups, 1)
@@ -456,15 +500,15 @@ def test_the_penalty_drives_the_share_of_open_gates_of_valid_rows():
 def test_the_published_size_has_a_hundred_million_parameters():
     options = RankMixerOptions(embedding_dim=16, tokens=16, token_dim=768, expansion=3)
     with torch.device("meta"):
-        model = RankMixer(FeatureVectors(13, 26, 16), [], 1, options)
+        model = RankMixer(options, sized_spec(13, 26))
     assert 100e6 < model.num_parameters() < 120e6
 
 
 @pytest.mark.parametrize("structure", MaskStructure)
 def test_masknet_drops_after_serial_blocks_or_after_hidden_layers(structure):
     options = MaskNetOptions(embedding_dim=D, structure=structure, blocks=[9, 8], hidden=[7])
-    plain = MaskNet(FeatureVectors(N, F, D), options)
-    model = MaskNet(FeatureVectors(N, F, D), replace(options, dropout=0.5))
+    plain = MaskNet(options, SPEC)
+    model = MaskNet(replace(options, dropout=0.5), SPEC)
     model.load_state_dict(plain.state_dict())
     state = PassState(3, torch.device("cpu"))
     attach(model, state)
@@ -482,9 +526,7 @@ def test_masknet_drops_after_serial_blocks_or_after_hidden_layers(structure):
 
 def test_the_length_of_a_history_is_no_input_of_the_mlp():
     case = CASES["din of full histories"]
-    options = DINOptions(embedding_dim=D, attention_hidden=[9, 5], hidden=[8, 6])
-    sequences = Sequences(["item"], ["items"], L, [], 0)
-    model = DIN(1, sequences, options)
+    model = DIN(replace(FULL_HISTORY, history_length="I0"), spec_of(*ITEM, numerical=("I0",)))
     model.load_state_dict(built(case).state_dict())
     numerical, lookups = inputs_of(case)
     x = torch.cat(lookups, 1)

@@ -7,7 +7,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -16,11 +15,9 @@ from torch import nn
 from configs.built_in import MODELS
 from configs.overrides import to_section
 from configs.schema import ModelConfig
-from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from nn.layers.mlp import MLP
-from nn.models.deepfm import DeepFM
-from nn.models.embedding_mlp import EmbeddingMLP
 from nn.models.features import suggested_columns
 from nn.models.options import DLRMOptions
 from nn.models.registry import (
@@ -30,25 +27,13 @@ from nn.models.registry import (
     declared_tables,
     find_options,
 )
-from nn.models.wide_deep import WideDeep
+from tests.helpers.specs import feature, sized_spec, spec_of
 
 OPTIONS = {name: find_options(name) for name in MODELS}
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text()
 FAMILY = [name for name in MODELS if name not in ("dlrm", "dcnv2")]
-
-
-def spec_of(
-    *features: CategoricalFeature, numerical: tuple[str, ...] = ("age", "history_length")
-) -> FeatureSpec:
-    return FeatureSpec(
-        None, numerical, np.dtype(np.float32), (RowColumn("label"),), tuple(features), {}, {}
-    )
-
-
-def feature(name: str, rows: int = 50, hotness: int | None = 1, table: str | None = None):
-    return CategoricalFeature.of(name, rows, hotness, table)
 
 
 SPEC = spec_of(
@@ -97,15 +82,17 @@ def num_used(model: nn.Module) -> int:
 
 
 def test_the_published_models_have_their_sizes():
+    every = [feature.name for feature in CRITEO.categorical]
+    of_sok = spec_of(*(feature(f"slot_{slot}", hotness=10) for slot in range(100)), numerical=())
     with torch.device("meta"):
-        wide_deep = WideDeep(
-            num_numerical=13, num_wide=2, deep_columns=26 * 16, hidden=[1024, 1024]
+        wide_deep = build_dense(
+            options_of("wide_deep", wide_features=["C1", "C2"], deep_features=every), CRITEO
         )
-        deepfm = DeepFM(
-            num_numerical=13, num_categorical=26, embedding_dim=10, hidden=[400, 400, 400]
+        deepfm = build_dense(options_of("deepfm"), CRITEO)
+        movielens = build_dense(options_of("embedding_mlp"), sized_spec(0, 3))
+        sok = build_dense(
+            options_of("embedding_mlp", embedding_dim=4, pooling="none", hidden=[1024] * 6), of_sok
         )
-        movielens = EmbeddingMLP(num_numerical=0, embedding_columns=48, hidden=[128, 128])
-        sok = EmbeddingMLP(num_numerical=0, embedding_columns=100 * 10 * 4, hidden=[1024] * 6)
     assert num_used(wide_deep.deep) == num_used(wide_deep) == 1_490_945
     assert num_used(deepfm.deep) == 477_601
     assert num_used(deepfm) == 477_601 + 13 * (10 + 1)
@@ -198,7 +185,7 @@ def test_widths_of_single_tables_are_those_of_the_option():
     options = options_of(
         "embedding_mlp", embedding_dims={"history": 3, "kind": 1}, pooling="none", hidden=[]
     )
-    model = EmbeddingMLP.build(options, SPEC)
+    model = build_dense(options, SPEC)
     assert model.mlp.layers[0].in_features - model.mlp.padding == 2 + 16 + 3 * (1 + 7) + 1
 
 
@@ -418,7 +405,7 @@ RAGGED = spec_of(feature("item"), feature("history", 50, None), feature("old", 5
         (
             "embedding_mlp",
             {"pooling": "none"},
-            "model.pooling=none requires fixed hotness, but feature 'history' is ragged; use sum or mean",
+            "without pooling, which requires fixed hotness, but feature 'history' is ragged; pool it by sum or mean",
         ),
         (
             "din",
@@ -429,7 +416,7 @@ RAGGED = spec_of(feature("item"), feature("history", 50, None), feature("old", 5
 )
 def test_positions_need_fixed_hotness(name, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        build_meta(options_of(name, **options), RAGGED)
+        check_model(options_of(name, **options), RAGGED)
 
 
 def test_histories_of_different_lengths_are_refused():

@@ -21,8 +21,8 @@ from nn.embedding.declared_tables import table_name
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
 from nn.library.options import options
-from nn.models.dcnv2 import CrossConfig, CrossStructure, DCNv2Options
 from nn.models.dlrm import DLRMOptions
+from nn.models.options import CrossConfig, CrossStructure, DCNv2Options
 from nn.models.ranking_model import RankingModel
 from nn.models.registry import build_dense, declared_tables, typed_config
 from nn.resume import can_restart

@@ -277,22 +277,6 @@ class NoOptions(Model):
     """Model without options."""
 
 
-class NoTables(DeepFM):
-    """Model without tables."""
-
-    tables = Model.tables
-
-
-class NoBuild(Model):
-    """Model without `build`."""
-
-    Options = DeepFMOptions
-
-    @classmethod
-    def tables(cls, options, spec):
-        return one_table_per_feature(options, spec)
-
-
 class Buffered(DeepFM):
     """Model with a persistent buffer."""
 
@@ -336,8 +320,6 @@ class NoColumns(DeepFM):
         ("ending_script:Class", "ending_script cannot be imported (SystemExit: usage: x, at "),
         (f"{HERE}:NoModel", "it is no subclass of nn.models.model.Model"),
         (f"{HERE}:NoOptions", "it has no Options, a dataclass"),
-        (f"{HERE}:NoBuild", "it has no class method build(options, spec)"),
-        (f"{HERE}:NoTables", "it has no class method tables(options, spec)"),
         (
             f"{HERE}:OneName",
             "two tables of feature 'cat_0' have the name 'cat_0'; name them apart, such as by the prefix of ",

@@ -11,6 +11,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature
 from nn.checkpoint import state as checkpoint
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.sharding.tables import local_tensors
+from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import ON_GPU, needs_one_gpu, worlds
@@ -273,7 +274,7 @@ def trained_both_ways(
     losses = {"plain": first_half(plain, half), "tiered": first_half(tiered, half)}
     if directory is not None:
         saved = {
-            way: checkpoint.save(directory / way, built.step, half, built.source.spec, built.ranks)
+            way: save_checkpoint(directory / way, built.step, half, built.source.spec, built.ranks)
             for way, built in (("plain", plain), ("tiered", tiered))
         }
         ways = {

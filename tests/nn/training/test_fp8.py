@@ -10,6 +10,7 @@ from nn.checkpoint import state as checkpoint
 from nn.checks import check_fp8
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import process_group, ranks_from_environment
+from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, Built, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -119,7 +120,7 @@ def test_a_checkpoint_fits_runs_with_and_without_8_bits(tmp_path):
         with ranks_of_cpu() as ranks:
             built = build(compose_config(*case))
             built.train(0, 2)
-            checkpoint.save(tmp_path / name, built.step, 2, built.source.spec, ranks)
+            save_checkpoint(tmp_path / name, built.step, 2, built.source.spec, ranks)
     narrow, wide = tmp_path / "narrow/step_2", tmp_path / "wide/step_2"
     note, state = restored(CASES["full"], narrow)
     assert note is None

@@ -10,6 +10,7 @@ from nn.build import device_type
 from nn.checkpoint import state as checkpoint
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import process_group, ranks_from_environment
+from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.command import run_command
 from tests.helpers.composed import (
     DCNV2,
@@ -201,7 +202,7 @@ def saved_after_training(directory: Path) -> dict[str, torch.Tensor]:
     with ranks_of_cpu() as ranks:
         built = build(compose_config(*MOVED))
         built.train(0, 3)
-        checkpoint.save(directory, built.step, 3, built.source.spec, ranks)
+        save_checkpoint(directory, built.step, 3, built.source.spec, ranks)
         return buffers(built)
 
 

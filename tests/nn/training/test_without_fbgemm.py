@@ -7,6 +7,7 @@ import torch
 
 from nn.checkpoint import state as checkpoint
 from nn.distributed.process_group import process_group, ranks_from_environment
+from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.composed import build, compose_config
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import ON_GPU, worlds
@@ -35,7 +36,7 @@ def train_without(device: str, options: list[str], directory: Path) -> list[int]
             built.train(0, 5)  # with the last batch of an epoch
             built.score(1)
             root = directory / str(number)
-            path = checkpoint.save(root, built.step, 5, built.source.spec, built.ranks)
+            path = save_checkpoint(root, built.step, 5, built.source.spec, built.ranks)
             checkpoint.restore(path, built.step, with_optimizer=True)
             steps.append(int(path.name.removeprefix("step_")))
             built.step.close()

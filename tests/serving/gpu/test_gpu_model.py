@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nn.models.dlrm import DLRM
+from nn.models.options import DLRMOptions
 from serving.exporting.dense import export_dense
 from serving.gpu import lookup
 from serving.gpu import model as gpu_model
@@ -25,6 +26,7 @@ from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.versions import Versions
 from serving.manifest import DENSE, Feature, Manifest, ModelError
 from tests.helpers.gpus import needs_gpus, needs_one_gpu
+from tests.helpers.specs import sized_spec
 from tests.serving.handmade_model import some_rows, write_model
 
 
@@ -199,13 +201,8 @@ def test_a_dense_component_of_bfloat16_casts_its_weights_once(model):
 
 @pytest.mark.parametrize("num_numerical", [3, 0])
 def test_a_dot_interaction_is_the_kernel_of_training(tmp_path, num_numerical):
-    model = DLRM(
-        num_numerical=num_numerical,
-        num_categorical=3,
-        embedding_dim=8,
-        bottom_mlp=[8] if num_numerical else [],
-        top_mlp=[4, 1],
-    ).eval()
+    options = DLRMOptions(embedding_dim=8, bottom_mlp=[8], top_mlp=[4, 1])
+    model = DLRM(options, sized_spec(num_numerical, 3)).eval()
     export_dense(tmp_path, model, num_numerical, 24)
     module = load_program(tmp_path / DENSE).module()
     # Without a bottom vector the operations are those of torch.
