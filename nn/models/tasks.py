@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.built_in import SEVERAL_LABELS
 from configs.schema import Config, TaskConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
@@ -258,5 +259,5 @@ def check_logits(tasks: Sequence[Task], logits: Tensor, labels: Tensor) -> None:
         got = ", ".join(["B", *map(str, logits.shape[1:])] if logits.dim() else [])
         raise ValueError(
             f"the model returns logits [{got}], and the dataset's labels ({names}) need {want}, one logit per label; choose a "
-            "model of as many tasks with model.name, or list other labels in the spec's channel_spec.label"
+            f"model of as many tasks ({', '.join(SEVERAL_LABELS)}) with model.name, or list other labels in the spec's channel_spec.label"
         )
