@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from configs.messages import shown
+from configs.row_sql import KIND, columns_of
 from configs.table_schema import EMPTY_ITEMS, TAKE, check_transform, num_fitted
 
 
@@ -34,7 +35,8 @@ def check_raw(
     is_texts = isinstance(missing, list) and all(isinstance(text, str) for text in missing)
     _require(is_texts, "missing", missing, "a list of texts")
     _check_columns(raw, columns)
-    used = {_check_numerical(feature, columns) for feature in raw["numerical"]}
+    used = _check_expressions(raw, columns)
+    used |= {f["column"] for f in raw["numerical"] if _check_numerical(f, columns)}
     by_name = {}
     for feature in raw["categorical"]:
         by_name[feature["name"]] = feature
@@ -71,8 +73,26 @@ def _check_columns(raw: Mapping[str, Any], columns: Mapping[str, int]) -> None:
     _require(good, "is_text", were_text, "true or false by column")
 
 
-def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> str:
-    """Return the column of a numerical feature."""
+def _check_expressions(raw: Mapping[str, Any], columns: Mapping[str, int]) -> set[str]:
+    """Return the columns that expressions read."""
+    types = raw.get("types", {})
+    names = {name.lower(): name for name in types}
+    is_types = all(isinstance(kind, str) and KIND.fullmatch(kind) for kind in types.values())
+    _require(is_types and len(names) == len(types), "types", types, "SQL types by column")
+    used = set()
+    for feature in (*raw["numerical"], *raw["categorical"]):
+        if sql := feature.get("expression"):
+            where = f"{shown(feature['name'])}: expression"
+            _require(feature["column"] is None, where, feature["column"], "no column beside it")
+            used |= {names[name.lower()] for name in columns_of(sql)}
+    for name in used:
+        _require(columns[name] == 1, "types", name, "a column with one value")
+    _require(used == set(types), "types", types, "the columns of expressions")
+    return used
+
+
+def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> bool:
+    """Return whether a numerical feature is a column, not an expression."""
     where = f"numerical {shown(feature['name'])}"
     transforms, fitted = feature["transforms"], feature["fitted"]
     for transform in transforms:
@@ -81,8 +101,10 @@ def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> 
     numbers = [number for entry in fitted for number in entry]
     good = [len(entry) for entry in fitted] == wanted and all(map(_is_finite, numbers))
     _require(good, f"{where}: fitted", fitted, f"{wanted} finite numbers")
+    if feature.get("expression"):
+        return False
     _require(columns[feature["column"]] == 1, where, feature["column"], "a column with one value")
-    return feature["column"]
+    return True
 
 
 def _check_categorical(
@@ -106,6 +128,11 @@ def _check_categorical(
     _require(type(has_length) is bool, f"{where}: length", has_length, "true or false")
     _check_ids(feature, cardinality, keys, files)
     used = set(cross or [feature["column"]])
+    if feature.get("expression"):
+        _require(
+            not (cross or is_list), where, [cross, is_list], "no cross or list of an expression"
+        )
+        used = set()
     for column in used:
         _require(columns[column] == 1 + is_list, where, column, "a column, or a list if it is one")
     return used

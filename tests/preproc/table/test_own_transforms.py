@@ -100,7 +100,7 @@ def test_a_server_imports_nothing_that_a_model_names():
 def test_an_export_for_raw_values_is_refused():
     feature = Numerical(name="age", transforms=[{"roots_of_a_user:ROOT": 3}])
     with pytest.raises(ValueError, match="'age' is not built in"):
-        _numerical(feature, None, {})
+        _numerical(feature, None, {}, {})
 
 
 def test_a_contradictory_record_is_refused():

@@ -1,0 +1,244 @@
+"""SQL over single rows that preprocessing and a server evaluate alike: casts, arithmetic, parts of times and of texts.
+
+DuckDB evaluates it in both, so its bits are the same. Since a model may be from anybody, a server evaluates nothing else.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from configs.messages import printable, shortened, shown
+
+if TYPE_CHECKING:
+    import duckdb
+
+FUNCTIONS = set(
+    [
+        "+",
+        "-",
+        "*",
+        "/",
+        "//",
+        "%",
+        "**",
+        "||",
+        "~~",
+        "!~~",
+        "~~*",
+        "!~~*",
+        "abs",
+        "sign",
+        "ceil",
+        "floor",
+        "round",
+        "sqrt",
+        "exp",
+        "ln",
+        "log",
+        "log2",
+        "log10",
+        "pow",
+        "power",
+        "greatest",
+        "least",
+        "mod",
+        "nullif",
+        "ifnull",
+        "second",
+        "minute",
+        "hour",
+        "day",
+        "week",
+        "month",
+        "quarter",
+        "year",
+        "dayofweek",
+        "weekday",
+        "isodow",
+        "dayofyear",
+        "dayname",
+        "monthname",
+        "date_part",
+        "datepart",
+        "date_trunc",
+        "date_diff",
+        "datediff",
+        "epoch",
+        "epoch_ms",
+        "to_timestamp",
+        "strptime",
+        "try_strptime",
+        "strftime",
+        "lower",
+        "upper",
+        "trim",
+        "ltrim",
+        "rtrim",
+        "length",
+        "substr",
+        "substring",
+        "left",
+        "right",
+        "split_part",
+        "contains",
+        "starts_with",
+        "ends_with",
+        "prefix",
+        "suffix",
+        "concat",
+        "regexp_extract",
+        "regexp_matches",
+    ]
+)
+CLASSES = set(
+    [
+        "CONSTANT",
+        "COLUMN_REF",
+        "CAST",
+        "TYPE",
+        "FUNCTION",
+        "OPERATOR",
+        "COMPARISON",
+        "CONJUNCTION",
+        "CASE",
+        "BETWEEN",
+    ]
+)
+OPERATORS = set(
+    [
+        "OPERATOR_NOT",
+        "OPERATOR_IS_NULL",
+        "OPERATOR_IS_NOT_NULL",
+        "OPERATOR_COALESCE",
+        "OPERATOR_NULLIF",
+        "COMPARE_IN",
+        "COMPARE_NOT_IN",
+    ]
+)
+NUMBER = r"boolean|u?(tiny|small|big|huge)?int(eger)?|float|double|decimal(\(\d+, ?\d+\))?"
+COLUMN = re.compile(r'[A-Za-z_]\w*|"([^"]|"")*"')
+"""An expression that is a column."""
+KIND = re.compile(
+    rf"{NUMBER}|varchar|date|time|timestamp(_s|_ms|_ns|tz)?|timestamp with time zone", re.IGNORECASE
+)
+"""Types of columns, and of casts."""
+
+
+@cache
+def _database() -> "duckdb.DuckDBPyConnection":
+    """Return a database without files, in whose zone preprocessing computes too."""
+    import duckdb
+
+    settings: dict[str, Any] = {
+        "threads": 1,
+        "memory_limit": "512MB",
+        "enable_external_access": False,
+    }
+    connection = duckdb.connect(config=settings)
+    connection.execute("SET GLOBAL TimeZone = 'UTC'; SET lock_configuration = true")
+    return connection
+
+
+def _parsed(sql: str) -> dict[str, Any]:
+    query = "SELECT json_serialize_sql(?)"
+    ((found,),) = _database().cursor().execute(query, [f"SELECT ({sql}\n)"]).fetchall()
+    parsed = json.loads(found)
+    if parsed["error"] or len(parsed["statements"]) != 1:
+        raise ValueError("no SQL of one expression")
+    return parsed["statements"][0]["node"]
+
+
+def _parts(node: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of an expression."""
+    if isinstance(node, dict):
+        if "class" in node:
+            yield node
+        node = list(node.values())
+    if isinstance(node, list):
+        for below in node:
+            yield from _parts(below)
+
+
+def unserved(where: str, sql: str, reason: object) -> str:
+    """Return why a server takes no raw values of the feature `where`."""
+    return (
+        f"feature {shown(where)} is the SQL expression {shown(sql)}, which the server does not evaluate ({reason}); make it a "
+        "column before preprocessing, or send ids"
+    )
+
+
+def columns_of(sql: str) -> list[str]:
+    """Return the columns that an expression reads.
+
+    Raises:
+        ValueError: it is none of one row, or has a part that a server does not evaluate, which the message names.
+    """
+    node, plain = _parsed(sql), _parsed("1")
+    chosen = node.get("select_list", [])
+    if len(chosen) != 1 or {**node, "select_list": 1} != {**plain, "select_list": 1}:
+        raise ValueError("no SQL of one expression")
+    names = []
+    for part in _parts(chosen):
+        kind = part["class"]
+        if kind == "FUNCTION" and part["function_name"].lower() not in FUNCTIONS:
+            raise ValueError(f"the function {part['function_name']}")
+        if kind == "TYPE" and not KIND.fullmatch(part["type_name"]):
+            raise ValueError(f"the type {part['type_name']}")
+        if kind not in CLASSES or (kind == "OPERATOR" and part["type"] not in OPERATORS):
+            raise ValueError(part["type"].lower().replace("_", " "))
+        if kind == "COLUMN_REF":
+            if len(part["column_names"]) != 1:
+                raise ValueError(f"the name {'.'.join(part['column_names'])}")
+            names += part["column_names"]
+    if not names:
+        raise ValueError("it reads no column")
+    return list(dict.fromkeys(names))
+
+
+class RowSql:
+    """Expressions over the columns of a request.
+
+    `expressions`: by feature. `types`: SQL types by column. `numbers`: features whose values are numbers where their SQL has
+    some; all others are texts. Raises ValueError: an expression has no meaning.
+    """
+
+    def __init__(
+        self, expressions: Mapping[str, str], types: Mapping[str, str], numbers: Sequence[str]
+    ) -> None:
+        read = ", ".join(f"unnest(?::VARCHAR[]) AS c{i}" for i in range(len(types)))
+        typed = ", ".join(
+            f'CAST(c{i} AS {kind}) AS "{name.replace(chr(34), 2 * chr(34))}"'
+            for i, (name, kind) in enumerate(types.items())
+        )
+        values = ", ".join(f"({sql}\n) AS v{i}" for i, sql in enumerate(expressions.values()))
+        rows = f"SELECT {values} FROM (SELECT {typed} FROM (SELECT {read}))"
+        self._names = list(expressions)
+        found = self._run(f"DESCRIBE {rows}", [[] for _ in types])
+        columns = []
+        for name, (column, kind, *_) in zip(expressions, found, strict=True):
+            if not KIND.fullmatch(kind):
+                raise ValueError(f"feature {shown(name)} has values of type {shown(kind)}")
+            # NaN is a missing value.
+            number = f"nullif({column}, 'nan')" if kind in ("FLOAT", "DOUBLE") else column
+            is_number = name in numbers and re.fullmatch(NUMBER, kind, re.IGNORECASE)
+            columns.append(f"CAST({number} AS {'DOUBLE' if is_number else 'VARCHAR'})")
+        self._query = f"SELECT {', '.join(columns)} FROM ({rows})"
+
+    def values(self, columns: Sequence[Sequence[str | None]]) -> dict[str, list[Any]]:
+        """Return the values by feature: texts or numbers, None where one is missing; `columns` are texts in the order of `types`.
+
+        Raises ValueError: a value cannot be cast, or is out of range.
+        """
+        rows = self._run(self._query, [list(column) for column in columns])
+        return {name: [row[i] for row in rows] for i, name in enumerate(self._names)}
+
+    def _run(self, query: str, columns: list[Any]) -> list[tuple[Any, ...]]:
+        import duckdb
+
+        try:
+            with _database().cursor() as cursor:
+                return cursor.execute(query, columns).fetchall()
+        except duckdb.Error as error:
+            raise ValueError(shortened(printable(str(error).partition("\n")[0]), 300)) from None
