@@ -400,11 +400,11 @@ def test_expressions_of_parquet_have_the_types_of_the_fit(tmp_path, capsys):
     matches(raw, data, columns, 10)
     columns["n"] = [str(n) for n in columns["n"]]
     matches(raw, data, columns, 10)
-    with pytest.raises(InputError, match="row 0: 'n' is '2.5', wanted a whole number"):
+    with pytest.raises(InputError, match=r"row 0: 'n' is '2\.5', wanted a whole number"):
         featured(raw, columns | {"n": ["2.5"] * 10})
     for expression in ("read_text('/etc/passwd')", "n) FROM range(9) AS t(n", "(SELECT 1) + n"):
         description = manifest.raw | {
             "numerical": [manifest.raw["numerical"][0] | {"expression": expression}]
         }
-        with pytest.raises(ValueError, match="the function read_text|no SQL of one|subquery"):
+        with pytest.raises(ValueError, match=r"the function read_text|no SQL of one|subquery"):
             raw_manifest(FeatureSpec.load(data), description, tmp_path, "y")
