@@ -176,11 +176,14 @@ class Staging:
             refuse_text_order(self._engine, "table.query", query, None)
 
     def refuse_no_text(self) -> None:
-        """Raise ValueError for categories that are bytes, or lists of bytes, lists or structs."""
+        """Raise ValueError for categories that are bytes, or lists of bytes, lists or structs; of new rows, where the fit had text."""
         columns = self._engine.columns(self._base_query)
         kinds = {name.lower(): kind.lower() for name, kind in columns}
         found: dict[str, list[str]] = {}
         for i, feature in enumerate(self.table.categorical):
+            column = (feature.expression or feature.name).strip('" ').lower()
+            if self._fitted is not None and not self._fitted.result.get(column):
+                continue
             crossed = [kinds[name.lower()] for name in feature.cross or []]
             for kind in filter(NO_TEXT_TYPE.fullmatch, [self._kinds[f"c{i}"], *crossed]):
                 is_bytes = kind.startswith(("blob", "binary")) or '"binary"' in kind

@@ -58,9 +58,11 @@ def _number_all(journal: Journal, path: Path) -> None:
         is_its_query=journal.fitted is not None
         and journal.fitted.query in (None, journal.table.query),
     )
-    if journal.fitted is None:
+    # What an earlier version fitted did not record its columns: those of these rows are not in its place.
+    is_known = journal.fitted is None or journal.fitted.text_columns is not None
+    if is_known:
         staging.refuse_no_text()
-    else:
+    if journal.fitted is not None:
         refuse_other_numbers(staging.five, journal.fitted.five)
     journal.work.state["five"] = staging.five
     for name, five in staging.five.items():
@@ -77,8 +79,6 @@ def _number_all(journal: Journal, path: Path) -> None:
     if journal.config.mode is Mode.fit:
         for why in unserved:
             journal.progress.say(f"note: raw values cannot be served: {why}")
-    # What an earlier version fitted did not record its columns: those of these rows are not in its place.
-    is_known = journal.fitted is None or journal.fitted.text_columns is not None
     journal.work.state["is_text"] = staging.text_columns.as_json() if is_known else None
     journal.work.state["columns"] = staging.column_roles
     journal.work.state["absent"] = sorted(
