@@ -289,12 +289,10 @@ def _metadata(version: Version) -> dict[str, Any]:
     inputs = describe_inputs(manifest)
     parameters = {}
     if raw is not None:
-        if not takes_ids(manifest, {entry["name"]: entry for entry in inputs}):
-            inputs = []
-        names = {entry["name"] for entry in inputs}
-        parameters["raw"] = raw.describe_inputs()
-        # A name is listed once, since clients look inputs up by it: a ragged feature may be named as its column.
-        inputs += [entry for entry in parameters["raw"] if entry["name"] not in names]
+        # Of the two kinds of inputs, which no request mixes, a client that fills all that are listed sends raw values.
+        is_taken = takes_ids(manifest, {entry["name"]: entry for entry in inputs})
+        parameters = {"raw": raw.describe_inputs(), "features": inputs if is_taken else []}
+        inputs = parameters["raw"]
     return {
         "name": manifest.name,
         "versions": [version.name],

@@ -55,9 +55,9 @@ def test_a_name_is_listed_once(is_mixed):
     )
     raw = SimpleNamespace(describe_inputs=lambda: [column])
     found = _metadata(Version("1", SimpleNamespace(manifest=manifest, raw=raw), "0"))
-    kinds = [(entry["name"], entry["datatype"]) for entry in found["inputs"]]
-    assert kinds == ([("ids", "INT32"), ("tags", "INT32")] if is_mixed else [("tags", "BYTES")])
-    assert found["parameters"]["raw"] == [column]
+    kinds = [(entry["name"], entry["datatype"]) for entry in found["parameters"]["features"]]
+    assert kinds == ([("ids", "INT32"), ("tags", "INT32")] if is_mixed else [])
+    assert found["inputs"] == found["parameters"]["raw"] == [column]
 
 
 def predicted(root) -> np.ndarray:

@@ -114,8 +114,8 @@ def test_the_page_runs_from_a_checkpoint_to_the_score_of_training(tmp_path, monk
     assert found["outputs"][0]["data"] == pytest.approx([score], abs=1e-6)
     assert 0.05 < score < 0.95
     assert predicted_score(row) == pytest.approx(score, abs=1e-6)
-    names = [entry["name"] for entry in metadata["inputs"]]
-    assert sorted(names) == ["age", "city", "ids", "item", "numerical", "spent", "tastes"]
-    assert next(e for e in metadata["inputs"] if e["name"] == "tastes")["datatype"] == "INT32"
+    features = {entry["name"]: entry["datatype"] for entry in metadata["parameters"]["features"]}
+    assert features == {"numerical": "FP32", "ids": "INT32", "tastes": "INT32"}
+    assert metadata["inputs"] == metadata["parameters"]["raw"]
     raw = {entry.pop("name"): entry for entry in metadata["parameters"]["raw"]}
     assert raw == {name: {"datatype": "BYTES", "shape": [-1]} for name in row}

@@ -83,7 +83,12 @@ def test_tritonclient(client, scores, is_binary):
         assert triton.is_model_ready("m", "1")
         assert triton.get_server_metadata()["version"] == "2"
         assert triton.get_model_repository_index() == INDEX
-        outputs = triton.get_model_metadata("m")["outputs"]
+        metadata = triton.get_model_metadata("m")
+        # What a client sends that fills all inputs.
+        assert {one["name"]: one["datatype"] for one in metadata["inputs"]} == dict.fromkeys(
+            COLUMNS, "BYTES"
+        )
+        outputs = metadata["outputs"]
         names = [output["name"] for output in outputs]
         wanted = [InferRequestedOutput(name, binary_data=is_binary) for name in names]
         for more in ({}, {"response_compression_algorithm": "gzip"}, {"request_id": "7"}):
