@@ -14,116 +14,26 @@ from configs.messages import printable, shortened, shown
 if TYPE_CHECKING:
     import duckdb
 
-FUNCTIONS = set(
-    [
-        "+",
-        "-",
-        "*",
-        "/",
-        "//",
-        "%",
-        "**",
-        "||",
-        "~~",
-        "!~~",
-        "~~*",
-        "!~~*",
-        "abs",
-        "sign",
-        "ceil",
-        "floor",
-        "round",
-        "sqrt",
-        "exp",
-        "ln",
-        "log",
-        "log2",
-        "log10",
-        "pow",
-        "power",
-        "greatest",
-        "least",
-        "mod",
-        "nullif",
-        "ifnull",
-        "second",
-        "minute",
-        "hour",
-        "day",
-        "week",
-        "month",
-        "quarter",
-        "year",
-        "dayofweek",
-        "weekday",
-        "isodow",
-        "dayofyear",
-        "dayname",
-        "monthname",
-        "date_part",
-        "datepart",
-        "date_trunc",
-        "date_diff",
-        "datediff",
-        "epoch",
-        "epoch_ms",
-        "to_timestamp",
-        "strptime",
-        "try_strptime",
-        "strftime",
-        "lower",
-        "upper",
-        "trim",
-        "ltrim",
-        "rtrim",
-        "length",
-        "substr",
-        "substring",
-        "left",
-        "right",
-        "split_part",
-        "contains",
-        "starts_with",
-        "ends_with",
-        "prefix",
-        "suffix",
-        "concat",
-        "regexp_extract",
-        "regexp_matches",
-    ]
+FUNCTION = re.compile(
+    r"[-+*/%]|//|\*\*|\|\||!?~~\*?|abs|sign|ceil|floor|round|sqrt|exp|ln|log|log2|log10|pow|power|greatest|least|mod|nullif|"
+    r"ifnull|second|minute|hour|day|week|month|quarter|year|dayofweek|weekday|isodow|dayofyear|dayname|monthname|date_part|"
+    r"datepart|date_trunc|date_diff|datediff|epoch|epoch_ms|to_timestamp|strptime|try_strptime|strftime|lower|upper|l?trim|"
+    r"rtrim|length|substr|substring|left|right|split_part|contains|starts_with|ends_with|prefix|suffix|concat|"
+    r"regexp_extract|regexp_matches",
+    re.IGNORECASE,
 )
-CLASSES = set(
-    [
-        "CONSTANT",
-        "COLUMN_REF",
-        "CAST",
-        "TYPE",
-        "FUNCTION",
-        "OPERATOR",
-        "COMPARISON",
-        "CONJUNCTION",
-        "CASE",
-        "BETWEEN",
-    ]
-)
-OPERATORS = set(
-    [
-        "OPERATOR_NOT",
-        "OPERATOR_IS_NULL",
-        "OPERATOR_IS_NOT_NULL",
-        "OPERATOR_COALESCE",
-        "OPERATOR_NULLIF",
-        "COMPARE_IN",
-        "COMPARE_NOT_IN",
-    ]
+PART = re.compile(
+    r"value_constant|column_ref|operator_cast|type|function|operator_(not|is_null|is_not_null|coalesce|nullif)|compare_\w+|"
+    r"conjunction_(and|or)|case_expr",
+    re.IGNORECASE,
 )
 NUMBER = r"boolean|u?(tiny|small|big|huge)?int(eger)?|float|double|decimal(\(\d+, ?\d+\))?"
-COLUMN = re.compile(r'[A-Za-z_]\w*|"([^"]|"")*"')
-"""An expression that is a column."""
 KIND = re.compile(
     rf"{NUMBER}|varchar|date|time|timestamp(_s|_ms|_ns|tz)?|timestamp with time zone", re.IGNORECASE
 )
 """Types of columns, and of casts."""
+COLUMN = re.compile(r'[A-Za-z_]\w*|"([^"]|"")*"')
+"""An expression that is a column."""
 
 
 @cache
@@ -131,12 +41,12 @@ def _database() -> "duckdb.DuckDBPyConnection":
     """Return a database without files, in whose zone preprocessing computes too."""
     import duckdb
 
-    settings: dict[str, Any] = {
+    limits: dict[str, Any] = {
         "threads": 1,
         "memory_limit": "512MB",
         "enable_external_access": False,
     }
-    connection = duckdb.connect(config=settings)
+    connection = duckdb.connect(config=limits)
     connection.execute("SET GLOBAL TimeZone = 'UTC'; SET lock_configuration = true")
     return connection
 
@@ -151,20 +61,17 @@ def _parsed(sql: str) -> dict[str, Any]:
 
 
 def _parts(node: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parts of an expression."""
-    if isinstance(node, dict):
-        if "class" in node:
-            yield node
-        node = list(node.values())
-    if isinstance(node, list):
-        for below in node:
+    if isinstance(node, dict) and "class" in node:
+        yield node
+    if isinstance(node, dict | list):
+        for below in node.values() if isinstance(node, dict) else node:
             yield from _parts(below)
 
 
-def unserved(where: str, sql: str, reason: object) -> str:
-    """Return why a server takes no raw values of the feature `where`."""
+def unserved(feature: str, sql: str, reason: object) -> str:
+    """Return why a server takes no raw values of a feature."""
     return (
-        f"feature {shown(where)} is the SQL expression {shown(sql)}, which the server does not evaluate ({reason}); make it a "
+        f"feature {shown(feature)} is the SQL expression {shown(sql)}, which the server does not evaluate ({reason}); make it a "
         "column before preprocessing, or send ids"
     )
 
@@ -179,22 +86,18 @@ def columns_of(sql: str) -> list[str]:
     chosen = node.get("select_list", [])
     if len(chosen) != 1 or {**node, "select_list": 1} != {**plain, "select_list": 1}:
         raise ValueError("no SQL of one expression")
-    names = []
+    names = {}
     for part in _parts(chosen):
-        kind = part["class"]
-        if kind == "FUNCTION" and part["function_name"].lower() not in FUNCTIONS:
-            raise ValueError(f"the function {part['function_name']}")
-        if kind == "TYPE" and not KIND.fullmatch(part["type_name"]):
-            raise ValueError(f"the type {part['type_name']}")
-        if kind not in CLASSES or (kind == "OPERATOR" and part["type"] not in OPERATORS):
-            raise ValueError(part["type"].lower().replace("_", " "))
-        if kind == "COLUMN_REF":
-            if len(part["column_names"]) != 1:
-                raise ValueError(f"the name {'.'.join(part['column_names'])}")
-            names += part["column_names"]
-    if not names:
-        raise ValueError("it reads no column")
-    return list(dict.fromkeys(names))
+        name = part.get("function_name", part.get("type_name", ""))
+        if not PART.fullmatch(part["type"]) or (
+            name and not (KIND if part["type"] == "TYPE" else FUNCTION).fullmatch(name)
+        ):
+            raise ValueError(f"{part['type'].lower().replace('_', ' ')} {name}".strip())
+        if part["type"] == "COLUMN_REF":
+            names[".".join(part["column_names"])] = len(part["column_names"]) == 1
+    if not names or not all(names.values()):
+        raise ValueError(f"it reads {', '.join(names) or 'no column'}")
+    return list(names)
 
 
 class RowSql:
@@ -207,17 +110,19 @@ class RowSql:
     def __init__(
         self, expressions: Mapping[str, str], types: Mapping[str, str], numbers: Sequence[str]
     ) -> None:
-        read = ", ".join(f"unnest(?::VARCHAR[]) AS c{i}" for i in range(len(types)))
+        quoted = ['"' + name.replace('"', '""') + '"' for name in types]
+        read = ", ".join(f"unnest(?::VARCHAR[]) AS {name}" for name in quoted)
         typed = ", ".join(
-            f'CAST(c{i} AS {kind}) AS "{name.replace(chr(34), 2 * chr(34))}"'
-            for i, (name, kind) in enumerate(types.items())
+            f"CAST({name} AS {kind}) AS {name}"
+            for name, kind in zip(quoted, types.values(), strict=True)
         )
         values = ", ".join(f"({sql}\n) AS v{i}" for i, sql in enumerate(expressions.values()))
         rows = f"SELECT {values} FROM (SELECT {typed} FROM (SELECT {read}))"
         self._names = list(expressions)
-        found = self._run(f"DESCRIBE {rows}", [[] for _ in types])
         columns = []
-        for name, (column, kind, *_) in zip(expressions, found, strict=True):
+        for name, (column, kind, *_) in zip(
+            expressions, self._run(f"DESCRIBE {rows}", [[] for _ in types]), strict=True
+        ):
             if not KIND.fullmatch(kind):
                 raise ValueError(f"feature {shown(name)} has values of type {shown(kind)}")
             # NaN is a missing value.

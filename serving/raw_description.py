@@ -76,19 +76,16 @@ def _check_columns(raw: Mapping[str, Any], columns: Mapping[str, int]) -> None:
 def _check_expressions(raw: Mapping[str, Any], columns: Mapping[str, int]) -> set[str]:
     """Return the columns that expressions read."""
     types = raw.get("types", {})
-    names = {name.lower(): name for name in types}
-    is_types = all(isinstance(kind, str) and KIND.fullmatch(kind) for kind in types.values())
-    _require(is_types and len(names) == len(types), "types", types, "SQL types by column")
-    used = set()
-    for feature in (*raw["numerical"], *raw["categorical"]):
-        if sql := feature.get("expression"):
-            where = f"{shown(feature['name'])}: expression"
-            _require(feature["column"] is None, where, feature["column"], "no column beside it")
-            used |= {names[name.lower()] for name in columns_of(sql)}
-    for name in used:
-        _require(columns[name] == 1, "types", name, "a column with one value")
-    _require(used == set(types), "types", types, "the columns of expressions")
-    return used
+    good = all(
+        isinstance(kind, str) and KIND.fullmatch(kind) and columns[name] == 1
+        for name, kind in types.items()
+    )
+    _require(good, "types", types, "SQL types by column with one value")
+    features = [f for f in (*raw["numerical"], *raw["categorical"]) if f.get("expression")]
+    read = [name.lower() for f in features for name in columns_of(f["expression"])]
+    known = sorted(name.lower() for name in types)
+    _require(known == sorted(set(read)), "types", known, "the columns of expressions")
+    return set(types)
 
 
 def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> bool:
@@ -101,10 +98,11 @@ def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> 
     numbers = [number for entry in fitted for number in entry]
     good = [len(entry) for entry in fitted] == wanted and all(map(_is_finite, numbers))
     _require(good, f"{where}: fitted", fitted, f"{wanted} finite numbers")
-    if feature.get("expression"):
-        return False
-    _require(columns[feature["column"]] == 1, where, feature["column"], "a column with one value")
-    return True
+    column = feature["column"]
+    is_sql = bool(feature.get("expression"))
+    good = column is None if is_sql else columns[column] == 1
+    _require(good, where, column, "a column with one value, or none beside an expression")
+    return not is_sql
 
 
 def _check_categorical(
@@ -129,9 +127,8 @@ def _check_categorical(
     _check_ids(feature, cardinality, keys, files)
     used = set(cross or [feature["column"]])
     if feature.get("expression"):
-        _require(
-            not (cross or is_list), where, [cross, is_list], "no cross or list of an expression"
-        )
+        good = feature["column"] is None and not (cross or is_list)
+        _require(good, where, feature, "no column, cross or list beside an expression")
         used = set()
     for column in used:
         _require(columns[column] == 1 + is_list, where, column, "a column, or a list if it is one")

@@ -36,11 +36,7 @@ NOT_OPEN = "the training is not open; write `with Training(config) as training:`
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """Loss and logits of a training step, and its batch.
-
-    The next step but one overwrites the batch, and the next step the logits of this rank, [B]. The loss is the mean over the
-    global batch, before the update.
-    """
+    """Loss, logits and batch of a training step, as `StepResult` has them."""
 
     loss: float
     logits: Tensor

@@ -70,7 +70,11 @@ class RawValues:
         self._types: Mapping[str, str] = description.get("types", {})
         if self._types:
             self._sql = RowSql(
-                {f["name"]: f["expression"] for f in self._every() if f.get("expression")},
+                {
+                    feature["name"]: feature["expression"]
+                    for feature in (*self._numerical, *self._categorical)
+                    if feature.get("expression")
+                },
                 self._types,
                 [feature["name"] for feature in self._numerical],
             )
@@ -90,11 +94,10 @@ class RawValues:
                     if file not in vocabularies:
                         vocabularies[file] = Vocabulary(directory / file, size)
             return cls(description, manifest, vocabularies, load_key_rows(directory, manifest))
-        except (LookupError, TypeError, AttributeError, OSError) as error:
+        except ModelError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, OSError) as error:
             raise ModelError(f"{directory}: raw values are malformed: {shown(error)}") from None
-
-    def _every(self) -> list[dict[str, Any]]:
-        return [*self._numerical, *self._categorical]
 
     def describe_inputs(self) -> list[dict[str, Any]]:
         """Return the inputs of raw values, as metadata lists them."""

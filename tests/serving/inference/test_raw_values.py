@@ -15,7 +15,7 @@ from dataloading.dataset.open_dataset import open_dataset
 from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues, _split
 from serving.inference.requests import InputError
-from serving.manifest import Manifest
+from serving.manifest import Manifest, ModelError
 from serving.vocabulary import Vocabulary, write_vocabulary
 from tests.helpers.preproc_command import preproc
 from tests.serving.raw_manifest import raw_manifest
@@ -406,5 +406,8 @@ def test_expressions_of_parquet_have_the_types_of_the_fit(tmp_path, capsys):
         description = manifest.raw | {
             "numerical": [manifest.raw["numerical"][0] | {"expression": expression}]
         }
-        with pytest.raises(ValueError, match=r"the function read_text|no SQL of one|subquery"):
+        with pytest.raises(ValueError, match=r"function read_text|no SQL of one|subquery"):
             raw_manifest(FeatureSpec.load(data), description, tmp_path, "y")
+    manifest.raw["numerical"][0]["expression"] = "lower(n) * ts * x"
+    with pytest.raises(ModelError, match=r"raw values are malformed: .*lower"):
+        RawValues.load(tmp_path, manifest)
