@@ -33,7 +33,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from benchmarks.rows import ROOT
-from nn.plots.style import INK, STYLE
+from configs.palette import INK, STYLE
 
 BF16 = ("train.amp=bf16",)
 COMPARISONS: dict[str, dict[str, tuple[str, ...]]] = {

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from compare.run_record import RunRecord, State
+from configs.palette import FAINT, STYLE
 from dataloading.dataset.durable_files import replace_bytes
 from nn.models.metric import Metric
 from nn.observability.records import FINAL
 from nn.plots.series import SMOOTH_FROM, limits, series, smoothed, thinned
-from nn.plots.style import FAINT, STYLE
 
 MAX_NAMED = 10
 """Runs with a colour and a name; the others are drawn in grey, since nobody tells more lines apart."""

@@ -2,7 +2,7 @@
 
 Reader threads compete with the training step for the GIL. They acquire and release it at every column. The
 step releases it at every kernel launch, and waits to get it back. On four H200 the reader threads cost a DLRM
-step 0.8 of 2.4 ms (benchmarks/README.md).
+step 0.8 of 2.4 ms (benchmarks/history.md).
 """
 
 import ctypes

@@ -20,10 +20,10 @@ from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.schema import Component
 from configs.stop_signals import restore_signals
-from nn.checkpoint.directory import read_facts
-from nn.checkpoint.tensor_index import TensorIndex, UnreadableError, read_index
+from nn.checkpoint.saved import SavedModel
+from nn.checkpoint.tensor_index import TensorIndex
 from nn.deltas.chain import open_chain
-from nn.deltas.delta import KEYS, Delta, Link, chain_of
+from nn.deltas.delta import KEYS, Delta, chain_of
 from nn.deltas.table_rows import ReplayedKeys, ReplayedTable
 from nn.export.array_files import ArraySource
 from nn.export.tables import Exported, Selection, check_output, write_export
@@ -44,7 +44,12 @@ def replay(
         ValueError: a directory cannot be used, or the deltas do not follow the base; one line.
     """
     check_output(output)
-    index, link = _open(base)
+    saved = SavedModel.open(base, "base")
+    index, link = saved.index, chain_of(saved.facts)
+    if link is None:
+        raise ValueError(
+            f"base={base} was saved by a run without deltas, so none can follow it; train with checkpoint.delta_every=N"
+        )
     chain = open_chain(link, deltas, str(base))
     last = chain[-1]
     tensors: dict[str, ArraySource] = dict(last.dense)
@@ -57,24 +62,6 @@ def replay(
     parts = [Component.tables] if is_tf2 else [Component.dense, Component.tables]
     write_export(exported, output, Selection(parts=parts, optimizer=False), format=format)
     return chain
-
-
-def _open(base: Path) -> tuple[TensorIndex, Link]:
-    """Return the index of a base, and the state that it holds."""
-    try:
-        facts, index = read_facts(base), read_index(base)
-        link = chain_of(facts)
-    except UnreadableError:
-        raise
-    except ValueError as error:
-        raise ValueError(
-            f"base={base} is neither a checkpoint nor an export of one ({error}); name a step_N directory in a run's checkpoints/"
-        ) from None
-    if link is None:
-        raise ValueError(
-            f"base={base} was saved by a run without deltas, so none can follow it; train with checkpoint.delta_every=N"
-        )
-    return index, link
 
 
 def _table(name: str, index: TensorIndex, chain: Sequence[Delta], base: Path) -> ReplayedTable:

@@ -1,10 +1,11 @@
-"""The options of a run as its run directory holds them, `config.yaml`, read back; nothing in it is interpolated or executed."""
+"""The options of a run as its config.yaml and its checkpoints hold them, read back; nothing is interpolated or executed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from configs.built_in import MODELS
 from configs.messages import shown
@@ -63,13 +64,33 @@ def load_saved_config(path: Path, *, trusted: bool) -> Config:
         raise ValueError(
             f"{path}: model.name={shown(name)} is no model of the project; trusted=True imports it, which runs its code"
         )
+    try:
+        return _typed(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def config_of(facts: Mapping[str, Any]) -> Config:
+    """Return the checked options of a run from the run.json of a checkpoint.
+
+    Raises:
+        ValueError: there are none, or they are not those of this version.
+    """
+    if "config" not in facts:
+        raise ValueError("it has no options of a run")
+    try:
+        return _typed(facts["config"])
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"its options are not those of this version: {shown(str(error))}"
+        ) from None
+
+
+def _typed(values: Mapping[str, Any]) -> Config:
     schema = OmegaConf.structured(Config)
     for section in open_sections(Config):
         OmegaConf.set_struct(schema[section], False)
-    try:
-        return typed_config(OmegaConf.merge(schema, values))  # type: ignore[arg-type]
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return typed_config(OmegaConf.merge(schema, values))  # type: ignore[arg-type]
 
 
 def _rename_earlier(values: dict[str, Any]) -> None:

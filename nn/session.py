@@ -294,7 +294,8 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
         num_hosts=ranks.world_size // ranks.local_world_size,
     )
     facts["teacher_auc"] = teacher_auc(config, source) if ranks.is_rank0 else None
-    # The title of the curves.
+    # The title of the pictures.
+    facts["model"] = config.model.name
     facts["data"] = config.data.path or SYNTHETIC
     facts[DATA_IDENTITY] = data_identity(source.spec) if ranks.is_rank0 else None
     facts["batch_size"] = config.train.batch_size

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from compare.table import short_keys
+from configs.palette import FAINT, INK, STYLE, TRAIN
 from dataloading.dataset.durable_files import replace_bytes
 from nn.models.metric import Metric
-from nn.plots.style import FAINT, INK, STYLE, TRAIN
 from sweep.space import Choices, Range, Space
 
 COORDINATES, IMPORTANCES = "parallel_coordinates.png", "importances.png"

@@ -1,8 +1,7 @@
 """Writer of a split as Parquet, with the interface and the checks of the split binary writer.
 
 Every feature is one column: a binary label int8, numericals float16 or float32, ids in the spec's dtype, or lists
-of it for several ids per row. Values are stored without dictionaries, which take five times as long to read
-(`benchmarks/README.md`).
+of it for several ids per row. Values are stored without dictionaries, which take five times as long to read.
 """
 
 import zlib

@@ -178,7 +178,7 @@ def lookups_of(
 
 
 CAPACITY = 1.125
-"""Room for the ids of a ragged feature in a batch, times their expected number; `SPREAD` adds what small batches need."""
+"""Capacity for the ids of a ragged feature in a batch, over their expected number; `SPREAD` adds what small batches need."""
 SPREAD = 6.0
 
 
@@ -192,11 +192,11 @@ def keyed_tables(declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> d
     }
 
 
-def id_counts(spec: FeatureSpec, batch_size: int, level: int = 0) -> dict[str, IdCount]:
+def id_counts(spec: FeatureSpec, batch_size: int, doublings: int = 0) -> dict[str, IdCount]:
     """Return the ids of each feature in a batch of one rank.
 
     A ragged feature has room for its mean number of ids per row, an eighth more, and six standard deviations of a sum of
-    `batch_size` rows whose lengths are spread as their mean. Each level doubles that.
+    `batch_size` rows whose lengths are spread as their mean. `doublings` doubles that as often.
     """
     counts = {}
     for feature in spec.categorical:
@@ -204,8 +204,8 @@ def id_counts(spec: FeatureSpec, batch_size: int, level: int = 0) -> dict[str, I
             counts[feature.name] = IdCount(feature.hotness, batch_size * feature.hotness)
         else:
             mean = feature.mean_hotness
-            room = CAPACITY * mean * batch_size + SPREAD * (mean + 1) * batch_size**0.5
-            counts[feature.name] = IdCount(0, max(math.ceil(room), 1) * 2**level)
+            capacity = CAPACITY * mean * batch_size + SPREAD * (mean + 1) * batch_size**0.5
+            counts[feature.name] = IdCount(0, max(math.ceil(capacity), 1) * 2**doublings)
     return counts
 
 

@@ -34,15 +34,13 @@ from dataloading.dataset.durable_files import (
 )
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import is_weight, vocabulary_mismatch
-from nn.checkpoint.directory import read_facts, write_facts
+from nn.checkpoint.directory import write_facts
+from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import (
     BLOCK_BYTES,
     DTYPES,
     FORMAT,
     INDEX_FILE,
-    TensorIndex,
-    UnreadableError,
-    read_index,
 )
 from nn.checkpoint.tf2 import CONFIG_FILE, FOLDER, tf2_config, tf2_file_name
 from nn.export.array_files import Array, ArraySource, WrittenArray, write_npy, write_safetensors
@@ -100,13 +98,14 @@ def export_tables(
             cannot be read, or a vocabulary is of another table.
     """
     check_output(output)
-    index, facts = _open(checkpoint)
+    saved = SavedModel.open(checkpoint, "checkpoint")
+    index = saved.index
     unknown = [name for name in selection.tables if name not in index.tables]
     if unknown:
         raise ValueError(
             f"tables={list(selection.tables)}: {checkpoint} has no table {unknown[0]}, only {', '.join(index.tables)}"
         )
-    exported = Exported(checkpoint.resolve().name, index.tables, index.tensors, facts)
+    exported = Exported(checkpoint.resolve().name, index.tables, index.tensors, saved.facts)
     return write_export(exported, output, selection, format=format, fitted=fitted)
 
 
@@ -154,19 +153,6 @@ def check_output(output: Path) -> None:
     """Raise ValueError if the output exists."""
     if os.path.lexists(output):
         raise ValueError(f"output={output} exists; name a new directory, or remove that one")
-
-
-def _open(checkpoint: Path) -> tuple[TensorIndex, dict[str, Any]]:
-    """Return the index of a checkpoint and its run.json."""
-    try:
-        return read_index(checkpoint), read_facts(checkpoint)
-    except UnreadableError:
-        raise
-    except ValueError as error:
-        raise ValueError(
-            f"checkpoint={checkpoint} is not a checkpoint ({error}); name a step_N directory in a run's "
-            "checkpoints/"
-        ) from None
 
 
 def _write(

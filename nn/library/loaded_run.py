@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from configs.messages import shortened, shown
+from configs.messages import shown
 from configs.schema import Config
 from dataloading.arrow_table import SPLIT, arrow_table, features_source
 from dataloading.batch import Batch, jagged
@@ -19,9 +19,10 @@ from dataloading.dataset.documents import read_json, resolved
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.loader import READERS, Loader, LoaderSettings
 from nn.build import stored_key_maps
-from nn.checkpoint.compatibility import AVERAGE, differences, vocabulary_mismatch
+from nn.checkpoint.compatibility import vocabulary_mismatch
 from nn.checkpoint.directory import BEST, list_checkpoints, read_facts
-from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks, read_index
+from nn.checkpoint.saved import SavedModel
+from nn.checkpoint.tensor_index import read_index
 from nn.embedding.multi_hot import MultiHot, expand
 from nn.models.description import read_description
 from nn.models.ranking_model import RankingModel
@@ -89,16 +90,16 @@ class Run:
         paths = _checkpoints(directory, checkpoint)
         config = load_saved_config(directory / CONFIG, trusted=trusted)
         description = read_description(directory / MODEL, trusted=trusted)
-        path, facts, index = _first_that_fits(paths, description.spec.fingerprint(), directory)
-        raw = None if fitted is None else _raw_tables(Path(fitted), description.stored, facts)
+        saved = _first_that_fits(paths, description.spec.fingerprint(), directory)
+        raw = None if fitted is None else _raw_tables(Path(fitted), description.stored, saved.facts)
         model = description.build(seed=None)
-        _load_weights(model, index, path, use_average=config.train.ema_decay is not None)
+        saved.fill(model.state_dict())
         return cls(
             directory=directory,
             config=config,
             spec=description.stored,
-            checkpoint=path,
-            num_steps=facts["num_steps"],
+            checkpoint=saved.path,
+            num_steps=saved.facts["num_steps"],
             model=model.to(device).eval(),
             tasks=tasks_of_run(config, description.stored),
             device=torch.device(device),
@@ -214,21 +215,19 @@ def _raw_tables(fitted: Path, spec: FeatureSpec, facts: Mapping[str, Any]) -> "R
     return raw
 
 
-def _first_that_fits(
-    paths: list[Path], fingerprint: str, directory: Path
-) -> tuple[Path, dict[str, Any], TensorIndex]:
-    """Return the first checkpoint of these features, with its run.json and its index.
+def _first_that_fits(paths: list[Path], fingerprint: str, directory: Path) -> SavedModel:
+    """Return the first checkpoint of these features.
 
     Raises:
         ValueError: one before it cannot be read; or there is none, since model.json is already that of a day that has none.
     """
     for path in paths:
         try:
-            facts, index = read_facts(path), read_index(path)
+            saved = SavedModel(path, read_facts(path), read_index(path))
         except ValueError as error:
             raise ValueError(f"{path} cannot be loaded: {error}") from None
-        if fingerprint == facts["feature_spec"]:
-            return path, facts, index
+        if fingerprint == saved.facts["feature_spec"]:
+            return saved
     raise ValueError(
         f"{paths[0]} was trained on other features than {directory / MODEL} names; copy the run directory again or, while it "
         "trains another day, wait for its first checkpoint"
@@ -271,48 +270,6 @@ def _day(checkpoint: Path) -> int | None:
         return Stage.of_facts(read_facts(checkpoint)).number
     except ValueError:
         return None
-
-
-def _load_weights(
-    model: RankingModel, index: TensorIndex, path: Path, *, use_average: bool
-) -> None:
-    """Copy the weights of a checkpoint into a model, block by block."""
-    wanted = {name: value for name, value in model.state_dict().items()}
-    stored: dict[str, StoredTensor] = {}
-    for name in wanted:
-        kind, _, rest = name.partition(".")
-        own = f"{name}.weight" if kind == "tables" else name
-        average = f"{AVERAGE}{rest}"
-        chosen = average if use_average and average in index.tensors else own
-        if chosen in index.tensors:
-            stored[name] = index.tensors[chosen]
-    differing = differences(
-        {name: tensor.size for name, tensor in stored.items()},
-        {name: tuple(value.shape) for name, value in wanted.items()},
-        grow=False,
-    )
-    if differing:
-        raise ValueError(
-            f"{path} is of another model than the run's {MODEL}: {shortened(', '.join(differing[:4]))}; copy the run "
-            "directory again"
-        )
-    try:
-        for name, tensor in stored.items():
-            _fill(wanted[name], tensor)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be loaded: {error}") from None
-
-
-def _fill(target: Tensor, tensor: StoredTensor) -> None:
-    """Copy a stored tensor into one of the same shape; 16-bit weights become those of the target's dtype."""
-    at = 0
-    flat = target.reshape(1) if target.dim() == 0 else target
-    for block in blocks(tensor):
-        values = torch.from_numpy(block)
-        if tensor.dtype == "bfloat16":
-            values = values.view(torch.bfloat16)
-        flat[at : at + len(block)].copy_(values)
-        at += len(block)
 
 
 def _expanded(batch: Batch, tables: Mapping[str, Tensor]) -> Batch:

@@ -17,6 +17,10 @@ NUM_BUCKETS = 1000
 SAMPLED_ROWS = 8192
 """Rows per rank from which the edges of the buckets are taken."""
 CALIBRATION_BINS = 20
+HISTOGRAM_BINS = 40
+LOG_BELOW, LOG_FROM = 0.1, 20.0
+"""Predictions are shown by their logarithms where their mean is below the first number, and the largest is at least the second
+number times the smallest one."""
 GAIN_PERCENT = (0.1, 0.2, 0.5, *range(1, 101))
 """Percentages of the rows, those of the highest scores, at which gain and lift are recorded."""
 
@@ -80,6 +84,8 @@ def describe_predictions(buckets: ScoreBuckets) -> dict[str, Any]:
     Returns:
         `rows`, `mean_prediction`, `mean_label` and `calibration_error`, the mean distance of the two over the bins.
         `calibration`: per bin of about equally many rows `rows`, `weight`, and the means `prediction` and `label`.
+        `scores`: a histogram of the predictions: `edges` [n + 1], whether these are `logarithmic`, and `weight` and `positives`
+        [n] of their rows. A bucket of rows counts where its mean prediction is.
         `gain`: of the rows with the highest scores, `rows_percent`, `positives_percent`, their part of all positives, and
         `lift`, the rate of positives among them over that of all rows. A point inside a bucket is interpolated.
     """
@@ -93,6 +99,7 @@ def describe_predictions(buckets: ScoreBuckets) -> dict[str, Any]:
         "mean_label": float(positives / weight) if is_defined else None,
         "calibration_error": float(distance / weight) if is_defined else None,
         "calibration": bins,
+        "scores": _histogram(buckets) if is_defined else None,
         "gain": _gain(buckets) if positives > 0 else None,
     }
 
@@ -116,6 +123,24 @@ def _bins(buckets: ScoreBuckets) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _histogram(buckets: ScoreBuckets) -> dict[str, Any]:
+    """Count rows by prediction in `HISTOGRAM_BINS` equal intervals, of logarithms where most predictions are small."""
+    has_weight = buckets.weight > 0
+    weight, positives = buckets.weight[has_weight], buckets.positives[has_weight]
+    means = buckets.predicted[has_weight] / weight
+    low, high = means.min(), means.max()
+    are_logarithms = bool(means @ weight < LOG_BELOW * weight.sum() and 0 < low * LOG_FROM <= high)
+    space = np.geomspace if are_logarithms else np.linspace
+    edges = space(low, max(high, low + 1e-6), HISTOGRAM_BINS + 1)
+    bins = (np.searchsorted(edges, means, side="right") - 1).clip(0, HISTOGRAM_BINS - 1)
+    return {
+        "logarithmic": are_logarithms,
+        "edges": edges.tolist(),
+        "weight": np.bincount(bins, weight, HISTOGRAM_BINS).tolist(),
+        "positives": np.bincount(bins, positives, HISTOGRAM_BINS).tolist(),
+    }
 
 
 def _gain(buckets: ScoreBuckets) -> dict[str, list[float]]:

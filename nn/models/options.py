@@ -17,7 +17,7 @@ from configs.schema import (
 )
 
 MOST_WIDTH = 2**20
-# Measured (benchmarks/README.md): with 1/sqrt(rows) the vectors of small tables give first logits far from 0.
+# Measured (benchmarks/history.md): with 1/sqrt(rows) the vectors of small tables give first logits far from 0.
 SMALL_INIT = 0.01
 
 

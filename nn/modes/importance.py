@@ -1,5 +1,6 @@
 """`mode=importance`: how much worse a checkpoint gets when a feature is permuted."""
 
+from functools import partial
 from typing import Any
 
 from configs.schema import Config
@@ -10,6 +11,7 @@ from nn.importance import as_csv, measure_importance
 from nn.observability.console import (
     print_importance,
 )
+from nn.plots.importance import draw_importance
 from nn.session import Session, open_session
 
 
@@ -47,6 +49,10 @@ def _importance(session: Session) -> None:
         report=lambda name, done, total: session.logger.info(f"feature {done + 1}/{total}: {name}"),
     )
     print_importance(session.console, measured)
-    session.recorder.write_importance(measured, as_csv(measured))
+    facts = {"model": config.model.name, "data": config.data.path}
+    draw = partial(draw_importance, measured, session.metrics[0], facts)
+    session.recorder.write_importance(
+        measured, as_csv(measured), draw if config.log.pictures else None
+    )
     unpermuted = {metric.test_key: measured["unpermuted"][metric.key] for metric in session.metrics}
     session.finish(unpermuted)

@@ -203,12 +203,17 @@ class RunDirectory:
         else:
             (self.run_dir / PREDICTIONS).unlink(missing_ok=True)
 
-    def write_importance(self, importance: Mapping[str, Any], table: str) -> None:
-        """Write `importance.json` and, as a table, `importance.csv`."""
+    def write_importance(
+        self, importance: Mapping[str, Any], table: str, draw: Callable[[Path], None] | None
+    ) -> None:
+        """Write `importance.json`, as a table `importance.csv` and, with `draw`, `importance.png`."""
         if self._metrics is None:
             return
         _write_json(self.run_dir / "importance.json", to_json_value(importance))
         _write(self.run_dir / "importance.csv", table)
+        if draw is not None:
+            path = self.run_dir / "importance.png"
+            _try_to_draw(path, lambda: draw(path), self._logger)
 
     def finish(self, summary: Mapping[str, Any], *, pictures: bool = True) -> None:
         """Draw `curves.png`, after training, and `predictions.png`, then write `summary.json`: the results are complete.

@@ -68,9 +68,9 @@ def planned_exchange(
 ) -> list[RankExchange]:
     """Count what each rank sends per training step of a full batch.
 
-    Counted: ids, embeddings and their gradients; requested rows, with the room that is expected for them; the all-reduce of the
-    gradients of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Not counted: losses,
-    flags, metrics, and the maxima of `train.fp8`.
+    Counted: ids, embeddings and their gradients; requested rows, with their expected capacity; the all-reduce of the gradients
+    of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Not counted: losses, flags,
+    metrics, and the maxima of `train.fp8`.
     """
     world_size = hardware.world_size
     batch = config.train.batch_size // world_size
@@ -93,9 +93,9 @@ def planned_exchange(
             link["embeddings"] += element * batch * columns[rank]
             link["gradients"] += element * batch * columns[other]
             for asked in requests:
-                link["ids"] += ID_BYTES * asked.room[other]
-                link["embeddings"] += element * asked.columns * asked.room[rank]
-                link["gradients"] += element * asked.columns * asked.room[other]
+                link["ids"] += ID_BYTES * asked.capacity[other]
+                link["embeddings"] += element * asked.columns * asked.capacity[rank]
+                link["gradients"] += element * asked.columns * asked.capacity[other]
         within["dense gradients"] += dense_in_node
         between["dense gradients"] += dense_across
         exchanges.append(RankExchange(within, between))

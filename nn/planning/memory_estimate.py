@@ -17,7 +17,7 @@ from nn.embedding.multi_hot import MultiHot
 from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
 from nn.planning.plan import TablePlan
-from nn.sharding.request_room import room_for
+from nn.sharding.request_capacity import capacity_for
 from nn.sharding.tables import asks_for_rows
 from nn.tiers.traffic import expected_distinct, power_law_share
 
@@ -127,7 +127,7 @@ class Requests:
     tables: tuple[str, ...]
     columns: int
     keys: int  # ids of all lookups of a rank's samples
-    room: tuple[int, ...]  # rows that a rank can ask of each owner
+    capacity: tuple[int, ...]  # rows that a rank can ask of each owner
     tiers: frozenset[str]  # memories that their rows lie in
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
@@ -135,25 +135,30 @@ class Requests:
 
         The sums that are sent, and those that arrive, take memory of the dense pass, which is behind its peak then.
         """
-        asked, own = len(self.room) * self.room[rank], sum(self.room)
+        asked, own = len(self.capacity) * self.capacity[rank], sum(self.capacity)
         # Rows of one of several memories are looked up beside those that are sent.
         looked_up = asked * (1 + (len(self.tiers) > 1))
         return self.columns * (sent_bytes * (looked_up + own) + 4 * own)
 
     def key_bytes(self, rank: int) -> int:
         """Return the memory of keys: of this rank's ids, and of the rows that are asked of it."""
-        asked = len(self.room) * self.room[rank]
+        asked = len(self.capacity) * self.capacity[rank]
         of_asked = SORTED_KEY_BYTES * asked + update_bytes(asked, self.columns)
         of_own = (LISTED_BYTES + REQUEST_BYTES) * self.keys + update_bytes(self.keys, self.columns)
         return len(self.tiers) * of_asked + of_own
 
     def mapping_bytes(self, rank: int) -> int:
         """Return the memory to map the rows that are asked of tables in host memory or on disk to slots."""
-        return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * len(self.room) * self.room[rank]
+        return (
+            len(self.tiers - {"device"})
+            * MAPPED_ID_BYTES
+            * len(self.capacity)
+            * self.capacity[rank]
+        )
 
     def evaluation_bytes(self, rank: int, sent_bytes: int) -> int:
         """Return the memory of an evaluation with another batch size."""
-        rows = len(self.room) * self.room[rank] + sum(self.room)
+        rows = len(self.capacity) * self.capacity[rank] + sum(self.capacity)
         return rows * self.columns * sent_bytes + REQUEST_BYTES * self.keys
 
 
@@ -164,7 +169,7 @@ def requests_of(
     world_size: int,
     batch: int | None = None,
 ) -> list[Requests]:
-    """Return the tables whose rows are asked for, with the expected room.
+    """Return the tables whose rows are asked for, with the expected capacity.
 
     How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it.
 
@@ -181,13 +186,13 @@ def requests_of(
     requests = []
     for columns in dict.fromkeys(table.embedding_dim for table in asked):
         group = [table for table in asked if table.embedding_dim == columns]
-        room = [0.0] * world_size
+        capacity = [0.0] * world_size
         for table in group:
             share = power_law_share(table.num_embeddings, config.data.synthetic.exponent)
             per_shard = -(-table.num_embeddings // len(table.ranks))
             for number, rank in enumerate(table.ranks):
                 first = min(number * per_shard, table.num_embeddings)
-                room[rank] += expected_distinct(
+                capacity[rank] += expected_distinct(
                     batch * table.hotness,
                     share,
                     first,
@@ -198,7 +203,7 @@ def requests_of(
                 tuple(table.table for table in group),
                 columns,
                 round(batch * sum(table.hotness for table in group)),
-                tuple(room_for(rows) for rows in room),
+                tuple(capacity_for(rows) for rows in capacity),
                 frozenset(table.tier for table in group),
             )
         )

@@ -50,11 +50,11 @@ from nn.planning.balance import ShardCost, balance, join_columns
 from nn.planning.host_choice import movable_tables, with_host_tables
 from nn.planning.host_tables import (
     DISK_ROW_BYTES,
-    check_windows,
+    check_live_rows,
     chosen_host_tables,
+    live_rows_of,
     overrides_of,
     staged_bytes,
-    windows_of,
 )
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.table_sizes import (
@@ -225,9 +225,9 @@ def plan_tables(
     embeddings = planned_tables(declared, rule)
     constraints = _constraints(declared, spec, config, rule, hardware, batch_size)
     _keep_float32(embeddings, constraints)
-    windows = windows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
+    live_rows = live_rows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
     keyed = keyed_tables(declared, spec)
-    chosen = chosen_host_tables(declared, config, windows, keyed)
+    chosen = chosen_host_tables(declared, config, live_rows, keyed)
     topology = _topology(hardware, config, update_passes(embeddings, rule), chosen)
     inputs = (batch_size, constraints, embeddings, expansions, rule)
     planned = partial(_run_planner, topology, *inputs)
@@ -236,7 +236,7 @@ def plan_tables(
         movable_tables,
         _candidates(declared, config, hardware, constraints, keyed),
         partial(bytes_of, rule=rule),
-        windows,
+        live_rows,
         _most_parts(constraints, hardware),
         {name: global_batch * ids for name, ids in ids_per_sample(declared, spec).items()},
         traffic_of,
@@ -248,7 +248,7 @@ def plan_tables(
         fits = _fits_the_devices(lambda more: _run_planner(more, *inputs, chosen), topology)
         refusal = lacks_host_memory if fits else partial(does_not_fit, expansions, error)
         raise ValueError(refusal(embeddings, config, rule, hardware, chosen)) from error
-    check_windows(plan, host_tables)
+    check_live_rows(plan, host_tables)
     rows = _rows(plan, embeddings, declared, spec, rule, expansions, host_tables)
     return TieredPlan(plan.plan, host_tables), rows
 

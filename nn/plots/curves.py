@@ -1,4 +1,4 @@
-"""Picture of a run's records: loss, the main metric of each task, throughput and learning rate over steps."""
+"""Picture of a run's records over steps: loss, the main metric of each task, throughput, and a learning rate that changes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from configs.messages import shortened
+from configs.palette import FAINT, INK, RATE, SPEED, TEST, TRAIN
 from nn.plots.series import (
     SMOOTH_FROM,
     Series,
@@ -18,7 +19,7 @@ from nn.plots.series import (
     smoothed,
     thinned,
 )
-from nn.plots.style import FAINT, INK, RATE, SPEED, TEST, TRAIN, picture, plain
+from nn.plots.style import legend_above, picture, plain, title_of
 
 MOST_TASKS = 11
 """Tasks with a panel of their own."""
@@ -36,7 +37,7 @@ Records = Sequence[Mapping[str, Any]]
 class RunRecords:
     """The records of a run."""
 
-    # environment of the run, and its constants: `recipe`, `data`, `batch_size`, `seed`, `split` (that is
+    # environment of the run, and its constants: `recipe`, `model`, `data`, `batch_size`, `seed`, `split` (that is
     # evaluated), `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow), all of them
     # optional
     header: Mapping[str, Any]
@@ -124,13 +125,15 @@ def draw_curves(run: RunRecords, out_png: Path) -> None:
     metrics = main_metrics(run.records)
     drawn = metrics[:MOST_TASKS]
     rows = list(_rows_of_panels(1 + len(drawn)))
-    height = 3.3 + 4.4 * (0.55 + 0.45 * len(rows))
+    rate = series(run.records, "lr")
+    lower = [_draw_speed, _draw_rate] if len(set(rate[1])) > 1 else [_draw_speed]
+    height = 3.5 + 4.4 * (0.55 + 0.45 * len(rows))
     with picture(out_png, height, _title(run, metrics), _facts(run, metrics)) as figure:
         # Six columns hold rows of two and of three panels with common edges.
         columns = 6 if 3 in rows else 2
         grid = figure.add_gridspec(len(rows) + 1, columns, height_ratios=[1.7] * len(rows) + [1])
         panels: list[Any] = []
-        for row, count in enumerate([*rows, 2]):
+        for row, count in enumerate([*rows, len(lower)]):
             wide = columns // count
             for place in range(count):
                 cell = grid[row, place * wide : (place + 1) * wide]
@@ -138,12 +141,12 @@ def draw_curves(run: RunRecords, out_png: Path) -> None:
         _draw_loss(panels[0], run, is_sum=len(metrics) > 1)
         for axes, metric in zip(panels[1:], drawn, strict=False):
             _draw_metric(axes, run, metric)
-        _draw_speed(panels[-2], run)
-        _draw_rate(panels[-1], run)
+        for axes, draw in zip(panels[-len(lower) :], lower, strict=True):
+            draw(axes, run)
         for axes in panels:
             for step in set(run.restarts):
                 axes.axvline(step, color=INK, linestyle=(0, (1, 2)), linewidth=1.1, zorder=1.5)
-        _set_steps(panels, run)
+        _set_steps(panels, panels[-len(lower) :], run)
 
 
 def _rows_of_panels(count: int) -> Iterator[int]:
@@ -154,7 +157,7 @@ def _rows_of_panels(count: int) -> Iterator[int]:
 
 
 def _title(run: RunRecords, metrics: Sequence[_Metric]) -> str:
-    parts = [str(run.header.get("recipe", "run"))]
+    parts = [title_of(run.header)]
     for metric in metrics[:TASKS_IN_TITLE]:
         steps, values = series(run.records, f"test_{metric.key}")
         if not len(values):
@@ -178,12 +181,15 @@ def _facts(run: RunRecords, metrics: Sequence[_Metric]) -> str:
     header, parts = run.header, []
     if len(metrics) > MOST_TASKS:
         parts.append(f"the first {MOST_TASKS} of {len(metrics)} tasks")
-    if header.get("data") is not None:
-        parts.append(shortened(str(header["data"]), 60))
+    if header.get("recipe") is not None:
+        parts.append(str(header["recipe"]))
     if is_finite(header.get("batch_size")):
         parts.append(f"batch {header['batch_size']:,}")
     if is_finite(header.get("seed")):
         parts.append(f"seed {header['seed']}")
+    _, rates = series(run.records, "lr")
+    if len(set(rates)) == 1:
+        parts.append(f"learning rate {rates[0]:g}")
     if header.get("gpu") is not None:
         parts.append(f"{header.get('world_size')} x {header['gpu']}")
     steps = f"{run.last_step:,} step{'s' * (run.last_step != 1)}"
@@ -240,12 +246,9 @@ def _draw_speed(axes: Any, run: RunRecords) -> None:
 def _draw_rate(axes: Any, run: RunRecords) -> None:
     rate = series(run.records, "lr")
     axes.set_title("learning rate")
-    if len(rate[1]):
-        _draw_points(axes, rate, RATE)
-        # The complete schedule: a short warm-up belongs to it.
-        axes.set_ylim(min(0, rate[1].min()), 1.12 * rate[1].max() or 1)
-    else:
-        _finish(axes, {})
+    _draw_points(axes, rate, RATE)
+    # The complete schedule: a short warm-up belongs to it.
+    axes.set_ylim(min(0, rate[1].min()), 1.12 * rate[1].max())
 
 
 def _draw_points(axes: Any, line: Series, color: str, label: str | None = None) -> None:
@@ -326,8 +329,7 @@ def _finish(
     else:
         axes.text(0.5, 0.5, "no records", transform=axes.transAxes, ha="center", color=FAINT)
         axes.set_yticks([])
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="best")
+    legend_above(axes)
 
 
 def _mark_outside(axes: Any, lines: Mapping[str, Series], low: float, high: float) -> None:
@@ -361,20 +363,20 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _set_steps(panels: Sequence[Any], run: RunRecords) -> None:
+def _set_steps(panels: Sequence[Any], lowest: Sequence[Any], run: RunRecords) -> None:
     """Set the range of steps; label the lowest row with steps and, below them, epochs."""
     first, last = run.first_step, run.last_step
     margin = 0.04 * max(last - first, 1)
     panels[0].set_xlim(first - margin, max(last, first + 1) + margin)
-    for axes in panels[:-2]:
+    for axes in panels[: -len(lowest)]:
         axes.tick_params(labelbottom=False)
-    for axes in panels[-2:]:
+    for axes in lowest:
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("step", labelpad=2)
         scale = run.steps_per_epoch
         if scale:
             epochs = axes.secondary_xaxis(
-                -0.3, functions=(lambda step, s=scale: step / s, lambda epoch, s=scale: epoch * s)
+                -0.25, functions=(lambda step, s=scale: step / s, lambda epoch, s=scale: epoch * s)
             )
             epochs.set_xlabel("epoch", labelpad=2)

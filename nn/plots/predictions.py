@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 
 from configs.messages import shortened
-from nn.plots.style import FAINT, INK, TEST, TRAIN, picture, plain
+from configs.palette import FAINT, INK, TEST, TRAIN
+from nn.plots.style import legend_above, picture, plain, title_of
 
 MOST_TASKS = 8
-LOG_BELOW, LOG_FROM = 0.1, 20.0
-"""Calibration has logarithmic axes where the mean prediction is below the first number, and the largest rate is at least
-the second number times the smallest one."""
 
 
 def draw_predictions(document: Mapping[str, Any], out_png: Path) -> None:
@@ -22,17 +20,20 @@ def draw_predictions(document: Mapping[str, Any], out_png: Path) -> None:
     """
     tasks = dict(list(document["tasks"].items())[:MOST_TASKS])
     num_rows = next(iter(tasks.values()))["rows"]
-    title = f"{document['recipe']}   ·   predictions of split {document['split']} after step {document['step']:,}"
-    facts = f"{num_rows:,} rows"
+    title = f"{title_of(document)}   ·   predictions of split {document['split']} after step {document['step']:,}"
+    facts = f"{document['recipe']}   ·   {num_rows:,} rows"
     if len(document["tasks"]) > MOST_TASKS:
         facts += f"   ·   the first {MOST_TASKS} of {len(document['tasks'])} labels"
-    with picture(out_png, 0.7 + 3.9 * len(tasks), title, facts) as figure:
-        panels = figure.subplots(len(tasks), 3, squeeze=False)
-        for (name, task), (calibration, gain, lift) in zip(tasks.items(), panels, strict=True):
+    with picture(out_png, 0.7 + 5 * len(tasks), title, facts) as figure:
+        rows = figure.subfigures(len(tasks), 1, squeeze=False)[:, 0]
+        for (name, task), row in zip(tasks.items(), rows, strict=True):
             head = "" if len(tasks) == 1 else f"{plain(shortened(name, 24))}: "
+            grid = row.add_gridspec(2, 3, height_ratios=(3, 1))
+            calibration = row.add_subplot(grid[0, 0])
             _draw_calibration(calibration, task, head)
-            _draw_gain(gain, task)
-            _draw_lift(lift, task)
+            _draw_scores(row.add_subplot(grid[1, 0], sharex=calibration), calibration, task)
+            _draw_gain(row.add_subplot(grid[:, 1]), task)
+            _draw_lift(row.add_subplot(grid[:, 2]), task)
 
 
 def _draw_calibration(axes: Any, task: Mapping[str, Any], head: str) -> None:
@@ -43,7 +44,8 @@ def _draw_calibration(axes: Any, task: Mapping[str, Any], head: str) -> None:
         _no(axes, "no row has a weight")
         return
     predictions, labels = (np.array([b[key] for b in bins]) for key in ("prediction", "label"))
-    low, high, is_log = _calibration_range(predictions, labels, task["mean_prediction"])
+    scores = task.get("scores") or {}  # of an earlier version: none
+    low, high, is_log = _calibration_range(predictions, labels, bool(scores.get("logarithmic")))
     if is_log:
         axes.set(xscale="log", yscale="log")
         for axis in (axes.xaxis, axes.yaxis):
@@ -75,12 +77,29 @@ def _draw_calibration(axes: Any, task: Mapping[str, Any], head: str) -> None:
             transform=axes.get_xaxis_transform(),
             label="no row labelled 1",
         )
-    axes.set(xlim=(low, high), ylim=(low, high), xlabel="mean prediction", ylabel="mean label")
+    axes.set(xlim=(low, high), ylim=(low, high), ylabel="mean label")
+    axes.tick_params(labelbottom=False)
     means = f"mean prediction {task['mean_prediction']:.4g}, label {task['mean_label']:.4g}"
-    # On the side of the diagonal that the points are not on.
-    is_above = task["mean_label"] > task["mean_prediction"]
-    place = "lower right" if is_above else "upper left"
-    axes.legend(loc=place, title=means, title_fontsize=9, alignment="left")
+    legend_above(axes, title=means)
+
+
+def _draw_scores(axes: Any, calibration: Any, task: Mapping[str, Any]) -> None:
+    """Draw how many rows have which prediction, below the calibration and with its axis of predictions."""
+    scores = task.get("scores")
+    if not scores:
+        axes.set_axis_off()
+        return
+    edges, weight = np.array(scores["edges"]), np.array(scores["weight"])
+    percent = 100 / weight.sum()
+    for part, color, label in (
+        (weight, TRAIN, "all rows"),
+        (np.array(scores["positives"]), TEST, "labelled 1"),
+    ):
+        axes.stairs(percent * part, edges, fill=True, color=color, alpha=0.75, label=label)
+    least, most = calibration.get_xlim()
+    calibration.set_xlim(min(least, edges[0]), max(most, edges[-1]))
+    axes.set(xlabel="prediction", ylabel="% of the rows")
+    legend_above(axes)
 
 
 def _wilson_interval(rates: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -92,12 +111,12 @@ def _wilson_interval(rates: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _calibration_range(
-    predictions: np.ndarray, labels: np.ndarray, mean: float
+    predictions: np.ndarray, labels: np.ndarray, are_logarithms: bool
 ) -> tuple[float, float, bool]:
-    """Return the range of both axes, and whether they are logarithmic: where rates are small and differ widely."""
+    """Return the range of both axes, and whether they are logarithmic: where predictions are, and a label is 1."""
     smallest, largest = predictions.min(), max(predictions.max(), labels.max())
     shown = labels[labels > 0]
-    if mean < LOG_BELOW and 0 < smallest * LOG_FROM <= largest and len(shown):
+    if are_logarithms and len(shown):
         return min(smallest, shown.min()) / 1.4, min(1.0, largest * 1.4), True
     low, high = min(smallest, labels.min()), largest
     margin = 0.06 * (high - low) or 0.05
@@ -126,7 +145,7 @@ def _draw_gain(axes: Any, task: Mapping[str, Any]) -> None:
         xlabel="% of the rows, highest scores first",
         ylabel="% of the rows labelled 1",
     )
-    axes.legend(loc="lower right")
+    legend_above(axes, columns=1, lines=3)
 
 
 def _draw_lift(axes: Any, task: Mapping[str, Any]) -> None:
@@ -136,17 +155,18 @@ def _draw_lift(axes: Any, task: Mapping[str, Any]) -> None:
     if gain is None:
         _no(axes, "undefined: no row is labelled 1")
         return
-    axes.plot(gain["rows_percent"], gain["lift"], color=TEST, linewidth=1.8)
-    axes.axhline(1, color=FAINT, linestyle=(0, (5, 3)), linewidth=1.3)
+    axes.plot(gain["rows_percent"], gain["lift"], color=TEST, linewidth=1.8, label="this model")
+    axes.axhline(1, color=FAINT, linestyle=(0, (5, 3)), linewidth=1.3, label="random order")
     _mark_percent(axes, gain, "lift", (1, 10, 50), "{:.2f}", below=False)
     axes.set(
         xscale="log",
         xlim=(0.09, 110),
-        ylim=(0, 1.12 * max(*gain["lift"], 1.2)),
+        ylim=(0, 1.2 * max(*gain["lift"], 1.2)),
         xlabel="% of the rows, highest scores first",
         ylabel="rate of 1 / rate in all rows",
     )
     axes.set_xticks((0.1, 1, 10, 100), ("0.1", "1", "10", "100"))
+    legend_above(axes, columns=1, lines=3)
 
 
 def _mark_percent(
@@ -164,7 +184,12 @@ def _mark_percent(
         value = gain[key][gain["rows_percent"].index(percent)]
         axes.plot(percent, value, "o", color=INK, markersize=4, zorder=4)
         axes.annotate(
-            form.format(value), (percent, value), offset, textcoords="offset points", size=8.5
+            form.format(value),
+            (percent, value),
+            offset,
+            textcoords="offset points",
+            size=8.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8},
         )
 
 

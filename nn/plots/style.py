@@ -1,49 +1,17 @@
-"""Look of all pictures of a run: colours, fonts, title, and a file that is complete or absent."""
+"""Title, legends and file of all pictures of a run; the file is written under a temporary name and renamed."""
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from configs.messages import printable, shortened
+from configs.palette import FAINT, INK, STYLE
 from dataloading.dataset.durable_files import replace_bytes
-
-INK = "#30343b"
-FAINT = "#8a919c"
-TRAIN = "#3b6fb6"
-TEST = "#d1603d"
-SPEED = "#3d8b6e"
-RATE = "#7a5ba6"
 
 WIDTH_INCHES = 12
 DOTS_PER_INCH = 130
-
-# matplotlib warns where the home directory cannot be written, and takes a temporary one.
-logging.getLogger("matplotlib").setLevel(logging.ERROR)
-
-# Any: matplotlib types its keys as a Literal of all their names.
-STYLE: dict[Any, Any] = {
-    "font.size": 9.5,
-    "text.color": INK,
-    "axes.edgecolor": "#c4c8ce",
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "grid.color": "#e9ebee",
-    "xtick.color": "#c4c8ce",
-    "ytick.color": "#c4c8ce",
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.framealpha": 0.75,
-    "legend.edgecolor": "none",
-    "legend.fontsize": 9,
-}
 
 
 @contextmanager
@@ -75,6 +43,39 @@ def picture(out_png: Path, height: float, title: str, facts: str) -> Iterator[An
         content = BytesIO()
         figure.savefig(content, format="png")
         replace_bytes(out_png, content.getvalue(), out_png.with_name(f".{out_png.name}.tmp"))
+
+
+def title_of(facts: Mapping[str, Any]) -> str:
+    """Return what a title begins with: the model and the data of a run, as far as its files name them."""
+    model = str(facts.get("model") or facts.get("recipe") or "run").rpartition(":")[2]
+    data = facts.get("data")
+    return model if data is None else f"{model} on {shortened(Path(str(data)).name, 40)}"
+
+
+def legend_above(axes: Any, columns: int = 2, title: str | None = None, lines: int = 1) -> None:
+    """Draw the legend between the title and the frame of a panel, where it hides no point; it has space for `lines` at least."""
+    handles, _ = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    legend = axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 1.0),
+        ncols=min(columns, len(handles)),
+        title=title,
+        title_fontsize=9,
+        alignment="left",
+        borderaxespad=0.1,
+        borderpad=0.2,
+        labelspacing=0.25,
+        columnspacing=1.2,
+        handlelength=1.5,
+    )
+    # Its width is not that of the panel, which the title keeps free above.
+    legend.set_in_layout(False)
+    lines = max(lines, -(-len(handles) // columns) + (title is not None))
+    pad = 6 + 13.5 * lines
+    for side in ("left", "right"):
+        axes.set_title(axes.get_title(loc=side), loc=side, pad=pad)
 
 
 def plain(text: str, longest: int = 40) -> str:

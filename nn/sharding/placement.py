@@ -109,7 +109,7 @@ class Channels:
 class RankTables:
     """A rank's tables and the settings of their all-to-alls, for any batch size.
 
-    `widths` are the columns of every vector in the model's order. `counts` gives, of a batch size and the level of the
+    `widths` are the columns of every vector in the model's order. `counts` gives, of a batch size and the doublings of the
     capacities, the ids of each feature before expansion, in the order of the batch; `expansions` the further ids of each id of
     features that this rank looks up. `scalars` and `touched` are for the update of `placement.owned`; `dtype` is that of
     embeddings and gradients in the all-to-all.

@@ -38,8 +38,8 @@ class DistinctRows:
     counts: Tensor
 
 
-class RowRoom:
-    """Room for the rows that a rank asks for.
+class RowCapacity:
+    """Capacity for the rows that a rank asks for.
 
     `limits` are the rows of each owner, [W], `firsts` the rows of all owners before each, and `total` those of all.
     """
@@ -58,9 +58,9 @@ class RequestKeys:
     """
 
     def __init__(
-        self, tables: RankTables, group: RequestedTables, batch_size: int, level: int
+        self, tables: RankTables, group: RequestedTables, batch_size: int, doublings: int
     ) -> None:
-        counts = tables.counts(batch_size, level)
+        counts = tables.counts(batch_size, doublings)
         device = tables.ranks.device
         features = features_of(group.shards, counts)
         sizes = {name: count.sent_size(batch_size) for name, count in counts.items()}
@@ -143,20 +143,24 @@ class RequestKeys:
         before = torch.cat([number.new_zeros(1), number]).index_select(0, edges)
         return DistinctRows(keys, order, number - 1, before[:-1], before[1:] - before[:-1])
 
-    def requests(self, rows: DistinctRows, room: RowRoom) -> tuple[Tensor, Tensor]:
+    def requests(self, rows: DistinctRows, capacity: RowCapacity) -> tuple[Tensor, Tensor]:
         """Return the rows to ask for, and the position of each key's row among them.
 
-        The former are row numbers on the owner, `NO_ID` behind the last one of each, [`room.total`]; the latter are of sorted
-        keys, [K], in ascending order, and `room.total` for a key without a row, or whose row has no room.
+        The former are row numbers on the owner, `NO_ID` behind the last one of each, [`capacity.total`]; the latter are of sorted
+        keys, [K], in ascending order, and `capacity.total` for a key without a row, or whose row does not fit.
         """
         owner = torch.bucketize(rows.keys, self.starts[1:-1], right=True)
         number = rows.number - rows.first_number.index_select(0, owner)
-        fits = (rows.keys < self._no_key) & (number < room.limits.index_select(0, owner))
-        position = torch.where(fits, number + room.firsts.index_select(0, owner), room.total)
-        asked = torch.full((room.total + 1,), NO_ID, dtype=rows.keys.dtype, device=rows.keys.device)
+        fits = (rows.keys < self._no_key) & (number < capacity.limits.index_select(0, owner))
+        position = torch.where(
+            fits, number + capacity.firsts.index_select(0, owner), capacity.total
+        )
+        asked = torch.full(
+            (capacity.total + 1,), NO_ID, dtype=rows.keys.dtype, device=rows.keys.device
+        )
         # Repetitions of a row write the same number.
         asked.scatter_(0, position, rows.keys - self.starts.index_select(0, owner))
-        return asked[: room.total], position
+        return asked[: capacity.total], position
 
     def with_row_positions(self, prepared: Tensor, position: Tensor, order: Tensor) -> Tensor:
         """Return prepared ids as the lookups read them: ids replaced by the positions of their rows, in `blocks`.

@@ -1,7 +1,8 @@
 """Lookup and update of row-wise tables by requests: a rank asks each owner for the distinct rows of its batch, once.
 
-The rows travel, and not the vectors of every sample; so do the sums of their gradients. The rank of the samples pools them. Room
-for the rows is fixed, so that no host reads how many there are before it sends; whether it sufficed is known one batch ahead.
+The rows travel, and not the vectors of every sample; so do the sums of their gradients. The rank of the samples pools them.
+The capacity for the rows is fixed, so that no host reads how many there are before it sends; one batch ahead it is known whether
+it sufficed.
 """
 
 from collections.abc import Sequence
@@ -18,16 +19,16 @@ from nn.embedding.local_tables import LocalTable, SlotRows, SortedIds, addition_
 from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
 from nn.sharding.placement import BLOCK, RankTables, RequestedTables
-from nn.sharding.request_keys import RequestKeys, RowRoom
+from nn.sharding.request_keys import RequestKeys, RowCapacity
 
-# K: ids of all lookups of a rank's samples, W: ranks, R: rows that a rank has room for, of all owners, D: columns
+# K: ids of all lookups of a rank's samples, W: ranks, R: rows that a rank has capacity for, of all owners, D: columns
 
 
 class RowRequests:
     """Row-wise tables of one width, for batches of one size.
 
-    `room` is the rows that a rank can ask of each owner; `in_tier` has this rank's tables in host memory, and the rows that all
-    ranks can ask of them.
+    `capacity` is the rows that a rank can ask of each owner; `in_tier` has this rank's tables in host memory, and the rows that
+    all ranks can ask of them.
     """
 
     def __init__(
@@ -35,15 +36,15 @@ class RowRequests:
         tables: RankTables,
         group: RequestedTables,
         keys: RequestKeys,
-        room: Sequence[int],
+        capacity: Sequence[int],
         batch_size: int,
     ) -> None:
         self._tables, self._group, self._keys = tables, group, keys
-        self._room, self._batch_size = list(room), batch_size
-        self._row_room = RowRoom(room, tables.ranks.device)
+        self._capacity, self._batch_size = list(capacity), batch_size
+        self._row_capacity = RowCapacity(capacity, tables.ranks.device)
         ranks = tables.ranks
         self._channels = tables.channels
-        here = self._room[ranks.rank]
+        here = self._capacity[ranks.rank]
         self._from_each = [here] * ranks.world_size
         count = here * ranks.world_size
         self._owned = [
@@ -69,7 +70,7 @@ class RowRequests:
         # The rows of one memory, if there are several.
         self._sent_part = torch.empty_like(self._sent) if len(self._owned) > 1 else None
         self._received = torch.empty(
-            sum(self._room), columns, dtype=tables.dtype, device=ranks.device
+            sum(self._capacity), columns, dtype=tables.dtype, device=ranks.device
         )
         self._local = self._bags(self._received)
 
@@ -90,18 +91,18 @@ class RowRequests:
         """Ask for the rows of a batch.
 
         Returns the ids, the rows that are asked of the tables `in_tier`, and whether any owner is asked for more rows than
-        there is room for, bool [1]: the lookup is then not valid.
+        fit, bool [1]: the lookup is then not valid.
         """
         keys = self._keys
         prepared = keys.prepare(ids, num_valid)
         rows = keys.distinct(prepared)
-        asked, position = keys.requests(rows, self._row_room)
+        asked, position = keys.requests(rows, self._row_capacity)
         arrived = asked.new_empty(sum(self._from_each))
         dist.all_to_all_single(
-            arrived, asked, self._from_each, self._room, group=self._channels.ids
+            arrived, asked, self._from_each, self._capacity, group=self._channels.ids
         )
         local = keys.with_row_positions(prepared, position, rows.order)
-        lacks_room = (rows.counts > self._row_room.limits).any().view(1)
+        overflows = (rows.counts > self._row_capacity.limits).any().view(1)
         on_device, in_tier = arrived.new_empty(0), []
         for bags, of_memory in zip(self._owned, self._split(arrived), strict=True):
             if bags.tables[0].slots is None:
@@ -109,7 +110,7 @@ class RowRequests:
             else:
                 in_tier.append(of_memory)
         requested = RequestedIds(local, position.to(arrived.dtype), rows.order, on_device)
-        return requested, in_tier, lacks_room
+        return requested, in_tier, overflows
 
     def _asked(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[Tensor]:
         """Return what is asked of each of `_owned`: rows, or their slots."""
@@ -132,7 +133,11 @@ class RowRequests:
             bags.look_up(asked, self._sent_part)
             self._sent.add_(self._sent_part)
         dist.all_to_all_single(
-            self._received, self._sent, self._room, self._from_each, group=self._channels.embeddings
+            self._received,
+            self._sent,
+            self._capacity,
+            self._from_each,
+            group=self._channels.embeddings,
         )
         self._local.look_up(ids.local, out)
 
@@ -143,7 +148,7 @@ class RowRequests:
         return [bags.sort(rows) for bags, rows in zip(self._owned, asked, strict=True)], own
 
     def send_back(self, ids: SortedIds, gradients: Tensor) -> Tensor:
-        """Add up the gradients of each row on this rank, and send the sums to the owners: [W * room here, D].
+        """Add up the gradients of each row on this rank, and send the sums to the owners: [W * capacity here, D].
 
         `ids` are the second of `sort`, and `gradients` [B, columns of all lookups] those of this rank's embeddings.
         """
@@ -154,7 +159,7 @@ class RowRequests:
             returned,
             self._row_sums.to(self._tables.dtype),
             self._from_each,
-            self._room,
+            self._capacity,
             group=self._channels.embeddings,
         )
         return returned

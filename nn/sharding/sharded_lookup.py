@@ -20,7 +20,7 @@ from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.id_all_to_all import IdAllToAll
-from nn.sharding.local_ids import LocalIds, Room
+from nn.sharding.local_ids import Capacity, LocalIds
 from nn.sharding.placement import RankTables
 from nn.sharding.request_keys import RequestKeys
 from nn.sharding.row_requests import RowRequests
@@ -30,7 +30,7 @@ from nn.tiers.stager import Need
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
 
-NO_REQUESTS = Room()
+NO_REQUESTS = Capacity()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ShardedLookup:
         self,
         tables: RankTables,
         batch_size: int,
-        room: Room = NO_REQUESTS,
+        capacity: Capacity = NO_REQUESTS,
         *,
         replicated_gradients: Sequence[Tensor],
         prefix_columns: int,
@@ -75,8 +75,8 @@ class ShardedLookup:
         num_samples = batch_size * ranks.world_size
         self._ranks, self._channel, self._tier = ranks, tables.channels.embeddings, tables.tier
         self._id_channel = tables.channels.ids
-        self._room = room
-        counts = tables.counts(batch_size, room.level)
+        self._capacity = capacity
+        counts = tables.counts(batch_size, capacity.doublings)
         self._exchange = IdAllToAll(
             [features_of(shards, counts) for shards in placement.owned_by_rank],
             features_of(placement.replicated, counts),
@@ -94,9 +94,13 @@ class ShardedLookup:
         )
         self._requests = [
             RowRequests(
-                tables, group, RequestKeys(tables, group, batch_size, room.level), rows, batch_size
+                tables,
+                group,
+                RequestKeys(tables, group, batch_size, capacity.doublings),
+                rows,
+                batch_size,
             )
-            for group, rows in zip(placement.requested, room.requests, strict=True)
+            for group, rows in zip(placement.requested, capacity.requests, strict=True)
         ]
         in_tier = [entry for requests in self._requests for entry in requests.in_tier]
         self._slots = SlotIds(placement.owned, self._prepare_owned.blocks, ranks.device, in_tier)
@@ -155,26 +159,26 @@ class ShardedLookup:
 
         Ids are in the order of the features, each [B, hotness]. With `num_valid`, the valid rows of a global batch, the padding
         rows behind them get the ids of the first row: so the lookup, and the update with their zero gradients, touch no row
-        that the batch does not use. Returns the ids, and whether any rank has more than there is room for, int32 [1]; None if
+        that the batch does not use. Returns the ids, and whether any rank has more than fit, int32 [1]; None if
         it cannot have.
         """
         owned, replicated = self._exchange(ids)
         if num_valid is not None:
             self._prepare_owned.repeat_first_row(owned, num_valid)
         sent = [requests.send(ids, num_valid) for requests in self._requests]
-        lacks_room = None
+        overflows = None
         if sent:
-            lacks_room = torch.stack([lacking for _, _, lacking in sent]).any(0).int()
-            dist.all_reduce(lacks_room, dist.ReduceOp.MAX, group=self._id_channel)
+            overflows = torch.stack([lacking for _, _, lacking in sent]).any(0).int()
+            dist.all_reduce(overflows, dist.ReduceOp.MAX, group=self._id_channel)
         local = LocalIds(
             self._slots(
                 self._prepare_owned(owned), [rows for _, in_tier, _ in sent for rows in in_tier]
             ),
             self._prepare_replicated(replicated),
             tuple(requested for requested, _, _ in sent),
-            self._room,
+            self._capacity,
         )
-        return local, lacks_room
+        return local, overflows
 
     def hold_rows(self, ids: LocalIds, need: Need | None = None) -> Hold | None:
         """Turn the ids of tables in host memory into slots, in place, and fetch their rows; nothing is captured here.

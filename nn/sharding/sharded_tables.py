@@ -185,7 +185,7 @@ class ShardedTables:
 
     def prepare_update(self, step: int, lr: float) -> None:
         """Set learning rate and step count of the next update, which the pass reads; `step` updates were made so far."""
-        self.scalars.stage(step, lr)
+        self.scalars.write(step, lr)
         if self._replicas_optimizer is not None:
             self._replicas_optimizer.prepare(step, lr)
 

@@ -21,12 +21,12 @@ ROWS_CUT = (ShardingType.row_wise.value, ShardingType.table_row_wise.value)
 class HostTable:
     """A table whose rows lie in host memory or on disk.
 
-    `cache` is the fraction of a shard's rows for which a rank has room on its device, `window` the distinct rows that the live
+    `cache` is the fraction of a shard's rows for which a rank has room on its device, `live_rows` the distinct rows that the live
     batches may look up, at most those of a shard.
     """
 
     cache: float
-    window: int
+    live_rows: int
     is_on_disk: bool = False
 
     def slots(self, rows: int) -> int:

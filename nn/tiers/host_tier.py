@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class TieredShard:
     """A shard of a table whose rows lie in host memory.
 
-    The arena has room for `slots` of its rows; the live batches may need `window` distinct ones. `is_on_disk` says that host
+    The arena has room for `slots` of its rows; the live batches may need `live_rows` distinct ones. `is_on_disk` says that host
     memory holds a part of the rows only.
     """
 
@@ -45,7 +45,7 @@ class TieredShard:
     width: int
     dtype: torch.dtype
     slots: int
-    window: int
+    live_rows: int
     first_row: int = 0
     is_on_disk: bool = False
 
@@ -430,7 +430,7 @@ def _group_of(
     Host memory has room for `places` rows of tables on disk.
     """
     slots = [shard.slots for shard in members]
-    needed = sum(min(shard.window, shard.rows) for shard in members)
+    needed = sum(min(shard.live_rows, shard.rows) for shard in members)
     assert needed <= sum(slots), "the planner refuses smaller arenas"
     rows = [shard.rows for shard in members]
     slot_map = SlotMap(rows, slots, max(needed, ring_slots(sum(slots))), device)
@@ -448,7 +448,7 @@ def _group_of(
 
 
 def ring_slots(slots: int) -> int:
-    """Return the slots of an arena whose rows change, if the window needs no more: a quarter.
+    """Return the slots of an arena whose rows change, if the live batches need no more: a quarter.
 
     The others keep the first rows of their tables, which are the most frequent ones.
     """

@@ -187,6 +187,8 @@ def described_predictions(config: Config, evaluator: Evaluator, step: int) -> di
         return {}
     return {
         "recipe": config.recipe,
+        "model": config.model.name,
+        "data": config.data.path,
         "split": config.eval.split,
         "step": step,
         "tasks": evaluator.predictions,

@@ -1,6 +1,5 @@
 """report.png: numerical features with their distribution, categorical ones with values kept per frequency limit."""
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,27 +10,17 @@ from typing import Any
 import numpy as np
 
 from configs.messages import printable, shortened
+from configs.palette import FAINT, INK, STYLE, TRAIN
 from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, SplitSummary
 from preproc.report.distributions import Distribution
 
-# matplotlib warns where the home directory cannot be written, and takes a temporary one.
-logging.getLogger("matplotlib").setLevel(logging.ERROR)
-
-INK, FAINT, GREY, BLUE, LIGHT_BLUE = "#20242b", "#69717d", "#8a94a3", "#2563a8", "#c3d7ee"
-# Any: matplotlib types its keys as a Literal of all their names.
-STYLE: dict[Any, Any] = {
+LIGHT_BLUE = "#c9d8ec"
+DENSE_STYLE = STYLE | {
     "font.size": 8.5,
-    "text.color": INK,
-    "axes.edgecolor": "#c4c8ce",
     "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    "axes.grid": False,
     "axes.spines.left": False,
-    "xtick.color": "#c4c8ce",
-    "xtick.labelcolor": INK,
     "ytick.left": False,
-    "ytick.labelcolor": INK,
 }
 MOST_ROWS = 100
 """Features of a kind that are drawn; report.json has all."""
@@ -75,7 +64,7 @@ def draw(path: Path, columns: Columns, facts: ReportFacts) -> None:
     heights = [BLOCK_INCHES + LINE_INCHES * max(len(shown), 2) for shown, _ in blocks]
     left_out = len(columns) - sum(len(shown) for shown, _ in blocks)
     head = _head_lines(facts, left_out)
-    with rc_context(STYLE):
+    with rc_context(DENSE_STYLE):
         head_inches = TITLE_INCHES + 0.2 * len(head)
         height = head_inches + sum(heights)
         figure = Figure(figsize=(13.5, height), dpi=110)
@@ -152,7 +141,7 @@ def _numbers(found: Distribution) -> list[float]:
 def _draw_shape(axes: Any, y: int, found: Distribution) -> None:
     """Draw a histogram in the line of a feature, with its ends beside it."""
     if found.high == found.low:
-        axes.plot((0.5, 0.5), (y + 0.38, y - 0.38), color=BLUE, linewidth=3)
+        axes.plot((0.5, 0.5), (y + 0.38, y - 0.38), color=TRAIN, linewidth=3)
         is_constant = found.quantiles[0] == found.quantiles[-1]
         text = f"{'always' if is_constant else '1 % to 99 %:'} {found.low:.4g}"
         _cell(axes, 0.56, y, text, size=7.5)
@@ -160,7 +149,7 @@ def _draw_shape(axes: Any, y: int, found: Distribution) -> None:
     heights = np.repeat(np.array(found.counts) / max(found.counts), 2)
     x = np.linspace(0, 1, len(found.counts) + 1).repeat(2)[1:-1]
     axes.plot((0, 1), (y + 0.4, y + 0.4), color=LIGHT_BLUE, linewidth=0.8)
-    axes.fill_between(x, y + 0.4, y + 0.4 - 0.8 * heights, color=BLUE, alpha=0.75, linewidth=0)
+    axes.fill_between(x, y + 0.4, y + 0.4 - 0.8 * heights, color=TRAIN, alpha=0.75, linewidth=0)
     for place, value, side in ((-0.02, found.low, "right"), (1.02, found.high, "left")):
         _cell(axes, place, y, f"{value:.4g}", ha=side, size=7.5, color=FAINT)
 
@@ -179,7 +168,7 @@ def _draw_categorical(figure: Any, columns: Columns, facts: ReportFacts) -> None
 
 def _draw_missing(axes: Any, columns: Columns) -> None:
     parts = [100 * column.missing for column in columns.values()]
-    axes.barh(range(len(parts)), parts, color=GREY, height=0.7)
+    axes.barh(range(len(parts)), parts, color=FAINT, height=0.7)
     for y, part in enumerate(parts):
         text = "0" if not part else f"{part:.1f}" if part >= 0.1 else "< 0.1"
         _cell(axes, part + 1, y, text, size=7.5, color=INK if part else FAINT)
@@ -189,24 +178,22 @@ def _draw_missing(axes: Any, columns: Columns) -> None:
 
 
 def _draw_sizes(axes: Any, columns: Columns, frequency_limit: int) -> None:
-    most = 10.0
     for y, column in enumerate(columns.values()):
         if column.distinct is None or column.kept is None:
             continue
-        most = max(most, column.distinct)
-        axes.barh(y, max(column.distinct, 1), color=LIGHT_BLUE, height=0.7)
-        axes.barh(y, max(column.kept, 1), color=BLUE, height=0.7)
+        share = 100 * column.kept / max(column.distinct, 1)
+        axes.barh(y, 100, color=LIGHT_BLUE, height=0.7)
+        axes.barh(y, share, color=TRAIN, height=0.7)
         text = _short(column.kept)
         if column.kept != column.distinct:
-            text += f" of {_short(column.distinct)}"
-        _cell(axes, 1.2 * max(column.distinct, 1), y, text, size=7.5)
-    # Space for the text after the longest bar.
+            text += f" of {_short(column.distinct)}, {share:.2g} %"
+        _cell(axes, 102, y, text, size=7.5)
+    # Space for the text after the bars.
     axes.set(
-        title=f"values that are kept (dark) of those seen, limit {frequency_limit}",
-        xscale="log",
-        xlim=(0.8, most**1.35),
+        title=f"values kept, % of those seen, limit {frequency_limit}",
+        xlim=(0, 170),
+        xticks=(0, 25, 50, 75, 100),
     )
-    axes.minorticks_off()
 
 
 def _draw_coverage(figure: Any, axes: Any, columns: Columns, frequency_limit: int) -> None:

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.palette import COLORS
 from serving.client.results import LoadResult
 
+FEWEST_OF_P99 = 1000
+"""Requests of which a hundredth tells the 99th percentile; of fewer ones the point is hollow."""
 NEAREST = 0.09
 """Least distance of two ticks, as a share of their axis."""
 FEWEST_TICKS = 3
@@ -44,6 +47,8 @@ def draw(results: Sequence[LoadResult], title: str, facts: str, path: Path) -> N
     rows = [_row([r for r in results if r.rate is None], "concurrency")]
     rows.append(_row([r for r in results if r.rate is not None], "rate"))
     rows = [row for row in rows if row.results]
+    counts = sorted(result.requests for result in results)
+    facts += f"   ·   {counts[0]:,} to {counts[-1]:,} requests per load"
     with picture(path, 0.9 + 3.7 * len(rows), title, facts) as figure:
         panels = figure.subplots(len(rows), 2, squeeze=False)
         for row, (latency, speed) in zip(rows, panels, strict=True):
@@ -60,25 +65,50 @@ def _row(results: Sequence[LoadResult], load: str) -> _Row:
 
 
 def _draw_row(row: _Row, latency: Any, speed: Any) -> None:
+    from nn.plots.style import legend_above
+
     lines = list(dict.fromkeys(getattr(result, row.line) for result in row.results))
-    for value in lines:
+    for number, value in enumerate(lines):
+        color = COLORS[number % len(COLORS)]
         found = [result for result in row.results if getattr(result, row.line) == value]
         found.sort(key=lambda result: getattr(result, row.over))
         places = [getattr(result, row.over) for result in found]
-        label = f"{value:,g}"
-        (drawn,) = latency.plot(places, [r.p99_ms for r in found], marker="o", label=label)
-        style = {"marker": ".", "linestyle": ":", "color": drawn.get_color()}
-        latency.plot(places, [r.p50_ms for r in found], **style)
-        speed.plot(places, [r.rows_per_s for r in found], marker="o", label=label)
+        latency.plot(
+            places, [r.p99_ms for r in found], color=color, label=f"{value:,g} {NAMES[row.line]}"
+        )
+        latency.plot(places, [r.p50_ms for r in found], color=color, marker=".", linestyle=":")
+        speed.plot(places, [r.rows_per_s for r in found], color=color, marker="o")
+        for result, place in zip(found, places, strict=True):
+            is_known = result.requests >= FEWEST_OF_P99
+            face = color if is_known else "white"
+            latency.plot(place, result.p99_ms, "o", color=color, markerfacecolor=face, zorder=4)
+            for axes, shown in (
+                (latency, f"{result.p99_ms:.3g}"),
+                (speed, _number(round(result.rows_per_s))),
+            ):
+                height = result.p99_ms if axes is latency else result.rows_per_s
+                axes.annotate(
+                    shown,
+                    (place, height),
+                    (0, 7),
+                    textcoords="offset points",
+                    ha="center",
+                    size=8.5,
+                    color=color,
+                )
     places = sorted({getattr(result, row.over) for result in row.results})
-    latency.set(title="Latency: p99, p50 dotted", ylabel="ms")
-    speed.set(title="Throughput", ylabel="rows/s")
+    few = any(result.requests < FEWEST_OF_P99 for result in row.results)
+    hollow = f"; hollow: of fewer than {FEWEST_OF_P99:,} requests" if few else ""
+    latency.set(title=f"latency: p99{hollow}; p50 dotted", ylabel="ms")
+    speed.set(
+        title="throughput", ylabel="rows/s", ylim=(0, 1.15 * max(r.rows_per_s for r in row.results))
+    )
+    speed.yaxis.set_major_formatter("{x:,.0f}")
     _set_log(latency.yaxis, [v for r in row.results for v in (r.p50_ms, r.p99_ms)])
-    _set_log(speed.yaxis, [result.rows_per_s for result in row.results])
     for axes in (latency, speed):
         axes.set_xlabel(NAMES[row.over])
         _set_log(axes.xaxis, places, at=places)
-        axes.legend(title=NAMES[row.line])
+    legend_above(latency, columns=3)
 
 
 def _set_log(axis: Any, values: Sequence[float], at: Sequence[float] | None = None) -> None:

@@ -17,37 +17,25 @@ from configs.messages import require_onnx
 from configs.schema import Config
 from configs.serving_schema import Device
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.checkpoint.compatibility import AVERAGE
-from nn.checkpoint.tensor_index import TensorIndex
+from nn.checkpoint.saved import SavedModel
 from nn.models.model import Model
 from nn.models.registry import build_dense
 from serving.manifest import AOTI, DENSE, MOST_ROWS, ONNX
 
-WEIGHT = "dense."
 EXAMPLE_ROWS = 3
 """torch.export makes a constant of a dimension of 0 or 1."""
 Forward = Callable[[Tensor, Tensor], Tensor]
 """Maps numericals [B, N] and embeddings [B, columns] to logits."""
 
 
-def load_dense(config: Config, spec: FeatureSpec, index: TensorIndex) -> Model:
+def load_dense(config: Config, spec: FeatureSpec, saved: SavedModel) -> Model:
     """Return the dense component with the weights that an evaluation uses: their average, if the run has one.
 
     Raises:
         ValueError: the checkpoint has other weights than the model.
     """
     dense = build_dense(config.model, spec)
-    wanted = dense.state_dict()
-    state: dict[str, Tensor] = {}
-    for name, value in wanted.items():
-        tensor = index.tensors.get(f"{AVERAGE}{name}") or index.tensors.get(f"{WEIGHT}{name}")
-        if tensor is None or tensor.size != tuple(value.shape):
-            got = None if tensor is None else list(tensor.size)
-            raise ValueError(
-                f"the checkpoint has {got or 'nothing'} for the weight {name}, and the model wants {list(value.shape)}"
-            )
-        state[name] = torch.from_numpy(tensor.array())
-    dense.load_state_dict(state)
+    saved.fill({f"dense.{name}": value for name, value in dense.state_dict().items()})
     return dense.eval().requires_grad_(False)
 
 

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from configs.command_line import project_version
-from configs.messages import require_onnx, shown
-from configs.schema import Config, open_sections
+from configs.messages import require_onnx
+from configs.schema import Config
 from configs.serving_schema import Device, ModelExportConfig
 from dataloading.dataset.durable_files import (
     clear_leftovers,
@@ -23,12 +21,12 @@ from dataloading.dataset.durable_files import (
 )
 from dataloading.dataset.source import Source
 from nn.build import open_source, stored_key_maps
-from nn.checkpoint.directory import read_facts
-from nn.checkpoint.tensor_index import TensorIndex, UnreadableError, read_index
+from nn.checkpoint.saved import SavedModel
 from nn.deltas.delta import CHAIN
 from nn.embedding.declared_tables import embedding_columns
-from nn.models.registry import declared_tables, typed_config
+from nn.models.registry import declared_tables
 from nn.models.tasks import Task, tasks_of_run
+from nn.saved_config import config_of
 from serving.exporting.dense import (
     Forward,
     check_aoti,
@@ -74,9 +72,7 @@ if TYPE_CHECKING:
 class Trained:
     """A checkpoint with what its run was."""
 
-    path: Path
-    index: TensorIndex
-    facts: dict[str, Any]
+    saved: SavedModel
     config: Config
     source: Source
     tables: "list[EmbeddingBagConfig]"
@@ -118,12 +114,9 @@ def open_trained(path: Path, data: str | None) -> Trained:
     Raises:
         ValueError: it is no checkpoint of a run, the dataset has other features, or the run expands ids.
     """
+    saved = SavedModel.open(path, "checkpoint")
     try:
-        facts = read_facts(path)
-        index = read_index(path)
-        config = config_of(facts)
-    except UnreadableError:
-        raise
+        config = config_of(saved.facts)
     except ValueError as error:
         raise ValueError(
             f"checkpoint={path} is no checkpoint of a run ({error}); name a step_N directory in a run's checkpoints/"
@@ -136,42 +129,23 @@ def open_trained(path: Path, data: str | None) -> Trained:
         )
     source = open_source(config)
     spec = source.spec
-    if spec.fingerprint() != facts["feature_spec"]:
+    if spec.fingerprint() != saved.facts["feature_spec"]:
         raise ValueError(
             f"data_path={config.data.path} has other features than the dataset that the run was trained on; set data_path=DIR to "
             "one with the same"
         )
     tables = declared_tables(config.model, spec)
-    return Trained(path, index, facts, config, source, tables, tasks_of_run(config, spec))
-
-
-def config_of(facts: dict[str, Any]) -> Config:
-    """Return the options of a run from its run.json.
-
-    Raises:
-        ValueError: there are none, or they are not those of this version.
-    """
-    if "config" not in facts:
-        raise ValueError("it has no options of a run")
-    node = OmegaConf.structured(Config)
-    for section in open_sections(Config):
-        OmegaConf.set_struct(node[section], False)
-    try:
-        return typed_config(OmegaConf.merge(node, facts["config"]))  # type: ignore[arg-type]
-    except OmegaConfBaseException as error:
-        raise ValueError(
-            f"its options are not those of this version: {shown(str(error))}"
-        ) from None
+    return Trained(saved, config, source, tables, tasks_of_run(config, spec))
 
 
 def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Manifest:
     """Write and prove a model directory."""
     spec, dtype = trained.source.spec, options.dtype.name
-    maps = stored_key_maps(trained.config, spec, trained.index)
+    maps = stored_key_maps(trained.config, spec, trained.saved.index)
     batches = proof_batches(trained.source, options.split, options.rows, maps)
     numbers = looked_up_rows(trained.tables, batches)
     columns = embedding_columns(trained.tables, spec)
-    dense = load_dense(trained.config, spec, trained.index)
+    dense = load_dense(trained.config, spec, trained.saved)
     tables = [
         Table(
             table.name,
@@ -182,7 +156,7 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
         )
         for table in trained.tables
     ]
-    rows = write_tables(directory, tables, trained.index, dtype, numbers)
+    rows = write_tables(directory, tables, trained.saved.index, dtype, numbers)
     export_dense(directory, dense, len(spec.numerical), columns)
     if options.onnx:
         export_onnx(directory, dense, len(spec.numerical), columns)
@@ -194,7 +168,7 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
     }
     raw = None
     if options.fitted is not None:
-        raw = write_raw_values(directory, options.fitted, spec, trained.facts)
+        raw = write_raw_values(directory, options.fitted, spec, trained.saved.facts)
     manifest = _manifest(trained, options, tables, raw, files)
     path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks)
     _write_manifest(directory, manifest)
@@ -234,7 +208,7 @@ def _manifest(
     raw: dict[str, Any] | None,
     keys: dict[str, KeyFile],
 ) -> Manifest:
-    spec, config = trained.source.spec, trained.config
+    spec, config, facts = trained.source.spec, trained.config, trained.saved.facts
     return Manifest(
         name=options.name or config.model.name.rpartition(":")[2],
         model=config.model.name,
@@ -247,11 +221,11 @@ def _manifest(
         keys={f.name: keys[f.table or f.name] for f in spec.categorical if f.is_dynamic},
         raw=raw,
         source={
-            "checkpoint": trained.path.name,
-            "step": trained.facts["num_steps"],
+            "checkpoint": trained.saved.path.name,
+            "step": facts["num_steps"],
             "seed": config.seed,
-            "feature_spec": trained.facts["feature_spec"],
-            **{n: trained.facts[n] for n in (CHAIN, VOCABULARIES) if trained.facts.get(n)},
+            "feature_spec": facts["feature_spec"],
+            **{n: facts[n] for n in (CHAIN, VOCABULARIES) if facts.get(n)},
             "recipe": project_version(),
             "torch": torch.__version__,
         },

@@ -44,7 +44,7 @@ def of_day(command: str, day: int) -> list[str]:
 def test_the_page_lives_through_its_days(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_ratings(tmp_path / "ml-latest-small")
-    days, first, other, *_ = re.findall(r"^```\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    other, days, first, *_ = re.findall(r"^```\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
     subprocess.run(["bash", "-e", "-c", days], cwd=tmp_path, check=True)
     commands = [line.strip() for line in other.splitlines() if line.startswith("  ")]
     for day in range(2):

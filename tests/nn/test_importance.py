@@ -162,7 +162,12 @@ def test_the_command_finds_the_feature_that_labels_depend_on(tmp_path):
     trained = run_command(*options, f"run_dir={tmp_path / 'run'}")
     assert trained.exit_code == 0, trained.err
     (last,) = sorted((tmp_path / "run/checkpoints").glob("step_*"))[-1:]
-    more = ["mode=importance", f"checkpoint.restore={last}", "eval.importance_repeats=2"]
+    more = [
+        "mode=importance",
+        f"checkpoint.restore={last}",
+        "eval.importance_repeats=2",
+        "log.pictures=true",
+    ]
     ended = run_command(*options, *more, f"run_dir={tmp_path / 'one'}")
     assert ended.exit_code == 0, ended.err
     found = json.loads((tmp_path / "one/importance.json").read_text())
@@ -170,6 +175,7 @@ def test_the_command_finds_the_feature_that_labels_depend_on(tmp_path):
     assert found["features"]["user"]["auc"]["mean"] < -0.05
     assert found["features"]["user"]["log_loss"]["mean"] > 0
     assert abs(found["features"]["item"]["auc"]["mean"]) < 0.05
+    assert (tmp_path / "one/importance.png").read_bytes().startswith(b"\x89PNG")
     lines = list(csv.reader((tmp_path / "one/importance.csv").open()))
     assert lines[0] == [
         "feature",

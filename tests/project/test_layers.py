@@ -35,10 +35,10 @@ LAYERS = {
     "dcnv2": {"configs", "main"},
     "benchmarks": {"configs", "dataloading", "nn", "serving", "sweep", "main"},
 }
-# What a room may import beyond that of its package: Python's view of a run takes raw values too.
+# What a subpackage may import beyond that of its package: Python's view of a run takes raw values too.
 FURTHER = {"nn.library": {"preproc"}}
-# What each room of `nn` and `preproc` may import of its own package: a folder, or a module beside the folders.
-ROOMS = {
+# What each subpackage of `nn` and `preproc` may import of its own package: a folder, or a module beside the folders.
+SUBPACKAGES = {
     "dataloading.dataset": {"dataloading.gather"},
     "dataloading.gather": set(),
     "dataloading.keys": {"dataloading.dataset", "dataloading.keys.kernels"},
@@ -97,7 +97,7 @@ ROOMS = {
     "nn.checkpoint": {"nn.distributed", "nn.ops"},
     "nn.loggers": set(),
     "nn.observers": {"nn.distributed", "nn.models"},
-    "nn.plots": set(),
+    "nn.plots": {"nn.models"},
     "nn.observability": {
         "nn.distributed",
         "nn.loggers",
@@ -225,6 +225,7 @@ ROOMS = {
         "nn.observability",
         "nn.observers",
         "nn.planning",
+        "nn.plots",
         "nn.resume",
         "nn.session",
         "nn.stages",
@@ -349,7 +350,7 @@ ROOMS = {
         "preproc.work_directory",
     },
 }
-MOST_MODULES = 18
+MOST_MODULES = 20
 KNOWS_RANKS = {
     "nn.distributed.process_group",
     "nn.planning.balance",
@@ -515,7 +516,7 @@ def test_no_module_imports_itself_by_a_detour():
         pytest.fail(f"cycle: {' -> '.join(error.args[1])}")
 
 
-def room_of(module: str) -> str:
+def subpackage_of(module: str) -> str:
     """The folder of a module, or the module itself where it lies in no folder of its package."""
     package = module.split(".")[0]
     parent = module if has_modules(module) else module.rpartition(".")[0]
@@ -528,30 +529,30 @@ def has_modules(name: str) -> bool:
 
 
 @cache
-def rooms_imported(lazy: bool) -> dict[str, set[str]]:
-    """Room -> other rooms of its package that its modules import."""
-    arrows = {room: set() for room in ROOMS}
+def subpackages_imported(lazy: bool) -> dict[str, set[str]]:
+    """Subpackage -> other subpackages of its package that its modules import."""
+    arrows = {subpackage: set() for subpackage in SUBPACKAGES}
     for name in sources():
         package = name.split(".")[0]
         if package not in ("dataloading", "nn", "preproc", "serving") or name == package:
             continue
         targets = {each for each in ours(name, lazy) if is_below(each, package)} - {package}
-        arrows.setdefault(room_of(name), set()).update(map(room_of, targets))
-    return {room: found - {room} for room, found in arrows.items()}
+        arrows.setdefault(subpackage_of(name), set()).update(map(subpackage_of, targets))
+    return {subpackage: found - {subpackage} for subpackage, found in arrows.items()}
 
 
-def test_every_room_is_in_the_table():
-    assert set(rooms_imported(lazy=True)) == set(ROOMS)
+def test_every_subpackage_is_in_the_table():
+    assert set(subpackages_imported(lazy=True)) == set(SUBPACKAGES)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_the_rooms_that_the_table_allows(room):
-    assert rooms_imported(lazy=True)[room] <= ROOMS[room]
+@pytest.mark.parametrize("subpackage", SUBPACKAGES)
+def test_a_subpackage_imports_only_those_that_the_table_allows(subpackage):
+    assert subpackages_imported(lazy=True)[subpackage] <= SUBPACKAGES[subpackage]
 
 
-def test_rooms_import_one_way():
+def test_subpackages_import_one_way():
     try:
-        TopologicalSorter(ROOMS).prepare()
+        TopologicalSorter(SUBPACKAGES).prepare()
     except CycleError as error:
         pytest.fail(f"cycle: {' -> '.join(error.args[1])}")
 

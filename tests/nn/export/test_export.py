@@ -183,7 +183,7 @@ def test_invalid_tables_of_the_tf2_recipe_are_named(saved, tmp_path, kind, text)
         ([], "no checkpoint: set checkpoint=DIR"),
         (
             ["checkpoint=nowhere", "output=out"],
-            "checkpoint=nowhere is not a checkpoint (there is no tensors.json in nowhere); name a step_N "
+            "checkpoint=nowhere is not a checkpoint (there is no run.json in it); name a step_N "
             "directory in a run's checkpoints/",
         ),
         (["checkpoint={saved}", "output=out", "tables=[cat_9]"], "has no table cat_9, only cat_0,"),

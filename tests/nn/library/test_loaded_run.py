@@ -209,7 +209,7 @@ def replace_in(run: Path, name: str, old: str, new: str) -> None:
 BAD_RUNS = {
     "no checkpoint": (without_checkpoints, "has no complete checkpoint"),
     "damaged": (damaged, "has changed since it was written"),
-    "another model": (of_another_model, "is of another model than the run's model.json"),
+    "another model": (of_another_model, "is of another model than its run's options name"),
     "no description": (lambda run: (run / "model.json").unlink(), "model.json: no such file"),
     "code in the configuration": (
         lambda run: replace_in(run, "config.yaml", "name: dlrm", "name: 'antigravity:Model'"),

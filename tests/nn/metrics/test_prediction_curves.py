@@ -61,6 +61,18 @@ def test_calibration_is_that_of_scikit_learn(drawn):
     assert [b["label"] for b in bins] == pytest.approx(rates, rel=0.05)
 
 
+@pytest.mark.parametrize("shift", [0.0, -6.0])
+def test_the_histogram_is_that_of_the_predictions(drawn, shift):
+    logits, labels = drawn[0] + shift, drawn[1]
+    scores = described(logits, labels)["scores"]
+    assert scores["logarithmic"] == (shift < 0)
+    for part, rows in (("weight", logits), ("positives", logits[labels])):
+        wanted, _ = np.histogram(rows.double().sigmoid().numpy(), scores["edges"])
+        # A bucket of rows, a thousandth of them, is not parted at an edge.
+        assert np.abs(np.cumsum(scores[part]) - np.cumsum(wanted)).max() < 5 * ROWS / NUM_BUCKETS
+    assert sum(scores["weight"]) == ROWS
+
+
 def test_gain_is_that_of_sorted_rows(drawn):
     logits, labels = drawn
     gain = described(*drawn)["gain"]
@@ -106,5 +118,6 @@ def test_without_rows_nothing_is_defined():
         "mean_label": None,
         "calibration_error": None,
         "calibration": [],
+        "scores": None,
         "gain": None,
     }

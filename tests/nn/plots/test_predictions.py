@@ -14,7 +14,8 @@ def document(**tasks: tuple[torch.Tensor, torch.Tensor]) -> dict:
         name: describe_predictions(score_buckets(*rows, None, OneRank()))
         for name, rows in tasks.items()
     }
-    return {"recipe": "dlrm", "split": "test", "step": 8, "tasks": described}
+    named = {"recipe": "shop_clicks", "model": "deepfm", "data": "data/shop"}
+    return named | {"split": "test", "step": 8, "tasks": described}
 
 
 LOGITS = torch.linspace(-3, 3, 500)
@@ -49,21 +50,27 @@ def test_a_label_has_calibration_gain_and_lift(tmp_path):
 def test_labels_have_a_row_each_and_rare_ones_logarithmic_axes(draw):
     figure = draw(click=GOOD, buy=RARE)
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        *("click: calibration", "gain", "lift"),
-        *("buy: calibration", "gain", "lift"),
+        *("click: calibration", "", "gain", "lift"),
+        *("buy: calibration", "", "gain", "lift"),
     ]
-    assert [figure.axes[place].get_xscale() for place in (0, 3)] == ["linear", "log"]
-    assert figure.texts[0].get_text() == "dlrm   ·   predictions of split test after step 8"
+    assert [figure.axes[place].get_xscale() for place in (0, 4)] == ["linear", "log"]
+    # The histogram below shares the axis.
+    assert [figure.axes[place].get_xlim() for place in (0, 4)] == [
+        figure.axes[place].get_xlim() for place in (1, 5)
+    ]
+    assert (
+        figure.texts[0].get_text() == "deepfm on shop   ·   predictions of split test after step 8"
+    )
 
 
 def test_what_is_undefined_is_named(draw):
     figure = draw(label=(LOGITS, torch.zeros(500, dtype=torch.bool)))
-    assert shown(figure.axes[1]) == shown(figure.axes[2]) == ["undefined: no row is labelled 1"]
+    assert shown(figure.axes[2]) == shown(figure.axes[3]) == ["undefined: no row is labelled 1"]
     empty = draw(label=(LOGITS[:0], GOOD[1][:0]))
     assert shown(empty.axes[0]) == ["no row has a weight"]
 
 
 def test_many_labels_are_cut_with_a_note(draw):
     figure = draw(**{f"t{n}": (LOGITS[:5], GOOD[1][:5]) for n in range(MOST_TASKS + 2)})
-    assert len(figure.axes) == 3 * MOST_TASKS
+    assert len(figure.axes) == 4 * MOST_TASKS
     assert "the first 8 of 10 labels" in figure.texts[1].get_text()

@@ -248,7 +248,7 @@ def every_requested_case(directory: Path) -> list[dict]:
         found.append(trained_both_ways(disk[0], disk[1], way, directory / "disk"))
         with pytest.MonkeyPatch.context() as patched:
             # No batch has room, and each asks again.
-            patched.setattr("nn.sharding.request_room.room_for", lambda rows: 1)
+            patched.setattr("nn.sharding.request_capacity.capacity_for", lambda rows: 1)
             found.append(trained_both_ways(base, *ways))
         return found
 

@@ -17,7 +17,7 @@ from nn.embedding.declared_tables import embedding_columns, one_table_per_featur
 from nn.embedding.id_blocks import NO_ID, IdCount, id_blocks, with_positions
 from nn.layers.pooled_embeddings import join
 from nn.models.model import Model
-from nn.sharding import request_room
+from nn.sharding import request_capacity
 from tests.helpers.composed import TINY
 from tests.helpers.distributed import run_distributed
 from tests.nn.models.test_kinds_of_tables import plain_losses, sharded
@@ -122,7 +122,7 @@ def wanted(dataset) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
 def sharded_with(capacity: float, spread: float, cases: list[list[str]]) -> list:
     declared_tables.CAPACITY, declared_tables.SPREAD = capacity, spread
     # The same share of the rows of row-wise tables that a batch asks for.
-    request_room.RESERVE, request_room.SPREAD = capacity, spread
+    request_capacity.RESERVE, request_capacity.SPREAD = capacity, spread
     return sharded(cases)
 
 

@@ -91,12 +91,12 @@ def test_numericals_have_their_distribution_and_categoricals_their_coverage(tmp_
     titles, texts = drawn(columns)
     assert titles == [
         *("missing, % of rows", "values after transforms, 1 % to 99 % (3 rows)"),
-        *("missing, % of rows", "values that are kept (dark) of those seen, limit 2"),
+        *("missing, % of rows", "values kept, % of those seen, limit 2"),
         "rows whose value is kept, % of those that have one",
     ]
     assert "shop   ·   1 numerical and 1 categorical features" in texts
     assert "train 900 rows, click 10.00 %   ·   test 100 rows, click 5.00 %" in texts
-    assert {"2.333", "20.0", "20 of 50"} <= set(texts)
+    assert {"2.333", "20.0", "20 of 50, 40 %"} <= set(texts)
 
 
 def test_one_kind_of_features_leaves_no_panel_for_the_other(tmp_path, drawn):
@@ -111,7 +111,7 @@ def test_one_kind_of_features_leaves_no_panel_for_the_other(tmp_path, drawn):
         assert part in " ".join(texts[1:3])
     assert max(len(text) for text in texts) < 180
     titles, _ = drawn({"item": categorical(covered=False)})
-    assert titles == ["missing, % of rows", "values that are kept (dark) of those seen, limit 2"]
+    assert titles == ["missing, % of rows", "values kept, % of those seen, limit 2"]
     assert drawn({})[0] == []
 
 

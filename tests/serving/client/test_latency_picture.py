@@ -30,7 +30,7 @@ def drawn(results: Iterable[LoadResult], monkeypatch, tmp_path) -> list:
 
     monkeypatch.setattr(style, "picture", picture)
     draw(list(results), "title", "facts", tmp_path / "x.png")
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     return figure.axes
 
 
@@ -69,7 +69,12 @@ def test_rates_are_on_the_x_axis(monkeypatch, tmp_path):
     latency, speed = drawn([result(*load) for load in loads], monkeypatch, tmp_path)
     assert latency.get_xlabel() == speed.get_xlabel() == "requests per second"
     assert [list(line.get_xdata()) for line in speed.lines] == [[50.0, 100.0]] * 2
-    assert [text.get_text() for text in speed.get_legend().get_texts()] == ["256", "512"]
+    names = [text.get_text() for text in latency.get_legend().get_texts()]
+    assert names == ["256 rows per request", "512 rows per request"]
+    # Every point has its value, and is hollow if too few requests tell its 99th percentile.
+    assert len(latency.texts) == len(speed.texts) == 4
+    points = [line.get_markerfacecolor() for line in latency.lines if line.get_marker() == "o"]
+    assert points == ["white"] * 4
 
 
 def test_ticks_of_any_range_are_some_and_not_too_many():

@@ -272,7 +272,7 @@ def test_other_features_and_damaged_checkpoints_are_refused(runs, ragged_data, t
     checkpoint = runs["dlrm"][0]
     with pytest.raises(ValueError, match="has other features than the dataset"):
         export(checkpoint, tmp_path / "model", data_path=str(ragged_data))
-    with pytest.raises(ValueError, match="is no checkpoint of a run"):
+    with pytest.raises(ValueError, match="is not a checkpoint"):
         export(tmp_path, tmp_path / "model")
     damaged = tmp_path / "step_2"
     shutil.copytree(checkpoint, damaged)

@@ -60,8 +60,8 @@ def training_score(row: dict[str, str], checkpoint: str, place: Path) -> float:
     numbers = looked_up_rows(trained.tables, [batch])
     (place / "rows").mkdir()
     tables = Manifest.read(place / "models/1").tables
-    rows = write_tables(place / "rows", tables, trained.index, "fp32", numbers)
-    dense = load_dense(trained.config, trained.source.spec, trained.index)
+    rows = write_tables(place / "rows", tables, trained.saved.index, "fp32", numbers)
+    dense = load_dense(trained.config, trained.source.spec, trained.saved)
     return TrainingPath(trained.tables, numbers, rows, dense, trained.tasks).scores(batch).item()
 
 

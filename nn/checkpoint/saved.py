@@ -1,0 +1,93 @@
+"""A checkpoint as everything except training opens it: scores of the library, exports of tables and of served models."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from configs.messages import shortened
+from nn.checkpoint.compatibility import AVERAGE, differences
+from nn.checkpoint.directory import read_facts
+from nn.checkpoint.tensor_index import (
+    StoredTensor,
+    TensorIndex,
+    UnreadableError,
+    blocks,
+    read_index,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DENSE = "dense."
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """A checkpoint whose files are indexed and not yet read. `facts`: its run.json."""
+
+    path: Path
+    facts: dict[str, Any]
+    index: TensorIndex
+
+    @classmethod
+    def open(cls, path: Path, option: str) -> Self:
+        """Open a checkpoint, or an export of one, that the user named with an option.
+
+        Raises:
+            ValueError: it is none; an UnreadableError if that is not known.
+        """
+        try:
+            facts = read_facts(path)
+            return cls(path, facts, read_index(path))
+        except UnreadableError:
+            raise
+        except ValueError as error:
+            raise ValueError(
+                f"{option}={path} is not a checkpoint ({error}); name a step_N directory in a run's checkpoints/"
+            ) from None
+
+    def fill(self, weights: "Mapping[str, Tensor]") -> None:
+        """Copy the weights of evaluation into tensors: `tables.<table>` [rows, columns] and `dense.<name>`.
+
+        A weight of the dense component is its average, where the checkpoint has one.
+
+        Raises:
+            ValueError: the checkpoint has other weights, or a file is damaged.
+        """
+        stored = {name: tensor for name in weights if (tensor := self._stored(name)) is not None}
+        differing = differences(
+            {name: tensor.size for name, tensor in stored.items()},
+            {name: tuple(tensor.shape) for name, tensor in weights.items()},
+            grow=False,
+        )
+        if differing:
+            raise ValueError(
+                f"{self.path} is of another model than its run's options name: {shortened(', '.join(differing[:4]))}; copy the "
+                "run again"
+            )
+        try:
+            for name, tensor in stored.items():
+                _fill(weights[name], tensor)
+        except ValueError as error:
+            raise ValueError(f"{self.path} cannot be loaded: {error}") from None
+
+    def _stored(self, name: str) -> StoredTensor | None:
+        tensors = self.index.tensors
+        if not name.startswith(DENSE):
+            return tensors.get(f"{name}.weight")
+        return tensors.get(AVERAGE + name.removeprefix(DENSE)) or tensors.get(name)
+
+
+def _fill(target: "Tensor", tensor: StoredTensor) -> None:
+    """Copy a stored tensor into one of the same shape; 16-bit weights become those of the target's dtype."""
+    import torch  # which an export of tables does without
+
+    at = 0
+    flat = target.reshape(1) if target.dim() == 0 else target
+    for block in blocks(tensor):
+        values = torch.from_numpy(block)
+        if tensor.dtype == "bfloat16":
+            values = values.view(torch.bfloat16)
+        flat[at : at + len(block)].copy_(values)
+        at += len(block)
