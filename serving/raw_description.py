@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from configs.messages import shown
-from configs.row_sql import KIND, columns_of
 from configs.table_schema import EMPTY_ITEMS, TAKE, check_transform, num_fitted
+from dataloading.row_sql import KIND, columns_of
 
 
 def check_raw(

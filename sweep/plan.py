@@ -15,12 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.arguments import Choices as ArgumentChoices
 from configs.arguments import hydra_arguments
-from configs.command_line import register, written_options
+from configs.command_line import command_of, register, written_options
 from configs.many_runs_schema import SweepConfig
 from configs.messages import shown
 from configs.option_values import plain_values, written
 from configs.overrides import WrittenOption, drop_replaced, no_option, one_line
-from configs.recipes import command_of
 from configs.schema import Config, DataConfig, Device, Mode, describe, require
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import data_state

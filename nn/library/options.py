@@ -1,8 +1,7 @@
 """Options of a run from Python, as on the command line."""
 
-from configs.command_line import compose_overrides, written_options
+from configs.command_line import command_of, compose_overrides, written_options
 from configs.overrides import drop_replaced
-from configs.recipes import command_of
 from configs.schema import Config
 from nn.build import global_batch_size
 from nn.models.registry import typed_config

@@ -257,7 +257,8 @@ def check_logits(tasks: Sequence[Task], logits: Tensor, labels: Tensor) -> None:
         names = ", ".join(task.name for task in tasks)
         want = "[B]" if labels.dim() == 1 else f"[B, {labels.shape[1]}]"
         got = ", ".join(["B", *map(str, logits.shape[1:])] if logits.dim() else [])
+        models = ", ".join(SEVERAL_LABELS)
         raise ValueError(
             f"the model returns logits [{got}], and the dataset's labels ({names}) need {want}, one logit per label; choose a "
-            f"model of as many tasks ({', '.join(SEVERAL_LABELS)}) with model.name, or list other labels in the spec's channel_spec.label"
+            f"model of as many tasks ({models}) with model.name, or list other labels in the spec's channel_spec.label"
         )

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from configs.messages import printable, shown
-from configs.row_sql import COLUMN, KIND, columns_of, unserved
 from configs.table_schema import Categorical, Label, Numerical, TableConfig
+from dataloading.row_sql import COLUMN, KIND, columns_of, unserved
 from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError, StagedRows
 from preproc.table.expressions import (
     LARGEST_DOUBLE,
@@ -176,7 +176,7 @@ class Staging:
             refuse_text_order(self._engine, "table.query", query, None)
 
     def refuse_no_text(self) -> None:
-        """Raise ValueError for categories that are bytes, or lists of bytes, lists or structs; of new rows, where the fit had text."""
+        """Raise ValueError for categories that are bytes, or lists of bytes, lists or structs; in new rows if it was text."""
         columns = self._engine.columns(self._base_query)
         kinds = {name.lower(): kind.lower() for name, kind in columns}
         found: dict[str, list[str]] = {}

@@ -6,11 +6,11 @@ from typing import Any
 from urllib.parse import quote
 
 from configs.messages import shown
-from configs.row_sql import COLUMN, columns_of, unserved
 from configs.table_schema import Categorical, History, Numerical, transform_of
 from configs.transforms import TRANSFORMS
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import FITTED
+from dataloading.row_sql import COLUMN, columns_of, unserved
 from nn.checkpoint.compatibility import vocabulary_mismatch
 from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, open_fitted, vocabulary_name
 from serving.inference.requests import IDS, NUMERICAL
@@ -173,7 +173,7 @@ def _column(
     columns: dict[str, int],
     types: dict[str, str],
 ) -> dict[str, Any]:
-    """Return the column that a feature reads, or its expression; add columns to `columns`, and those of expressions to `types`."""
+    """Return the column of a feature, or its expression; add columns to `columns`, and those of expressions to `types`."""
     dimensions = 2 if isinstance(feature, Categorical) and feature.list else 1
     expression = (feature.expression or "").strip()
     if not expression:

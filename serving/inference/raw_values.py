@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from configs.messages import shown
-from configs.row_sql import RowSql
 from configs.table_schema import NUMBER, numbers_of, texts_of_no_other_type, transform_of
+from dataloading.row_sql import RowSql
 from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.requests import InputError, keep_rates
@@ -215,9 +215,9 @@ class RawValues:
         most = SMALLEST_OVERFLOW[self._is_float16]
         bad = ~(np.abs(stored) < most)
         if bad.any():
-            row = int(bad.argmax())
+            row, column = int(bad.argmax()), feature["column"] or feature["name"]
             _refuse(
-                f"column {shown(feature['column'] or feature['name'])}, row {row}: {shown(feature['name'])} is {stored[row]} after its "
+                f"column {shown(column)}, row {row}: {shown(feature['name'])} is {stored[row]} after its "
                 "transforms, more than the model has seen"
             )
         return stored.astype(np.float16).astype(np.float32) if self._is_float16 else stored
