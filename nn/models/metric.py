@@ -91,6 +91,12 @@ GAUC = Metric(
     compute="nn.metrics.measures:gauc",
     undefined="undefined (no group has both labels)",
 )
+PR_AUC = Metric(
+    name="pr_auc",
+    title="PR-AUC",
+    compute="nn.metrics.measures:pr_auc",
+    undefined="undefined (no label is 1)",
+)
 METRICS = (
     AUC,
     Metric(
@@ -101,6 +107,7 @@ METRICS = (
         larger_is_better=False,
     ),
     GAUC,
+    PR_AUC,
     Metric(
         name="normalised_entropy",
         title="normalised entropy",

@@ -68,7 +68,8 @@ class Model(nn.Module):
         """Return the tables with their features.
 
         `nn.embedding.declared_tables.one_table_per_feature` returns the usual ones. The order of the features in this list
-        is that of the embeddings that `forward` receives.
+        is that of the embeddings that `forward` receives. A table without pooling that has a ragged feature has no vectors:
+        `forward` takes its rows by `embeddings.distinct_rows(table, feature)`.
         """
         raise NotImplementedError
 

@@ -52,7 +52,6 @@ class DeviceValues:
         self._host[-1] = value
 
     def load(self) -> None:
-        """Queue the copy to the device."""
         if self._host is not self._words:
             self._words.copy_(self._host, non_blocking=True)
 

@@ -1,7 +1,7 @@
 """Bytes that a step sends from rank to rank, over the links within a node and those between nodes.
 
-The bytes follow from the plan: which ranks look up which columns, which tables are replicated, and how many rows of row-wise
-tables a rank is expected to ask for. Times are these bytes at the rates that the planner's cost model has for an H200 server.
+The bytes follow from the plan: which ranks look up which columns, which tables are replicated, and how many distinct rows are
+expected to be asked for. Times are these bytes at the rates that the planner's cost model has for an H200 server.
 Nothing here is measured while training.
 """
 
@@ -92,7 +92,7 @@ def planned_exchange(
             link["ids"] += ID_BYTES * arrives[other]
             link["embeddings"] += element * batch * columns[rank]
             link["gradients"] += element * batch * columns[other]
-            for asked in requests:
+            for asked in filter(lambda asked: asked.is_sent, requests):
                 link["ids"] += ID_BYTES * asked.capacity[other]
                 link["embeddings"] += element * asked.columns * asked.capacity[rank]
                 link["gradients"] += element * asked.columns * asked.capacity[other]

@@ -36,7 +36,7 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
 )
 
-from configs.schema import ShardingConfig, ShardingType, Tier
+from configs.schema import Exchange, ShardingConfig, ShardingType, Tier
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import (
     ids_per_sample,
@@ -47,6 +47,7 @@ from nn.embedding.declared_tables import (
 from nn.embedding.optimizer import TableRule, with_column_cuts
 from nn.planning.advice import does_not_fit, lacks_host_memory
 from nn.planning.balance import ShardCost, balance, join_columns
+from nn.planning.exchange_choice import wanted_exchanges, with_exchanges
 from nn.planning.host_choice import movable_tables, with_host_tables
 from nn.planning.host_tables import (
     DISK_ROW_BYTES,
@@ -249,8 +250,17 @@ def plan_tables(
         refusal = lacks_host_memory if fits else partial(does_not_fit, expansions, error)
         raise ValueError(refusal(embeddings, config, rule, hardware, chosen)) from error
     check_live_rows(plan, host_tables)
-    rows = _rows(plan, embeddings, declared, spec, rule, expansions, host_tables)
-    return TieredPlan(plan.plan, host_tables), rows
+    rows = with_exchanges(
+        _rows(plan, embeddings, declared, spec, rule, expansions, host_tables),
+        declared,
+        spec,
+        wanted_exchanges(declared, spec, config),
+        batch_size,
+        hardware.world_size,
+        traffic_of,
+    )
+    row_tables = frozenset(row.table for row in rows if row.exchange == "rows")
+    return TieredPlan(plan.plan, host_tables, row_tables), rows
 
 
 def _fits_the_devices(planned: Callable[[Topology], ShardingPlan], topology: Topology) -> bool:
@@ -411,6 +421,7 @@ def _constraints(
 ) -> dict[str, ParameterConstraints]:
     hotness, tables_of = ids_per_sample(declared, spec), tables_of_feature(declared)
     of_feature = {feature.name: feature.mean_hotness for feature in spec.categorical}
+    wanted = wanted_exchanges(declared, spec, config)
     overrides = {table: override.type for table, override in overrides_of(declared, config).items()}
     in_host = [
         table
@@ -447,7 +458,8 @@ def _constraints(
         size = bytes_of(table, rule)
         parts = max(size / most_bytes, min(hotness[table.name] / most_lookups, 2))
         only = types == [ShardingType.column_wise]
-        cut = ShardingType.column_wise in types and (only or parts > 1)
+        may_cut = ShardingType.column_wise in types and wanted[table.name] is not Exchange.rows
+        cut = may_cut and (only or parts > 1)
         width = _column_width(table.embedding_dim, parts, hardware.world_size) if cut else None
         if width is None:
             types = _uncut(table, types, only=only)
@@ -468,8 +480,8 @@ def _uncut(
     """
     if only:
         raise ValueError(
-            f"sharding sets table {table.name} of {table.embedding_dim} columns to column_wise, and shards have a multiple "
-            "of 4 columns; choose another sharding type, or another width"
+            f"sharding sets table {table.name} of {table.embedding_dim} columns to column_wise, which is for shards of a "
+            "multiple of 4 columns, and for vectors; choose another sharding type, width or exchange"
         )
     rest: list[ShardingType] = [kind for kind in types if kind is not ShardingType.column_wise]
     assert rest, "TorchRec reads an empty list as all layouts"

@@ -1,6 +1,7 @@
-"""Capacity for the rows that a batch asks of their owners: measured, with a reserve for the batches that follow."""
+"""Capacity for the distinct rows that a batch asks of their owners: measured, with a reserve for the batches that follow."""
 
 import math
+from itertools import islice
 
 from torch import Tensor
 
@@ -60,6 +61,6 @@ class RequestCapacity:
         for group in self._tables.placement.requested:
             keys = RequestKeys(self._tables, group, batch_size, doublings)
             counts += keys.distinct(keys.prepare(ids, num_valid)).counts.tolist()
-        most = [max(int(count), 1) for count in channel.maximum(counts)]
-        owners = self._tables.ranks.world_size
-        return tuple(tuple(most[first : first + owners]) for first in range(0, len(most), owners))
+        most = iter([max(int(count), 1) for count in channel.maximum(counts)])
+        groups = self._tables.placement.requested
+        return tuple(tuple(islice(most, len(group.rows_by_rank))) for group in groups)

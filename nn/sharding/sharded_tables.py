@@ -53,7 +53,7 @@ class ShardedTables:
         config, device = settings.optimizer, ranks.device
         self._rule = table_rule(config.table_name)
         self._ranks, self._seed = ranks, settings.seed
-        tables = planned_tables(declared, multi_hot.expanded_spec(spec), plan, ranks.world_size)
+        tables = planned_tables(declared, multi_hot.expanded_spec(spec), plan)
         self._tables = {table.name: table for table in tables}
         by_rank = shards_by_rank(tables, ranks.world_size)
         self._own, self.tier = allocate_shards(

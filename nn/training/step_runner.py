@@ -137,7 +137,7 @@ class StepRunner:
             self._has_warned = True
             if self._context.ranks.is_rank0:
                 logging.getLogger(__name__).warning(
-                    "a batch asks for more distinct rows of row-wise tables than the captured step has room for; such batches "
+                    "a batch asks for more distinct rows of tables than the captured step has room for; such batches "
                     "are trained operation by operation, which is slower. Shuffle the rows, if their ids follow their order"
                 )
         rows.ids_are_read()
@@ -164,6 +164,7 @@ def _arrive_as_they_are(tables: RankTables) -> bool:
         # Of tables in host memory they become slots.
         and tables.tier is None
         and not tables.placement.replicas
+        and not tables.placement.requested
         and not tables.expansions
         and all(count.hotness for count in counts.values())
         and list(dict.fromkeys(looked_up)) == list(counts)

@@ -37,7 +37,7 @@ class RequestEncoder:
     def __init__(self, metadata: Mapping[str, Any], spec: FeatureSpec) -> None:
         self._spec = spec
         try:
-            # Servers of earlier versions list both kinds of inputs; raw values are texts.
+            # Servers of earlier versions, and Triton, list features as inputs, and raw values, which are texts, beside them.
             listed = metadata.get("parameters", {}).get("features", metadata["inputs"])
             declared = {entry["name"]: entry for entry in listed if entry["datatype"] in DTYPES}
             self.outputs = [entry["name"] for entry in metadata["outputs"]]

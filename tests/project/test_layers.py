@@ -30,7 +30,7 @@ LAYERS = {
     # It names the modules of others as texts, and imports them when a name is used.
     "hybrid_parallel_recsys": {"configs"},
     "setup": set(),
-    "main": {"configs", "nn", "preproc"},
+    "main": {"compare", "configs", "nn", "preproc"},
     "dlrm": {"configs", "main"},
     "dcnv2": {"configs", "main"},
     "benchmarks": {"configs", "dataloading", "nn", "serving", "sweep", "main"},
@@ -63,9 +63,16 @@ SUBPACKAGES = {
     "dataloading.id_counts": {"dataloading.dataset"},
     "dataloading.permuted_source": {"dataloading.dataset", "dataloading.gather"},
     "dataloading.arrow_table": {"dataloading.dataset"},
+    "dataloading.batch_reader": {
+        "dataloading.batch",
+        "dataloading.batch_memory",
+        "dataloading.dataset",
+        "dataloading.partition",
+    },
     "dataloading.loader": {
         "dataloading.batch",
         "dataloading.batch_memory",
+        "dataloading.batch_reader",
         "dataloading.dataset",
         "dataloading.keys",
         "dataloading.partition",
@@ -129,14 +136,18 @@ SUBPACKAGES = {
     "nn.replay": {"nn.checkpoint", "nn.deltas", "nn.export"},
     "nn.library_warnings": set(),
     "nn.versions": set(),
-    "nn.multirun": {"nn.distributed"},
+    "nn.multirun": {"nn.distributed", "nn.shared_imports"},
+    "nn.shared_imports": {"nn.library_warnings", "nn.run", "nn.versions"},
     "nn.scores": {
         "nn.build",
+        "nn.checkpoint",
         "nn.checks",
         "nn.distributed",
+        "nn.metrics",
         "nn.models",
         "nn.observability",
         "nn.resume",
+        "nn.saved_config",
         "nn.training",
     },
     "nn.hypertune": {"nn.models", "nn.observers"},
@@ -162,7 +173,13 @@ SUBPACKAGES = {
         "nn.stages",
         "nn.training",
     },
-    "nn.days": {"nn.checkpoint", "nn.distributed", "nn.multirun", "nn.observability"},
+    "nn.days": {
+        "nn.checkpoint",
+        "nn.distributed",
+        "nn.multirun",
+        "nn.observability",
+        "nn.shared_imports",
+    },
     "nn.stages": {
         "nn.build",
         "nn.checkpoint",
@@ -215,7 +232,9 @@ SUBPACKAGES = {
         "nn.resume",
         "nn.training",
     },
+    "nn.baseline": {"nn.metrics", "nn.models", "nn.observability"},
     "nn.modes": {
+        "nn.baseline",
         "nn.build",
         "nn.checkpoint",
         "nn.checks",
@@ -252,7 +271,7 @@ SUBPACKAGES = {
     "serving.gpu": {"serving.inference", "serving.manifest"},
     "serving.loading": {"serving.gpu", "serving.inference"},
     "serving.triton": {"serving.inference", "serving.loading", "serving.manifest"},
-    "serving.server": {"serving.inference"},
+    "serving.server": {"serving.inference", "serving.manifest"},
     "serving.export": {"serving.exporting", "serving.manifest", "serving.versions"},
     "serving.run": {
         "serving.http_address",
@@ -351,7 +370,7 @@ SUBPACKAGES = {
         "preproc.work_directory",
     },
 }
-MOST_MODULES = 20
+MOST_MODULES = 21
 KNOWS_RANKS = {
     "nn.distributed.process_group",
     "nn.planning.balance",
@@ -383,9 +402,11 @@ READS_ENVIRONMENT = {
     "dataloading.storage.local_copy",
     "dataloading.storage.object_store",
     "nn.hypertune",
+    "nn.shared_imports",
     "preproc.__main__",  # where Java is
     "sweep.gpus",
     "sweep.trial_process",
+    "sweep.trial_server",
 }
 
 
@@ -603,6 +624,11 @@ def test_a_command_without_a_model_needs_no_torch(package, lazy):
     modules = {name for name in sources() if is_below(name, package)}
     brought = set().union(*(reached_from(name, lazy) for name in modules))
     assert importers_of("torch", brought, lazy) | importers_of("torchrec", brought, lazy) == set()
+
+
+@pytest.mark.parametrize("command", ["run", "rollback", "evaluate_accuracy", "evaluate_latency"])
+def test_what_scores_a_model_directory_needs_no_torchrec(command):
+    assert importers_of("torchrec", reached_from(f"serving.{command}")) == set()
 
 
 @pytest.mark.parametrize("library", ["duckdb", "isal", "numba"])

@@ -27,7 +27,10 @@ def keys_of(rank: int) -> RequestKeys:
     ten = ColumnShard((Lookup("pair", 2), Lookup("list", 0)), 0, 0, 8)
     four = ColumnShard((Lookup("one", 1),), 2, 0, 8)
     owned = [LocalTable((), torch.empty(0, 8), {})]
-    group = RequestedTables([ten, four], SHARDS, ROWS_PER_SHARD, [6, 6, 2], owned, [4, 2], [0, 0])
+    names = ["ten", "four"]
+    group = RequestedTables(
+        names, [ten, four], SHARDS, ROWS_PER_SHARD, [6, 6, 2], owned, [4, 2], [0, 0]
+    )
     counts = {"pair": IdCount(2, 6), "one": IdCount(1, 3), "list": IdCount(0, 5)}
     ranks = SimpleNamespace(rank=rank, world_size=3, device=torch.device("cpu"))
     tables = SimpleNamespace(counts=lambda _, __: counts, expansions={}, ranks=ranks)

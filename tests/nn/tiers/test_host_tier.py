@@ -243,6 +243,8 @@ def every_requested_case(directory: Path) -> list[dict]:
     with ranks_of_cpu():
         found = [trained_both_ways([*base, *rule("adam")], *ways, directory / "host")]
         found.append(trained_both_ways([*base, *rule("rowwise_adagrad")], *ways))
+        # Of whole tables too.
+        found.append(trained_both_ways([*base, "sharding.exchange=rows"], *ways))
         disk = on_disk(REQUESTED, 0.00002, directory)
         way = disk[2].replace("tier: disk", "tier: host", 1)
         found.append(trained_both_ways(disk[0], disk[1], way, directory / "disk"))

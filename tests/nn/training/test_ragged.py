@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import DataType, PoolingType
 
-from configs.schema import ModelConfig
+from configs.schema import ModelConfig, TableDtype
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from nn.embedding import declared_tables
@@ -170,7 +170,7 @@ def test_a_batch_beyond_the_capacity_is_reported_once(dataset, caplog, monkeypat
     assert len(warnings) == 1
 
 
-def test_ragged_lookups_are_pooled(dataset):
+def test_rows_of_16_bits_are_not_handed_out(dataset):
     from nn.build import open_source
     from nn.embedding.declared_tables import check_tables
     from tests.helpers.composed import compose_config
@@ -179,6 +179,8 @@ def test_ragged_lookups_are_pooled(dataset):
     spec = open_source(config).spec
     tables = RaggedModel.tables(config.model, spec)
     assert embedding_columns(tables, spec)
+    config.model.embedding_dtype = TableDtype.bf16
+    tables = [replace(table, data_type=DataType.BF16) for table in tables]
     tables[1] = replace(tables[1], pooling=PoolingType.NONE)
-    with pytest.raises(ValueError, match="requires fixed hotness, but feature 'genres' is ragged"):
+    with pytest.raises(ValueError, match="table 'genres' hands out its rows, which are float32"):
         check_tables(tables, config.model, spec)
