@@ -8,6 +8,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from configs.arguments import Choices, help_words, hydra_arguments
+from configs.built_in import MODELS
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from configs.help import (
     NO_SECTIONS,
@@ -36,6 +38,7 @@ from configs.schema import open_sections
 from configs.stop_signals import INTERRUPTED
 
 PROJECT = "hybrid-parallel-recsys"
+COMMANDS = ("dlrm", "dcnv2")
 SAVED = "options_of_a_run"
 """Name under which the options of an earlier run are composed."""
 SAVED_FLAG = f"--config-name={SAVED}"
@@ -146,6 +149,27 @@ def compose_overrides(
             return hydra.compose(config_name, written)
     except Exception as error:
         raise ValueError(one_line(error)) from None
+
+
+def command_of(recipe: str) -> tuple[str, list[str]]:
+    """Return the command that a recipe stands for, such as dlrm, and the options that it begins with.
+
+    Raises:
+        ValueError: there is no such recipe.
+    """
+    if recipe in COMMANDS:
+        return recipe, []
+    experiments = sorted(path.stem for path in Path(__file__).parent.glob("experiment/*.yaml"))
+    if recipe in experiments:
+        return "dlrm", [f"experiment={recipe}"]
+    if recipe in MODELS:
+        return "dlrm", [f"recipe={recipe}", f"model.name={recipe}"]
+    close = get_close_matches(recipe, [*COMMANDS, *MODELS, *experiments], n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(
+        f"there is no recipe={recipe}; {hint}want {', '.join(COMMANDS)}, an experiment ({', '.join(experiments)}) or a model "
+        f"({', '.join(MODELS)})"
+    )
 
 
 def written_options(
