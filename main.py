@@ -171,7 +171,9 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
     except StoppedError as error:
         _end_together(str(error), RESUME_EXIT_CODE)
     except KeyboardInterrupt:
-        kept = "the run directory has the records so far and the latest checkpoint, if there is one"
+        kept = (
+            "the same command resumes from the latest checkpoint, if there is one; records are kept"
+        )
         if composed.mode is Mode.predict:
             kept = "the scores so far are kept beside the output, and the same command resumes"
         text = f"{INTERRUPTED}: {kept}"

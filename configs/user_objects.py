@@ -40,9 +40,16 @@ def load_user_object(path: str, option: str) -> Any:
     return getattr(content, name)
 
 
+def has_raised(module: str, error: BaseException) -> bool:
+    """Return whether an error came from the code of a module, or from what that code called."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return any(frame.filename == file for frame in extract_tb(error.__traceback__))
+
+
 def described(error: BaseException) -> str:
-    """Return an error of a user's object in one line, with its place."""
+    """Return an error of a user's object in one line, with its place: the last one outside of installed packages."""
     first_line = (str(error).splitlines() or [""])[0]
     frames = extract_tb(error.__traceback__)
-    at = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    at = f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
     return f"{type(error).__name__}: {first_line}{at}"

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from configs.schema import Component, Config, Mode
+from configs.user_objects import described, has_raised
 from dataloading.dataset.file_states import data_identity
 from dataloading.dataset.source import Source
 from dataloading.synthetic import SyntheticSource
@@ -36,7 +37,7 @@ from nn.checkpoint.directory import (
 )
 from nn.checkpoint.mirror import catch_up
 from nn.checks import check_run, count, open_checked
-from nn.distributed.errors import DivergedError, SharedError
+from nn.distributed.errors import DivergedError, RankError, SharedError
 from nn.distributed.failures import report_faults, report_lost_rank
 from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import (
@@ -66,6 +67,7 @@ from nn.observability.run_directory import (
     empty_summary,
 )
 from nn.observability.run_lock import RunLock
+from nn.observers.choice import ENDS_OF_RUNS
 from nn.planning.exchange import planned_exchange
 from nn.planning.memory_estimate import RankMemory, plan_memory
 from nn.planning.plan import TablePlan
@@ -219,9 +221,29 @@ def open_session(
             _report_capture(step, ranks, logger)
             load(config, start, step, logger)
             teacher_auc = facts["teacher_auc"]
-            yield Session(
+            session = Session(
                 config, source, loaders, ranks, recorder, console, logger, start, step, teacher_auc
             )
+            with _errors_of_own_model(config.model.name):
+                yield session
+
+
+@contextmanager
+def _errors_of_own_model(name: str) -> Iterator[None]:
+    """Report an error in the code of a model outside the project, `package.module:Class`, in one line.
+
+    Raises RankError: that code, or what it called, has raised an error.
+    """
+    try:
+        yield
+    except ENDS_OF_RUNS:
+        raise
+    except Exception as error:
+        if ":" in name and has_raised(name.partition(":")[0], error):
+            raise RankError(
+                f"the model {name} has failed ({described(error)}); correct it"
+            ) from error
+        raise
 
 
 def _report_capture(step: TrainStep, ranks: Ranks, logger: Logger) -> None:
@@ -235,7 +257,9 @@ def describe(config: Config, source: Source, logger: Logger) -> dict[str, Any] |
     try:
         return describe_model(config.model, source.spec, model_spec(config, source))
     except Exception as error:  # of a model's own code, which may need a GPU
-        logger.warning(f"no summary of the model and no model.json: {error}")
+        logger.warning(
+            f"no summary of the model and no model.json ({described(error)}); training fails too, unless its layers need a GPU"
+        )
         return None
 
 

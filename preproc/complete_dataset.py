@@ -163,7 +163,7 @@ def complete_dataset(
         if label.is_binary:
             print_equal_labels(progress.console, label.name, spec.title(label), written.splits)
     print_changes(progress.console, table, written.splits)
-    print_new_values(progress.console, written.splits)
+    print_new_values(progress.console, written.splits, is_ordered=bool(table.order_by))
 
 
 def _metadata(config: PreprocConfig, written: WrittenColumns) -> dict[str, Any]:

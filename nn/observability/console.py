@@ -94,7 +94,8 @@ def print_header(
     if gpus := environment.get("gpus"):
         lines["GPUs"] = topology_text(gpus) + " (first host)" * (environment["num_hosts"] > 1)
     lines |= facts
-    console.print(environment["recipe"], style="bold")
+    recipe, model = environment["recipe"], environment.get("model", "")
+    console.print(recipe if recipe.startswith(model) else f"{model} ({recipe})", style="bold")
     print_columns(console, grid(lines))
 
 

@@ -368,11 +368,14 @@ def _set_steps(panels: Sequence[Any], lowest: Sequence[Any], run: RunRecords) ->
     first, last = run.first_step, run.last_step
     margin = 0.04 * max(last - first, 1)
     panels[0].set_xlim(first - margin, max(last, first + 1) + margin)
-    for axes in panels[: -len(lowest)]:
-        axes.tick_params(labelbottom=False)
-    for axes in lowest:
+    # Panels of other widths do not stand above the labels of the lowest one.
+    if len(lowest) > 1:
+        for axes in panels[: -len(lowest)]:
+            axes.tick_params(labelbottom=False)
+    for axes in panels:
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes in lowest:
         axes.set_xlabel("step", labelpad=2)
         scale = run.steps_per_epoch
         if scale:

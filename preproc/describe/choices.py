@@ -9,6 +9,7 @@ from preproc.describe.columns import MOST_VALUES, Column, has_name
 from preproc.describe.formats import FoundTable
 from preproc.table.expressions import quoted, text
 
+FEWEST = "the fewest: a dataset has a categorical feature"
 LABEL = (
     r"((is|has)_)?(label|target|y|class|click(ed|s)?|clk|buy|bought|purchased?|convert(ed)?|conversions?|liked?|outcome|"
     r"response|survived|churn(ed)?|install(ed)?|ordered|watched|default)|.*_(label|target|clicked|bought|purchased)"
@@ -89,7 +90,7 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
     numbers = [choice for choice in choices if choice.role == "numerical"]
     if numbers and not any(choice.role == "categorical" for choice in choices):
         fewest = min(numbers, key=lambda choice: choice.column.distinct)
-        why = f"{fewest.column.distinct:,} values, the fewest: a dataset has a categorical feature"
+        why = f"{fewest.column.distinct:,} values, {FEWEST}"
         choices[choices.index(fewest)] = replace(fewest, role="categorical", keys={}, why=why)
     return choices
 

@@ -18,7 +18,8 @@ from preproc.describe.formats import find_table
 DIRECTORY = Path("mine/dataset")
 """Of the description, so that `--config-dir mine dataset=NAME` finds it."""
 SMALL_ROWS = 100_000
-"""Fewer rows train in smaller batches than the recipe's."""
+"""Fewer rows train in smaller batches than the recipe's: of 256 rows, or of 32 at least where these would be few steps."""
+FEWEST_STEPS = 16
 
 
 def describe_source(source: Any, config: PreprocConfig, command: str = "") -> Description:
@@ -59,7 +60,11 @@ def run_describe(config: PreprocConfig, console: Console) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(description.yaml, encoding="utf-8")
     description.print(console)
-    small = " train.batch_size=256" * (description.choices[0].column.rows < SMALL_ROWS)
+    rows = description.choices[0].column.rows
+    batch = min(
+        256, max(32, 1 << (rows // FEWEST_STEPS).bit_length() - 1 if rows >= FEWEST_STEPS else 0)
+    )
+    small = f" train.batch_size={batch}" * (rows < SMALL_ROWS)
     console.print(f"wrote {path}: look at it, change it, and then", soft_wrap=True)
     console.print(f"  {command}", soft_wrap=True)
     console.print(f"  python dlrm.py data.path=data/{name}{small}", soft_wrap=True)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from configs.messages import printable, shortened, shown
 from configs.table_schema import LINE_FORMATS, MOST_NAME_BYTES
-from preproc.describe.choices import Choice, time_order, time_parts
+from preproc.describe.choices import FEWEST, Choice, time_order, time_parts
 from preproc.describe.columns import MOST_ROWS
 from preproc.describe.formats import FoundTable
 from preproc.fitted_state import SOURCE, with_place
@@ -75,6 +75,14 @@ class Description:
                 choice.role + " ?" * choice.is_candidate,
             )
         console.print(table)
+        # What is not to be seen in the table: the rule that makes a label of a column, and a number that became a category.
+        for choice in self.choices:
+            if choice.why and (choice.role == "label" or FEWEST in choice.why):
+                rule = choice.keys.get("expression", "")
+                name = printable(choice.column.name)
+                console.print(
+                    f"{choice.role} {rule or name}: {choice.why}", highlight=False, markup=False
+                )
         for note in self.notes:
             console.print(f"note: {note}", soft_wrap=True)
 

@@ -258,7 +258,9 @@ def print_columns(
     console.print(table)
 
 
-def print_new_values(console: Console, splits: dict[str, SplitSummary]) -> None:
+def print_new_values(
+    console: Console, splits: dict[str, SplitSummary], *, is_ordered: bool
+) -> None:
     """Print one line per categorical feature whose values are mostly others in the test rows than in the training rows."""
     if TRAIN not in splits or TEST not in splits:
         return
@@ -269,8 +271,10 @@ def print_new_values(console: Console, splits: dict[str, SplitSummary]) -> None:
         if in_test >= MANY_NEW and in_test >= 2 * in_train:
             console.print(
                 f"note: {100 * in_test:.1f} % of the test rows, and {100 * in_train:.1f} % of the training rows, have no id "
-                f"for {shown(name)}: their values are new after the training rows. If the files are sorted by it, set "
-                "table.order_by to their time; split.by=random mixes values that are new in time, too",
+                f"for {shown(name)}: their values are new after the training rows. "
+                + "If the files are sorted by it, set table.order_by to their time; "
+                * (not is_ordered)
+                + "split.by=random mixes values that are new in time, too",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,

@@ -79,7 +79,10 @@ class IdInputs:
         Raises InputError: an input is missing, unknown, of another shape, or has an id or number that is not valid.
         """
         for name in self._wanted - set(inputs):
-            _refuse(f"there is no input {shown(name)}; want {', '.join(sorted(self._wanted))}")
+            got = ", ".join(shown(other) for other in list(inputs)[:8])
+            _refuse(
+                f"there is no input {shown(name)}, only {got}; want {', '.join(sorted(self._wanted))}"
+            )
         for name in set(inputs) - self._wanted - self._optional:
             _refuse(f"the model has no input {shown(name)}; want {', '.join(sorted(self._wanted))}")
         manifest = self._manifest

@@ -260,7 +260,7 @@ def test_an_interrupt_ends_with_one_line(tmp_path, monkeypatch):
     ended = run_command(*TINY, f"run_dir={tmp_path / 'run'}")
     assert ended.exit_code == 130
     assert ended.err.splitlines()[-1].startswith(
-        "interrupted: the run directory has the records so far and the latest checkpoint"
+        "interrupted: the same command resumes from the latest checkpoint"
     )
     assert "Traceback" not in ended.err
 

@@ -57,6 +57,34 @@ class Failing(Observer):
 
 NO_OBSERVER = object()
 """
+FAILING_MODEL = """
+from dataclasses import dataclass
+
+import torch
+
+from configs.schema import ModelConfig
+from nn.models.model import Model
+
+
+@dataclass
+class Options(ModelConfig):
+    pass
+
+
+class Failing(Model):
+    Options = Options
+
+    @classmethod
+    def build(cls, options, spec):
+        return cls()
+
+    def __init__(self):
+        super().__init__()
+        self.top = torch.nn.Linear(4, 1)
+
+    def forward(self, numerical, embeddings):
+        return self.top(numerical).squeeze(1)
+"""
 
 AT_STEP = [("step begins", 0), ("step", 1, True), ("between", 1), ("step begins", 1)]
 
@@ -115,6 +143,18 @@ def test_an_observer_that_fails_ends_the_run_in_one_line(own, tmp_path):
     assert ended.err.count("\n") == 1
     for text in (f"{own}:Failing", "on_record", "KeyError", f"{own}.py:"):
         assert text in ended.err
+
+
+def test_a_model_outside_the_project_that_fails_ends_the_run_in_one_line(own, tmp_path):
+    (tmp_path / f"{own}.py").write_text(FAILING_MODEL)
+    tiny = [option for option in TINY if not option.startswith(("model.bottom", "model.top"))]
+    named = ["--config-name=base", f"model.name={own}:Failing"]
+    ended = run_command(*tiny, *named, *QUIET, f"run_dir={tmp_path}/run")
+    assert ended.exit_code == 2, ended.err
+    assert "no summary of the model and no model.json (RuntimeError" in ended.out
+    (last,) = ended.err.splitlines()
+    for text in (f"error: the model {own}:Failing has failed (RuntimeError", f"{own}.py:27"):
+        assert text in last, ended.err
 
 
 def test_what_is_no_observer_is_refused(own):

@@ -177,7 +177,7 @@ def test_a_description_says_why_and_trains(tmp_path, monkeypatch, capsys):
         preproc("mode=describe", "source=shop.csv")
 
 
-def test_times_order_the_rows_and_grades_become_labels(tmp_path):
+def test_times_order_the_rows_and_grades_become_labels(tmp_path, capsys):
     rows = (f"{i % 7}\t{i % 11}\t{1 + i % 5}\t{880000000 + (i * 37) % 1000}" for i in range(ROWS))
     source = lines(
         tmp_path / "a.inter", ["user_id:token\titem_id:token\trating:float\ttimestamp:float", *rows]
@@ -187,6 +187,9 @@ def test_times_order_the_rows_and_grades_become_labels(tmp_path):
         "name": "rating_float",
         "expression": 'CAST("rating:float" AS DOUBLE) >= 4',
     }
+    printed = " ".join(capsys.readouterr().out.split())
+    rule = ">= 4: 40 % ones; for the number itself: kind: regression"
+    assert f'label CAST("rating:float" AS DOUBLE) {rule}' in printed
     assert table["order_by"] == ['CAST("timestamp:float" AS BIGINT)']
     assert table["split"] == {"by": "fraction", "train": 0.9}
     # Another label, by its name; a column named so may tell the label, so it is no feature.
@@ -199,6 +202,17 @@ def test_names_that_no_file_has_tell_nothing(tmp_path):
     table = described(lines(tmp_path / "a.csv", rows), tmp_path)["table"]
     assert names_of(table["numerical"]) == ["c1", "c2"]
     assert (names_of(table["categorical"]), table["label"]) == (["c3", "c4"], {"name": "c5"})
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(100, 32), (1100, 64), (5000, 256)])
+def test_small_tables_train_in_small_batches_and_a_number_may_become_a_category(
+    rows, batch, tmp_path, capsys
+):
+    values = (f"{i / 7},{i % 90 / 8},{i % 2}" for i in range(rows))
+    described(lines(tmp_path / "a.csv", ["size,part,label", *values]), tmp_path)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "categorical part: 90 values, the fewest: a dataset has a categorical feature" in printed
+    assert printed.endswith(f"train.batch_size={batch}")
 
 
 def test_several_label_candidates_are_named(tmp_path, capsys):
