@@ -5,7 +5,8 @@
 #       torchrun --nproc-per-node gpu dlrm.py experiment=dlrm_criteo_t15 data.path=/data
 #
 # `runs` must be writable for user 1000, the user of the container.
-FROM python:3.12-slim
+# The digest is that of docker-library/repo-info of 2026-08-05; tag and digest are renewed together.
+FROM python:3.12.13-slim-trixie@sha256:229a2c5bfa27522db7815ea81f9bed70af17ccb9de9fc7ad142b1877b5830d36
 
 # torch.compile and Triton need a compiler at run time; torchrun binds ranks to CPUs with numactl.
 RUN apt-get update \

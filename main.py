@@ -18,7 +18,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -36,6 +36,7 @@ from configs.exit_codes import (
     RESUME_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
 )
+from configs.imports import lasting_imports
 from configs.messages import load_error_text, on_one_line, os_error_text
 from configs.overrides import (
     WrittenOption,
@@ -87,11 +88,24 @@ def _process() -> Iterator[None]:
         yield
     except ValueError as error:
         _end_together(str(error), USER_ERROR_EXIT_CODE)
+    if len(JOBS.exit_codes) > 1:
+        _compare(JOBS.exit_codes)
     problem = JOBS.problem()
     if problem is not None:
         _end(*problem)
     if is_launched():
         leave_launcher()
+
+
+def _compare(run_dirs: Iterable[str]) -> None:
+    """Print the table of the jobs that have trained."""
+    from compare.report import print_comparison
+    from compare.run_record import RunRecord
+    from nn.observability.console import make_console
+
+    found = [RunRecord.read(path) for path in map(Path, run_dirs) if path.is_dir()]
+    if trained := [run for run in found if run.records and run.is_training]:
+        print_comparison(make_console(0), trained, None)
 
 
 def command(config_name: str) -> Callable[[], None]:
@@ -191,27 +205,29 @@ def _run(composed: DictConfig) -> None:
             written = written_options(overrides, HydraConfig.get())
         config = to_config(composed)
         check_inputs(config)
+        if config.mode is Mode.predict and config.predict.average:
+            from nn.scores.average import average
+
+            average(config, sys.argv[1:])
+            return
         require_stack()
         quiet_libraries()
-        if sys.stdout.isatty() and is_node_leader():
-            # Importing takes five to ten seconds; the next line overwrites this one.
-            print("loading torch and TorchRec ...", end="\r", flush=True)
-        config = typed_config(composed, written, config)
-        composed.model = OmegaConf.structured(config.model)
-        from nn.build import global_batch_size
+        if sys.stdout.isatty() and is_node_leader() and "torch" not in sys.modules:
+            # A line of its own: what comes next may be shorter, or an error.
+            print("loading torch and TorchRec ...", flush=True)
+        with lasting_imports():
+            config = typed_config(composed, written, config)
+            composed.model = OmegaConf.structured(config.model)
+            from nn.build import global_batch_size
+            from nn.run import mode_of
 
-        config.train.batch_size = composed.train.batch_size = global_batch_size(config)
-
+            config.train.batch_size = composed.train.batch_size = global_batch_size(config)
+            run = _predict if config.mode is Mode.predict else mode_of(config)
         restore_signals()
-        if config.mode is Mode.predict:
-            _predict(config)
-            return
-        from nn.run import mode_of
-
-        mode_of(config)(config, OmegaConf.to_yaml(composed, resolve=True))
+        run(config, OmegaConf.to_yaml(composed, resolve=True))
 
 
-def _predict(config: Config) -> None:
+def _predict(config: Config, config_yaml: str) -> None:
     """Write the scores of a split, or of raw files: `nn` scores rows and knows nothing of preprocessing."""
     from nn.distributed.process_group import process_rank
     from nn.observability.console import make_console, make_logger

@@ -138,6 +138,8 @@ ROWS = {
     ),
     "dlrm_t15_2_rows": Row("dlrm", 2, *T15, overrides=ROW_WISE),
     "dlrm_t15_2_weak_rows": Row("dlrm", 2, *T15, overrides=(*ROW_WISE, "train.batch_size=131072")),
+    # Distinct rows of whole tables instead of vectors, where they are fewer bytes; not measured yet.
+    "dlrm_t15_2_least": Row("dlrm", 2, *T15, overrides=("sharding.exchange=least",)),
     "dlrm_t15_2_mixed": Row(
         "dlrm",
         2,

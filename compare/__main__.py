@@ -12,24 +12,16 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from compare.arguments import with_directories
+from compare.report import print_comparison
 from compare.run_record import RunRecord, find_runs
-from compare.table import (
-    as_csv,
-    as_json,
-    choose_metric,
-    groups_of,
-    labels,
-    print_table,
-    sorted_runs,
-    title_of,
-)
+from compare.table import as_csv, as_json, names_of
 from configs.command_line import composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
 from configs.many_runs_schema import CompareConfig
 from configs.overrides import to_config
 from configs.stop_signals import restore_signals
 
-PIPE_WIDTH = 200
+PIPE_WIDTH = 120
 
 
 def compare(config: CompareConfig) -> None:
@@ -47,29 +39,14 @@ def compare(config: CompareConfig) -> None:
             f"{', '.join(config.runs)}: only evaluations and other runs that do not train, which are left out; name the runs "
             "that trained"
         )
-    # One that no run has is refused here.
-    named = config.metric and choose_metric(trained, config.metric)
     console = LiteralConsole()
     # A file or a pipe has no width of its own.
     console = console if console.is_terminal else LiteralConsole(width=PIPE_WIDTH)
+    groups = print_comparison(console, trained, config.metric)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    groups = []
-    for group in groups_of(trained):
-        metric = named or choose_metric(group, None)
-        groups.append((sorted_runs(group, metric), metric))
-    for runs, metric in groups:
-        if len(groups) > 1:
-            say(title_of(runs))
-        print_table(console, runs, metric)
-        if len(groups) > 1:
-            say("")
-    if len(groups) > 1:
-        say(
-            f"{len(groups)} tables: metrics on different data, splits, days or rows cannot be compared"
-        )
     if left_out := len(found) - len(trained):
         say(f"{left_out} left out: evaluations (mode=eval) and others that do not train")
     every = [run for runs, _ in groups for run in runs]
@@ -82,7 +59,7 @@ def compare(config: CompareConfig) -> None:
         from compare.picture import draw_runs
 
         runs, metric = groups[0]
-        draw_runs(runs, labels(runs), metric, Path(config.picture))
+        draw_runs(runs, names_of(runs), metric, Path(config.picture))
         if len(groups) > 1:
             say(f"{config.picture} shows the first table; name its runs or others to draw those")
 

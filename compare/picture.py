@@ -29,12 +29,11 @@ def draw_runs(
     if metric is not None:
         splits = {run.split for run in runs}
         metric = metric.on(splits.pop() if len(splits) == 1 else "evaluation")
-    from matplotlib import colormaps, rc_context
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     named = min(len(runs), MAX_NAMED)
-    places = np.linspace(0, 0.88, named) if named > 1 else np.array([0.25])
-    colors = [*colormaps["viridis"](places)]
+    colors = [f"C{index}" for index in range(named)]
     with rc_context(STYLE):
         figure = Figure(figsize=(13, 6), dpi=130)
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)

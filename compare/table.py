@@ -15,6 +15,7 @@ from rich.table import Table
 from compare.run_record import RunRecord, differing
 from configs.option_values import written
 from nn.models.metric import Metric, best_of
+from nn.observability.records import BASELINE
 
 MAX_OPTION_COLUMNS = 5
 LEAST_FOLDED = 16
@@ -23,6 +24,9 @@ RUN, STATE, DIFFERS = "run", "state", "differs"
 OWN_COLUMNS = (RUN, STATE, DIFFERS, "at step", "steps", "samples/s", "GPU GiB", "time")
 """Titles beside those of options and metrics."""
 GIB = 2**30
+SEED = "seed"
+UNSEEN = ("log.", "checkpoint.save", "checkpoint.keep", "checkpoint.mirror", "eval.baseline")
+"""Beginnings of options that change no result."""
 
 
 def groups_of(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
@@ -38,6 +42,44 @@ def groups_of(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
         same = [key for key in groups if key[:-1] == (*where,)] if rows is None else []
         groups.setdefault(same[0] if same else (*where, rows), []).append(run)
     return list(groups.values())
+
+
+def recipe_of(run: RunRecord) -> str:
+    """Return the recipe of a run, with its model where the name does not tell it."""
+    recipe, model = (str(run.options.get(key, "")) for key in ("recipe", "model.name"))
+    return recipe if model in recipe else f"{recipe}, model {model}"
+
+
+def recipes_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    """Return the runs of each recipe, in their order."""
+    recipes: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        recipes.setdefault(recipe_of(run), []).append(run)
+    return recipes
+
+
+def settings_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    """Return the runs of each setting, which differ in their seeds alone, by recipe and what differs within it."""
+    settings: dict[str, list[RunRecord]] = {}
+    for recipe, found in recipes_of(runs).items():
+        keys = [key for key in differing(found) if key != SEED and not key.startswith(UNSEEN)]
+        for run in found:
+            settings.setdefault(f"{recipe} {_differences(run, keys)}".rstrip(), []).append(run)
+    return settings
+
+
+def names_of(runs: Sequence[RunRecord]) -> list[str]:
+    """Return what tells each run from the others, for a legend: its recipe and options, or its path where these are equal."""
+    recipes = recipes_of(runs)
+    names = []
+    for run, label in zip(runs, labels(runs), strict=True):
+        keys = [key for key in differing(recipes[recipe_of(run)]) if not key.startswith(UNSEEN)]
+        parts = [recipe_of(run)] * (len(recipes) > 1) + [_differences(run, keys)]
+        names.append(" ".join(filter(None, parts)) or label)
+    return [
+        name if names.count(name) == 1 else label
+        for name, label in zip(names, labels(runs), strict=True)
+    ]
 
 
 def title_of(group: Sequence[RunRecord]) -> str:
@@ -79,10 +121,10 @@ def sorted_runs(runs: Sequence[RunRecord], metric: Metric | None) -> list[RunRec
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the path of each run without the folders that all have in common."""
+    """Return the path of each run without the folders that all have in common; of a single one the name of its directory."""
     paths = [str(run.path) for run in runs]
     if len(paths) == 1:
-        return paths
+        return [runs[0].path.resolve().name]
     # Absolute and relative ones have none in common.
     absolute = [os.path.abspath(path) for path in paths]
     common = os.path.commonpath(absolute)
@@ -112,6 +154,8 @@ def rows_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
                 row[f"best_{metric.key}"], row[f"best_{metric.key}_step"] = run.best(metric)
             row[f"last_{metric.key}"] = run.last(metric)
             row[f"result_{metric.key}"] = run.summary.get(metric.test_key)
+            if any(f"{BASELINE}{metric.test_key}" in other.summary for other in runs):
+                row[f"{BASELINE}{metric.key}"] = run.summary.get(f"{BASELINE}{metric.test_key}")
         row |= {
             "steps": run.steps,
             "samples_per_s": run.speed(),
@@ -124,9 +168,13 @@ def rows_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return rows
 
 
-def print_table(console: Console, runs: Sequence[RunRecord], metric: Metric | None) -> None:
+def print_table(
+    console: Console, runs: Sequence[RunRecord], names: Sequence[str], metric: Metric | None
+) -> None:
     """Print a line per run; columns without a value, and those for which the terminal is too narrow, are left out."""
-    shown = _fitting(_columns(runs, metric), console.width)
+    shown = _fitting(_columns(runs, names, metric), console.width)
+    if _width(shown) > console.width:
+        shown = _fitting(_columns(runs, names, metric, most=0), console.width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in shown:
         can_fold = title in (RUN, DIFFERS)
@@ -137,16 +185,21 @@ def print_table(console: Console, runs: Sequence[RunRecord], metric: Metric | No
     for texts in zip(*shown.values(), strict=True):
         table.add_row(*texts)
     console.print(table)
-    for run, label in zip(runs, labels(runs), strict=True):
+    for run, name in zip(runs, names, strict=True):
         if run.message:
-            console.print(f"{label}: {run.state}: {run.message}", highlight=False)
+            console.print(f"{name}: {run.state}: {run.message}", highlight=False)
 
 
-def _columns(runs: Sequence[RunRecord], metric: Metric | None) -> dict[str, list[str]]:
-    """Return the texts of each column by its title."""
-    keys = differing(runs)
-    has_columns = len(keys) <= MAX_OPTION_COLUMNS
-    columns: dict[str, list[str]] = {RUN: labels(runs), STATE: [run.state for run in runs]}
+def _columns(
+    runs: Sequence[RunRecord],
+    names: Sequence[str],
+    metric: Metric | None,
+    most: int = MAX_OPTION_COLUMNS,
+) -> dict[str, list[str]]:
+    """Return the texts of each column by its title; more than `most` options are one column."""
+    keys = [key for key in differing(runs) if not key.startswith(UNSEEN)]
+    has_columns = len(keys) <= most
+    columns: dict[str, list[str]] = {RUN: [*names], STATE: [run.state for run in runs]}
     if has_columns:
         columns |= {
             name: [_text(run.options.get(key)) for run in runs]
@@ -171,14 +224,18 @@ def _columns(runs: Sequence[RunRecord], metric: Metric | None) -> dict[str, list
 def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
     """Return the columns that have a value and fit beside each other into `width` characters."""
     shown = {title: texts for title, texts in columns.items() if any(texts)}
-    widths = {
-        title: max(len(title), *map(len, texts)) if title not in (RUN, DIFFERS) else LEAST_FOLDED
-        for title, texts in shown.items()
-    }
     for title in ("at step", "steps", "GPU GiB", "samples/s", "time"):
-        if sum(widths.values()) + 3 * len(widths) > width:
-            widths.pop(title, None)
-    return {title: shown[title] for title in widths}
+        if _width(shown) > width:
+            shown.pop(title, None)
+    return shown
+
+
+def _width(columns: dict[str, list[str]]) -> int:
+    """Return the characters that columns need at least."""
+    return sum(
+        LEAST_FOLDED if title in (RUN, DIFFERS) else 3 + max(len(title), *map(len, texts))
+        for title, texts in columns.items()
+    )
 
 
 def as_csv(runs: Sequence[RunRecord]) -> str:

@@ -5,7 +5,7 @@ refuses or alters texts that are ordinary paths: `~/x`, `a,b`, `a=b`, `1e3`, mos
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from types import NoneType
@@ -53,14 +53,14 @@ REFUSED_FLAGS = {
 class Choices:
     """Names that the arguments of one command may have.
 
-    `likely` are options of open sections, to which a mistyped one may be close; --config-name may name one of `configs`, or any
-    if there are none; with `has_jobs`, as only trainings have, --multirun makes a job of each value.
+    `likely` are options of open sections, to which a mistyped one may be close; --config-name may name one of those that `configs`
+    returns, or any if it returns none; with `has_jobs`, as only trainings have, --multirun makes a job of each value.
     """
 
     schema: type
     groups: Sequence[str] = ()
     likely: Sequence[str] = ()
-    configs: Sequence[str] = ()
+    configs: Callable[[], Sequence[str]] = tuple
     has_jobs: bool = True
 
 
@@ -181,10 +181,11 @@ def _check_flags(flags: Mapping[str, str | None], choices: Choices) -> None:
         raise ValueError("--package belongs to --cfg; write that flag too")
     name = flags.get("--config-name")
     is_own = not {"--config-dir", "--config-path"} & set(flags)
-    if name and is_own and choices.configs and name.removesuffix(".yaml") not in choices.configs:
+    configs = choices.configs() if name and is_own else ()
+    if name and configs and name.removesuffix(".yaml") not in configs:
         raise ValueError(
             f"--config-name={printable(name)}: this command has no such config; choose one of "
-            f"{', '.join(choices.configs)}, or name the directory of your own with --config-dir"
+            f"{', '.join(configs)}, or name the directory of your own with --config-dir"
         )
     package = flags.get("--package")
     sections = [key for key, hint in hints(choices.schema).items() if is_dataclass(hint)]

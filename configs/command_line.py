@@ -7,7 +7,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,7 +87,7 @@ def composed_command(
         # Without it Hydra prints the error itself, in several lines, and ends with exit code 1.
         os.environ["HYDRA_FULL_ERROR"] = "1"
         likely = _keys_of_yaml(config_name, open_sections(schema))
-        configs = _configs_with(schema_name)
+        configs = partial(_configs_with, schema_name)
         choices = Choices(schema, groups, likely, configs, read_saved is not None)
         words, arguments = help_words(sys.argv[1:], choices)
         sys.argv[1:] = hydra_arguments(arguments, choices)
@@ -138,7 +138,7 @@ def compose_overrides(
             f"there is no recipe {shown(config_name)}; choose one of {', '.join(configs)}"
         )
     likely = _keys_of_yaml(config_name, open_sections(schema))
-    written = hydra_arguments(overrides, Choices(schema, groups, likely, configs))
+    written = hydra_arguments(overrides, Choices(schema, groups, likely, lambda: configs))
     register(schema, schema_name)
     try:
         with hydra.initialize_config_module("configs", version_base="1.3"):

@@ -232,6 +232,14 @@ class ShardingType(Enum):
     data_parallel = "data_parallel"
 
 
+class Exchange(Enum):
+    """Content that the ranks of the samples get of a table; `least` is the one of fewer bytes."""
+
+    vectors = "vectors"
+    rows = "rows"
+    least = "least"
+
+
 class Evict(Enum):
     """The keys that leave the table of a feature with raw keys when it is full."""
 
@@ -771,7 +779,11 @@ class TaskConfig:
         gt=0,
         lt=1,
     )
-    positive_weight: float = option(1.0, "factor of the loss of positive rows", gt=0)
+    positive_weight: float = option(
+        1.0,
+        "factor of the loss of positive rows; predictions are corrected for it, except of the focal loss",
+        gt=0,
+    )
     keep_rate: float | None = option(
         None,
         "fraction of the negatives that the training rows have; predictions are corrected for it",
@@ -869,8 +881,13 @@ class EvalConfig(Section):
     )
     metrics: list[str] = option(
         [],
-        "metrics beyond auc and log_loss of binary labels and rmse of regression labels: normalised_entropy, "
-        "calibration, mae, or package.module:NAME of a Metric (docs/tasks_and_metrics.md)",
+        "metrics beyond auc and log_loss of binary labels and rmse of regression labels: pr_auc (of rare labels without being "
+        "named), normalised_entropy, calibration, mae, or package.module:NAME of a Metric (docs/tasks_and_metrics.md)",
+    )
+    baseline: bool | None = option(
+        None,
+        "measure a logistic regression on the same rows at the end, on one core in at most 20 s; null: if the dataset has at "
+        "most a million rows",
     )
     group: str | None = option(
         None,
@@ -908,6 +925,11 @@ class PredictConfig(Section):
     split: str | None = option(
         None, "split of the dataset to score; null: test, or the only split of a dataset"
     )
+    average: list[str] = option(
+        [],
+        "run directories, each with the options of its own, whose scores are averaged, instead of checkpoint.restore",
+        path=True,
+    )
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -917,14 +939,16 @@ class PredictConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class TableOverride:
-    """Sharding type and memory of a single table in `sharding.tables`; None leaves the choice to the planner.
+    """Sharding type, memory and exchange of a single table in `sharding.tables`; None leaves the choice to the planner.
 
-    `cache` is the fraction of its rows for which the device has room, with `tier: host` or `disk`.
+    `cache` is the fraction of its rows for which the device has room, with `tier: host` or `disk`; an `exchange` of None is
+    that of `sharding.exchange`.
     """
 
     type: ShardingType | None = None
     tier: Tier | None = None
     cache: float | None = None
+    exchange: Exchange | None = None
 
 
 DEFAULT_CACHE = 0.1
@@ -945,8 +969,13 @@ class ShardingConfig(Section):
     # Any, since Hydra lets nobody add keys to a typed dictionary; checked and converted below.
     tables: Any = option(
         None,
-        "sharding type of single tables, {cat_0: row_wise}, or also their memory and the fraction of rows on the "
-        "device, {cat_0: {type: table_wise, tier: host, cache: 0.1}}; tier is device, host or disk",
+        "sharding type of single tables, {cat_0: row_wise}, or also their exchange, memory and the fraction of rows on "
+        "the device, {cat_0: {type: table_wise, tier: host, cache: 0.1}}; tier is device, host or disk",
+    )
+    exchange: Exchange | None = option(
+        None,
+        "what the ranks of the samples get of a table: vectors, rows (each distinct one of a batch once), or least (what "
+        "the plan expects to be fewer bytes); null: vectors, and rows of row-wise tables that are looked up by few ids",
     )
     tiers: list[Tier] = option(
         [Tier.device, Tier.host],
@@ -1036,16 +1065,18 @@ def _type_of(table: str, kind: Any) -> ShardingType:
 
 def _table_override(table: str, values: dict[Any, Any]) -> TableOverride:
     """Return the override of a table that is written as a mapping."""
-    unknown = [key for key in values if key not in ("type", "tier", "cache")]
+    unknown = [key for key in values if key not in ("type", "tier", "cache", "exchange")]
     require(
         not unknown,
-        f"sharding.tables.{table} has {', '.join(map(str, unknown))}; want type, tier or cache",
+        f"sharding.tables.{table} has {', '.join(map(str, unknown))}; want type, tier, cache or exchange",
     )
-    kind, tier, cache = (values.get(key) for key in ("type", "tier", "cache"))
-    require(
-        tier is None or (isinstance(tier, str) and tier in Tier.__members__),
-        f"sharding.tables.{table}.tier={tier} is none of {', '.join(each.name for each in Tier)}",
-    )
+    kind, cache = values.get("type"), values.get("cache")
+    tier, exchange = values.get("tier"), values.get("exchange")
+    for key, value, known in (("tier", tier, Tier), ("exchange", exchange, Exchange)):
+        require(
+            value is None or (isinstance(value, str) and value in known.__members__),
+            f"sharding.tables.{table}.{key}={value} is none of {', '.join(each.name for each in known)}",
+        )
     has_arena = tier in (Tier.host.value, Tier.disk.value)
     require(
         cache is None or (isinstance(cache, int | float) and not isinstance(cache, bool)),
@@ -1064,6 +1095,7 @@ def _table_override(table: str, values: dict[Any, Any]) -> TableOverride:
         type=None if kind is None else _type_of(table, kind),
         tier=None if tier is None else Tier[tier],
         cache=None if cache is None else float(cache),
+        exchange=None if exchange is None else Exchange[exchange],
     )
 
 
@@ -1166,6 +1198,11 @@ class LogConfig(Section):
         [],
         "observers of the training loop, each package.module:NAME (docs/operations.md#observers)",
     )
+    prometheus: str | None = option(
+        None,
+        "file NAME.prom, in the folder of node-exporter's textfile collector, for metrics of the run (docs/operations.md)",
+        path=True,
+    )
     mlperf: bool = option(
         False, "write the log of MLPerf's dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)"
     )
@@ -1196,6 +1233,10 @@ class LogConfig(Section):
         for name in self.observers:
             require(is_import_path(name), f"log.observers names {name}, no package.module:NAME")
             require(self.observers.count(name) == 1, f"log.observers names {name} twice")
+        require(
+            self.prometheus is None or self.prometheus.endswith(".prom"),
+            f"log.prometheus={self.prometheus}: the textfile collector reads files NAME.prom alone; name it so",
+        )
         for name in ("mlperf_org", "mlperf_platform"):
             require(getattr(self, name) != "", f"log.{name} is empty; name it, or leave it out")
 
@@ -1359,6 +1400,8 @@ class Config(Section):
             f"mode=predict writes scores to the file output, got {self.output}; set output to a name that ends in "
             f"{' or '.join(SCORE_ENDINGS)}",
         )
+        if self.predict.average:
+            return  # each run is a command with the other checks
         require(
             self.checkpoint.restore is not None,
             "mode=predict needs a trained model; set checkpoint.restore to a run's checkpoints/best or checkpoints/step_N",

@@ -136,6 +136,20 @@ class ServerConfig(Section):
     )
     drain_s: float = option(20.0, "time to answer accepted requests after SIGTERM", ge=0)
     poll_s: float = option(1.0, "time between two looks for a new version", gt=0)
+    canary_share: float | None = option(
+        None,
+        "share of the requests that the newest version answers; the one before it answers the others, and those with one "
+        "header Canary-Key are answered by the same; null: the newest answers all",
+        gt=0,
+        lt=1,
+    )
+    log_requests: str | None = option(
+        None, "folder for served requests as rows of JSON lines (docs/serving.md)", path=True
+    )
+    log_share: float = option(0.01, "share of the requests that log_requests logs", gt=0, most=1)
+    log_mib: int = option(
+        1024, "MiB of all files of log_requests; the oldest one is removed", most=1 << 30, gt=0
+    )
     verify: bool = option(
         True,
         "compare the SHA-256 of every file before a version serves; false: sizes alone, for tables of many GiB",

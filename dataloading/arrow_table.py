@@ -34,11 +34,6 @@ def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySour
     return BinarySource(spec, {SPLIT: joined(spec, [rows], files)})
 
 
-def _kinds(column: Any) -> list[str]:
-    """Return the names of the types of the values of a pandas column, missing ones left out."""
-    return sorted({type(value).__name__ for value in column[column.notna()]})
-
-
 def arrow_table(table: Any) -> tuple[pa.Table, Any]:
     """Return rows as an Arrow table, and the function that converts a result to the kind of table that was given."""
     if isinstance(table, pa.Table):
@@ -51,7 +46,8 @@ def arrow_table(table: Any) -> tuple[pa.Table, Any]:
         rows = pa.Table.from_pandas(table, preserve_index=False)
     except (pa.ArrowException, ArithmeticError, ValueError, TypeError) as error:
         for name in table.columns:
-            kinds = _kinds(table[name])
+            column = table[name]
+            kinds = sorted({type(value).__name__ for value in column[column.notna()]})
             if len(kinds) > 1:
                 raise ValueError(
                     f"the table: column {shown(str(name))} has values of several types, {', '.join(kinds)}; want one: convert "

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,8 +119,7 @@ class Batch:
             start = values.data_ptr() - first
             return memory[start : start + values.nbytes].view(values.dtype).view(values.shape)
 
-        ids = self.layout.jagged(moved(self.ids.values()))
-        return replace(self._mapped(ids, moved), memory=memory)
+        return replace(self._mapped(moved), memory=memory)
 
     def packed_as(self, example: "Batch") -> Tensor:
         """Return the memory of the batch, laid out as that of `example`, which has the same shapes: its own, if it has one."""
@@ -148,38 +148,26 @@ class Batch:
             piece = memory[places[id(values)] :][: values.nbytes]
             return piece.view(values.dtype).view(values.shape).copy_(values)
 
-        ids = self.layout.jagged(copied(self.ids.values()))
-        return replace(self._mapped(ids, copied), memory=memory)
+        return replace(self._mapped(copied), memory=memory)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return a copy on `device`; a shared layout is copied to a device only once."""
-        device = torch.device(device)
-        if self.layout is None:
-            ids = self.ids.to(device, non_blocking=non_blocking)
-        else:
-            values = self.ids.values().to(device, non_blocking=non_blocking)
-            ids = self.layout.jagged(values)
-        return self._mapped(ids, lambda values: values.to(device, non_blocking=non_blocking))
+        return self._mapped(lambda values: values.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """Return a copy in pinned memory; a shared layout is not copied."""
-        if self.layout is None:
-            ids = self.ids.pin_memory()
-        else:
-            ids = self.layout.jagged(self.ids.values().pin_memory())
-        return self._mapped(ids, Tensor.pin_memory)
+        return self._mapped(lambda values: values.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until the work queued on `stream` is done; TorchRec's pipelines call this."""
-        self.numerical.record_stream(stream)
-        self.labels.record_stream(stream)
-        self.ids.record_stream(stream)
-        for values in (self.weights, self.keep_rates):
+        for values in (self.numerical, self.labels, self.ids, self.weights, self.keep_rates):
             if values is not None:
                 values.record_stream(stream)
 
-    def _mapped(self, ids: KeyedJaggedTensor, copy: Callable[[Tensor], Tensor]) -> "Batch":
-        """Return a batch of `ids` and of copies of the other tensors."""
+    def _mapped(self, copy: Callable[[Any], Any]) -> "Batch":
+        """Return a batch of copies of all tensors; ragged ids are copied as a whole."""
+        layout = self.layout
+        ids = copy(self.ids) if layout is None else layout.jagged(copy(self.ids.values()))
         return Batch(
             copy(self.numerical),
             copy(self.labels),

@@ -51,7 +51,6 @@ class Selection:
             start += last - first
 
     def row_at(self, position: int) -> int:
-        """Return the row at `position` of the selection."""
         ends = np.cumsum(self.lengths)
         run = int(np.searchsorted(ends, position, side="right"))
         return int(self.runs[run, 1] - (ends[run] - position))

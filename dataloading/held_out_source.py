@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from dataloading.dataset.source import Allocate, Columns, Keys, Source
+from dataloading.dataset.source import Allocate, Columns, DerivedSource, Keys, Source
 
 TRAIN, VALIDATION = "train", "validation"
 
 
-class HeldOutSource:
+class HeldOutSource(DerivedSource):
     """Rows of another source, of which the last training rows are held out.
 
     Rows keep their order, so that of logs in the order of time the latest are held out, as a test split has still later
@@ -16,13 +16,12 @@ class HeldOutSource:
     """
 
     def __init__(self, source: Source, fraction: float) -> None:
-        self.spec = source.spec
+        super().__init__(source)
         if VALIDATION in self.spec.splits:
             raise ValueError(
                 f"data.validation_fraction={fraction:g}: the dataset has a split '{VALIDATION}' already; leave it out, and "
                 f"set eval.split={VALIDATION}"
             )
-        self._source = source
         self._num_rows, granule = source.num_rows(TRAIN), source.granule(TRAIN)
         held = max(1, round(self._num_rows * fraction))
         self._border = (self._num_rows - held) // granule * granule
@@ -34,7 +33,6 @@ class HeldOutSource:
             )
 
     def num_rows(self, split: str) -> int:
-        """Return the rows of `split`; ValueError if there is no such split."""
         if split == TRAIN:
             return self._border
         return (
@@ -42,11 +40,9 @@ class HeldOutSource:
         )
 
     def granule(self, split: str) -> int:
-        """Return the rows of `split` that are read together."""
         return self._source.granule(_stored(split))
 
     def before_fork(self, split: str, num_processes: int) -> None:
-        """Decode what `num_processes` processes, forked next, would each decode."""
         self._source.before_fork(_stored(split), num_processes)
 
     def read(
@@ -56,12 +52,10 @@ class HeldOutSource:
         padded_to: int | None = None,
         allocate: Allocate = np.empty,
     ) -> Columns:
-        """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`."""
         moved = runs + self._border if split == VALIDATION else runs
         return self._source.read(_stored(split), moved, padded_to, allocate)
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
-        """Return the keys of a feature in the rows of `runs` (int64 [K, 2], half-open)."""
         moved = runs + self._border if split == VALIDATION else runs
         return self._source.read_keys(_stored(split), moved, feature)
 

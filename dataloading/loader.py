@@ -1,23 +1,21 @@
 """Loader: batches from a source and a partition, read ahead by threads or by processes."""
 
-import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import torch
 
-from dataloading.batch import Batch, aligned, fixed_layout, jagged
-from dataloading.batch_memory import BatchMemory, OwnMemory, Slot, SlotFullError, Slots
-from dataloading.dataset.feature_spec import CategoricalFeature
-from dataloading.dataset.source import Allocate, Columns, Source
+from dataloading.batch import Batch
+from dataloading.batch_memory import Slots
+from dataloading.batch_reader import BatchReader
+from dataloading.dataset.source import Source
 from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.pipeline import KeyPipeline
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
@@ -28,17 +26,12 @@ if TYPE_CHECKING:
     from dataloading.keys.described_keys import DescribedKeys
     from dataloading.keys.key_maps import KeyMaps
 
+Read = TypeVar("Read")
 READERS = 4
 RAGGED_READERS = 8
 """Ragged rows take two to three times as long to read: with four readers, the step of one H200 waited for them."""
 SLOTS_IN_USE = 2
 """Slots beyond the batches read ahead: one for the batch in use, one that the device may still copy from."""
-ROOM = 1.5
-"""Room of a slot for the ids of a ragged feature, times their expected number; `SPREAD` adds what small batches need."""
-SPREAD = 8.0
-"""Room in addition, times (mean ids per row + 1) and the square root of the rows."""
-TOO_LARGE = -1
-"""Number of ids that a reader process writes if its batch does not fit in a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +100,8 @@ class Loader:
         self.seed = settings.seed
         granule = source.granule(split)
         self.shuffle_block = -(-settings.shuffle_block // granule) * granule
-        usual = RAGGED_READERS if self._is_ragged else READERS
+        self._batch_reader = BatchReader(source, split, pin=self.device.type == "cuda")
+        usual = RAGGED_READERS if self._batch_reader.is_ragged else READERS
         self.prefetch = settings.prefetch or usual
         self.workers = settings.workers or usual
         self.steps_per_epoch = num_steps(self.num_rows, self.batch_size)
@@ -132,7 +126,9 @@ class Loader:
             return
         num_processes = min(self.workers, self.prefetch)
         self.source.before_fork(self.split, num_processes)
-        num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._slot_bytes()
+        size = -(-min(self.batch_size, self.num_rows) // self.world_size)
+        largest = replace(self._rows(0, None), num_valid=size, padded_to=size)
+        num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._batch_reader.slot_bytes(largest)
         try:
             self._slots = Slots(num_slots, slot_bytes)
         except OSError as error:
@@ -198,15 +194,7 @@ class Loader:
         return batch
 
     def _read(self, step: int) -> Batch:
-        """Read the batch of `step`; the rows of raw keys are undefined."""
-        rows = self.rows(step)
-        memory = OwnMemory(pin=self.device.type == "cuda")
-        columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
-        lengths = None
-        if self._is_ragged:
-            lengths = memory.allocate(self._lengths_shape(rows), columns.values.dtype)
-            _fill_lengths(lengths, columns, rows.num_valid)
-        return self._as_batch(columns, lengths, rows, memory)
+        return self._batch_reader.read(self.rows(step))
 
     def batches(
         self, start_step: int = 0, num_steps: int | None = None
@@ -223,38 +211,40 @@ class Loader:
             return self._read_by_threads(steps)
         return self._read_by_processes(steps, self._readers, self._slots)
 
+    def _in_order(
+        self, steps: Iterator[int], start: Callable[[int], Callable[[], Read]]
+    ) -> Generator[Read, None, None]:
+        """Yield what was read at each of `steps`, of which `prefetch` are started ahead; `start` returns how to wait for it."""
+        pending = deque(start(step) for step in islice(steps, self.prefetch))
+        while pending:
+            asked = perf_counter()
+            read = pending.popleft()()
+            self.data_wait_ms = (perf_counter() - asked) * 1e3
+            pending.extend(start(step) for step in islice(steps, 1))
+            yield read
+            del read  # so that the consumer holds the only reference
+
     def _read_by_threads(self, steps: Iterator[int]) -> Generator[Batch, None, None]:
         pool = ThreadPoolExecutor(
             min(self.workers, self.prefetch),
             thread_name_prefix=f"loader-{self.split}",
             initializer=self._enter_thread,
         )
-        mapper = self._mapper()
 
-        def described(read: Future[Batch], step: int) -> tuple[Batch, "DescribedKeys"]:
-            batch = read.result()
-            return batch, self._described(batch, step)
-
-        def start(step: int) -> Future[Batch]:
+        def start(step: int) -> Callable[[], Batch]:
             read = pool.submit(self._read, step)
             if mapper is None:
-                return read
-            return mapper.submit(partial(described, read, step), self._map_keys)
+                return read.result
 
-        try:
-            pending = deque(start(step) for step in islice(steps, self.prefetch))
-            while pending:
-                asked = perf_counter()
-                batch = pending.popleft().result()
-                self.data_wait_ms = (perf_counter() - asked) * 1e3
-                pending.extend(start(step) for step in islice(steps, 1))
-                yield batch
-                del batch  # so that the consumer holds the only reference
-        finally:
-            try:
-                pool.shutdown(wait=True, cancel_futures=True)
-            finally:
-                self._end(mapper)
+            def described() -> tuple[Batch, "DescribedKeys"]:
+                return read.result(), self._described(read.result(), step)
+
+            return mapper.submit(described, self._map_keys).result
+
+        with ExitStack() as stack:
+            mapper = self._mapper(stack)
+            stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+            yield from self._in_order(steps, start)
 
     def _read_by_processes(
         self, steps: Iterator[int], readers: ReaderProcesses, slots: Slots
@@ -264,57 +254,48 @@ class Loader:
             slots.pin()
             # An earlier iterator may have been dropped while its last batch was being copied.
             torch.cuda.synchronize()
-        mapper = self._mapper()
-        pending: deque[Callable[[], tuple[int, Batch]]] = deque()
 
         def finished(step: int) -> tuple[int, Batch]:
             slot = readers.finish()
-            return slot, self._batch_in(slot, step, slots)
+            # Counts do not depend on the order of rows, so the shuffle is not computed here again.
+            batch = self._batch_reader.batch_in(slots, slot, self._rows(step, None))
+            return slot, self._read(step) if batch is None else batch
 
         def described(step: int) -> tuple[tuple[int, Batch], "DescribedKeys"]:
             slot, batch = finished(step)
             return (slot, batch), self._described(batch, step)
 
-        def start(num_steps: int) -> None:
-            for step in islice(steps, num_steps):
-                slots.wait_for_copies(readers.next_slot)
-                readers.start(step)
-                pending.append(
-                    partial(finished, step)
-                    if mapper is None
-                    else mapper.submit(partial(described, step), self._map_keys).result
-                )
+        def start(step: int) -> Callable[[], tuple[int, Batch]]:
+            slots.wait_for_copies(readers.next_slot)
+            readers.start(step)
+            if mapper is None:
+                return partial(finished, step)
+            return mapper.submit(partial(described, step), self._map_keys).result
 
-        try:
-            start(self.prefetch)
-            while pending:
-                asked = perf_counter()
-                slot, batch = pending.popleft()()
-                self.data_wait_ms = (perf_counter() - asked) * 1e3
-                start(1)
+        def drain() -> None:
+            while readers.num_pending:
+                with suppress(ValueError, OSError, MemoryError, RuntimeError):
+                    readers.finish()
+
+        with ExitStack() as stack:
+            stack.callback(drain)
+            mapper = self._mapper(stack)
+            for slot, batch in self._in_order(steps, start):
                 yield batch
                 slots.are_copied(slot)
-        finally:
-            try:
-                self._end(mapper)
-            finally:
-                while readers.num_pending:
-                    with suppress(ValueError, OSError, MemoryError, RuntimeError):
-                        readers.finish()
 
-    def _mapper(self) -> KeyPipeline | None:
-        """Return the threads that map the keys of batches, in the order of the steps and ahead of them; None without keys."""
+    def _mapper(self, stack: ExitStack) -> KeyPipeline | None:
+        """Return the threads that map the keys of batches, in the order of the steps and ahead of them; None without keys.
+
+        They end with `stack`; then nothing writes to a batch any more.
+        """
         if self._key_maps is None:
             return None
-        return KeyPipeline(f"keys-{self.split}", self._enter_thread)
-
-    def _end(self, mapper: KeyPipeline | None) -> None:
-        """End the threads of raw keys; nothing writes to a batch any more."""
-        if mapper is not None:
-            mapper.close()
+        mapper = KeyPipeline(f"keys-{self.split}", self._enter_thread)
+        stack.callback(mapper.close)
+        return mapper
 
     def _map_keys(self, described: "Callable[[], DescribedKeys]") -> None:
-        """Fill in the rows of raw keys."""
         assert self._key_maps is not None, "there are raw keys"
         if self._admits:
             self._key_maps.map(described)
@@ -348,145 +329,9 @@ class Loader:
     def _read_into(self, slot: int, step: int) -> None:
         """Read the batch of `step` into a slot, in a reader process."""
         assert self._slots is not None
-        rows = self.rows(step)
-        memory = self._slots.memory(slot)
-        if not self._is_ragged:
-            self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
-            return
-        head = self._ragged_head(rows, memory)
-        size = np.array([rows.num_valid, rows.padded_to])
-        # Those of fixed hotness stay in the slot from batch to batch, if their sizes are alike.
-        only_ragged = bool((head.size == size).all())
-        head.size[:] = 0
-        try:
-            columns = self.source.read(self.split, rows.runs, rows.padded_to, memory.allocate)
-        except SlotFullError:
-            head.num_ids[:] = TOO_LARGE
-            return
-        head.num_ids[:] = [len(ids) for ids in columns.ids]
-        _fill_lengths(head.lengths, columns, rows.num_valid, only_ragged=only_ragged)
-        head.size[:] = size
-
-    def _batch_in(self, slot: int, step: int, slots: Slots) -> Batch:
-        """Return the batch of `step`, which a reader process has written to a slot, if it had room there."""
-        # Counts do not depend on the order of rows, so the shuffle is not computed here again.
-        rows = self._rows(step, None)
-        if self._is_ragged:
-            return self._ragged_batch_in(slots.memory(slot), rows) or self._read(step)
-        key = (rows.num_valid, rows.padded_to, rows.global_valid)
-        batches = slots.batches[slot]
-        if key not in batches:
-            memory = slots.memory(slot)
-            num_ids = [rows.num_valid * (f.hotness or 0) for f in self.source.spec.categorical]
-            columns = self._columns(rows, num_ids, memory.allocate)
-            batch = self._as_batch(columns, None, rows, memory)
-            batches[key] = replace(batch, memory=memory.taken)
-        return batches[key]
-
-    def _ragged_batch_in(self, memory: Slot, rows: RankRows) -> Batch | None:
-        """Return a batch with ragged features; None if it had no room in its slot."""
-        head = self._ragged_head(rows, memory)
-        if TOO_LARGE in head.num_ids:
-            return None
-        columns = self._columns(rows, head.num_ids.tolist(), memory.allocate)
-        return self._as_batch(columns, head.lengths, rows, memory)
-
-    @property
-    def _is_ragged(self) -> bool:
-        return any(feature.hotness is None for feature in self.source.spec.categorical)
-
-    def _lengths_shape(self, rows: RankRows) -> tuple[int]:
-        return (len(self.source.spec.categorical) * rows.padded_to,)
-
-    def _ragged_head(self, rows: RankRows, memory: BatchMemory) -> "_RaggedHead":
-        """Return the head of a slot with ragged features."""
-        spec = self.source.spec
-        size = memory.allocate((2,), np.dtype(np.int64))
-        num_ids = memory.allocate((len(spec.categorical),), np.dtype(np.int64))
-        lengths = memory.allocate(self._lengths_shape(rows), spec.ids_dtype)
-        return _RaggedHead(size, num_ids, lengths)
-
-    def _columns(self, rows: RankRows, num_ids: Sequence[int], allocate: Allocate) -> Columns:
-        """Return columns with the memory layout of those that the source fills."""
-        return Columns.empty(self.source.spec, rows.num_valid, rows.padded_to, num_ids, allocate)
-
-    def _slot_bytes(self) -> int:
-        """Return the size of a slot: a complete batch, with room for the ids of ragged features."""
-        size = -(-min(self.batch_size, self.num_rows) // self.world_size)
-        rows = replace(self._rows(0, None), num_valid=size, padded_to=size)
-        num_ids = [_num_ids_with_room(f, size) for f in self.source.spec.categorical]
-        sizes: list[int] = []
-
-        def count_bytes(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-            array = np.empty(shape, dtype)
-            sizes.append(aligned(array.nbytes))
-            return array
-
-        if self._is_ragged:
-            count_bytes((2,), np.dtype(np.int64))
-            count_bytes((len(num_ids),), np.dtype(np.int64))
-            count_bytes(self._lengths_shape(rows), self.source.spec.ids_dtype)
-        self._columns(rows, num_ids, count_bytes)
-        return sum(sizes)
-
-    def _as_batch(
-        self, columns: Columns, lengths: np.ndarray | None, rows: RankRows, memory: BatchMemory
-    ) -> Batch:
-        """Return the batch of columns in `memory`, and of `lengths` if a feature is ragged."""
-        spec = self.source.spec
-        keys = tuple(feature.name for feature in spec.categorical)
-        values = memory.tensor(columns.values)
-        shared = None
-        if lengths is not None:
-            counts = [len(feature_ids) for feature_ids in columns.ids]
-            ids = jagged(keys, values, memory.tensor(lengths), None, counts)
-        else:
-            fixed = tuple(feature.hotness or 0 for feature in spec.categorical)
-            shared = fixed_layout(keys, fixed, rows.num_valid, rows.padded_to, values.dtype)
-            ids = shared.jagged(values)
-        return Batch(
-            memory.tensor(columns.numerical),
-            memory.tensor(columns.labels),
-            ids,
-            rows.num_valid,
-            rows.global_valid,
-            shared,
-            None if columns.weights is None else memory.tensor(columns.weights),
-            None if columns.keep_rates is None else memory.tensor(columns.keep_rates),
-        )
+        self._batch_reader.read_into(self._slots.memory(slot), self.rows(step))
 
     def _enter_thread(self) -> None:
         # A new thread starts on GPU 0 and would create a CUDA context there when it pins memory.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _RaggedHead:
-    """Head of a slot with ragged features."""
-
-    size: np.ndarray  # valid rows and rows of the batch before, int64 [2]
-    num_ids: np.ndarray  # ids of each feature, int64 [F]
-    lengths: np.ndarray  # ids of each row, feature after feature, [F * B]
-
-
-def _fill_lengths(
-    lengths: np.ndarray, columns: Columns, num_valid: int, *, only_ragged: bool = False
-) -> None:
-    """Write the number of ids of every row, feature after feature, [F * B], in the dtype of the ids."""
-    for row, ids, ragged in zip(
-        lengths.reshape(len(columns.ids), -1), columns.ids, columns.lengths, strict=True
-    ):
-        if ragged is not None:
-            row[:] = ragged
-        elif not only_ragged:
-            row[:num_valid] = len(ids) // max(1, num_valid)
-            row[num_valid:] = 0
-
-
-def _num_ids_with_room(feature: CategoricalFeature, num_rows: int) -> int:
-    """Return the ids of a feature that a slot has room for."""
-    if feature.hotness is not None:
-        return num_rows * feature.hotness
-    mean = feature.mean_hotness
-    return math.ceil(ROOM * mean * num_rows + SPREAD * (mean + 1) * num_rows**0.5)

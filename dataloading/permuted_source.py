@@ -5,14 +5,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from dataloading.dataset.source import Allocate, Columns, Keys, Source
+from dataloading.dataset.source import Allocate, Columns, DerivedSource, Keys, Source
 from dataloading.gather import expand
 
 BLOCK_ROWS = 1 << 24
 """Splits of more rows are permuted within blocks of so many consecutive rows, whose permutation takes 128 MiB."""
 
 
-class PermutedSource:
+class PermutedSource(DerivedSource):
     """Rows of another source in which one feature is permuted over the rows of a split.
 
     The permutation is a function of seed and row alone, so every rank sees the same rows.
@@ -21,24 +21,18 @@ class PermutedSource:
     def __init__(
         self, source: Source, feature: str, seed: Sequence[int], block_rows: int = BLOCK_ROWS
     ) -> None:
-        self.spec = source.spec
-        self._source = source
+        super().__init__(source)
         self._feature = feature
         self._seed = seed
         self._block_rows = block_rows
         # The latest blocks alone: rows are read in the order on disk.
         self._permutation = lru_cache(maxsize=2)(self._drawn)
 
-    def num_rows(self, split: str) -> int:
-        """Return the rows of `split`; ValueError if there is no such split."""
-        return self._source.num_rows(split)
-
     def granule(self, split: str) -> int:
-        """Return 1: any row is read by itself."""
-        return 1
+        return 1  # any row is read by itself
 
     def before_fork(self, split: str, num_processes: int) -> None:
-        """Do nothing: threads read."""
+        pass  # threads read
 
     def read(
         self,
@@ -47,7 +41,6 @@ class PermutedSource:
         padded_to: int | None = None,
         allocate: Allocate = np.empty,
     ) -> Columns:
-        """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`."""
         rows = expand(runs)
         own = self._source.read(split, runs)
         starts = self._permuted(split, rows)
@@ -77,7 +70,6 @@ class PermutedSource:
         return out
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
-        """Return the keys of a feature in the rows of `runs`, or in the rows that they have the feature of."""
         if self.spec.categorical[feature].name == self._feature:
             starts = self._permuted(split, expand(runs))
             runs = np.stack([starts, starts + 1], axis=1)

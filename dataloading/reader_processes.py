@@ -61,7 +61,6 @@ class ReaderProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the processes."""
         return [reader.pid for reader in self._readers]
 
     @property

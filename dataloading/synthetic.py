@@ -10,7 +10,7 @@ import numpy as np
 
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
-from dataloading.dataset.source import Allocate, Columns, Keys
+from dataloading.dataset.source import Allocate, Columns, Keys, Source
 from dataloading.dataset.split_files import SplitFiles
 from dataloading.gather import expand
 from dataloading.randomness import power_law, stream_key, uniform
@@ -21,7 +21,7 @@ CHUNK_ROWS = 8192
 CALIBRATION_ROWS = 16384
 
 
-class SyntheticSource:
+class SyntheticSource(Source):
     """Source of synthetic clicks, made on demand.
 
     `cardinalities`: rows of each table, by the name of its feature; without names they are cat_0, cat_1 and so on.
@@ -61,19 +61,7 @@ class SyntheticSource:
         sample, _ = self._make("calibration", np.arange(CALIBRATION_ROWS, dtype=np.uint64))
         self._teacher.calibrate(sample.numerical, self._bags(sample))
 
-    def num_rows(self, split: str) -> int:
-        """Return the rows of `split`; ValueError if there is no such split."""
-        return self.spec.rows_of(split)
-
-    def granule(self, split: str) -> int:
-        """Return 1: any row is read by itself."""
-        return 1
-
-    def before_fork(self, split: str, num_processes: int) -> None:
-        """Do nothing: rows are made on demand."""
-
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
-        """Refuse: synthetic clicks have ids."""
         raise AssertionError("synthetic clicks have no raw keys")
 
     def read(
@@ -83,7 +71,6 @@ class SyntheticSource:
         padded_to: int | None = None,
         allocate: Allocate = np.empty,
     ) -> Columns:
-        """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`."""
         return self._make(split, expand(runs).astype(np.uint64), padded_to, allocate)[0]
 
     def teacher_auc(self, split: str = "test") -> float:

@@ -1,5 +1,6 @@
 """The checks of a run that need its data or its device, and neither a process group nor a file."""
 
+import numpy as np
 import torch
 
 from configs.messages import shown
@@ -17,6 +18,7 @@ from nn.distributed.process_group import (
     launcher_restarts,
 )
 from nn.embedding.optimizer import table_rule, update_settings
+from nn.models.metric import PR_AUC
 from nn.models.model import Model
 from nn.models.registry import build_meta, check_model, find_model
 from nn.models.tasks import tasks_of_run
@@ -27,6 +29,9 @@ from nn.resume import (
 )
 from nn.training.dense_optimizer import check_dense_rule
 from nn.training.limits import EvalSteps, total_steps
+
+RARE, SAMPLED_ROWS = 0.05, 16_384
+"""Mean below which a label is rare, among the first rows of the split to evaluate."""
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which tensor cores multiply in 8 bits: Ada and Hopper."""
@@ -44,8 +49,23 @@ def open_checked(config: Config) -> Source:
     check_raw_keys(config, source.spec)
     check_fp8(config, source.spec)
     check_chunks(config)
+    _measure_rare_labels(config, source)
     tasks_of_run(config, source.spec)
     return source
+
+
+def _measure_rare_labels(config: Config, source: Source) -> None:
+    """Add PR-AUC to `eval.metrics` if a label of the rows to evaluate is rare: an AUC says little of so few rows."""
+    split = config.eval.split
+    is_evaluated = config.mode in (Mode.train, Mode.eval, Mode.importance)
+    if not is_evaluated or config.data.path is None or PR_AUC.name in config.eval.metrics:
+        return
+    rows = min(source.num_rows(split), SAMPLED_ROWS)
+    labels = source.read(split, np.array([[0, rows]])).labels.reshape(rows, -1)
+    for label, values in zip(source.spec.labels, labels.T, strict=True):
+        if label.is_binary and 0 < values.mean() < RARE:
+            config.eval.metrics = [*config.eval.metrics, PR_AUC.name]
+            return
 
 
 def check_optimizers(config: Config) -> None:

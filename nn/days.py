@@ -26,6 +26,7 @@ from nn.checkpoint.directory import CHECKPOINTS, list_checkpoints, read_facts
 from nn.distributed.launcher import is_launched
 from nn.multirun import JOBS, STOPPING
 from nn.observability.run_lock import RunLock
+from nn.shared_imports import import_for_runs
 
 KILLED = 128
 """Exit codes above are this and the number of a signal."""
@@ -195,6 +196,7 @@ def _train(
     written = [text for text in sys.argv[1:] if text.lstrip("+").split("=")[0] not in OWN_OPTIONS]
     written += [f"data.path={day.path}", *([] if stage is None else [f"stage={stage}"])]
     print(on_one_line(f"day {day.lineage.day}: {day.path}"), flush=True)
+    import_for_runs()
     _run_process(partial(work, own), written, f"data.path={day.path}")
 
 

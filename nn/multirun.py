@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -23,9 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.messages import on_one_line
-from configs.overrides import refuse_unresolved, texts_of
+from configs.overrides import refuse_unresolved, texts_of, to_config
 from configs.schema import Config
 from nn.distributed.launcher import is_launched
+from nn.shared_imports import import_for_runs
 
 MAX_NAME_CHARS = 120
 STOPPING = {signal.SIGINT: INTERRUPTED_EXIT_CODE, signal.SIGTERM: RESUME_EXIT_CODE}
@@ -67,6 +69,10 @@ class Jobs:
         composed.run_dir = job_directory(composed, sys.argv[1:])
         print(on_one_line(f"job {HydraConfig.get().job.num}: {composed.run_dir}"), flush=True)
         written = texts_of(HydraConfig.get().overrides.task)
+        with suppress(ValueError):  # the job reports it
+            refuse_unresolved(composed, Config)
+            to_config(composed)
+            import_for_runs()
         self.exit_codes[str(composed.run_dir)] = self.fork(lambda: work(composed), written)
 
     def fork(self, work: Callable[[], None], arguments: Sequence[str]) -> int:
@@ -81,7 +87,7 @@ class Jobs:
         if pid == 0:
             self.is_job = True
             sys.argv[1:] = arguments
-            _end_process(work)
+            end_process(work)
         return self._wait(pid)
 
     def problem(self) -> tuple[str, int] | None:
@@ -183,7 +189,7 @@ def _parsed(text: str) -> Any:
     return OverridesParser.create().parse_override(text)
 
 
-def _end_process(work: Callable[[], None]) -> None:
+def end_process(work: Callable[[], None]) -> None:
     """Do the work and end this process, whose parent continues with the next job."""
     code: Any = 1
     try:

@@ -96,7 +96,7 @@ class Table:
 class Output:
     """A task: a probability if it is binary, else a number.
 
-    `shift`: added to the logit: ln of the task's keep rate.
+    `shift`: added to the logit: that of the task, of its keep rate and its positive weight.
     """
 
     name: str

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from configs.command_line import composed_command, end_command, errors_end_command
+from configs.imports import lasting_imports
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import Device, ServerConfig
@@ -42,10 +43,14 @@ def run(composed: DictConfig) -> None:
         config: ServerConfig = to_config(composed)
         token = read_token(config.token_file)
         check_model(Path(config.model or ""))
-        # Imported here: torch takes seconds, and errors of options need none.
-        from serving.inference.dense import import_loader
+        with lasting_imports():
+            # Here: torch takes seconds, and errors of options need none.
+            from serving.server import service  # noqa: F401
 
-        import_loader()
+            if config.device is Device.cuda:
+                from serving.inference.dense import import_loader
+
+                import_loader()
         # What imports have made lives as long as the process: collections need not visit it.
         gc.freeze()
         started = time.perf_counter()
@@ -75,6 +80,7 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
     from serving.inference.versions import Versions
     from serving.server.batching import BatchLimits
     from serving.server.http_server import HttpLimits
+    from serving.server.request_log import RequestLog
     from serving.server.service import Service
 
     threads = config.threads
@@ -83,11 +89,21 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
     if threads is not None:
         torch.set_num_threads(threads)
     assert config.model is not None, "checked by the options"
+    request_log = None
+    if config.log_requests is not None:
+        folder, most_bytes = Path(config.log_requests), config.log_mib * MIB
+        request_log = RequestLog(folder, config.log_share, most_bytes, say)
     load = model_loader(
         config.device.name, config.max_batch, config.dense_dtype.name, config.table_gib
     )
     return Service(
-        Versions(Path(config.model), say, load=load, verify=config.verify),
+        Versions(
+            Path(config.model),
+            say,
+            load=load,
+            verify=config.verify,
+            canary_share=config.canary_share,
+        ),
         BatchLimits(
             max_batch=config.max_batch,
             max_queue=config.max_queue,
@@ -103,6 +119,7 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
         ),
         config.poll_s,
         say,
+        request_log,
     )
 
 

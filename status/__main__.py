@@ -72,7 +72,7 @@ def _cells(status: RunStatus) -> list[str]:
         left,
         "-" if status.checkpoint is None else f"step {status.checkpoint:,}",
         "-" if status.delta is None else f"step {status.delta:,}",
-        f"{timedelta(seconds=round(status.record_s))} ago",
+        "-" if status.record_s is None else f"{timedelta(seconds=round(status.record_s))} ago",
     ]
 
 

@@ -2,14 +2,16 @@
 
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from compare.run_record import RunRecord, State
+from configs.messages import on_one_line
 from dataloading.dataset.documents import read_json
-from nn.observability.records import DAY, ENDED, METRICS, PROBLEM, UNSAVED
+from nn.observability.records import DAY, ENDED, METRICS, PROBLEM, SUMMARY, UNSAVED
 
 DIVERGED, DIVERGED_ERROR = "diverged", "DivergedError"
 """State of a run that failed since its loss or a gradient was not finite, and the name of that error in `ended.json`."""
@@ -26,7 +28,7 @@ class RunStatus:
 
     Attributes:
         run: path of the directory.
-        state: running, finished, stopped, failed, diverged, pruned (by a sweep), crashed (killed).
+        state: running, finished, stopped, failed, diverged, pruned (by a sweep), crashed (killed), unreadable (damaged).
         step: of the latest record.
         last_step: of the run, or of the day that it trains.
         left_s: seconds of the steps and evaluations that are left, at the rate of those so far.
@@ -38,25 +40,31 @@ class RunStatus:
 
     run: str
     state: str
-    step: int
-    last_step: int | None
-    samples_per_s: float | None
-    step_ms: float | None
-    left_s: float | None
-    record_s: float
-    checkpoint: int | None
-    delta: int | None
-    restarts: int
-    error: str | None
+    step: int = 0
+    last_step: int | None = None
+    samples_per_s: float | None = None
+    step_ms: float | None = None
+    left_s: float | None = None
+    record_s: float | None = None
+    checkpoint: int | None = None
+    delta: int | None = None
+    restarts: int = 0
+    error: str | None = None
 
 
 def read_status(run_dir: Path) -> RunStatus:
-    """Read a run directory.
+    """Read a run directory; a damaged one has the state `unreadable`, and the problem as its error."""
+    try:
+        return _status(run_dir)
+    except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
+        # A file may have anything in the place of a number.
+        text = str(error) if isinstance(error, OSError | ValueError) else f"damaged: {error!r}"
+        return RunStatus(str(run_dir), "unreadable", error=on_one_line(text))
 
-    Raises:
-        ValueError: a line of metrics.jsonl is no record.
-        OSError: a file cannot be read.
-    """
+
+def _status(run_dir: Path) -> RunStatus:
+    with suppress(FileNotFoundError):
+        dict(read_json(run_dir / SUMMARY))  # a damaged one would look like that of a killed run
     run = RunRecord.read(run_dir)
     training = [record for record in run.records if "loss" in record][-RATE_RECORDS:]
     last_step = last_step_of(run)
@@ -82,7 +90,7 @@ def read_status(run_dir: Path) -> RunStatus:
         checkpoint=_latest_step(run_dir / "checkpoints"),
         delta=_latest_step(run_dir / "deltas"),
         restarts=len(run.restarts),
-        error=error or None,
+        error=str(error) if error else None,
     )
 
 
@@ -113,5 +121,5 @@ def _latest_step(directory: Path) -> int | None:
 
 
 def _median(records: list[dict[str, Any]], key: str) -> float | None:
-    values = [record[key] for record in records if record.get(key) is not None]
+    values = [record[key] for record in records if isinstance(record.get(key), int | float)]
     return median(values) if values else None

@@ -44,8 +44,7 @@ def run(composed: DictConfig) -> None:
 def with_trial_options(arguments: list[str]) -> list[str]:
     """Return the arguments with the options of the trials as one option, `overrides`.
 
-    Raises:
-        ValueError: an argument is an option neither of the sweep nor of a run.
+    Raises ValueError: an argument is an option neither of the sweep nor of a run.
     """
     own = {key for key, _ in describe(SweepConfig)}
     of_runs = [key for key, _ in describe(Config)]

@@ -13,10 +13,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from configs.many_runs_schema import SweepConfig
 from nn.multirun import named
 from sweep.plan import TrialPlan
-from sweep.space import Space, as_override, suggest
+from sweep.space import Space, as_override
 from sweep.study import Study
 from sweep.trial import Ending, RunningTrial, mark_pruned, remove_checkpoints
-from sweep.trial_process import Process, Start, environment_of, start_process, stop
+from sweep.trial_process import Process, Start, environment_of, stop
 
 POLL_SECONDS = 0.25
 TRIALS, LOGS = "trials", "logs"
@@ -48,16 +48,12 @@ class Driver:
     study: Study
     gpus: Sequence[str | None]
     say: Callable[[str], None]
-    start_process: Start = start_process
+    start_process: Start
     _running: list[RunningTrial] = field(default_factory=list)
     _signum: int = 0
 
     def run(self) -> None:
-        """Run all trials that have not ended.
-
-        Raises:
-            StoppedSweepError: a signal arrived; all trials have stopped, and resume.
-        """
+        """Run all trials that have not ended; StoppedSweepError after a signal: all have stopped, and resume."""
         (self.directory / TRIALS).mkdir(exist_ok=True)
         (self.directory / LOGS).mkdir(exist_ok=True)
         unfinished = self.study.trials(TrialState.RUNNING)
@@ -73,7 +69,11 @@ class Driver:
                 stop([t.process for t in self._running if t.process is not None])
         if self._signum:
             raise StoppedSweepError(self._signum)
-        self._tidy()
+        # A killed command may have left checkpoints.
+        best = self.study.best()
+        for trial in () if self.config.keep_checkpoints else self.study.trials():
+            if best is None or trial.number != best.number:
+                remove_checkpoints(self.directory / trial.user_attrs[RUN_DIR])
 
     def _fill(self, unfinished: list[FrozenTrial]) -> None:
         """Start trials until no more may run at once: first those that a killed command has left."""
@@ -86,7 +86,7 @@ class Driver:
                 return
 
     def _add(self, trial: Trial, how: str) -> None:
-        suggested = suggest(trial, self.space)
+        suggested = {key: trial.params[key] for key in self.space}
         values = self.plan.effective(suggested)
         name = named(trial.number, {key: _short(value) for key, value in values.items()})
         if trial.user_attrs.get(RUN_DIR) is None:
@@ -137,21 +137,14 @@ class Driver:
             mark_pruned(running.run_dir)
         best = self.study.best()
         is_best = best is not None and best.number == number
-        self.say(
-            f"trial {number} {_ending_text(ending, value, running.problem)}{', the best' * is_best}"
-        )
+        how = f"is {ending.value}: {'no value' if value is None else f'{value:.4f}'}"
+        how = f"failed: {running.problem}" if ending is Ending.failed else how
+        self.say(f"trial {number} {how}{', the best' * is_best}")
         if not self.config.keep_checkpoints:
             if not is_best:
                 remove_checkpoints(running.run_dir)
             elif before is not None:
                 remove_checkpoints(self.directory / before.user_attrs[RUN_DIR])
-
-    def _tidy(self) -> None:
-        """Remove checkpoints that a killed command has left."""
-        best = self.study.best()
-        for trial in () if self.config.keep_checkpoints else self.study.trials():
-            if best is None or trial.number != best.number:
-                remove_checkpoints(self.directory / trial.user_attrs[RUN_DIR])
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -172,9 +165,3 @@ class Driver:
 
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _ending_text(ending: Ending, value: float | None, problem: str) -> str:
-    if ending is Ending.failed:
-        return f"failed: {problem}"
-    return f"is {ending.value}: {'no value' if value is None else f'{value:.4f}'}"

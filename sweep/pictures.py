@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from optuna.distributions import CategoricalDistribution
 
 from compare.table import short_keys
+from configs.messages import shortened
 from configs.palette import FAINT, INK, STYLE, TRAIN
 from dataloading.dataset.durable_files import replace_bytes
 from nn.models.metric import Metric
-from sweep.space import Choices, Range, Space
+from sweep.space import Space, Values
 
 COORDINATES, IMPORTANCES = "parallel_coordinates.png", "importances.png"
 MAX_LABEL_CHARS = 18
@@ -127,31 +129,29 @@ def draw_importances(importances: Mapping[str, float], num_complete: int, out_pn
         _save(figure, out_png)
 
 
-def _height(values: Choices | Range, value: Any) -> float:
+def _height(values: Values, value: Any) -> float:
     """Return the place of a value on its axis, between 0 and 1; nan, which is not drawn, for one without an effect."""
     if value is None:
         return math.nan
-    if isinstance(values, Choices):
-        last = len(values.values) - 1
-        return values.values.index(value) / last if last else 0.5
+    if isinstance(values, CategoricalDistribution):
+        last = len(values.choices) - 1
+        return values.choices.index(value) / last if last else 0.5
     low, high = float(values.low), float(values.high)
     if values.log:
         low, high, value = np.log(low), np.log(high), np.log(value)
     return float((value - low) / (high - low))
 
 
-def _ticks(values: Choices | Range) -> list[tuple[float, str]]:
-    if isinstance(values, Choices):
-        return [(_height(values, value), _clipped(value)) for value in values.values]
+def _ticks(values: Values) -> list[tuple[float, str]]:
+    if isinstance(values, CategoricalDistribution):
+        return [
+            (_height(values, text), shortened(text, MAX_LABEL_CHARS)) for text in values.choices
+        ]
     shares = (0, 0.25, 0.5, 0.75, 1)
     low, high = float(values.low), float(values.high)
     if values.log:
         return [(share, f"{low * (high / low) ** share:.3g}") for share in shares]
     return [(share, f"{low + share * (high - low):.4g}") for share in shares]
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 3]}..."
 
 
 def _save(figure: Any, out_png: Path) -> None:

@@ -1,7 +1,7 @@
 """The common part of all trials: the command, its options, the split and the metric they are chosen by; checked first."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from optuna.distributions import CategoricalDistribution
 
 from configs.arguments import Choices as ArgumentChoices
 from configs.arguments import hydra_arguments
@@ -32,7 +33,7 @@ from nn.early_checks import check_inputs
 from nn.models.metric import Metric, best_of, further_metrics, metrics_of_label
 from nn.models.options import without_effect
 from nn.models.registry import options_of_own_models, typed_config
-from sweep.space import Choices, Space, as_override, corners, grid_of
+from sweep.space import Space, as_override, corners, grid_of, holds
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("dlrm", "dcnv2")
@@ -68,29 +69,20 @@ class TrialPlan:
         return data_state(_spec_of(self.data))
 
     def command(self, values: Mapping[str, Any], run_dir: Path) -> list[str]:
-        """Return the command of the trial with these values."""
         own = [as_override(key, value) for key, value in self.effective(values).items()]
         return [sys.executable, str(self.script), *self.overrides, *own, f"run_dir={run_dir}"]
 
     def test_command(self, values: Mapping[str, Any], checkpoint: Path, run_dir: Path) -> list[str]:
         """Return the command that evaluates a trial's checkpoint on all rows of the test split."""
-        last = [
-            *(
-                "mode=eval",
-                f"eval.split={TEST}",
-                "eval.max_steps=null",
-                "eval.final_max_steps=null",
-            ),
-            *("eval.best_metric=null", f"checkpoint.restore={checkpoint}"),
-        ]
-        return [*self.command(values, run_dir), *last]
+        all_rows = ("mode=eval", "eval.max_steps=null", "eval.final_max_steps=null")
+        last = (f"eval.split={TEST}", "eval.best_metric=null", f"checkpoint.restore={checkpoint}")
+        return [*self.command(values, run_dir), *all_rows, *last]
 
 
 def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
     """Check the space and all options against those of the command, and return what trials have in common.
 
-    Raises:
-        ValueError: an option does not exist or has an invalid value, in any corner of the space; or the sweep cannot choose.
+    Raises ValueError: an option does not exist or has an invalid value, in any corner of the space; or the sweep cannot choose.
     """
     script, named = _command(config.recipe)
     overrides = [*named, *config.overrides]
@@ -102,14 +94,20 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
         )
     if config.metric is not None:
         overrides.append(f"eval.best_metric={config.metric}")
-    _known_keys(space)
+    options = [key for key, _ in describe(Config)]
+    for key in space:
+        is_known = key in GROUPS or any(_is_below(key, name) for name in options)
+        if not is_known and not key.startswith("model."):
+            raise ValueError(f"space: {no_option(key, [*options, *options_of_own_models()])}")
     first = _Composition(script.stem, tuple(overrides)).config({})
     split, added = _selection(first, own)
-    overrides += added
+    # It is the same for all trials.
+    overrides += [*added, *(["eval.baseline=false"] if "eval.baseline" not in own else [])]
     composition = _Composition(script.stem, tuple(overrides))
     yardstick, unused = None, set(space)
     try:
-        for values in _corners_of_models(space):
+        models = {key: space[key] for key in MODEL_KEYS if key in space}
+        for values in (corner | model for model in grid_of(models) for corner in corners(space)):
             checked = composition.config(values)
             unused -= composition.effective(values).keys()
             yardstick = _same_yardstick(checked, yardstick)
@@ -167,9 +165,9 @@ def _own_values(config: Config, space: Space) -> dict[str, Any] | None:
         value: Any = plain
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
-        if not values.holds(value):
+        if not holds(values, value):
             return None
-        own[key] = written(value) if isinstance(values, Choices) else value
+        own[key] = written(value) if isinstance(values, CategoricalDistribution) else value
     return own
 
 
@@ -191,32 +189,12 @@ def _command(recipe: str) -> tuple[Path, list[str]]:
     )
 
 
-def _known_keys(space: Space) -> None:
-    """Refuse options of the space that no run has, with the one that was probably meant."""
-    options = [key for key, _ in describe(Config)]
-    for key in space:
-        is_known = key in GROUPS or any(_is_below(key, name) for name in options)
-        if not is_known and not key.startswith("model."):
-            raise ValueError(f"space: {no_option(key, [*options, *options_of_own_models()])}")
-
-
-def _corners_of_models(space: Space) -> Iterator[dict[str, Any]]:
-    """Yield combinations in which every end of every option occurs, with each model that the space chooses."""
-    models = {key: space[key] for key in MODEL_KEYS if key in space}
-    for chosen in grid_of(models):
-        yield from (values | chosen for values in corners(space))
-
-
 def _is_below(key: str, section: str) -> bool:
     return f"{key}.".startswith(f"{section}.")
 
 
 def _selection(config: Config, own: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the split that trials are chosen by, and the options that make it.
-
-    Raises:
-        ValueError: it would be the test split.
-    """
+    """Return the split that trials are chosen by, and the options that make it; ValueError if it would be the test split."""
     if "eval.split" in own:
         require(
             config.eval.split != TEST,
@@ -225,10 +203,7 @@ def _selection(config: Config, own: Sequence[str]) -> tuple[str, list[str]]:
         )
         return config.eval.split, []
     added = [f"eval.split={VALIDATION}"]
-    has_split = False
-    if config.data.path is not None:
-        spec = _spec_of(config.data)
-        has_split = VALIDATION in spec.splits
+    has_split = config.data.path is not None and VALIDATION in _spec_of(config.data).splits
     if not has_split and config.data.validation_fraction is None:
         added.append(f"data.validation_fraction={VALIDATION_FRACTION}")
     return VALIDATION, added
@@ -247,8 +222,7 @@ class _Composition:
     def config(self, values: Mapping[str, Any], written: Iterable[str] = ()) -> Config:
         """Return the checked options of a run with values of a trial, without those that have no effect beside the others.
 
-        Raises:
-            ValueError: an option does not exist, or has an invalid value, or one of `written` has no effect.
+        Raises ValueError: an option does not exist, or has an invalid value, or one of `written` has no effect.
         """
         key = str((dict(values), list(written)))
         if key not in self._configs:
@@ -316,8 +290,7 @@ def _metrics(config: Config) -> list[Metric]:
     """Return the metrics that a run measures."""
     labels: Sequence[RowColumn] = (RowColumn("label"),)
     if config.data.path is not None:
-        spec = _spec_of(config.data)
-        labels = spec.labels
+        labels = _spec_of(config.data).labels
     further = further_metrics(config.eval.metrics)
     return [
         metric

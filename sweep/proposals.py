@@ -11,7 +11,7 @@ import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from sweep.space import Space
+from sweep.space import Space, value_at
 
 # A value below the middle half of the values by so many times its distance to the best one tells as little as a worse one.
 FAR_BELOW = 1.5
@@ -30,7 +30,7 @@ def spread_values(space: Space, number: int, seed: int) -> dict[str, Any]:
     # Powers of two spread evenly.
     points = qmc.Sobol(len(space), scramble=True, seed=seed).random_base2(number.bit_length())
     shares = points[number]
-    return {key: space[key].at(float(share)) for key, share in zip(space, shares, strict=True)}
+    return {key: value_at(space[key], float(s)) for key, s in zip(space, shares, strict=True)}
 
 
 def promising_values(
@@ -44,7 +44,7 @@ def promising_values(
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.GPSampler(seed=seed, n_startup_trials=1)
     )
-    distributions = {key: values.distribution() for key, values in space.items()}
+    distributions = dict(space)
     for trial, value in zip(trials, _imputed(trials, known), strict=True):
         if trial.params.keys() == distributions.keys():
             study.add_trial(

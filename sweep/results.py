@@ -97,8 +97,7 @@ def test_once(
 
     A repetition of the command reads them from the run directory of the first evaluation.
 
-    Raises:
-        ValueError: the evaluation failed.
+    Raises ValueError: the evaluation failed.
     """
     run_dir = directory / f"test_trial_{best.number:02d}"
     run = RunRecord.read(run_dir) if run_dir.exists() else None

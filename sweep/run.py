@@ -17,16 +17,16 @@ from sweep.plan import TEST, TrialPlan, plan_trials
 from sweep.results import SWEEP, TABLE, print_trials, rows_of, test_once, write_sweep, write_table
 from sweep.space import Space, grid_of, read_space
 from sweep.study import DATA, Study, check_same_data, keep_settings, settings_of
-from sweep.trial_process import Process, Start, start_process
+from sweep.trial_process import Process, Start, TrialServer
 
 
-def run_sweep(config: SweepConfig, console: Console, start: Start = start_process) -> None:
-    """Run a sweep, or what is left of it; `start` starts a trial's command.
+def run_sweep(config: SweepConfig, console: Console, start: Start | None = None) -> None:
+    """Run a sweep, or what is left of it; `start` starts a trial's command; None: `TrialServer`.
 
-    Raises:
-        ValueError: an option is invalid, the directory is in use or holds another sweep, or no trial is complete.
-        StoppedSweepError: a signal arrived.
+    Raises ValueError: an option is invalid, the directory is in use or holds another sweep, or no trial is complete; StoppedSweepError: a signal arrived.
     """
+    server = TrialServer()
+    start_trial = start or server.start
     assert config.space is not None, "SweepConfig refuses a configuration without"
     path, space = read_space(config.space)
     if config.sampler is Sampler.grid:
@@ -35,6 +35,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start = start_proces
     slots = _slots(config, plan)
     directory = Path(config.output or f"sweeps/{config.recipe}-{path.stem}")
     with ExitStack() as stack:
+        stack.callback(server.close)
         stack.enter_context(hold(directory, f"is sweeping in {directory}"))
         directory.mkdir(exist_ok=True)
         data = plan.data_state()
@@ -43,10 +44,19 @@ def run_sweep(config: SweepConfig, console: Console, start: Start = start_proces
 
         def start_on_same_data(*command: Any) -> Process:
             check_same_data(directory, data, plan.data_state())
-            return start(*command)
+            return start_trial(*command)
 
         study = Study(directory, config, space, plan.metric, plan.own_values)
-        _print_head(console, config, plan, directory, study)
+        ended = len(study.trials())
+        known = f", {ended} of them started by an earlier command" if ended else ""
+        for text in (
+            f"sweep of {study.num_trials} trials{known}, {config.parallel} at once, sampler {config.sampler.value}, pruner "
+            f"{config.pruner.value}",
+            f"chosen by {plan.metric.key} ({'larger' if plan.metric.larger_is_better else 'smaller'} is better) on split "
+            f"{plan.split}",
+            f"output {directory}/",
+        ):
+            _print(console, text)
         if study.has_more():
             # It shows that a sweep is complete, and this one is not.
             (directory / SWEEP).unlink(missing_ok=True)
@@ -67,8 +77,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start = start_proces
 def _slots(config: SweepConfig, plan: TrialPlan) -> Sequence[str | None]:
     """Return the GPU of each trial that may run at once; None for each on a machine without.
 
-    Raises:
-        ValueError: there are fewer GPUs.
+    Raises ValueError: there are fewer GPUs.
     """
     gpus = visible_gpus() if plan.uses_gpus else []
     if not gpus:
@@ -79,21 +88,6 @@ def _slots(config: SweepConfig, plan: TrialPlan) -> Sequence[str | None]:
         "device=cpu",
     )
     return gpus[: config.parallel]
-
-
-def _print_head(
-    console: Console, config: SweepConfig, plan: TrialPlan, directory: Path, study: Study
-) -> None:
-    better = "larger" if plan.metric.larger_is_better else "smaller"
-    ended = len(study.trials())
-    known = f", {ended} of them started by an earlier command" if ended else ""
-    for text in (
-        f"sweep of {study.num_trials} trials{known}, {config.parallel} at once, sampler {config.sampler.value}, pruner "
-        f"{config.pruner.value}",
-        f"chosen by {plan.metric.key} ({better} is better) on split {plan.split}",
-        f"output {directory}/",
-    ):
-        _print(console, text)
 
 
 def _print(console: Console, text: str) -> None:

@@ -2,18 +2,12 @@
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from configs.messages import shown
 from configs.option_values import written
@@ -29,111 +23,44 @@ SET_BY_THE_SWEEP = (
 """Options that trials cannot differ by: their values would not be comparable, or nothing would be learnt from them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """Values of an option, one of which a trial has; each as the command line writes it."""
-
-    values: tuple[str, ...]
-
-    def suggest(self, trial: optuna.Trial, key: str) -> str:
-        """Return the trial's value."""
-        return trial.suggest_categorical(key, self.values)
-
-    def distribution(self) -> BaseDistribution:
-        """Return the values as Optuna describes them."""
-        return CategoricalDistribution(self.values)
-
-    def at(self, share: float) -> str:
-        """Return the value at a share of them, 0 to 1."""
-        return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
-
-    def holds(self, value: Any) -> bool:
-        """Return whether an option's value is one of them."""
-        return written(value) in self.values
-
-    def ends(self) -> tuple[str, ...]:
-        """Return the values to check before anything starts."""
-        return self.values
-
-    def grid(self) -> tuple[str, ...] | None:
-        """Return all values."""
-        return self.values
+Values = CategoricalDistribution | IntDistribution | FloatDistribution
+"""Values that trials may have, choices as the command line writes them. Numbers are integers if both ends of their range are."""
+Space = Mapping[str, Values]
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Numbers from `low` to `high`, both included; integers if both are; on a logarithmic scale with `log`."""
-
-    low: int | float
-    high: int | float
-    log: bool = False
-    step: int | float | None = None
-
-    @property
-    def is_integer(self) -> bool:
-        """Return whether its values are integers."""
-        return isinstance(self.low, int)
-
-    def suggest(self, trial: optuna.Trial, key: str) -> int | float:
-        """Return the trial's value."""
-        if self.is_integer:
-            step = 1 if self.step is None else int(self.step)
-            return trial.suggest_int(key, int(self.low), int(self.high), log=self.log, step=step)
-        return trial.suggest_float(key, self.low, self.high, log=self.log, step=self.step)
-
-    def distribution(self) -> BaseDistribution:
-        """Return the numbers as Optuna describes them."""
-        if self.is_integer:
-            step = 1 if self.step is None else int(self.step)
-            return IntDistribution(int(self.low), int(self.high), log=self.log, step=step)
-        return FloatDistribution(self.low, self.high, log=self.log, step=self.step)
-
-    def at(self, share: float) -> int | float:
-        """Return the number at a share of the range, 0 to 1, on its scale."""
-        if self.log:
-            value = self.low * (self.high / self.low) ** share
-        else:
-            value = self.low + share * (self.high - self.low)
-        step = self.step if self.step is not None else 1 if self.is_integer else None
-        if step is not None:
-            value = self.low + step * round((value - self.low) / step)
-        value = min(
-            max(value, self.low), self.low + step * self._steps(step) if step else self.high
-        )
-        return int(value) if self.is_integer else value
-
-    def holds(self, value: Any) -> bool:
-        """Return whether an option's value is a number of the range."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not self.low <= value <= self.high:
-            return False
-        return self.distribution()._contains(value)
-
-    def _steps(self, step: int | float) -> int:
-        """Return the number of steps from `low` to the last value."""
-        return math.floor((self.high - self.low) / step + 1e-9)
-
-    def ends(self) -> tuple[int | float, ...]:
-        """Return the values to check before anything starts."""
-        return (self.low, self.high)
-
-    def grid(self) -> tuple[int | float, ...] | None:
-        """Return all values; None if there is no step between them."""
-        step = self.step if self.step is not None else 1 if self.is_integer else None
-        if step is None or self.log:
-            return None
-        count = self._steps(step) + 1
-        return tuple(self.low + index * step for index in range(count))
+def value_at(values: Values, share: float) -> Any:
+    """Return the value at a share of an option's values, 0 to 1, on their scale."""
+    if isinstance(values, CategoricalDistribution):
+        return values.choices[min(int(share * len(values.choices)), len(values.choices) - 1)]
+    low, high = values.low, values.high
+    value = low * (high / low) ** share if values.log else low + share * (high - low)
+    if values.step is not None:
+        value = low + values.step * round((value - low) / values.step)
+    return type(low)(min(max(value, low), high))
 
 
-Space = Mapping[str, Choices | Range]
+def holds(values: Values, value: Any) -> bool:
+    """Return whether an option's value is one that trials may have."""
+    if isinstance(values, CategoricalDistribution):
+        return written(value) in values.choices
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and values._contains(value)
+
+
+def _all_of(values: Values) -> tuple[Any, ...] | None:
+    """Return all values; None if there is no step between them."""
+    if isinstance(values, CategoricalDistribution):
+        return values.choices
+    if values.step is None or values.log:
+        return None
+    count = round((values.high - values.low) / values.step) + 1
+    return tuple(values.low + index * values.step for index in range(count))
 
 
 def read_space(name: str) -> tuple[Path, Space]:
     """Read a space file, `name` a path or a file in configs/sweep_spaces; return its path and the space.
 
-    Raises:
-        ValueError: it is missing, empty or malformed; the message names file and key.
+    Raises ValueError: it is missing, empty or malformed; the message names file and key.
     """
     path = Path(name)
     if not path.exists() and (COMMITTED / f"{name}.yaml").is_file():
@@ -161,18 +88,9 @@ def read_space(name: str) -> tuple[Path, Space]:
     return path, space
 
 
-def suggest(trial: optuna.Trial, space: Space) -> dict[str, Any]:
-    """Return the values of a trial by option; those that it has already are kept."""
-    return {key: values.suggest(trial, key) for key, values in space.items()}
-
-
 def grid_of(space: Space) -> Iterator[dict[str, Any]]:
-    """Yield all combinations of the space.
-
-    Raises:
-        ValueError: an option has no finite number of values.
-    """
-    all_values = {key: values.grid() for key, values in space.items()}
+    """Yield all combinations of the space; ValueError if an option has no finite number of values."""
+    all_values = {key: _all_of(values) for key, values in space.items()}
     for key, found in all_values.items():
         require(
             found is not None,
@@ -183,11 +101,17 @@ def grid_of(space: Space) -> Iterator[dict[str, Any]]:
 
 
 def corners(space: Space) -> Iterator[dict[str, Any]]:
-    """Yield combinations in which every end of every option occurs."""
-    first = {key: values.ends()[0] for key, values in space.items()}
+    """Yield combinations in which every choice, and both ends of every range, occur."""
+    ends = {
+        key: values.choices
+        if isinstance(values, CategoricalDistribution)
+        else (values.low, values.high)
+        for key, values in space.items()
+    }
+    first = {key: values[0] for key, values in ends.items()}
     yield first
-    for key, values in space.items():
-        for value in values.ends()[1:]:
+    for key, values in ends.items():
+        for value in values[1:]:
             yield first | {key: value}
 
 
@@ -199,19 +123,25 @@ def as_override(key: str, value: Any) -> str:
 def as_plain(space: Space) -> dict[str, Any]:
     """Return the space as values of JSON, the same for equal spaces."""
     return {
-        key: list(values.values)
-        if isinstance(values, Choices)
-        else {"low": values.low, "high": values.high, "log": values.log, "step": values.step}
+        key: list(values.choices)
+        if isinstance(values, CategoricalDistribution)
+        # Of integers the step is 1 without a word.
+        else {
+            "low": values.low,
+            "high": values.high,
+            "log": values.log,
+            "step": None if isinstance(values.low, int) and values.step == 1 else values.step,
+        }
         for key, values in space.items()
     }
 
 
-def _parsed(where: str, values: Any) -> Choices | Range:
+def _parsed(where: str, values: Any) -> Values:
     if isinstance(values, list):
         texts = tuple(written(value) for value in values)
         require(bool(texts), f"{where} has no choices; name at least one")
         require(len(set(texts)) == len(texts), f"{where} has a choice twice: {', '.join(texts)}")
-        return Choices(texts)
+        return CategoricalDistribution(texts)
     require(
         isinstance(values, dict),
         f"{where}: got {shown(values)}, want a list of choices, or {{low: .., high: ..}} with log: true or step: ..",
@@ -226,20 +156,21 @@ def _parsed(where: str, values: Any) -> Choices | Range:
     log = values.get("log", False)
     require(isinstance(log, bool), f"{where}: log must be true or false, got {shown(log)}")
     step = None if values.get("step") is None else _number(f"{where}: step", values["step"])
-    is_integer = isinstance(low, int) and isinstance(high, int)
-    if not is_integer:
-        low, high = float(low), float(high)
     require(low < high, f"{where}: low must be below high, got {low} and {high}")
-    require(not log or low > 0, f"{where}: low must be positive with log: true, got {low}")
-    require(step is None or step > 0, f"{where}: step must be positive, got {step}")
-    require(
-        step is None or not log, f"{where}: log and step exclude each other; leave one of them out"
-    )
+    is_integer = isinstance(low, int) and isinstance(high, int)
     require(
         step is None or isinstance(step, int) or not is_integer,
         f"{where}: a range of integers needs an integer step, got {step}",
     )
-    return Range(low, high, log, step)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a step that does not divide the range
+            if is_integer:
+                return IntDistribution(
+                    int(low), int(high), log=log, step=1 if step is None else int(step)
+                )
+            return FloatDistribution(float(low), float(high), log=log, step=step)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _number(where: str, value: Any) -> int | float:

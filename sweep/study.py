@@ -21,7 +21,7 @@ from dataloading.dataset.file_states import changed_data
 from nn.models.metric import Metric
 from sweep.proposals import num_spread, promising_values, spread_values
 from sweep.pruner import pruner_of
-from sweep.space import Space, as_plain, grid_of, suggest
+from sweep.space import Space, as_plain, grid_of
 
 JOURNAL, SETTINGS, DATA = "journal.log", "settings.json", "data"
 MAX_STARTUP_TRIALS = 10
@@ -30,10 +30,8 @@ MAX_STARTUP_TRIALS = 10
 class Study:
     """Trials of a sweep directory, which the caller holds alone.
 
-    `own_values` are those of the recipe, for the first trial; None if the space lacks one of them.
-
-    Raises:
-        ValueError: the directory holds another sweep, or the sampler cannot search this space.
+    `own_values` are those of the recipe, for the first trial; None if the space lacks one of them. Raises ValueError: the
+    directory holds another sweep, or the sampler cannot search this space.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class Study:
         )
 
     def has_more(self) -> bool:
-        """Return whether there are trials to ask for."""
         is_waiting = bool(self.trials(TrialState.WAITING))
         return is_waiting or len(self.trials()) < self.num_trials
 
@@ -79,19 +76,17 @@ class Study:
         self._study.sampler = self._sampler(number)
         if not self.trials(TrialState.WAITING) and (values := self._values(number)) is not None:
             self._study.enqueue_trial(values)
-        trial = self._study.ask()
-        suggest(trial, self._space)
-        return trial
+        return self._study.ask(dict(self._space))
 
     def resume(self, frozen: FrozenTrial) -> Trial:
         """Return a trial that was running when the sweep was killed."""
         self._study.sampler = self._sampler(frozen.number)
         trial = Trial(self._study, frozen._trial_id)
-        suggest(trial, self._space)
+        for key, values in self._space.items():
+            trial._suggest(key, values)  # those that it has already are kept
         return trial
 
     def tell(self, trial: Trial, state: TrialState, value: float | None = None) -> None:
-        """Record the end of a trial."""
         self._study.tell(trial, value, state=state)
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:

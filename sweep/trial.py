@@ -163,8 +163,7 @@ def remove_checkpoints(run_dir: Path) -> None:
 def best_checkpoint(run_dir: Path) -> Path:
     """Return the checkpoint of a trial's best evaluation, or its latest where that was not saved.
 
-    Raises:
-        ValueError: it has none.
+    Raises ValueError: it has none.
     """
     summary = RunRecord.read(run_dir).summary
     name = summary.get("best_checkpoint") or summary.get("checkpoint")

@@ -7,8 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nn.distributed.launcher import PR_SET_PDEATHSIG
 from sweep.gpus import VISIBLE
@@ -31,33 +34,74 @@ Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
 """(command, environment, log) -> its process, whose output is appended to the log."""
 
 
-def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-    """Start a command that ends with this process, also when this one is killed (Linux).
+class TrialServer:
+    """Starts the commands of trials as forks of one process, `sweep.trial_server`, which has imported what runs need.
 
-    It has a session of its own, so that Ctrl-C on the terminal reaches this process alone, which then stops its trials.
+    They are no forks of this process, which has Optuna and its threads.
     """
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
-    def end_with_parent() -> None:
-        if prctl is not None:
-            prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    def __init__(self) -> None:
+        self._pipe: Connection | None = None
 
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
+    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+        """Start `python SCRIPT ...`, which ends with this process, also when this one is killed (Linux)."""
+        if self._pipe is None:
+            self._pipe, theirs = Pipe()
+            # A session of its own: Ctrl-C on the terminal reaches this process alone, which then stops its trials.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sweep.trial_server"],
+                env=environment,
+                stdin=theirs.fileno(),
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+            theirs.close()
+        return _Trial(self, self.ask((command[1:], dict(environment), str(log))))
+
+    def close(self) -> None:
+        """End the server, whose processes must have ended."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._process.wait()
+
+    def ask(self, request: Any) -> Any:
+        """Return the id of a process that it starts, or the exit code of the process with an id, None while it runs."""
+        assert self._pipe is not None
+        try:
+            self._pipe.send(request)
+            return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            text = "the process that starts trials has ended; the same command resumes"
+            raise ChildProcessError(text) from None
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A process of a server."""
+
+    server: TrialServer
+    pid: int
+    _exit_code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+        if self._exit_code is None:
+            self._exit_code = self.server.ask(self.pid)
+        return self._exit_code
+
+
+def end_with_parent() -> None:
+    """Let this process end when its parent does (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def environment_of(gpu: str | None, parallel: int) -> dict[str, str]:
     """Return the environment of a trial: its GPU, if any, and its share of the CPU cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    environment = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // parallel)), **os.environ}
+    threads = str(max(1, (cores or 1) // parallel))
+    # As every run sets the second one, before torch is imported.
+    environment = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     # Reports to a tuning service are of its own trials, which this sweep's are not.
     for name in ("CLOUD_ML_HP_METRIC_FILE", "CLOUD_ML_TRIAL_ID"):
         environment.pop(name, None)

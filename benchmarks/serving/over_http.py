@@ -34,7 +34,8 @@ class OneVersion(Versions):
     """A model that is never replaced, in place of a directory of versions."""
 
     def __init__(self, model: Model) -> None:
-        self.current = Version("1", model, model.manifest.identity)
+        self.serving = [Version("1", model, model.manifest.identity)]
+        self._canary_share = None
         self.refused = self.swaps = 0
 
     def update(self) -> bool:
@@ -100,8 +101,8 @@ async def _counts(port: int) -> dict[str, float]:
     connection.close()
     return {
         name: float(value)
-        for name, labels, value in SAMPLE.findall(text)
-        if not labels and name.endswith(("_sum", "_count"))
+        for name, _, value in SAMPLE.findall(text)
+        if name.endswith(("_sum", "_count"))
     }
 
 

@@ -9,7 +9,6 @@ Every file is a plain little-endian array without header, padding or index. Row 
     ragged      ids of all rows one after another, and a second file with int64 [N + 1] offsets into them
 """
 
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,42 +17,26 @@ from typing import Any
 import numpy as np
 
 from configs.messages import shown
-from dataloading.dataset.durable_files import sync_stream
+from dataloading.dataset.counted_file import CountedFile
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import Channel, RowColumn
-from dataloading.dataset.source import Allocate, Columns, Keys
+from dataloading.dataset.source import Allocate, Columns, Keys, Source
 from dataloading.dataset.split_files import OFFSET_DTYPE, Lengths, SplitFiles, mapped
 from dataloading.gather import Selection
 
 
-class GrowingFile:
-    """A file that is being written: its rows, bytes and CRC-32."""
+class GrowingFile(CountedFile):
+    """A column that is being written."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
-        self.path = path
+        super().__init__(path)
         self.num_rows = 0
-        self.num_bytes = 0
-        self.crc32 = 0
-        self._stream = path.open("xb")
 
     def append(self, values: np.ndarray, num_rows: int) -> None:
         """Append the items of `num_rows` rows, which are checked and cast already."""
-        data = np.ascontiguousarray(values).data.cast("B") if values.size else b""
-        self._stream.write(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.num_bytes += len(data)
+        self.write(np.ascontiguousarray(values).data if values.size else b"")
         self.num_rows += num_rows
-
-    def close(self) -> None:
-        """Sync and close the file."""
-        if not self._stream.closed:
-            sync_stream(self._stream)
-            self._stream.close()
-
-    def abandon(self) -> None:
-        """Close the file without a sync."""
-        self._stream.close()
 
 
 class SplitWriter:
@@ -72,31 +55,26 @@ class SplitWriter:
         self.spec = spec
         self.absent = frozenset(absent)
         self._features = {feature.name: feature for feature in spec.categorical}
-        names = [file_name(name) for name in self._features]
-        names += [
-            f"{file_name(f.name)[:-4]}.offsets.bin" for f in spec.categorical if f.hotness is None
-        ]
-        names += [column_file_name(spec.labels, column) for column in spec.row_columns]
+        ids = {name: file_name(name) for name in self._features}
+        offsets = {
+            f.name: f"{ids[f.name][:-4]}.offsets.bin" for f in spec.categorical if f.hotness is None
+        }
+        columns = {c.name: column_file_name(spec.labels, c) for c in spec.row_columns}
+        names = [*ids.values(), *offsets.values(), *columns.values()]
         names += ["numerical.bin"] * bool(spec.numerical)
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two features would share the file {twice[0]}; rename one of them")
-        folder = directory / split
-        self._columns = {
-            column.name: self.file_type(folder / column_file_name(spec.labels, column))
-            for column in spec.row_columns
-            if column.name not in self.absent
-        }
-        self._numerical = self.file_type(folder / "numerical.bin") if spec.numerical else None
-        self._ids = {name: self.file_type(folder / file_name(name)) for name in self._features}
-        self._offsets: dict[str, GrowingFile] = {}
-        self._lengths: dict[str, Lengths] = {}
-        for feature in spec.categorical:
-            if feature.hotness is None:
-                offsets = self.file_type(folder / f"{file_name(feature.name)[:-4]}.offsets.bin")
-                offsets.append(np.zeros(1, OFFSET_DTYPE), 0)
-                self._offsets[feature.name] = offsets
-                self._lengths[feature.name] = Lengths()
+
+        def made(names: Mapping[str, str]) -> dict[str, GrowingFile]:
+            return {key: self.file_type(directory / split / name) for key, name in names.items()}
+
+        self._columns = made({key: n for key, n in columns.items() if key not in self.absent})
+        self._numerical = made({"": "numerical.bin"})[""] if spec.numerical else None
+        self._ids, self._offsets = made(ids), made(offsets)
+        for file in self._offsets.values():
+            file.append(np.zeros(1, OFFSET_DTYPE), 0)
+        self._lengths = {name: Lengths() for name in offsets}
 
     def append(
         self,
@@ -132,7 +110,9 @@ class SplitWriter:
     def close(self) -> SplitFiles:
         """Close all files and return them; ValueError unless every column holds the same rows."""
         for file in self._files():
-            file.close()
+            if not file.closed:
+                file.sync()
+                file.close()
         return SplitFiles(
             self._checked_rows(),
             self._numerical.path if self._numerical else None,
@@ -149,17 +129,11 @@ class SplitWriter:
     def abandon(self) -> None:
         """Close all files without a check."""
         for file in self._files():
-            file.abandon()
+            file.close()
 
     def checksums(self, root: Path) -> dict[str, dict[str, Any]]:
         """Return bytes and CRC-32 of each file, by its path below `root`."""
-        return {
-            file.path.relative_to(root).as_posix(): {
-                "bytes": file.num_bytes,
-                "crc32": f"{file.crc32:08x}",
-            }
-            for file in self._files()
-        }
+        return {file.path.relative_to(root).as_posix(): file.record for file in self._files()}
 
     def _checked_rows(self) -> int:
         """Return the rows that every column holds; ValueError if they disagree or there are none."""
@@ -254,7 +228,7 @@ class SplitWriter:
                 f"feature '{name}': id {values.flat[at]} at row {file.num_rows + row} of split "
                 f"'{self.split}' lies outside its table of {feature.cardinality} rows"
             )
-        num_before = file.num_bytes // feature.dtype.itemsize
+        num_before = file.tell() // feature.dtype.itemsize
         num_rows = len(values) if lengths is None else len(lengths)
         file.append(values.astype(feature.dtype.newbyteorder("<"), casting="unsafe"), num_rows)
         if lengths is not None:
@@ -287,7 +261,7 @@ def column_file_name(labels: Sequence[RowColumn], column: RowColumn) -> str:
     return "label.bin" if list(labels) == [column] else file_name(column.name)
 
 
-class BinarySource:
+class BinarySource(Source):
     """Source of the rows of a dataset directory, read through memory maps without a copy of its own.
 
     Ids are checked on every read: one maximum over an unsigned view, in which negative ids are too large as well.
@@ -302,17 +276,6 @@ class BinarySource:
             split: SplitColumns.of_files(spec, files) for split, files in spec.splits.items()
         }
 
-    def num_rows(self, split: str) -> int:
-        """Return the rows of `split`; ValueError if there is no such split."""
-        return self.spec.rows_of(split)
-
-    def granule(self, split: str) -> int:
-        """Return 1: any row is read by itself."""
-        return 1
-
-    def before_fork(self, split: str, num_processes: int) -> None:
-        """Do nothing: processes share the memory maps."""
-
     def read(
         self,
         split: str,
@@ -320,11 +283,6 @@ class BinarySource:
         padded_to: int | None = None,
         allocate: Allocate = np.empty,
     ) -> Columns:
-        """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`.
-
-        Raises ValueError: an id outside its table, a number that is not finite, or an invalid label, weight or keep
-        rate, with its row and file.
-        """
         files, columns = self.spec.splits[split], self._columns[split]
         rows = Selection(runs)
         id_runs = {name: columns.id_runs(name, rows) for name in columns.offsets}
@@ -352,8 +310,14 @@ class BinarySource:
             for place, piece in rows.pieces(columns.numerical):
                 out.numerical[place] = piece
             # After the copy, when the numbers are float32 and in the cache: a NaN would pass through every layer.
-            if not np.isfinite(out.numerical[: rows.num_rows]).all():
-                raise self._numerical_error(split, rows, out.numerical[: rows.num_rows])
+            values = out.numerical[: rows.num_rows]
+            if not np.isfinite(values).all():
+                position, index = np.argwhere(~np.isfinite(values))[0]
+                raise ValueError(
+                    f"numerical feature '{self.spec.numerical[index]}': {values[position, index]} at row "
+                    f"{rows.row_at(int(position))} of {files.numerical} is not finite; correct the file, or fill missing values "
+                    "when preprocessing"
+                )
         for index, feature in enumerate(self.spec.categorical):
             name = feature.name
             if feature.hotness is None:
@@ -373,7 +337,6 @@ class BinarySource:
         return out
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
-        """Return the keys of a feature in the rows of `runs` (int64 [K, 2], half-open)."""
         columns, name = self._columns[split], self.spec.categorical[feature].name
         lengths = None
         if name in columns.offsets:
@@ -385,17 +348,8 @@ class BinarySource:
 
     @staticmethod
     def out_of_range(ids: np.ndarray, cardinality: int) -> bool:
-        """Return whether any of `ids` lies outside [0, cardinality)."""
         unsigned = ids.view(f"<u{ids.itemsize}")
         return int(unsigned.max(initial=0)) >= cardinality
-
-    def _numerical_error(self, split: str, rows: Selection, values: np.ndarray) -> ValueError:
-        position, column = np.argwhere(~np.isfinite(values))[0]
-        return ValueError(
-            f"numerical feature '{self.spec.numerical[column]}': {values[position, column]} at row "
-            f"{rows.row_at(int(position))} of {self.spec.splits[split].numerical} is not finite; correct the file, or fill "
-            "missing values when preprocessing"
-        )
 
     def _id_error(
         self,

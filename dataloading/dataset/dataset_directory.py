@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import yaml
 
 from configs.messages import shown
 from dataloading.dataset.binary import SplitWriter, file_name
+from dataloading.dataset.counted_file import CountedFile
 from dataloading.dataset.documents import YamlDumper, open_regular
 from dataloading.dataset.durable_files import (
     clear_leftovers,
@@ -25,7 +26,6 @@ from dataloading.dataset.durable_files import (
     partial_sibling,
     put_in_place,
     replace_text,
-    sync_stream,
 )
 from dataloading.dataset.feature_spec import (
     DYNAMIC,
@@ -45,6 +45,8 @@ from dataloading.dataset.split_files import (
     find_file,
     unnamed_validation,
 )
+
+READ_BYTES = 1 << 22
 
 
 class DatasetWriter:
@@ -66,10 +68,10 @@ class DatasetWriter:
         """Copy a file that is none of the splits' own, such as their kept columns, from the dataset in `root`."""
         path = self.directory / name
         path.parent.mkdir(exist_ok=True)
-        with open_regular(find_file(root, name)) as source, path.open("xb") as copy:
-            num_bytes, crc32 = _copied(source, copy)
-            sync_stream(copy)
-        self._copied[name] = {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
+        with open_regular(find_file(root, name)) as source, CountedFile(path) as copy:
+            shutil.copyfileobj(source, copy, READ_BYTES)
+            copy.sync()
+        self._copied[name] = copy.record
 
     def finish(self) -> None:
         """Close and check all files, then write the spec."""
@@ -126,10 +128,16 @@ def write_dataset(
     at the end, if the columns of a split hold different rows.
     """
     root = check_output(root, overwrite)
+    if numerical_dtype not in NUMERICAL_DTYPES:
+        raise ValueError(
+            f"numerical_dtype: got {shown(numerical_dtype)}, want one of {', '.join(NUMERICAL_DTYPES)}"
+        )
+    if file_format not in ("binary", PARQUET):
+        raise ValueError(f"file_format: got {shown(file_format)}, want binary or {PARQUET}")
     spec = FeatureSpec(
         root,
         tuple(numerical),
-        _numerical_dtype(numerical_dtype),
+        np.dtype(numerical_dtype),
         (RowColumn(label),) if isinstance(label, str) else tuple(label),
         tuple(categorical),
         {},
@@ -138,7 +146,13 @@ def write_dataset(
         None if keep_rate is None else RowColumn.of(keep_rate, Channel.keep_rate),
     )
     _check_spec(spec, splits)
-    makers = _split_writers(_split_writer(file_format), splits, absent or {}, part_rows or {})
+    writer: Callable[..., SplitWriter] = SplitWriter
+    if file_format == PARQUET:
+        # Imported here, since only Parquet needs pyarrow.
+        from dataloading.dataset.parquet_writer import ParquetSplitWriter as writer
+    makers = {split: partial(writer, absent=(absent or {}).get(split, ())) for split in splits}
+    for split, rows in (part_rows or {}).items():
+        makers[split] = partial(makers[split], part_rows=rows)
     with new_output(root, overwrite) as directory:
         dataset = DatasetWriter(directory, spec, makers)
         try:
@@ -168,14 +182,6 @@ def new_output(root: Path, overwrite: bool) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _numerical_dtype(name: str) -> np.dtype:
-    if name not in NUMERICAL_DTYPES:
-        raise ValueError(
-            f"numerical_dtype: got {shown(name)}, want one of {', '.join(NUMERICAL_DTYPES)}"
-        )
-    return np.dtype(name)
-
-
 def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
     """Raise ValueError if a dataset of these features and splits cannot be written."""
     reserved = {"rows", "files"} & set(spec.metadata)
@@ -197,30 +203,6 @@ def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
         yaml.safe_dump(spec.metadata)
     except yaml.YAMLError as error:
         raise ValueError(f"metadata: want plain yaml values: {error}") from None
-
-
-def _split_writers(
-    writer: Callable[..., SplitWriter],
-    splits: Sequence[str],
-    absent: Mapping[str, Collection[str]],
-    part_rows: Mapping[str, Sequence[int]],
-) -> dict[str, Callable[..., SplitWriter]]:
-    """Return the writer of every split with its arguments; see `write_dataset`."""
-    made: dict[str, Callable[..., SplitWriter]] = {
-        split: partial(writer, absent=absent.get(split, ())) for split in splits
-    }
-    return made | {split: partial(made[split], part_rows=rows) for split, rows in part_rows.items()}
-
-
-def _split_writer(file_format: str) -> Callable[..., SplitWriter]:
-    if file_format == "binary":
-        return SplitWriter
-    if file_format != PARQUET:
-        raise ValueError(f"file_format: got {shown(file_format)}, want binary or {PARQUET}")
-    # Imported here, since only Parquet needs pyarrow.
-    from dataloading.dataset.parquet_writer import ParquetSplitWriter
-
-    return ParquetSplitWriter
 
 
 def check_output(root: Path | str, overwrite: bool = False) -> Path:
@@ -361,22 +343,13 @@ def verify_checksums(spec: FeatureSpec, only: Collection[str] | None = None) -> 
             path = find_file(spec.root, name)
         except ValueError as error:
             raise ValueError(f"{spec.root / SPEC_NAME}: metadata.files: {error}") from None
+        num_bytes = crc32 = 0
         with open_regular(path) as stream:
-            num_bytes, crc32 = _copied(stream)
+            while data := stream.read(READ_BYTES):
+                num_bytes, crc32 = num_bytes + len(data), zlib.crc32(data, crc32)
         got = {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
         if got != wanted:
             raise ValueError(
                 f"{path} has changed since it was written: got {got}, want {shown(wanted)}; copy it again"
             )
     return len(listed)
-
-
-def _copied(source: IO[bytes], copy: IO[bytes] | None = None) -> tuple[int, int]:
-    """Return bytes and CRC-32 of a file, and write them to `copy`."""
-    num_bytes = crc32 = 0
-    while data := source.read(1 << 22):
-        crc32 = zlib.crc32(data, crc32)
-        num_bytes += len(data)
-        if copy is not None:
-            copy.write(data)
-    return num_bytes, crc32

@@ -46,11 +46,11 @@ def open_regular(path: Path) -> BinaryIO:
     with _reported(path):
         # Without O_NONBLOCK, opening a FIFO waits for a writer. On a regular file it has no effect.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        try:
-            _refuse_special(os.fstat(descriptor))
-        except ValueError:
-            os.close(descriptor)
-            raise
+    try:
+        _refuse_special(path, os.fstat(descriptor))
+    except ValueError:
+        os.close(descriptor)
+        raise
     return open(descriptor, "rb", buffering=0)
 
 
@@ -58,7 +58,7 @@ def check_regular(path: Path) -> os.stat_result:
     """Return the size and times of a regular file that a library opens next; errors as of `open_regular`."""
     with _reported(path):
         facts = path.stat()
-        _refuse_special(facts)
+    _refuse_special(path, facts)
     return facts
 
 
@@ -274,22 +274,11 @@ def _reported(path: Path) -> Iterator[None]:
         if error.errno not in _NO_FILE:
             raise
         raise ValueError(f"{path}: {error.strerror}; want a regular file") from None
-    except ValueError as error:
-        # Also a name with a NUL, or with half of a character.
-        reason = error if isinstance(error, _SpecialFileError) else "no file can have this name"
-        raise ValueError(f"{path}: {reason}; want a regular file") from None
+    except ValueError:  # a name with a NUL, or with half of a character
+        raise ValueError(f"{path}: no file can have this name; want a regular file") from None
 
 
-class _SpecialFileError(ValueError):
-    """Not a regular file."""
-
-
-def _refuse_special(facts: os.stat_result) -> None:
-    if not stat.S_ISREG(facts.st_mode):
-        raise _SpecialFileError(_kind(facts.st_mode))
-
-
-def _kind(mode: int) -> str:
+def _refuse_special(path: Path, facts: os.stat_result) -> None:
     kinds = {
         stat.S_IFDIR: "a directory",
         stat.S_IFIFO: "a FIFO",
@@ -297,4 +286,6 @@ def _kind(mode: int) -> str:
         stat.S_IFBLK: "a device",
         stat.S_IFSOCK: "a socket",
     }
-    return kinds.get(stat.S_IFMT(mode), "not a regular file")
+    if not stat.S_ISREG(facts.st_mode):
+        kind = kinds.get(stat.S_IFMT(facts.st_mode), "not a regular file")
+        raise ValueError(f"{path}: {kind}; want a regular file")

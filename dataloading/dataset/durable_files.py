@@ -109,7 +109,10 @@ class AppendedFile:
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         if is_text:
-            _cut_incomplete_line(self._descriptor)
+            with open(self._descriptor, "rb", closefd=False) as stream:
+                num_bytes = stream.read().rfind(b"\n") + 1
+            if num_bytes != os.fstat(self._descriptor).st_size:
+                os.ftruncate(self._descriptor, num_bytes)
 
     def append(self, piece: bytes | memoryview) -> None:
         """Append a piece. Raises OSError: with the path; the file is as before."""
@@ -134,13 +137,6 @@ class AppendedFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
-
-
-def _cut_incomplete_line(descriptor: int) -> None:
-    with open(descriptor, "rb", closefd=False) as stream:
-        num_bytes = stream.read().rfind(b"\n") + 1
-    if num_bytes != os.fstat(descriptor).st_size:
-        os.ftruncate(descriptor, num_bytes)
 
 
 def cut_incomplete_line(path: Path) -> None:
@@ -213,6 +209,17 @@ def lock_file(path: Path) -> int:
     return _locked(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
 
+def share_directory(directory: Path) -> int:
+    """Keep `lock_directory` of other processes from a directory until the descriptor is closed; wait for theirs.
+
+    On a file system without locks it keeps nobody out. Raises FileNotFoundError: there is no such directory.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
 def _locked(descriptor: int) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,7 +262,10 @@ def _locked_file(path: Path, doing: str) -> tuple[int, bool]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _holder(descriptor)
+            text = ""
+            with suppress(OSError):  # processes write it right after they lock the file
+                text = os.pread(descriptor, 256, 0).decode(errors="replace")
+            holder = shortened(printable(text)) or "another process"
             os.close(descriptor)
             raise ValueError(f"{holder} {doing}; wait for it, or choose another output") from None
         except OSError:
@@ -269,15 +279,6 @@ def _locked_file(path: Path, doing: str) -> tuple[int, bool]:
                     )
                 return descriptor, True
         os.close(descriptor)
-
-
-def _holder(descriptor: int) -> str:
-    """Return the text of a lock file on one line; processes write it right after they lock the file."""
-    try:
-        text = os.pread(descriptor, 256, 0).decode(errors="replace")
-    except OSError:
-        text = ""
-    return shortened(printable(text)) or "another process"
 
 
 def partial_sibling(root: Path) -> Path:

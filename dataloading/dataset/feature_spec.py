@@ -19,7 +19,6 @@ from dataloading.dataset.documents import read_yaml, resolved
 from dataloading.dataset.row_columns import LABEL_DTYPES, Channel, RowColumn
 from dataloading.dataset.split_files import (
     SPLITS,
-    RowBytes,
     SplitFiles,
     count_rows,
     expect,
@@ -160,6 +159,18 @@ class FeatureSpec:
         """Features of every table, in the order of the tables' first features; they have the same cardinality."""
         return features_by_table(self.categorical)
 
+    def row_bytes(self, files: SplitFiles) -> dict[Path, int]:
+        """Return the bytes of a row in each file of a split in split binary but those of ragged features."""
+        columns, features = self.row_columns, self.categorical
+        widths = {
+            files.columns[c.name]: c.stored.itemsize for c in columns if c.name in files.columns
+        }
+        if files.numerical is not None:
+            widths[files.numerical] = len(self.numerical) * self.numerical_dtype.itemsize
+        return widths | {
+            files.ids[f.name]: f.dtype.itemsize * f.hotness for f in features if f.hotness
+        }
+
     def rows_of(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
         if split not in self.splits:
@@ -298,14 +309,11 @@ def _parse(root: Path, document: object) -> FeatureSpec:
     expect(named, "source_spec", list(sources), f"a split, one of {', '.join(SPLITS)}")
     names = Counter(map(str, sources))
     expect(len(names) == len(sources), "source_spec", list(sources), "every split once")
+    columns = {column.name: column.channel.value for column in spec.row_columns}
+    ragged = {feature.name: feature.hotness is None for feature in spec.categorical}
     splits = {
         str(split): parse_chunks(
-            root,
-            f"source_spec.{split}",
-            chunks,
-            numericals=spec.numerical,
-            columns={column.name: column.channel.value for column in spec.row_columns},
-            ragged={feature.name: feature.hotness is None for feature in spec.categorical},
+            root, f"source_spec.{split}", chunks, spec.numerical, columns, ragged
         )
         for split, chunks in sources.items()
     }
@@ -420,15 +428,13 @@ def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
 
 def measured(spec: FeatureSpec) -> FeatureSpec:
     """Return `spec` with the rows per split and missing means filled in; ValueError if sizes disagree."""
-    widths = RowBytes(
-        numerical=len(spec.numerical) * spec.numerical_dtype.itemsize,
-        columns={column.name: column.stored.itemsize for column in spec.row_columns},
-        ids={f.name: f.dtype.itemsize * (f.hotness or 1) for f in spec.categorical},
-    )
+    id_bytes = {feature.name: feature.dtype.itemsize for feature in spec.categorical}
     splits = {
         name: replace(
             files,
-            num_rows=_parquet_rows(spec, files) if files.parquet else count_rows(files, widths),
+            num_rows=_parquet_rows(spec, files)
+            if files.parquet
+            else count_rows(files, spec.row_bytes(files), id_bytes),
         )
         for name, files in spec.splits.items()
     }
@@ -440,17 +446,18 @@ def measured(spec: FeatureSpec) -> FeatureSpec:
         expect(held == written, f"metadata.rows.{name}", written, want)
     first = splits.get("train") or next(iter(splits.values()))
     tables = tuple(
-        replace(f, mean_hotness=f.mean_hotness or _mean_hotness(f, first)) for f in spec.categorical
+        replace(f, mean_hotness=f.mean_hotness or _mean_hotness(first, f.name))
+        for f in spec.categorical
     )
     return replace(spec, splits=splits, categorical=tables)
 
 
-def _mean_hotness(feature: CategoricalFeature, files: SplitFiles) -> float:
+def _mean_hotness(files: SplitFiles, name: str) -> float:
     if not files.parquet:
-        return files.mean_hotness(feature.name)
+        return files.mean_hotness(name)
     from dataloading.dataset.parquet_files import mean_hotness
 
-    return mean_hotness(files.parquet, feature.name)
+    return mean_hotness(files.parquet, name)
 
 
 def _parquet_rows(spec: FeatureSpec, files: SplitFiles) -> int:

@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from configs.messages import printable, shortened, shown
+from dataloading.dataset.counted_file import CountedFile
 from dataloading.dataset.parquet_files import read_schema
-from dataloading.dataset.parquet_writer import CountedFile, abandon_writer
+from dataloading.dataset.parquet_writer import abandon_writer
 from dataloading.dataset.row_groups import SplitGroups
 from dataloading.dataset.split_files import find_file
 
@@ -107,7 +108,7 @@ class KeptWriter:
         self._writer.close()
         self._file.sync()
         self._file.close()
-        return {self._name: {"bytes": self._file.num_bytes, "crc32": f"{self._file.crc32:08x}"}}
+        return {self._name: self._file.record}
 
     def abandon(self) -> None:
         """Close the file without a check."""

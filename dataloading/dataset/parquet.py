@@ -17,7 +17,7 @@ from dataloading.dataset.binary import BinarySource, SplitColumns
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import LABEL_DTYPE
 from dataloading.dataset.row_groups import RowGroup, SplitGroups
-from dataloading.dataset.source import Allocate, Columns, Keys
+from dataloading.dataset.source import Allocate, Columns, Keys, Source
 from dataloading.dataset.split_files import SplitFiles
 
 KEPT_BYTES = 256 << 20
@@ -25,7 +25,7 @@ KEPT_BYTES = 256 << 20
 LEAST_KEPT = 4
 
 
-class ParquetSource:
+class ParquetSource(Source):
     """Source of the rows of a dataset directory in Parquet.
 
     Ids, labels and missing values are checked when a row group is decoded. Safe to call from several threads.
@@ -49,10 +49,6 @@ class ParquetSource:
         self._in_memory: dict[str, BinarySource] = {}
         self._lock = Lock()
 
-    def num_rows(self, split: str) -> int:
-        """Return the rows of `split`; ValueError if there is no such split."""
-        return self.spec.rows_of(split)
-
     def granule(self, split: str) -> int:
         """Return the rows of the largest row group, or 1 if the split stays in memory."""
         return 1 if self._fits[split] else self._splits[split].granule
@@ -71,11 +67,6 @@ class ParquetSource:
         padded_to: int | None = None,
         allocate: Allocate = np.empty,
     ) -> Columns:
-        """Return the rows of `runs` (int64 [K, 2], half-open), padded with zero rows to `padded_to`.
-
-        Raises ValueError: a missing value, an id outside its table, or an invalid label, weight or keep rate; the
-        message names row and file.
-        """
         if self._fits[split]:
             return self._whole(split).read(split, runs, padded_to, allocate)
         pieces = self._pieces(split, runs)
@@ -111,7 +102,6 @@ class ParquetSource:
         return out
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
-        """Return the keys of a feature in the rows of `runs` (int64 [K, 2], half-open); see `read`."""
         if self._fits[split]:
             return self._whole(split).read_keys(split, runs, feature)
         values, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -203,7 +193,6 @@ class _GroupCache:
         return group.result()
 
     def keep(self, num_groups: int) -> None:
-        """Change the number of cached row groups."""
         with self._lock:
             self._num_groups = num_groups
             self._drop_oldest()

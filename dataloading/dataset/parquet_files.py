@@ -24,18 +24,13 @@ class ColumnKind(Enum):
     def accepts(self, kind: pa.DataType) -> bool:
         """Return whether a column of Arrow type `kind` can be read as this."""
         if self is ColumnKind.ids:
-            return _is_list(kind) and pa.types.is_integer(kind.value_type)
+            lists = pa.ListType, pa.LargeListType, pa.FixedSizeListType
+            return isinstance(kind, lists) and pa.types.is_integer(kind.value_type)
         if self is ColumnKind.id:
             return pa.types.is_integer(kind)
         # Booleans are 0 and 1, as labels and as numericals.
         is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
         return is_number or pa.types.is_boolean(kind)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
 
 
 def open_file(path: Path, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:

@@ -4,10 +4,8 @@ Every feature is one column: a binary label int8, numericals float16 or float32,
 of it for several ids per row. Values are stored without dictionaries, which take five times as long to read.
 """
 
-import zlib
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from io import RawIOBase
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataloading.dataset.binary import GrowingFile, SplitWriter
+from dataloading.dataset.counted_file import CountedFile
 from dataloading.dataset.documents import FILE_LIST, file_list_text
-from dataloading.dataset.durable_files import sync_stream, write_synced
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.split_files import SplitFiles
 
@@ -29,18 +27,16 @@ PART_ROWS = 1024 * ROW_GROUP_ROWS
 
 
 class PendingColumn(GrowingFile):
-    """A column whose rows are buffered until a row group is full."""
+    """A column whose rows are buffered until a row group is full; it has no file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.num_rows = 0
-        self.num_bytes = 0
+        self.num_rows = self._num_bytes = 0
         self._pieces: list[np.ndarray] = []
 
     def append(self, values: np.ndarray, num_rows: int) -> None:
-        """Append items, which are checked and cast already."""
         self._pieces.append(np.array(values))
-        self.num_bytes += values.nbytes
+        self._num_bytes += values.nbytes
         self.num_rows += num_rows
 
     def take(self, num_items: int) -> np.ndarray:
@@ -50,10 +46,6 @@ class PendingColumn(GrowingFile):
         return joined[:num_items]
 
     def close(self) -> None:
-        """Do nothing: there is no file."""
-
-    def abandon(self) -> None:
-        """Drop the buffered rows."""
         self._pieces = []
 
 
@@ -79,7 +71,7 @@ class ParquetSplitWriter(SplitWriter):
         self._part_rows = repeat(PART_ROWS) if part_rows is None else iter(part_rows)
         self._rows_left = next(self._part_rows)
         self._begins_part = True
-        self._list_bytes = b""
+        self._list_record: dict[str, Any] = {}
         (directory / split).mkdir(exist_ok=True)
         self._folder = directory / split
         self._written = 0
@@ -103,29 +95,23 @@ class ParquetSplitWriter(SplitWriter):
         self._parts[-1].close()
         assert not (self._has_list and self._rows_left), "fewer rows than planned"
         if self._has_list:
-            names = [part.path.name for part in self._parts]
-            text = file_list_text(names)
-            write_synced(self._folder / FILE_LIST, text)
-            self._list_bytes = text.encode()
-        paths = tuple(part.path for part in self._parts)
+            with CountedFile(self._folder / FILE_LIST) as file:
+                file.write(file_list_text([part.stream.path.name for part in self._parts]).encode())
+                file.sync()
+                self._list_record = file.record
+        paths = tuple(part.stream.path for part in self._parts)
         return SplitFiles(num_rows, parquet=paths, absent=self.absent)
 
     def abandon(self) -> None:
-        """Close all files without a check."""
         super().abandon()
         if self._parts:
             self._parts[-1].abandon()
 
     def checksums(self, root: Path) -> dict[str, dict[str, Any]]:
-        """Return bytes and CRC-32 of each file, by its path below `root`."""
-        written = [(part.path, part.stream.num_bytes, part.stream.crc32) for part in self._parts]
+        written = {part.stream.path: part.stream.record for part in self._parts}
         if self._has_list:
-            path = self._folder / FILE_LIST
-            written.append((path, len(self._list_bytes), zlib.crc32(self._list_bytes)))
-        return {
-            path.relative_to(root).as_posix(): {"bytes": num_bytes, "crc32": f"{crc32:08x}"}
-            for path, num_bytes, crc32 in written
-        }
+            written[self._folder / FILE_LIST] = self._list_record
+        return {path.relative_to(root).as_posix(): record for path, record in written.items()}
 
     def _complete(self) -> int:
         """Return the buffered rows that every column has."""
@@ -191,7 +177,6 @@ class _Part:
     """A Parquet file that is being written."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.path = path
         self.stream = CountedFile(path)
         self.writer = pq.ParquetWriter(
             self.stream, schema, compression="none", use_dictionary=False, write_statistics=False
@@ -206,36 +191,3 @@ class _Part:
         if not self.stream.closed:
             abandon_writer(self.writer)
             self.stream.close()
-
-
-class CountedFile(RawIOBase):
-    """A new file that counts its bytes and their CRC-32 while they are written."""
-
-    def __init__(self, path: Path) -> None:
-        self.num_bytes = 0
-        self.crc32 = 0
-        self._file = path.open("xb")
-
-    def writable(self) -> bool:
-        """Return True, as Arrow asks."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """Append bytes."""
-        data = memoryview(data).cast("B")
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.num_bytes += len(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        """Return the bytes written so far."""
-        return self.num_bytes
-
-    def sync(self) -> None:
-        """Make the bytes survive a power cut."""
-        sync_stream(self._file)
-
-    def close(self) -> None:
-        """Close the file without a sync."""
-        self._file.close()
-        super().close()

@@ -42,12 +42,10 @@ class RowColumn:
 
     @classmethod
     def of(cls, name: str, channel: Channel) -> "RowColumn":
-        """Return the weight or keep rate of this name."""
         return cls(name, channel, np.dtype(np.float32))
 
     @property
     def is_binary(self) -> bool:
-        """Return whether it is a binary label."""
         return self.dtype == BINARY
 
     @property

@@ -49,7 +49,6 @@ class SplitGroups:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all files."""
         return self._starts[-1]
 
     def cut(self, first: int, last: int) -> list[tuple[int, slice]]:
@@ -71,9 +70,9 @@ class SplitGroups:
         Raises ValueError: damaged Parquet data, a missing value, an id outside its table, or an invalid label, weight
         or keep rate; the message names row and file.
         """
-        part, _ = self._locate(group)
+        part, inside = self._locate(group)
         names = [name for name in spec.names if name not in self._absent]
-        where = Place(self.paths[part], self._first_row_in_part(group))
+        where = Place(self.paths[part], self._starts[group] - self._starts[group - inside])
         return decode(self.table(group, names), spec, where, self._absent)
 
     def table(self, group: int, names: Sequence[str]) -> pa.Table:
@@ -98,11 +97,6 @@ class SplitGroups:
         """Return the file of a row group, and its index in that file."""
         part = bisect_right(self._first_group, group) - 1
         return part, group - self._first_group[part]
-
-    def _first_row_in_part(self, group: int) -> int:
-        """Return the first row of a row group within its file."""
-        part, _ = self._locate(group)
-        return self._starts[group] - self._starts[self._first_group[part]]
 
     def _open(self, part: int) -> pq.ParquetFile:
         """Return this thread's reader of a file, since a reader is not thread-safe."""
@@ -164,7 +158,6 @@ class Place:
     def ids(
         self, table: pa.Table, feature: CategoricalFeature
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the ids of a feature, flat, and its offsets if it is ragged."""
         column = self._whole(table, feature.name)
         if feature.hotness == 1:
             ids, offsets = column.to_numpy(), None

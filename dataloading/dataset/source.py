@@ -1,8 +1,8 @@
 """Rows of a dataset as columns in host memory, and the interface of their sources."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -86,7 +86,6 @@ class Keys:
 
     @property
     def count(self) -> int:
-        """Their number."""
         return int((self.runs[:, 1] - self.runs[:, 0]).sum())
 
     def values(self) -> np.ndarray:
@@ -97,23 +96,26 @@ class Keys:
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-class Source(Protocol):
-    """Source of rows: a dataset directory or a synthetic stream."""
+class Source(ABC):
+    """Source of rows: a dataset directory, a synthetic stream, or another source with a difference."""
 
     spec: FeatureSpec  # of the dataset
 
     def num_rows(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
+        return self.spec.rows_of(split)
 
     def granule(self, split: str) -> int:
         """Return the number of consecutive rows of `split` that are read together even if only one is needed.
 
         The loader rounds the blocks of a shuffle up to a multiple of it.
         """
+        return 1
 
-    def before_fork(self, split: str, num_processes: int) -> None:
+    def before_fork(self, split: str, num_processes: int) -> None:  # noqa: B027, most decode nothing
         """Decode the data of a split that `num_processes` processes, forked next, would otherwise each decode."""
 
+    @abstractmethod
     def read(
         self,
         split: str,
@@ -125,14 +127,33 @@ class Source(Protocol):
 
         The ids of features with `vocabulary: dynamic` are undefined; `read_keys` returns their keys. `runs`: int64 [K,
         2], half-open row ranges. `padded_to`: rows of the result; the rest is padding. None: no padding. Raises
-        ValueError: an id is outside its table; the message names feature, value, row and file.
+        ValueError: an id outside its table, a value that is missing or not finite, or an invalid label, weight or keep
+        rate; the message names feature, value, row and file.
         """
+
+    @abstractmethod
+    def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
+        """Return the keys of the rows of `runs`, in that order, of a feature with `vocabulary: dynamic`."""
+
+
+class DerivedSource(Source):
+    """Rows of another source, which a subclass changes."""
+
+    def __init__(self, source: Source) -> None:
+        self.spec = source.spec
+        self._source = source
+
+    def num_rows(self, split: str) -> int:
+        return self._source.num_rows(split)
+
+    def granule(self, split: str) -> int:
+        return self._source.granule(split)
+
+    def before_fork(self, split: str, num_processes: int) -> None:
+        self._source.before_fork(split, num_processes)
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
-        """Return the keys of the rows of `runs`, in that order, of a feature with `vocabulary: dynamic`.
-
-        `runs`: int64 [K, 2], half-open row ranges.
-        """
+        return self._source.read_keys(split, runs, feature)
 
 
 def read_with_keys(source: Source, split: str, runs: np.ndarray) -> Columns:

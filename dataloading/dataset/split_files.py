@@ -65,7 +65,6 @@ class SplitFiles:
     absent: frozenset[str] = frozenset()
 
     def paths(self) -> list[Path]:
-        """Return all files."""
         single = [] if self.numerical is None else [self.numerical]
         several = (self.columns, self.ids, self.offsets)
         of_columns = [path for paths in several for path in paths.values()]
@@ -77,16 +76,6 @@ class SplitFiles:
         for start in range(0, len(offsets) - 1, CHUNK_ROWS):
             lengths.add(np.diff(offsets[start : start + CHUNK_ROWS + 1]).clip(0))
         return lengths.mean
-
-
-@dataclass(frozen=True, slots=True)
-class RowBytes:
-    """Width of one row in each file."""
-
-    numerical: int  # bytes of all numericals of a row
-    columns: Mapping[str, int]  # bytes of a row's label, weight or keep rate, by name
-    # bytes of a row's ids, by feature; for a ragged feature the bytes of one id
-    ids: Mapping[str, int]
 
 
 def expect(condition: bool, where: str, got: object, want: str) -> None:
@@ -106,14 +95,13 @@ def parse_chunks(
     root: Path,
     where: str,
     chunks: object,
-    *,
     numericals: tuple[str, ...],
     columns: Mapping[str, str],
     ragged: Mapping[str, bool],
 ) -> SplitFiles:
     """Return the files in the `source_spec` of one split, without row counts.
 
-    `numericals`: names of the numericals in channel order. `ragged`: per categorical feature, whether it is ragged.
+    `columns`: channels of labels, weight and keep rate. `ragged`: per categorical feature, whether it is ragged.
     """
     expect(isinstance(chunks, list), where, chunks, "a list of chunks")
     assert isinstance(chunks, list)
@@ -194,7 +182,12 @@ def _parquet_files(
         for name in files:
             if isinstance(name, str) and is_file_list(name):
                 lists.append(find_file(root, name))
-                named += [join(dirname(name), listed) for listed in _relative(lists[-1])]
+                for listed in read_file_list(lists[-1]):
+                    if listed.startswith("/"):  # a dataset directory may move
+                        raise ValueError(
+                            f"{lists[-1]}: lists {shown(listed)}; want paths relative to the list"
+                        )
+                    named.append(join(dirname(name), listed))
             else:
                 named.append(name)
         paths = tuple(find_file(root, name) for name in named)
@@ -203,15 +196,6 @@ def _parquet_files(
     twice = [name for name, times in Counter(map(normpath, named)).items() if times > 1]
     expect(not twice, f"{where}[0].files", twice, "every file once")
     return SplitFiles(0, parquet=paths, lists=tuple(lists), absent=absent)
-
-
-def _relative(file_list: Path) -> list[str]:
-    """Return the paths of a file list; ValueError if one is absolute, since a dataset directory may move."""
-    names = read_file_list(file_list)
-    for name in names:
-        if name.startswith("/"):
-            raise ValueError(f"{file_list}: lists {shown(name)}; want paths relative to the list")
-    return names
 
 
 def unnamed_validation(root: Path, test: SplitFiles) -> dict[str, SplitFiles]:
@@ -273,53 +257,35 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
         ) from None
 
 
-def count_rows(files: SplitFiles, widths: RowBytes) -> int:
+def count_rows(files: SplitFiles, widths: Mapping[Path, int], id_bytes: Mapping[str, int]) -> int:
     """Return the rows of a split, by the size of the file of its first label; without labels, of another file.
 
-    `files`: files of the split; `num_rows` is ignored. `widths`: bytes per row of each file. Raises ValueError: the
-    split is empty, or the size of a file does not match the number of rows.
+    `widths`: bytes of a row, by file (`FeatureSpec.row_bytes`). `id_bytes`: bytes of an id, by feature. Raises ValueError: the split is empty, or the size of a file does not match the number of rows.
     """
-    first, row_bytes, more = _counted_file(files, widths)
-    num_rows = first.stat().st_size // row_bytes - more
+    offsets = list(files.offsets.values())
+    first = next(iter([*widths, *offsets]))
+    width, more = (widths[first], 0) if widths else (OFFSET_DTYPE.itemsize, 1)
+    num_rows = first.stat().st_size // width - more
     if num_rows <= 0:
-        width = "one byte" if row_bytes == 1 else f"{row_bytes} bytes"
-        raise ValueError(f"{first} is empty: want {width} per row; write the dataset again")
-    fixed = {} if files.numerical is None else {files.numerical: widths.numerical}
-    fixed |= {path: widths.columns[name] for name, path in files.columns.items()}
-    fixed |= {
-        path: widths.ids[name] for name, path in files.ids.items() if name not in files.offsets
-    }
-    for path, row_bytes in fixed.items():
-        _check_size(path, row_bytes, num_rows, num_rows, first)
-    for name, path in files.offsets.items():
-        _check_size(path, OFFSET_DTYPE.itemsize, num_rows + 1, num_rows, first)
-        offsets = mapped(path, OFFSET_DTYPE)
-        num_ids, rest = divmod(files.ids[name].stat().st_size, widths.ids[name])
-        if offsets[0] != 0 or offsets[-1] != num_ids or rest:
+        of_row = "one byte" if width == 1 else f"{width} bytes"
+        raise ValueError(f"{first} is empty: want {of_row} per row; write the dataset again")
+    items = [(path, width, num_rows) for path, width in widths.items()]
+    items += [(path, OFFSET_DTYPE.itemsize, num_rows + 1) for path in offsets]
+    for path, width, num_items in items:
+        got, want = path.stat().st_size, width * num_items
+        if got != want:
+            state = "empty" if got == 0 else "truncated" if got < want else "too long"
             raise ValueError(
-                f"{path} runs from {offsets[0]} to {offsets[-1]}: want 0 to the {num_ids} ids of {files.ids[name]}"
-                f" ({files.ids[name].stat().st_size} bytes); one of the two is truncated or belongs elsewhere"
+                f"{path} is {state}: got {got} bytes, want {want} = {num_items} x {width} bytes for the "
+                f"{num_rows} rows of {first}; copy or write the dataset again"
+            )
+    for name, path in files.offsets.items():
+        ids, ends = files.ids[name], mapped(path, OFFSET_DTYPE)
+        num_bytes = ids.stat().st_size
+        num_ids, rest = divmod(num_bytes, id_bytes[name])
+        if ends[0] != 0 or ends[-1] != num_ids or rest:
+            raise ValueError(
+                f"{path} runs from {ends[0]} to {ends[-1]}: want 0 to the {num_ids} ids of {ids} ({num_bytes} bytes); "
+                "one of the two is truncated or belongs elsewhere"
             )
     return num_rows
-
-
-def _counted_file(files: SplitFiles, widths: RowBytes) -> tuple[Path, int, int]:
-    """Return a file whose size tells the rows of a split, its bytes per item, and its items beyond one per row."""
-    for name, path in files.columns.items():
-        return path, widths.columns[name], 0
-    if files.numerical is not None:
-        return files.numerical, widths.numerical, 0
-    for name, path in files.ids.items():
-        if name not in files.offsets:
-            return path, widths.ids[name], 0
-    return next(iter(files.offsets.values())), OFFSET_DTYPE.itemsize, 1
-
-
-def _check_size(path: Path, item_bytes: int, num_items: int, num_rows: int, first: Path) -> None:
-    got, want = path.stat().st_size, item_bytes * num_items
-    if got != want:
-        state = "empty" if got == 0 else "truncated" if got < want else "too long"
-        raise ValueError(
-            f"{path} is {state}: got {got} bytes, want {want} = {num_items} x {item_bytes} bytes for the "
-            f"{num_rows} rows of {first}; copy or write the dataset again"
-        )

@@ -16,7 +16,7 @@ from dataloading.keys.kernels.compiled import num_threads, numba_threads
 from dataloading.keys.kernels.hash_index import DRAWN
 from dataloading.keys.kernels.layouts import NO_BATCH, Column, Field, Job, Kind, Part
 from dataloading.keys.key_map import KeyMap, MapChange
-from dataloading.keys.new_keys import NewKeys, jobs_of
+from dataloading.keys.new_keys import NewKeys, change_of, jobs_of
 from dataloading.keys.shares import Shares, TableSize, shares_of
 
 SHARED_KEYS = 2048
@@ -40,7 +40,6 @@ class BatchChange:
         return cls(np.zeros((0, 3), np.int32), np.zeros(0, np.int64), np.zeros((0, 2), np.int64))
 
     def of(self, table: int) -> MapChange:
-        """Return what changed in a table."""
         spans = self.spans[self.tables == table].tolist()
         changed = self.changed.get(table, MapChange([]))
         return replace(changed, seen=[self.seen[first:last] for first, last in spans])
@@ -134,14 +133,14 @@ class BatchMapper:
         new = self._do((jobs, keys.columns, parts), batch)
         for own, job, was in zip(maps, jobs.tolist(), before, strict=True):
             table, first = job[Job.TABLE], job[Job.OFFSET]
-            rows = new.rows.change(first, job[Job.ROWS_CHANGED], *was[Kind.ROWS])
+            rows = change_of(new.rows, first, job[Job.ROWS_CHANGED], *was[Kind.ROWS])
             changed = MapChange([], rows)
             if counts_candidates:
                 count = job[Job.CANDIDATES_CHANGED]
                 changed = replace(
                     changed,
                     candidates_seen=[new.candidates_seen[first:][: job[Job.CANDIDATES_SEEN]]],
-                    candidates=new.candidates.change(first, count, *was[Kind.CANDIDATES]),
+                    candidates=change_of(new.candidates, first, count, *was[Kind.CANDIDATES]),
                 )
             change.changed[table] = changed
             if job[Job.DONE] < job[Job.DUE]:

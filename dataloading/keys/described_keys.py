@@ -23,7 +23,6 @@ class DescribedKeys:
 
     @property
     def count(self) -> int:
-        """All keys."""
         return sum(self.counts)
 
 

@@ -50,7 +50,6 @@ class KeyMaps:
 
     @property
     def tables(self) -> list[str]:
-        """Names of the tables."""
         return [*self._features]
 
     def describe(self, keys_of: KeysOf) -> DescribedKeys:

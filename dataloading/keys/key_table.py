@@ -130,19 +130,18 @@ class KeyTable:
 
     @property
     def counts_sightings(self) -> bool:
-        """Return whether sightings are counted."""
         return len(self._counts) > 0
 
     def state(self) -> TableState:
-        """Return a copy of the content."""
         facts = np.zeros((len(self._keys), 2), np.int32)
         if self.counts_sightings:
             facts[:, COUNT] = self._counts
-        facts[:, LAST] = self._last_batches()
+        last = np.zeros(len(self._keys), np.int32)
+        last_batches(self._entries, last)
+        facts[1:, LAST] = last[1:]
         return TableState(self._keys.copy(), facts, self.used, self.leaving)
 
     def load(self, state: TableState) -> None:
-        """Replace the content."""
         self._keys[:] = state.keys
         if self.counts_sightings:
             self._counts[:] = state.facts[:, COUNT]
@@ -175,10 +174,3 @@ class KeyTable:
     def _has_marked(self) -> bool:
         """Return whether the marks are in the spare memory."""
         return bool(self.fields[Field.MARKED] == self.fields[Field.SPARE])
-
-    def _last_batches(self) -> np.ndarray:
-        """Return the batches that saw the keys last, by slot, int32 [C]."""
-        last = np.zeros(len(self._keys), np.int32)
-        last_batches(self._entries, last)
-        last[0] = 0
-        return last

@@ -7,31 +7,7 @@ import numpy as np
 from dataloading.keys.kernels.layouts import Job, Kind
 from dataloading.keys.key_table import Leaving, TableChange
 
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """Memory for the slots that get keys, job after job."""
-
-    slots: np.ndarray  # int64 [n]
-    keys: np.ndarray  # of them, int64 [n]
-    old_keys: np.ndarray  # before, int64 [n]
-    old_facts: np.ndarray  # likewise, int32 [n, 2]
-
-    @classmethod
-    def empty(cls, count: int) -> "Changed":
-        """Return memory for so many."""
-        slots, keys, old_keys = (np.empty(count, np.int64) for _ in range(3))
-        return cls(slots, keys, old_keys, np.empty((count, 2), np.int32))
-
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return the arrays in the order of `insert_keys`."""
-        return self.slots, self.keys, self.old_keys, self.old_facts
-
-    def change(self, first: int, count: int, used: int, leaving: Leaving) -> TableChange:
-        """Return what a job has changed, in the same memory."""
-        own = slice(first, first + count)
-        slots, keys, old_keys, old_facts = (array[own] for array in self.arrays())
-        return TableChange(slots, keys, old_keys, old_facts, used, leaving)
+Arrays = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +18,30 @@ class NewKeys:
     times: np.ndarray  # their sightings, int64 [n]
     key_slots: np.ndarray  # their slots, int64 [n]
     candidates_seen: np.ndarray  # as `seen` of `BatchChange`
-    candidates: Changed  # those that are new
-    rows: Changed  # those that change
+    # slots that get keys, these keys and those before, int64 [n], and the facts before, int32 [n, 2]: of candidates that are
+    # new, and of rows
+    candidates: Arrays
+    rows: Arrays
 
     @classmethod
     def empty(cls, count: int) -> "NewKeys":
-        """Return memory for so many."""
-        keys, times, key_slots = (np.empty(count, np.int64) for _ in range(3))
-        seen = np.empty((count, 3), np.int32)
-        return cls(keys, times, key_slots, seen, *(Changed.empty(count) for _ in Kind))
+        def numbers() -> Arrays:
+            return tuple(np.empty(count, np.int64) for _ in range(3))
 
-    def arrays(self) -> tuple[np.ndarray, ...]:
+        facts = (np.empty((count, 2), np.int32) for _ in Kind)
+        candidates, rows = ((*numbers(), before) for before in facts)
+        return cls(*numbers(), np.empty((count, 3), np.int32), candidates, rows)
+
+    def arrays(self) -> Arrays:
         """Return the arrays in the order of `do_jobs`."""
-        changed = *self.candidates.arrays(), *self.rows.arrays()
+        changed = *self.candidates, *self.rows
         return self.keys, self.times, self.key_slots, self.candidates_seen, *changed
+
+
+def change_of(changed: Arrays, first: int, count: int, used: int, leaving: Leaving) -> TableChange:
+    """Return what a job has changed, in the same memory."""
+    slots, keys, old_keys, old_facts = (array[first : first + count] for array in changed)
+    return TableChange(slots, keys, old_keys, old_facts, used, leaving)
 
 
 def jobs_of(table_of: np.ndarray, missing: np.ndarray) -> np.ndarray:

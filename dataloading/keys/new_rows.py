@@ -30,7 +30,6 @@ class RekeyedRows:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Rows of each table."""
         return {name: len(keys) for name, keys in self._keys.items()}
 
     def add(self, new_rows: Mapping[str, NewRows]) -> None:

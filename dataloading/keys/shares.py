@@ -33,7 +33,6 @@ class Shares:
     starts: np.ndarray  # of the shares in `order`, int64 [shares + 1]
 
     def copy(self) -> "Shares":
-        """Return the same shares, with parts that a batch may write to."""
         return Shares(self.parts.copy(), self.order, self.starts)
 
 

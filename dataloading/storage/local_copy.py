@@ -2,7 +2,7 @@
 
 A copy lies in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`), under a name that depends on the address and on the size
 and the time of every file, so that a changed source makes a new copy. A copy that was interrupted keeps its complete files.
-Nothing removes old copies; the folder may be deleted when no run uses it.
+The copies have a bound: those that were used last longest ago make room for a new one, unless a process uses them.
 """
 
 import hashlib
@@ -11,16 +11,28 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
-from dataloading.dataset.durable_files import hold, replace_directory, replace_file, sync_tree
+from dataloading.dataset.durable_files import (
+    UnlockableError,
+    hold,
+    lock_directory,
+    replace_directory,
+    replace_file,
+    share_directory,
+    sync_tree,
+)
 from dataloading.storage.object_store import ObjectStore, StoredFile, is_remote, matching_addresses
 
 THREADS = 8
 WAIT_S = 0.2
 """Seconds between looks at a copy that another process makes."""
+OUTPUTS = "outputs"
+"""Folder among the copies with what is still to be uploaded, which is no copy."""
+DISK_SHARE = 0.8
+"""Of its disk that the copies may take, unless RECSYS_CACHE_GIB says how much."""
 
 
 def cache_directory() -> Path:
@@ -51,7 +63,7 @@ def _local_copy(address: str) -> Path:
     content = json.dumps([address, sorted((key, *_of(file)) for key, file in files.items())])
     target = cache_directory() / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     copied = target / name if "" in files else target
-    while not target.exists():
+    while not _use(target):
         with ExitStack() as stack:
             try:
                 stack.enter_context(hold(target, f"is copying {store.address}"))
@@ -59,12 +71,68 @@ def _local_copy(address: str) -> Path:
                 time.sleep(WAIT_S)
                 continue
             if not target.exists():
+                partial = partial_of(target)
+                partial.mkdir(parents=True, exist_ok=True)
+                _use(partial)
+                needed = sum(file.size for file in files.values()) - _size(partial)
+                try:
+                    _make_room(needed, store.address)
+                except FileNotFoundError:  # another process removes copies too
+                    continue
                 download_folder(store, {key or name: file for key, file in files.items()}, target)
     return copied
 
 
+def _use(copy: Path) -> bool:
+    """Make a copy the last one used, and keep others from removing it while this process lives; False if it is missing."""
+    try:
+        descriptor = share_directory(copy)
+    except FileNotFoundError:
+        return False
+    os.utime(descriptor)
+    with suppress(FileNotFoundError):  # removed while this process waited for the lock
+        if os.path.samestat(os.fstat(descriptor), copy.stat()):
+            return True
+    os.close(descriptor)
+    return False
+
+
+def _make_room(needed: int, address: str) -> None:
+    """Remove the copies that were used last longest ago until `needed` bytes are within the bound and fit on the disk.
+
+    Raises ValueError: they are not, even so.
+    """
+    cache = cache_directory()
+    disk, gib = shutil.disk_usage(cache), os.environ.get("RECSYS_CACHE_GIB")
+    most = float(gib) * 2**30 if gib else disk.total * DISK_SHARE
+    copies = [path for path in cache.iterdir() if path.is_dir() and path.name != OUTPUTS]
+    room = min(most - sum(map(_size, copies)), disk.free)
+    for path in sorted(copies, key=lambda path: path.stat().st_mtime):
+        if needed <= room:
+            break
+        with suppress(BlockingIOError, UnlockableError):  # a process may use it
+            lock = lock_directory(path)
+            room += _size(path)
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+    if needed > room:
+        raise ValueError(
+            f"{address} needs {needed / 2**30:,.1f} GiB in {cache}, where {max(room, 0) / 2**30:,.1f} GiB of {most / 2**30:,.1f} are "
+            "free, and copies of running commands stay; set RECSYS_CACHE_GIB to more, or XDG_CACHE_HOME to a folder with room"
+        )
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def _of(file: StoredFile) -> tuple[int, int]:
     return file.size, file.mtime_ns
+
+
+def partial_of(target: Path) -> Path:
+    """Return where a copy lies until it is complete."""
+    return target.with_name(f".{target.name}.partial")
 
 
 def download_folder(store: ObjectStore, files: dict[str, StoredFile], target: Path) -> None:
@@ -73,7 +141,7 @@ def download_folder(store: ObjectStore, files: dict[str, StoredFile], target: Pa
     `target`: to write; a copy of these files that was interrupted is continued. Raises ValueError: the store cannot be
     read, or the disk has no room.
     """
-    partial = target.with_name(f".{target.name}.partial")
+    partial = partial_of(target)
     partial.mkdir(parents=True, exist_ok=True)
     missing = {name: file for name, file in files.items() if not (partial / name).exists()}
     needed, free = sum(file.size for file in missing.values()), shutil.disk_usage(partial).free

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from dataloading.storage.local_copy import THREADS, cache_directory
+from dataloading.storage.local_copy import OUTPUTS, THREADS, cache_directory
 from dataloading.storage.object_store import ObjectStore, is_remote
 
 
@@ -60,6 +60,6 @@ def writable(output: str, last: str, overwrite: bool = False) -> Iterator[Path]:
 
 def place_of(output: str) -> Path:
     """Return the path in the cache of what is uploaded to an address; the folder that it lies in exists, and is its own."""
-    place = cache_directory() / "outputs" / sha256(output.encode()).hexdigest()[:16]
+    place = cache_directory() / OUTPUTS / sha256(output.encode()).hexdigest()[:16]
     place.mkdir(parents=True, exist_ok=True)
     return place / ObjectStore(output).path.rpartition("/")[2]

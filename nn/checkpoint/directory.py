@@ -45,8 +45,8 @@ from nn.checkpoint.tensor_index import (
     read_into,
 )
 
-CHECKPOINTS = "checkpoints"
-"""Folder of a run directory."""
+CHECKPOINTS, DELTAS = "checkpoints", "deltas"
+"""Folders of a run directory."""
 RUN_FILE = "run.json"
 FORMAT_VERSION = 1
 DELTA = "delta"

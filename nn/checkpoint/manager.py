@@ -36,6 +36,9 @@ THREAD_NAME = "checkpoint-writer"
 SPARE_MEMORY = 0.8
 """Fraction of a node's available memory that copies of the state may take."""
 
+BYTES_PER_S = 1e9
+"""What a disk is expected to write, until a checkpoint was written."""
+
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
@@ -98,6 +101,9 @@ class CheckpointManager:
         self._heartbeat = heartbeat or Heartbeat()
         self._channel = HostChannel()
         self.copy = StagingBuffer(ranks.device)
+        self.write_s = (
+            0.0  # of the latest checkpoint, or what the first is expected to take; on rank 0
+        )
         self._has_room: bool | None = None
         self._thread: Thread | None = None
         self._problem: str | None = None
@@ -112,6 +118,7 @@ class CheckpointManager:
         needed = sum(self._channel.gather(num_bytes(self._step.state_dict())))
         if not self._ranks.is_rank0:
             return
+        self.write_s = needed / BYTES_PER_S
         existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
         free = shutil.disk_usage(existing).free
         if free < needed:
@@ -237,12 +244,13 @@ class CheckpointManager:
             # rank, and would write its shards as a complete checkpoint.
             of_ranks = self._channel.gather((num_bytes(state), pause.seconds))
             if problem is None and self._ranks.is_rank0:
+                self.write_s = time.perf_counter() - started
                 record = {
                     "step": num_steps,
                     "bytes": sum(size for size, _ in of_ranks),
                     # The others wait for the rank that stands still longest.
                     **_longest([seconds for _, seconds in of_ranks]),
-                    "write_s": time.perf_counter() - started,
+                    "write_s": self.write_s,
                 }
                 problem = self._commit(num_steps, state, facts, record, pause)
             self._problem = self._channel.broadcast(problem)

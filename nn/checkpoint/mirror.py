@@ -1,12 +1,11 @@
-"""Mirror of a run directory on an object store: its checkpoints and records, for machines whose disks do not outlive them."""
+"""Mirror of a run directory on an object store, with its checkpoints, deltas and records; the machine may be lost."""
 
 import os
-from collections.abc import Set
 from contextlib import suppress
 from logging import Logger
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
+from threading import Lock, Thread
 
 from dataloading.dataset.durable_files import replace_link
 from dataloading.storage.local_copy import download_folder
@@ -15,17 +14,21 @@ from dataloading.storage.upload import upload_folder
 from nn.checkpoint.directory import (
     BEST,
     CHECKPOINTS,
+    DELTAS,
     RUN_FILE,
     finish_commits,
     list_checkpoints,
     step_of,
 )
 
+FOLDERS = (DELTAS, CHECKPOINTS)
+"""In the order in which they are copied: a checkpoint names the delta that leads to it."""
+
 
 class CheckpointMirror:
-    """Uploads of checkpoints by a thread of rank 0, while the training continues.
+    """Uploads of checkpoints and deltas by a thread of rank 0, while the training continues.
 
-    A checkpoint that is replaced before it has been uploaded is skipped. An upload that fails is reported in one line, and
+    One that is replaced before it has been uploaded is skipped. An upload that fails is reported in one line, and
     the next save tries again.
     """
 
@@ -34,10 +37,11 @@ class CheckpointMirror:
         self._store = ObjectStore(address)
         self._logger = logger
         self._thread: Thread | None = None
+        self._starting = Lock()  # checkpoints and deltas have a thread each
         self._is_behind = False
-        # run.json of checkpoints that the mirror has.
+        # run.json of what the mirror has, by its name there.
         self._uploaded: dict[str, bytes] = {}
-        # Checkpoints that were removed from the mirror; some stores keep their empty folders.
+        # Folders that were removed from the mirror; some stores keep their empty folders.
         self._removed: set[str] = set()
 
     def check(self) -> None:
@@ -49,11 +53,12 @@ class CheckpointMirror:
             self._store.upload(path, path.name)
 
     def start(self) -> None:
-        """Upload what is new, beside the caller; call it when a checkpoint is complete."""
+        """Upload what is new, beside the caller; call it when a checkpoint or delta is complete."""
         self._is_behind = True
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = Thread(target=self._follow, name="checkpoint-mirror", daemon=True)
-            self._thread.start()
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = Thread(target=self._follow, name="checkpoint-mirror", daemon=True)
+                self._thread.start()
 
     def wait(self) -> None:
         """Wait until the newest checkpoint is uploaded, or its upload has failed."""
@@ -74,24 +79,30 @@ class CheckpointMirror:
                 )
 
     def _upload(self) -> None:
-        local = {path.name: path for path in list_checkpoints(self._run_dir / CHECKPOINTS)}
+        checkpoints = list_checkpoints(self._run_dir / CHECKPOINTS)
+        # The oldest first: a chain with a gap leads nowhere.
+        deltas = list_checkpoints(self._run_dir / DELTAS)[::-1]
         # Before these checkpoints: a run that resumes cuts records beyond its checkpoint, and cannot make those that lack.
         self._upload_records()
+        for folder, paths in zip(FOLDERS, (deltas, checkpoints), strict=True):
+            self._upload_steps(folder, {f"{folder}/{path.name}": path for path in paths})
+        self._upload_best()
+
+    def _upload_steps(self, folder: str, local: dict[str, Path]) -> None:
         self._removed -= local.keys()
-        stored = set(complete_checkpoints(self._store, self._removed))
+        found = {f"{folder}/{name}" for name in self._store.folders(folder)} - self._removed
         for name, path in local.items():
-            if name in stored and self._is_same(path):
+            if name in found and self._is_same(name, path):
                 continue
             try:
-                upload_folder(path, self._store, RUN_FILE, f"{CHECKPOINTS}/{name}/")
+                upload_folder(path, self._store, RUN_FILE, f"{name}/")
             except FileNotFoundError:
                 # Pruned meanwhile, since a newer one is complete.
                 continue
-        self._upload_best()
         # Also parts of what a kill has left incomplete.
-        for name in set(self._store.folders(CHECKPOINTS)) - set(local) - self._removed:
-            self._store.remove(f"{CHECKPOINTS}/{name}/{RUN_FILE}")
-            self._store.remove_folder(f"{CHECKPOINTS}/{name}")
+        for name in found - local.keys():
+            self._store.remove(f"{name}/{RUN_FILE}")
+            self._store.remove_folder(name)
             self._removed.add(name)
 
     def _upload_records(self) -> None:
@@ -100,16 +111,17 @@ class CheckpointMirror:
                 with suppress(FileNotFoundError):  # removed meanwhile
                     self._store.upload(path, path.name)
 
-    def _is_same(self, path: Path) -> bool:
-        """Return whether the mirror's checkpoint of a step is that of the run directory, which may have saved it again."""
+    def _is_same(self, name: str, path: Path) -> bool:
+        """Return whether the mirror's checkpoint or delta is that of the run directory, which may have saved it again."""
         try:
             own = (path / RUN_FILE).read_bytes()
         except FileNotFoundError:  # pruned meanwhile
             return True
-        if self._uploaded.get(path.name) != own:
-            if self._store.read(f"{CHECKPOINTS}/{path.name}/{RUN_FILE}") != own:
+        if self._uploaded.get(name) != own:
+            file = f"{name}/{RUN_FILE}"
+            if not self._store.has(file) or self._store.read(file) != own:
                 return False
-            self._uploaded[path.name] = own
+            self._uploaded[name] = own
         return True
 
     def _upload_best(self) -> None:
@@ -123,11 +135,10 @@ class CheckpointMirror:
             self._store.upload(named, f"{CHECKPOINTS}/{BEST}")
 
 
-def complete_checkpoints(store: ObjectStore, without: Set[str] = frozenset()) -> list[str]:
-    """Return the names of the complete checkpoints of a mirror, oldest first; those in `without` are not looked at."""
-    found = set(store.folders(CHECKPOINTS)) - without
-    names = [name for name in found if name.startswith("step_")]
-    complete = (name for name in names if store.has(f"{CHECKPOINTS}/{name}/{RUN_FILE}"))
+def complete_steps(store: ObjectStore, folder: str) -> list[str]:
+    """Return the complete checkpoints or deltas of a mirror, as `FOLDER/step_N`, oldest first."""
+    names = [f"{folder}/{name}" for name in store.folders(folder) if name.startswith("step_")]
+    complete = (name for name in names if store.has(f"{name}/{RUN_FILE}"))
     return sorted(complete, key=lambda name: step_of(Path(name)))
 
 
@@ -148,27 +159,27 @@ def fetch_run(run_dir: Path, address: str) -> int | None:
     Returns the step of the newest checkpoint that was copied; None if the run directory is not behind. Raises ValueError: the
     mirror cannot be read.
     """
-    store, folder = ObjectStore(address), run_dir / CHECKPOINTS
-    stored = complete_checkpoints(store)
-    local = [path.name for path in list_checkpoints(folder)]
-    newest = max((step_of(Path(name)) for name in stored), default=-1)
-    if newest <= max((step_of(Path(name)) for name in local), default=-1):
+    store, checkpoints = ObjectStore(address), run_dir / CHECKPOINTS
+    stored = {folder: complete_steps(store, folder) for folder in FOLDERS}
+    newest = max((step_of(Path(name)) for name in stored[CHECKPOINTS]), default=-1)
+    if newest <= max((step_of(path) for path in list_checkpoints(checkpoints)), default=-1):
         return None
-    folder.mkdir(parents=True, exist_ok=True)
+    checkpoints.mkdir(parents=True, exist_ok=True)
     files = store.list_files()
     for name, file in files.items():
         if "/" not in name:
             store.download(file, run_dir / name)
     # Mirrors of earlier versions do not say which is the best.
     if f"{CHECKPOINTS}/{BEST}" in files:
-        best = folder / f".{BEST}.name"
+        best = checkpoints / f".{BEST}.name"
         store.download(files[f"{CHECKPOINTS}/{BEST}"], best)
-        if (target := best.read_text().strip()) in stored:
-            replace_link(folder / BEST, target, folder / f".{BEST}.tmp")
+        target = best.read_text().strip()
+        if f"{CHECKPOINTS}/{target}" in stored[CHECKPOINTS]:
+            replace_link(checkpoints / BEST, target, checkpoints / f".{BEST}.tmp")
         best.unlink()
-    # The newest last: if this is interrupted, the run directory is still behind.
-    for name in stored:
-        if name not in local:
-            source = ObjectStore(f"{address.rstrip('/')}/{CHECKPOINTS}/{name}")
-            download_folder(source, source.list_files(), folder / name)
+    # The newest checkpoint last: if this is interrupted, the run directory is still behind.
+    for name in (name for folder in FOLDERS for name in stored[folder]):
+        if not (run_dir / name).exists():
+            source = ObjectStore(f"{address.rstrip('/')}/{name}")
+            download_folder(source, source.list_files(), run_dir / name)
     return newest

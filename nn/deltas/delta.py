@@ -27,8 +27,6 @@ from nn.checkpoint.directory import DELTA, NewerFormatError, find_damage, read_f
 from nn.checkpoint.run_facts import is_count
 from nn.checkpoint.tensor_index import INDEX_FILE, StoredTensor, TensorIndex, read_index
 
-FOLDER = "deltas"
-"""Folder of a run directory."""
 FORMAT = 2
 """Deltas without keys are of format 1, which earlier versions read too."""
 CHAIN = "chain"

@@ -43,11 +43,13 @@ class DeltaRun:
 
     `start`: the state that the run starts from; None if it is part of no chain.
     `start_rows`: rows of every table in that state; tables may have grown since.
+    `written`: called in a thread of rank 0 after every delta.
     """
 
     facts: Mapping[str, Any]
     start: Link | None
     start_rows: Mapping[str, int] = field(default_factory=dict)
+    written: Callable[[], None] = lambda: None
 
 
 class DeltaWriter:
@@ -68,6 +70,7 @@ class DeltaWriter:
         ranks: Ranks,
         logger: Logger,
     ) -> None:
+        self._written = run.written
         self._directory, self._tables, self._dense = directory, tables, dense
         self._facts, self._config = dict(run.facts), config
         self._ranks, self._logger = ranks, logger
@@ -262,4 +265,5 @@ class DeltaWriter:
                 f"the delta of step {num_steps} was written, but not all that follows it: {error}. The next delta removes older "
                 "ones"
             )
+        self._written()
         return end

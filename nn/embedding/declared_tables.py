@@ -142,17 +142,18 @@ def _unsupported(
                 f"{where} has position weights or initial weights that are not symmetric, which are not supported; "
                 "set weight_init_max alone for weights uniform in +-weight_init_max"
             )
-        ragged = sorted(set(table.feature_names) & _ragged_features(spec))
-        if table.pooling.name == "NONE" and ragged:
-            return (
-                f"{where} is looked up without pooling, which requires fixed hotness, but feature {shown(ragged[0])} is "
-                "ragged; pool it by sum or mean"
-            )
+        if hands_out_rows(table, spec) and table.data_type.name != "FP32":
+            return f"{where} hands out its rows, which are float32 only; set model.embedding_dtype=fp32"
     return None
 
 
-def _ragged_features(spec: FeatureSpec) -> set[str]:
-    return {feature.name for feature in spec.categorical if feature.hotness is None}
+def hands_out_rows(table: EmbeddingBagConfig, spec: FeatureSpec) -> bool:
+    """Return whether the dense component takes a table's distinct rows: it has no pooling, and a ragged feature.
+
+    No lookup of such a table has vectors (`nn.layers.distinct_rows`).
+    """
+    ragged = {feature.name for feature in spec.categorical if feature.hotness is None}
+    return table.pooling.name == "NONE" and bool(ragged & {*table.feature_names})
 
 
 def initial_bound(table: EmbeddingBagConfig) -> float:
@@ -170,7 +171,13 @@ def lookups_of(
     hotness = {feature.name: feature.hotness or 0 for feature in spec.categorical}
     return {
         table.name: tuple(
-            Lookup(feature, hotness[feature], Pooling[table.pooling.name.lower()])
+            Lookup(
+                feature,
+                hotness[feature],
+                Pooling.rows
+                if hands_out_rows(table, spec)
+                else Pooling[table.pooling.name.lower()],
+            )
             for feature in table.feature_names
         )
         for table in tables
@@ -178,7 +185,7 @@ def lookups_of(
 
 
 CAPACITY = 1.125
-"""Room for the ids of a ragged feature in a batch, times their expected number; `SPREAD` adds what small batches need."""
+"""Capacity for the ids of a ragged feature in a batch, over their expected number; `SPREAD` adds what small batches need."""
 SPREAD = 6.0
 
 
@@ -192,11 +199,11 @@ def keyed_tables(declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> d
     }
 
 
-def id_counts(spec: FeatureSpec, batch_size: int, level: int = 0) -> dict[str, IdCount]:
+def id_counts(spec: FeatureSpec, batch_size: int, doublings: int = 0) -> dict[str, IdCount]:
     """Return the ids of each feature in a batch of one rank.
 
     A ragged feature has room for its mean number of ids per row, an eighth more, and six standard deviations of a sum of
-    `batch_size` rows whose lengths are spread as their mean. Each level doubles that.
+    `batch_size` rows whose lengths are spread as their mean. `doublings` doubles that as often.
     """
     counts = {}
     for feature in spec.categorical:
@@ -204,8 +211,8 @@ def id_counts(spec: FeatureSpec, batch_size: int, level: int = 0) -> dict[str, I
             counts[feature.name] = IdCount(feature.hotness, batch_size * feature.hotness)
         else:
             mean = feature.mean_hotness
-            room = CAPACITY * mean * batch_size + SPREAD * (mean + 1) * batch_size**0.5
-            counts[feature.name] = IdCount(0, max(math.ceil(room), 1) * 2**level)
+            capacity = CAPACITY * mean * batch_size + SPREAD * (mean + 1) * batch_size**0.5
+            counts[feature.name] = IdCount(0, max(math.ceil(capacity), 1) * 2**doublings)
     return counts
 
 
@@ -239,10 +246,9 @@ def vectors_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) 
 
     `spec` has the hotness after the expansion of ids.
     """
-    ids = ids_per_sample(tables, spec)
     return {
-        table.name: ids[table.name] if table.pooling.name == "NONE" else len(table.feature_names)
-        for table in tables
+        name: sum(lookup.num_vectors for lookup in lookups)
+        for name, lookups in lookups_of(tables, spec).items()
     }
 
 

@@ -11,7 +11,7 @@ from configs.schema import OptimizerConfig
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import ADDITION, table_rule, update_settings
-from nn.ops.host_copy import StagedValues
+from nn.ops.host_copy import DeviceValues
 
 # G: samples, H: hotness of a lookup, N: total number of ids (sum of G * H over features), K: number of keys (sum of G * H over
 # lookups), D: columns of a local table, T: columns of all lookups
@@ -172,25 +172,25 @@ class UpdateScalars:
         self._has_bias = rule.uses_step
         options = [settings[name] for name in rule.options]
         values = [1.0, 1.0, 1.0, gradient_scale, config.embedding_l2, *options]
-        self._staged = StagedValues(values, device)
-        self.values, self.step = self._staged.floats, self._staged.integer
+        self._device_values = DeviceValues(values, device)
+        self.values, self.step = self._device_values.floats, self._device_values.integer
 
     def set(self, step: int, lr: float) -> None:
         """Set the values of the update after `step` others at once, outside of a captured pass."""
-        self.stage(step, lr)
-        self._staged.load_now()
+        self.write(step, lr)
+        self._device_values.load_now()
 
-    def stage(self, step: int, lr: float) -> None:
+    def write(self, step: int, lr: float) -> None:
         """Write these values, for the next `load`; the device must have passed the one before."""
-        self._staged.stage_integer(step)
-        self._staged.stage_float(0, lr)
+        self._device_values.write_integer(step)
+        self._device_values.write_float(0, lr)
         if self._has_bias:
-            self._staged.stage_float(1, 1 / (1 - self._beta1 ** (step + 1)))
-            self._staged.stage_float(2, 1 / (1 - self._beta2 ** (step + 1)))
+            self._device_values.write_float(1, 1 / (1 - self._beta1 ** (step + 1)))
+            self._device_values.write_float(2, 1 / (1 - self._beta2 ** (step + 1)))
 
     def load(self) -> None:
         """Queue the copy of the values to the device."""
-        self._staged.load()
+        self._device_values.load()
 
 
 def addition_scalars(device: torch.device) -> UpdateScalars:

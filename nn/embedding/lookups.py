@@ -5,19 +5,20 @@ from enum import StrEnum
 
 
 class Pooling(StrEnum):
-    """Pooling of the rows of a sample's ids."""
+    """Pooling of the rows of a sample's ids; of `rows`, the dense component takes the distinct rows of a batch instead."""
 
     sum = "sum"
     mean = "mean"
     none = "none"
+    rows = "rows"
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """A lookup in a table by the ids of one feature.
 
-    `hotness` is ids per sample, 0 if the feature is ragged, whose lookups are pooled. Pooling by `sum` and `mean` gives one
-    vector per sample, `none` one per id.
+    `hotness` is ids per sample, 0 if the feature is ragged. Pooling by `sum` and `mean` gives one vector per sample, `none` one
+    per id, `rows` none at all.
     """
 
     feature: str
@@ -27,7 +28,7 @@ class Lookup:
     @property
     def num_vectors(self) -> int:
         """Vectors per sample."""
-        return self.hotness if self.pooling is Pooling.none else 1
+        return {Pooling.none: self.hotness, Pooling.rows: 0}.get(self.pooling, 1)
 
     @property
     def ids_per_vector(self) -> int:

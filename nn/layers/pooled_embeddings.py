@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nn.layers.distinct_rows import DistinctRows
 from nn.ops.embedding_layout import EmbeddingLayout
 from nn.ops.table_rows import TableRows
 
@@ -26,6 +27,8 @@ class PooledEmbeddings:
     take: Callable[[bool], Tensor]
     # the tables' rows, of which a kernel may take the vectors itself; without gradients it needs no memory for them
     rows: TableRows | None = None
+    # returns the distinct rows of a table, with the positions of a feature's ids
+    rows_of: Callable[[str, str], DistinctRows] | None = None
 
     @classmethod
     def of(cls, matrix: Tensor, num_features: int) -> "PooledEmbeddings":
@@ -33,9 +36,23 @@ class PooledEmbeddings:
         widths = (matrix.shape[1] // num_features,) * num_features
         return cls(EmbeddingLayout.dense(widths, matrix.device), lambda _: matrix)
 
+    @classmethod
+    def with_rows(
+        cls, matrix: Tensor, rows_of: Callable[[str, str], DistinctRows]
+    ) -> "PooledEmbeddings":
+        """Wrap a matrix [B, T], as one vector, and rows that tables hand out."""
+        layout = EmbeddingLayout.dense((matrix.shape[1],), matrix.device)
+        return cls(layout, lambda _: matrix, rows_of=rows_of)
+
     def values(self) -> Tensor:
         """Return the values as one flat tensor, once they have arrived or are looked up."""
         return self.take(False)
+
+    @torch.compiler.disable
+    def distinct_rows(self, table: str, feature: str) -> DistinctRows:
+        """Return the distinct rows of a table that hands them out: one without pooling that has a ragged feature."""
+        assert self.rows_of is not None, "there is such a table"
+        return self.rows_of(table, feature)
 
     @torch.compiler.disable
     def matrix(self, prefix: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 
+from nn.metrics.average_precision import average_precision
 from nn.metrics.grouped_auc import grouped_auc
 from nn.metrics.measured_rows import MeasuredRows
 
@@ -19,6 +20,11 @@ def log_loss(rows: MeasuredRows) -> float:
 def gauc(rows: MeasuredRows) -> float:
     """Return the AUC within the groups of `eval.group`, weighted by their rows; nan if no group has both labels."""
     return rows.on_rank0(grouped_auc, rows.predictions, rows.labels, rows.groups, rows.weights)
+
+
+def pr_auc(rows: MeasuredRows) -> float:
+    """Return the average precision, the area under the steps of the precision-recall curve; nan if no label is 1."""
+    return rows.on_rank0(average_precision, rows.predictions, rows.labels, rows.weights)
 
 
 def normalised_entropy(rows: MeasuredRows) -> float:

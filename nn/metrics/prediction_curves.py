@@ -84,8 +84,8 @@ def describe_predictions(buckets: ScoreBuckets) -> dict[str, Any]:
     Returns:
         `rows`, `mean_prediction`, `mean_label` and `calibration_error`, the mean distance of the two over the bins.
         `calibration`: per bin of about equally many rows `rows`, `weight`, and the means `prediction` and `label`.
-        `scores`: a histogram of the predictions: `edges` [n + 1], whether these are `logarithmic`, and `weight` and `positives` [n]
-        of their rows. A bucket of rows counts where its mean prediction is.
+        `scores`: a histogram of the predictions: `edges` [n + 1], whether these are `logarithmic`, and `weight` and `positives`
+        [n] of their rows. A bucket of rows counts where its mean prediction is.
         `gain`: of the rows with the highest scores, `rows_percent`, `positives_percent`, their part of all positives, and
         `lift`, the rate of positives among them over that of all rows. A point inside a bucket is interpolated.
     """

@@ -7,8 +7,9 @@ The model can be built again from it, without the dataset. It is plain JSON with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,10 @@ from dataloading.dataset.feature_spec import (
     id_dtype,
 )
 from dataloading.dataset.row_columns import Channel, RowColumn
-from nn.embedding.declared_tables import embedding_columns
+from nn.embedding.declared_tables import embedding_columns, hands_out_rows
+from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import initialise_dense
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.ranking_model import RankingModel
 from nn.models.registry import build_dense, declared_tables, model_options
 
@@ -47,7 +50,9 @@ def describe_model(options: ModelConfig, stored: FeatureSpec, spec: FeatureSpec)
     """Return the content of model.json; `spec` is `stored` after the expansion of ids, as the model sees them."""
     declared = declared_tables(options, spec)
     dense = build_dense(options, spec)
-    layers, flops = _run_layers(dense, len(spec.numerical), embedding_columns(declared, spec))
+    columns = embedding_columns(declared, spec)
+    widths = {table.name: table.embedding_dim for table in declared if hands_out_rows(table, spec)}
+    layers, flops = _run_layers(dense, len(spec.numerical), partial(_zeros, columns, widths))
     tables = [_table(table) for table in declared]
     return {
         "format": FORMAT,
@@ -101,8 +106,21 @@ def _count(parameters: Any) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
+def _zeros(columns: int, widths: Mapping[str, int], rows: int) -> Tensor | PooledEmbeddings:
+    """Return embeddings of zeros; of tables that hand out rows of these widths, an id a sample."""
+    matrix = torch.zeros(rows, columns)
+    if not widths:
+        return matrix
+    each = torch.arange(rows)
+
+    def rows_of(table: str, feature: str) -> DistinctRows:
+        return DistinctRows(torch.zeros(rows + 1, widths[table]), each, each, torch.ones_like(each))
+
+    return PooledEmbeddings.with_rows(matrix, rows_of)
+
+
 def _run_layers(
-    dense: nn.Module, num_numerical: int, columns: int
+    dense: nn.Module, num_numerical: int, embeddings: Callable[[int], Tensor | PooledEmbeddings]
 ) -> tuple[list[dict[str, Any]], int]:
     """Run a dense component on zeros; return its layers in the order of their first call, and the operations per sample.
 
@@ -116,25 +134,30 @@ def _run_layers(
         if name and (not list(module.children()) or list(module.parameters(recurse=False)))
     ]
     try:
-        fewer = _operations(dense, ROWS, num_numerical, columns)
+        fewer = _operations(dense, ROWS, num_numerical, embeddings)
     finally:
         for hook in hooks:
             hook.remove()
-    more = _operations(dense, ROWS + 1, num_numerical, columns)
+    more = _operations(dense, ROWS + 1, num_numerical, embeddings)
     flops = {name: more[name] - fewer.get(name, 0) for name in more}
     for name, call in calls.items():
         call["flops_per_sample"] = flops.get(name, 0)
     return list(calls.values()), flops[""]
 
 
-def _operations(dense: nn.Module, rows: int, num_numerical: int, columns: int) -> dict[str, int]:
+def _operations(
+    dense: nn.Module,
+    rows: int,
+    num_numerical: int,
+    embeddings: Callable[[int], Tensor | PooledEmbeddings],
+) -> dict[str, int]:
     """Return the operations of a batch of zeros in evaluation mode by module; an empty name is the dense component."""
     was_training = dense.training
     dense.eval()
     counter = FlopCounterMode(display=False)
     try:
         with torch.no_grad(), counter:
-            dense(torch.zeros(rows, num_numerical), torch.zeros(rows, columns))
+            dense(torch.zeros(rows, num_numerical), embeddings(rows))
     finally:
         dense.train(was_training)
     counts = {
@@ -178,7 +201,9 @@ class ModelDescription:
         """
         dense = build_dense(self.options, self.spec, seed or 0)
         initialise_dense(dense, seed or 0)
-        return RankingModel(declared_tables(self.options, self.spec), dense, seed)
+        declared = declared_tables(self.options, self.spec)
+        handed_out = [table.name for table in declared if hands_out_rows(table, self.spec)]
+        return RankingModel(declared, dense, seed, handed_out)
 
 
 def build_from_json(path: Path | str, *, seed: int = 0, trusted: bool = False) -> RankingModel:

@@ -4,7 +4,7 @@ A new metric is an entry of `METRICS`, or a `Metric` outside the project that `e
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,6 +80,12 @@ GAUC = Metric(
     compute="nn.metrics.measures:gauc",
     undefined="undefined (no group has both labels)",
 )
+PR_AUC = Metric(
+    name="pr_auc",
+    title="PR-AUC",
+    compute="nn.metrics.measures:pr_auc",
+    undefined="undefined (no label is 1)",
+)
 METRICS = (
     AUC,
     Metric(
@@ -90,6 +96,7 @@ METRICS = (
         larger_is_better=False,
     ),
     GAUC,
+    PR_AUC,
     Metric(
         name="normalised_entropy",
         title="normalised entropy",
@@ -189,6 +196,21 @@ def metrics_of_label(
     wanted += [m for m in further if m not in METRICS]
     metrics = tuple(metric for metric in wanted if metric.is_binary == label.is_binary)
     return metrics if is_single else tuple(metric.of(label.name) for metric in metrics)
+
+
+def best_of(metrics: Iterable[Metric], name: str | None) -> Metric:
+    """Return the metric that `eval.best_metric` names, or the first: it tells which evaluation is the best.
+
+    Raises ValueError: there is no such metric, or no value of it is better than another.
+    """
+    judging = [metric for metric in metrics if metric.larger_is_better is not None]
+    for metric in judging:
+        if name in (None, metric.key):
+            return metric
+    raise ValueError(
+        f"eval.best_metric={name} is not measured, or says not which model is better; choose one of "
+        f"{', '.join(metric.key for metric in judging)}"
+    )
 
 
 def metric_of_key(key: str, further: Sequence[Metric] = ()) -> Metric | None:

@@ -1,6 +1,7 @@
 """Tables and dense component as one plain module for one device: what the sharded training step equals."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,9 @@ from torch.nn.functional import embedding_bag
 
 from dataloading.batch import Batch
 from nn.embedding.declared_tables import initial_bound
+from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import fill_uniform_
+from nn.layers.pooled_embeddings import PooledEmbeddings
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -19,14 +22,19 @@ class RankingModel(nn.Module):
     """Tables and dense component on one device.
 
     `dense`: a `Model`, or a module with the same `forward`. `seed`: seed of the tables' initial weights; None leaves them
-    undefined, for weights that are loaded. `tables`: weight of each table, float32 [rows, columns].
+    undefined, for weights that are loaded. `handed_out`: tables whose rows the dense component takes. `tables`: weight of each
+    table, float32 [rows, columns].
     """
 
     def __init__(
-        self, declared: "Sequence[EmbeddingBagConfig]", dense: nn.Module, seed: int | None = 0
+        self,
+        declared: "Sequence[EmbeddingBagConfig]",
+        dense: nn.Module,
+        seed: int | None = 0,
+        handed_out: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self._declared = list(declared)
+        self._declared, self._handed_out = list(declared), handed_out
         self.tables = nn.ParameterDict()
         for table in self._declared:
             weight = torch.empty(table.num_embeddings, table.embedding_dim)
@@ -39,14 +47,24 @@ class RankingModel(nn.Module):
         """Return the logits of a batch that lies on the model's device: [B], or [B, T] of several tasks."""
         return self.dense(batch.numerical, self.embeddings(batch))
 
-    def embeddings(self, batch: Batch) -> Tensor:
-        """Return the embeddings of a batch, [B, T]: table after table, feature after feature."""
+    def embeddings(self, batch: Batch) -> Tensor | PooledEmbeddings:
+        """Return the embeddings of a batch, [B, T]: table after table, feature after feature; and rows, if any are handed out."""
         vectors = [
             self._look_up(table, feature, batch)
             for table in self._declared
+            if table.name not in self._handed_out
             for feature in table.feature_names
         ]
-        return torch.cat(vectors, dim=1)
+        matrix = torch.cat(vectors, dim=1) if vectors else batch.numerical[:, :0]
+        if not self._handed_out:
+            return matrix
+        return PooledEmbeddings.with_rows(matrix, partial(self._rows_of, batch))
+
+    def _rows_of(self, batch: Batch, table: str, feature: str) -> DistinctRows:
+        """Return all rows of a table, of which ids are the positions."""
+        ids, rows = batch.ids[feature], self.tables[table]
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        return DistinctRows(rows, ids.values(), ids.offsets()[:-1], ids.lengths())
 
     def _look_up(self, table: "EmbeddingBagConfig", feature: str, batch: Batch) -> Tensor:
         """Return the embeddings of one feature: [B, D], or [B, H * D] without pooling."""

@@ -17,6 +17,7 @@ from nn.models.metric import (
     AUC,
     GAUC,
     Metric,
+    best_of,
     default_metrics,
     further_metrics,
     metrics_of_label,
@@ -60,14 +61,36 @@ class Task:
         """Return the logits [B] of predictions: those of a model that was trained on all negatives.
 
         With a fraction r of the negatives kept, the odds in the training rows are 1 / r times too large, so ln r is added (He
-        et al. 2014, section 6.3, in terms of logits). `keep_rates` are [B] of the rows, or else the task's constant applies.
+        et al. 2014, section 6.3, in terms of logits). `keep_rates` are [B] of the rows, or else `shift` has the constant.
         """
-        if not self.is_binary:
-            return logits
-        if keep_rates is not None:
-            return logits + keep_rates.log()
-        rate = self.options.keep_rate
-        return logits if rate is None else logits + math.log(rate)
+        # In this order, which is that of the server's.
+        shifted = logits + self.shift if self.shift else logits
+        if keep_rates is None or not self.is_binary:
+            return shifted
+        return shifted + keep_rates.log()
+
+    @property
+    def shift(self) -> float:
+        """The addend of every logit: ln of the keep rate, less that of the positive weight, which multiplies the odds too.
+
+        Of the focal loss neither logit nor correction is a log-odds, so its weight is not corrected.
+        """
+        options = self.options
+        weight = 1.0 if options.focal_gamma else options.positive_weight
+        return math.log((options.keep_rate or 1.0) / weight) if self.is_binary else 0.0
+
+    @property
+    def note(self) -> str | None:
+        """Return what to know of the scores of a loss that is not the plain cross entropy, or None."""
+        options, key = self.options, f"tasks.{self.name}"
+        if options.focal_gamma or options.focal_alpha is not None:
+            return f"{key}: scores of a focal loss are no probabilities; they rank rows, and need a calibration of their own"
+        if options.positive_weight == 1:
+            return None
+        return (
+            f"{key}.positive_weight={options.positive_weight:g} multiplies the odds of the logits by it; evaluation, predict "
+            "and serving divide by it again, so that scores are probabilities"
+        )
 
     def scores(self, predictions: Tensor) -> Tensor:
         """Return the scores of `shifted` logits, float64: the probability of label 1, or the number of a regression.
@@ -168,18 +191,8 @@ def metrics_of(tasks: Iterable[Task]) -> list[Metric]:
 
 
 def best_metric(tasks: Iterable[Task], name: str | None) -> Metric:
-    """Return the metric that `eval.best_metric` names, or the first: it tells which evaluation is the best.
-
-    Raises ValueError: there is no such metric, or no value of it is better than another.
-    """
-    judging = [metric for metric in metrics_of(tasks) if metric.larger_is_better is not None]
-    for metric in judging:
-        if name in (None, metric.key):
-            return metric
-    raise ValueError(
-        f"eval.best_metric={name} is not measured, or says not which model is better; choose one of "
-        f"{', '.join(metric.key for metric in judging)}"
-    )
+    """Return the metric that `eval.best_metric` names, or the first; see `nn.models.metric.best_of`."""
+    return best_of(metrics_of(tasks), name)
 
 
 def auc_key(record: Mapping[str, Any], best: str | None) -> str | None:

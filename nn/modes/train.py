@@ -11,12 +11,14 @@ import torch
 from configs.messages import on_one_line
 from configs.schema import Config
 from dataloading.loader import Loader
+from nn.baseline import MOST_ROWS, baseline
 from nn.build import (
     TRAIN_SPLIT,
     model_spec,
 )
 from nn.checkpoint.directory import (
     CHECKPOINTS,
+    DELTAS,
     clear,
     list_checkpoints,
     prune,
@@ -26,7 +28,6 @@ from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
 from nn.checkpoint.state import facts_of, trainer_rows
 from nn.checkpoint.tensor_index import read_index
-from nn.deltas.delta import FOLDER as DELTAS
 from nn.deltas.delta import chain_of
 from nn.deltas.observer import DeltaSaving
 from nn.deltas.writer import DeltaRun, DeltaWriter
@@ -50,6 +51,7 @@ from nn.observability.mlperf_log import (
 from nn.observability.numerical_ranges import range_note
 from nn.observability.progress import Progress
 from nn.observability.records import UNSAVED
+from nn.observability.time_left import TimeLeft
 from nn.observers.choice import Observers, make_observers
 from nn.observers.observer import Observer
 from nn.resume import (
@@ -59,8 +61,13 @@ from nn.session import Session, open_session
 from nn.stages import (
     retired_rows,
 )
+from nn.training.evaluator import Evaluator
+from nn.training.limits import EvalSteps
 from nn.training.loop_state import LoopState, Origin
 from nn.training.trainer import RunOutput, Saving, Trainer
+
+EVALUATED_ROW = 1 / 3
+"""Time of a row that is evaluated, as part of that of one that is trained: the forward pass alone."""
 
 
 def train(config: Config, config_yaml: str) -> None:
@@ -94,6 +101,9 @@ def open_training(
         # Before any row is read, since its clock starts there.
         mlperf = stack.enter_context(_mlperf_log(session, started_ms))
         _report_ranges(session, loader)
+        for task in session.step.tasks:
+            if task.note is not None:
+                session.logger.info(f"note: {task.note}")
         saving = heartbeat = deltas = None
         stack.enter_context(_bounded_steps(session))
         if config.checkpoint.save:
@@ -104,11 +114,18 @@ def open_training(
             )
             heartbeat = stop.heartbeat
             saving = Saving(_checkpoint_manager(session, heartbeat, mirror), stop)
-            deltas = _delta_saving(session, heartbeat)
+            deltas = _delta_saving(session, heartbeat, mirror)
             saving.manager.check_room()
-        progress = stack.enter_context(
-            Progress(session.console, session.metrics, last_step, start_step=start.num_steps)
+        evaluator = session.evaluator(heartbeat)
+        time_left = _time_left(session, evaluator, last_step, saving)
+        progress = Progress(
+            session.console,
+            session.metrics,
+            last_step,
+            start_step=start.num_steps,
+            time_left=time_left,
         )
+        stack.enter_context(progress)
         state = _loop_state(config, start)
         own: list[Observer | None] = [
             DayScores(session, state, progress, heartbeat),
@@ -116,16 +133,30 @@ def open_training(
             session.profiler(),
             mlperf,
             hypertune_report(session.logger) if ranks.is_rank0 else None,
+            _prometheus_file(session),
         ]
         observers_of_run = Observers([one for one in own if one is not None], users)
         output = RunOutput(session.recorder, progress, saving, observers_of_run)
-        evaluator = session.evaluator(heartbeat)
         trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
         if start.is_continuation and not start.stage.is_new and ranks.is_rank0:
             trainer.take_rows(trainer_rows(start.checkpoint))
         yield trainer, saving
+
+
+def _time_left(
+    session: Session, evaluator: Evaluator, last_step: int, saving: Saving | None
+) -> TimeLeft:
+    config, loader = session.config, session.loaders.train
+    assert loader is not None
+    steps, stage = EvalSteps.of(config, loader.steps_per_epoch), session.start.stage
+    return TimeLeft(
+        last_step,
+        lambda step: steps.remaining(stage.place(step)) + evaluator.final_part,
+        evaluator.scored["rows"] / config.train.batch_size * EVALUATED_ROW,
+        lambda: 0.0 if saving is None else saving.manager.write_s,
+    )
 
 
 def _loop_state(config: Config, start: ResumePoint) -> LoopState:
@@ -186,6 +217,16 @@ def _mlperf_log(session: Session, started_ms: int) -> Iterator[MlperfLog | None]
         # All ranks raise an error of the file.
         ranks.run_on_rank0(open_log)
         yield opened[0] if opened else None
+
+
+def _prometheus_file(session: Session) -> Observer | None:
+    path = session.config.log.prometheus
+    if path is None or not session.ranks.is_rank0:
+        return None
+    # Imported where it is used: it brings an HTTP server.
+    from nn.observers.prometheus_file import PrometheusFile
+
+    return PrometheusFile(Path(path), str(session.recorder.run_dir), session.logger)
 
 
 def _mlperf_settings(session: Session) -> dict[str, Any]:
@@ -264,13 +305,17 @@ def _run_facts(session: Session) -> dict[str, Any]:
     return facts | {"stage": session.start.stage.facts()}
 
 
-def _delta_saving(session: Session, heartbeat: Heartbeat) -> DeltaSaving | None:
+def _delta_saving(
+    session: Session, heartbeat: Heartbeat, mirror: CheckpointMirror | None
+) -> DeltaSaving | None:
     """Remove the deltas after the state that the run starts from, and return what saves further ones; None without."""
     config, ranks, start = session.config, session.ranks, session.start
     if config.checkpoint.delta_every is None:
         return None
     run = DeltaRun(_run_facts(session), None)
     link = chain_of(start.facts) if start.is_continuation else None
+    if mirror is not None:
+        run = replace(run, written=mirror.start)
     if link is not None:
         tensors = read_index(start.checkpoint).tensors
         rows = {name: tensors[f"tables.{name}.weight"].size[0] for name in session.step.table_names}
@@ -323,6 +368,7 @@ def finish_training(
     summary[UNSAVED] = problem
 
     def finish() -> None:
+        summary.update(_baseline(session, summary))
         summary.update(_checkpoints(session.recorder.run_dir, summary["best_step"]))
         session.recorder.finish(summary, pictures=session.config.log.pictures)
 
@@ -336,6 +382,17 @@ def finish_training(
         "results are there. Free some space and rerun the same command, which trains "
         f"{'from the start' if latest is None else f'from {latest}'} again, or set checkpoint.save=false"
     )
+
+
+def _baseline(session: Session, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of the baseline that `eval.baseline` asks for, or that a small dataset has without; else nothing."""
+    config, source = session.config, session.source
+    rows = source.num_rows(TRAIN_SPLIT) + source.num_rows(config.eval.split)
+    is_small = config.data.path is not None and rows <= MOST_ROWS and not session.start.stage.number
+    if not (is_small if config.eval.baseline is None else config.eval.baseline):
+        return {}
+    num_test, num_trained = summary["test_rows"] or 0, summary["steps"] * config.train.batch_size
+    return baseline(source, session.step.tasks, config.eval.split, num_test, num_trained)
 
 
 def _checkpoints(run_dir: Path, best_step: int | None) -> dict[str, str | None]:

@@ -22,6 +22,7 @@ from nn.models.tasks import auc_key
 from nn.observability.gpu_topology import topology_text
 from nn.observability.layout import grid, print_columns
 from nn.observability.progress import is_number, shown_number, shown_speed
+from nn.observability.records import baseline_text
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     LAST_AUC,
@@ -121,6 +122,8 @@ def print_summary(
             continue
         bounds_text = f"  ({', '.join(bounds)})" if bounds and metric.test_key == auc else ""
         lines[metric.title] = shown_number(summary[metric.test_key]) + bounds_text
+    if baseline := baseline_text(summary, metrics):
+        lines["baseline"] = baseline
     if RESULT_STEP in summary:
         lines["result of"] = (
             f"the final evaluation, of the model after step {summary[RESULT_STEP]:,}"

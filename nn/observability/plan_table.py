@@ -149,6 +149,11 @@ def print_plan(
     lines |= _host_lines(rows, beside)
     if any(row.kernel == "dense" for row in rows):
         lines["kernel"] = "fused: updated within the backward pass; dense: updated after it"
+    in_rows = [row for row in rows if row.exchange == "rows"]
+    if in_rows:
+        lines["rows"] = (
+            f"each distinct one of a batch once, instead of vectors, of {_names(in_rows)}"
+        )
     lines |= _balance(rows, bytes_of, unit)
     lines |= _exchange_lines(beside.exchange, has_gpus=beside.has_gpus)
     if len(printed) < len(rows) and beside.complete_in:

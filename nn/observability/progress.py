@@ -8,13 +8,18 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
+from configs.messages import printable
 from nn.models.metric import Metric
 from nn.observability.bar import WithBar
+from nn.observability.layout import print_columns
+from nn.observability.time_left import TimeLeft
 
 MAX_LEFT = timedelta(days=10_000)
+WIDE = 100
+"""Columns from which the bar shows the best evaluation and the time of a step."""
 
 
 class Progress(WithBar):
@@ -32,16 +37,18 @@ class Progress(WithBar):
         *,
         start_step: int = 0,
         has_training: bool = True,
+        time_left: TimeLeft | None = None,
     ) -> None:
         self.console = console
         self.metrics = metrics
         self.total_steps = total_steps
+        self.time_left = time_left or TimeLeft(total_steps)
         self._has_shown_problem = False
         super().__init__(
             console,
             _Position(Column(no_wrap=True)),
             BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-            _Status(metrics, Column(no_wrap=True)),
+            _Status(metrics, self.time_left, console.width >= WIDE),
         )
         if self.bar is not None:
             self._task = self.bar.add_task(
@@ -50,12 +57,14 @@ class Progress(WithBar):
 
     def advance(self, step: int) -> None:
         """Move the bar to `step`, the number of finished steps."""
+        self.time_left.count(step)
         if self.bar is not None:
             self.bar.update(self._task, completed=step)
 
     @contextmanager
     def evaluation(self, num_batches: int) -> Iterator[Callable[[], None]]:
         """Show a bar of an evaluation while the block runs, and yield the function that moves it by a batch."""
+        self.time_left.begin_evaluation()
         if self.bar is None:
             yield lambda: None
             return
@@ -72,30 +81,45 @@ class Progress(WithBar):
         if self.bar is not None:
             self.bar.update(self._task, completed=record["step"], record=record)
         else:
-            self._print(format_train(record, self.metrics, self.total_steps))
+            left = self.time_left.seconds()
+            self._print(format_train(record, self.metrics, self.total_steps, left))
 
     def show_test(
-        self, record: Mapping[str, Any], *, model: str = "", problem: str | None = None
+        self,
+        record: Mapping[str, Any],
+        *,
+        model: str = "",
+        problem: str | None = None,
+        best: str = "",
     ) -> None:
-        """Print an evaluation record, above the bar if there is one.
+        """Print an evaluation record, above the bar if there is one: a line, or of several tasks a table with a line each.
 
         `model`: the model before the first step, if it is that. `problem`: why the metrics are undefined, if they are;
-        printed in a line of its own the first time.
+        printed in a line of its own the first time. `best`: the best evaluation so far.
         """
-        self._print(format_test(record, self.metrics, model, problem))
+        if self.bar is not None and best:
+            self.bar.update(self._task, best=best)
+        has_table = any(metric.task for metric in self.metrics)
+        line = format_test(record, [] if has_table else self.metrics, model, problem)
+        self._print("  ".join(filter(None, [line, best])))
+        if has_table:
+            print_columns(self.console, _table_of_tasks(record, self.metrics, problem))
         if problem is not None and not self._has_shown_problem:
             self._print(f"warning: {problem}")
             self._has_shown_problem = True
 
     def _print(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True)
+        # A terminal would break a line within a number.
+        self.console.print(line, soft_wrap=not self.console.is_terminal)
 
 
-def format_train(record: Mapping[str, Any], metrics: Sequence[Metric], total_steps: int) -> str:
+def format_train(
+    record: Mapping[str, Any], metrics: Sequence[Metric], total_steps: int, left_s: float | None
+) -> str:
     """Format a training record as one line."""
     return (
         f"step {record['step']:,}/{total_steps:,}  {_quality(record, metrics)}  {shown_speed(record)}  "
-        f"{shown_number(record['step_ms'], '.1f')} ms/step  left {_left(record, total_steps)}"
+        f"{shown_number(record['step_ms'], '.1f')} ms/step  left {shown_left(left_s)}"
     )
 
 
@@ -114,10 +138,27 @@ def format_test(
         for metric in metrics
     )
     which = f" ({model})" if model else ""
-    return (
-        f"eval step {record['step']:,}{which}: {values}  "
-        f"({record['test_rows']:,} rows, {record['eval_s']:.1f} s)"
-    )
+    rows = f"({record['test_rows']:,} rows, {record['eval_s']:.1f} s)"
+    return f"eval step {record['step']:,}{which}: {'  '.join(filter(None, [values, rows]))}"
+
+
+def _table_of_tasks(
+    record: Mapping[str, Any], metrics: Sequence[Metric], problem: str | None
+) -> Table:
+    """Return a line per task and a column per metric."""
+    named = dict.fromkeys(metric.name for metric in metrics)
+    titles = {m.name: m.title.removeprefix(f"{m.task} ") for m in metrics}
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("  label", overflow="fold")
+    for name in named:
+        table.add_column(titles[name], justify="right", overflow="fold")
+    of_task = {(metric.task, metric.name): metric.test_key for metric in metrics}
+    missing = "n/a" if problem is None else "not finite"
+    for task in dict.fromkeys(metric.task for metric in metrics):
+        keys = [of_task.get((task, name)) for name in named]
+        cells = ["" if key is None else shown_number(record[key], missing=missing) for key in keys]
+        table.add_row(Text(f"  {printable(str(task))}"), *cells)
+    return table
 
 
 class _Position(ProgressColumn):
@@ -129,11 +170,18 @@ class _Position(ProgressColumn):
 
 
 class _Status(ProgressColumn):
-    """Progress column: the last training record, and the estimated time left."""
+    """Progress column: the last training record, the estimated time left, and on a wide terminal the best evaluation.
 
-    def __init__(self, metrics: Sequence[Metric], column: Column) -> None:
-        super().__init__(column)
+    It has its width from the start, so that the bar keeps its own.
+    """
+
+    def __init__(self, metrics: Sequence[Metric], time_left: TimeLeft, is_wide: bool) -> None:
         self._metrics = metrics
+        self._time_left = time_left
+        self._is_wide = is_wide
+        widest = {m.train_key: 0.0 for m in metrics} | {"loss": 0.0, "samples_per_s": 1e6}
+        usual = len(self._text(widest | {"step_ms": 100.0}, "best so far 0.0000"))
+        super().__init__(Column(no_wrap=True, min_width=usual))
 
     def render(self, task: Task) -> Text:
         if task.description:
@@ -143,8 +191,13 @@ class _Status(ProgressColumn):
         record = task.fields["record"]
         if not record:
             return Text("starting", style="dim")
-        left = _left({**record, "step": int(task.completed)}, int(task.total or 0))
-        return Text(f"{_quality(record, self._metrics)}  {shown_speed(record)}  left {left}")
+        return Text(self._text(record, task.fields.get("best", "")))
+
+    def _text(self, record: Mapping[str, Any], best: str) -> str:
+        wide = [best, f"{shown_number(record['step_ms'], ',.1f')} ms/step"] if self._is_wide else []
+        left = f"left {shown_left(self._time_left.seconds())}"
+        parts = [_quality(record, self._metrics), *wide[:1], shown_speed(record), *wide[1:], left]
+        return "  ".join(filter(None, parts))
 
 
 def _quality(record: Mapping[str, Any], metrics: Sequence[Metric]) -> str:
@@ -156,11 +209,10 @@ def _quality(record: Mapping[str, Any], metrics: Sequence[Metric]) -> str:
     return "  ".join([f"loss {shown_number(record['loss'])}", *values])
 
 
-def _left(record: Mapping[str, Any], total_steps: int) -> str:
-    """Estimate the time to the last step from the record's speed, without evaluations."""
-    if not is_number(record["step_ms"]):
+def shown_left(seconds: float | None) -> str:
+    """Return the time that is left as text."""
+    if seconds is None:
         return "n/a"
-    seconds = (total_steps - record["step"]) * record["step_ms"] / 1000
     if seconds > MAX_LEFT.total_seconds():
         return f"more than {MAX_LEFT.days:,} days"
     return str(timedelta(seconds=round(seconds)))

@@ -3,6 +3,7 @@
 That file has the environment in the first line, then one record per line. This module imports no torch.
 """
 
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from configs.messages import shown
 from dataloading.dataset.documents import parse_json, read_regular
+from nn.models.metric import Metric
 from nn.plots.curves import RunRecords
 
 CONFIG = "config.yaml"
@@ -36,11 +38,22 @@ PROBLEM = "test_problem"
 FINAL = "final"
 """Key of the record of a run's final evaluation, which follows the last checkpoint."""
 
+BASELINE = "baseline_"
+"""Before the key of a metric in the summary: that of a logistic regression on the same rows (`nn.baseline`)."""
+
 DATA_IDENTITY = "data_identity"
 """Key of the environment: a hash of the run's dataset (`dataloading.dataset.file_states`); null for synthetic clicks."""
 
 DAY = "day"
 """Key of the records of a later day: the number of its stage (`nn.training.limits`). Those of the first day have none."""
+
+
+def baseline_text(summary: Mapping[str, Any], metrics: Iterable[Metric]) -> str:
+    """Return the baseline of a summary in one line; empty without one."""
+    values = {m.title: summary.get(f"{BASELINE}{m.test_key}") for m in metrics}
+    text = "  ".join(f"{title} {v:.4f}" for title, v in values.items() if v is not None)
+    rows = summary.get(f"{BASELINE}rows")
+    return f"{text}  (logistic regression on the ids of {rows:,} rows)" if text else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,6 @@ class EmbeddingLayout:
 
     @property
     def num_vectors(self) -> int:
-        """Vectors per sample."""
         return len(self.widths)
 
     @property

@@ -1,7 +1,7 @@
 """Bytes that a step sends from rank to rank, over the links within a node and those between nodes.
 
-The bytes follow from the plan: which ranks look up which columns, which tables are replicated, and how many rows of row-wise
-tables a rank is expected to ask for. Times are these bytes at the rates that the planner's cost model has for an H200 server.
+The bytes follow from the plan: which ranks look up which columns, which tables are replicated, and how many distinct rows are
+expected to be asked for. Times are these bytes at the rates that the planner's cost model has for an H200 server.
 Nothing here is measured while training.
 """
 
@@ -68,9 +68,9 @@ def planned_exchange(
 ) -> list[RankExchange]:
     """Count what each rank sends per training step of a full batch.
 
-    Counted: ids, embeddings and their gradients; requested rows, with the room that is expected for them; the all-reduce of the
-    gradients of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Not counted: losses,
-    flags, metrics, and the maxima of `train.fp8`.
+    Counted: ids, embeddings and their gradients; requested rows, with their expected capacity; the all-reduce of the gradients
+    of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Not counted: losses, flags,
+    metrics, and the maxima of `train.fp8`.
     """
     world_size, in_node = hardware.world_size, hardware.local_world_size
     batch = config.train.batch_size // world_size
@@ -98,10 +98,10 @@ def planned_exchange(
             link["ids"] += ID_BYTES * arrives[other]
             link["embeddings"] += element * batch * columns[rank]
             link["gradients"] += element * batch * columns[other]
-            for asked in requests:
-                link["ids"] += ID_BYTES * asked.room[other]
-                link["embeddings"] += element * asked.columns * asked.room[rank]
-                link["gradients"] += element * asked.columns * asked.room[other]
+            for asked in filter(lambda asked: asked.is_sent, requests):
+                link["ids"] += ID_BYTES * asked.capacity[other]
+                link["embeddings"] += element * asked.columns * asked.capacity[rank]
+                link["gradients"] += element * asked.columns * asked.capacity[other]
         within["dense gradients"] += dense_in_node
         between["dense gradients"] += dense_across
         exchanges.append(RankExchange(within, between))

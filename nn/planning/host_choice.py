@@ -29,7 +29,7 @@ class Movable:
     """A table that may lie in host memory."""
 
     rows: int
-    window: int  # ids of the live batches
+    live_rows: int  # ids of the live batches
     row_bytes: float  # of a row with its optimizer state
     ids: float  # of the table per step, before they are expanded
     traffic: IdTraffic  # how often its rows are looked up
@@ -42,14 +42,14 @@ class Movable:
 
     def cached(self, cache: float) -> HostTable | None:
         """Return the table with room for a fraction of its rows, at least those of the live batches; None if that is most."""
-        least = math.ceil(1e4 * min(1, self.window / self.shard_rows)) / 1e4
+        least = math.ceil(1e4 * min(1, self.live_rows / self.shard_rows)) / 1e4
         cache = max(cache, least)
-        return HostTable(cache, self.window) if cache < USELESS_CACHE else None
+        return HostTable(cache, self.live_rows) if cache < USELESS_CACHE else None
 
     def fetched_bytes(self, cache: float) -> float:
         """Return the bytes that a step is expected to fetch if the table is one shard; row-wise shards fetch more."""
         slots = int(self.rows * cache)
-        ring = min(max(ring_slots(slots), self.window), slots)
+        ring = min(max(ring_slots(slots), self.live_rows), slots)
         classes = row_classes(self.traffic, 0, self.rows, slots - ring, self.ids)
         return expected_fetches([classes], ring)[0] * self.row_bytes
 
@@ -62,14 +62,14 @@ class Movable:
 def movable_tables(
     tables: Sequence[EmbeddingBagConfig],
     bytes_of: Callable[[EmbeddingBagConfig], int],
-    windows: Mapping[str, int],
+    live_rows: Mapping[str, int],
     parts: Mapping[str, int],
     step_ids: Mapping[str, float],
     traffic_of: Callable[[str], IdTraffic] | None,
 ) -> dict[str, Movable]:
     """Return some tables with what their places in host memory cost.
 
-    `bytes_of`: returns the bytes of a table with its optimizer state. `windows`: table -> ids of the live batches. `parts`:
+    `bytes_of`: returns the bytes of a table with its optimizer state. `live_rows`: table -> ids of the live batches. `parts`:
     table -> shards into which its rows may be cut. `step_ids`: table -> ids per step, all of them. `traffic_of`: returns
     how often the rows of a table are looked up; None: all alike.
     """
@@ -81,7 +81,7 @@ def movable_tables(
             traffic = traffic_of(table.name)
         return Movable(
             rows=rows,
-            window=windows[table.name],
+            live_rows=live_rows[table.name],
             row_bytes=bytes_of(table) / rows,
             ids=step_ids[table.name] / (1 + traffic.drawn),
             traffic=traffic,

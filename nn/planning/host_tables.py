@@ -46,7 +46,7 @@ def overrides_of(
     }
 
 
-def windows_of(
+def live_rows_of(
     declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, live_samples: int, world_size: int
 ) -> dict[str, int]:
     """Return the ids per table of the live batches of all ranks; of ragged features, those that batches have room for."""
@@ -60,7 +60,7 @@ def windows_of(
 def chosen_host_tables(
     declared: Sequence[EmbeddingBagConfig],
     config: ShardingConfig,
-    windows: Mapping[str, int],
+    live_rows: Mapping[str, int],
     keyed: Collection[str],
 ) -> dict[str, HostTable]:
     """Return the tables that overrides put into host memory or on disk.
@@ -69,7 +69,7 @@ def chosen_host_tables(
     """
     chosen = {
         table: HostTable(
-            override.cache or DEFAULT_CACHE, windows[table], override.tier is Tier.disk
+            override.cache or DEFAULT_CACHE, live_rows[table], override.tier is Tier.disk
         )
         for table, override in overrides_of(declared, config).items()
         if override.tier in (Tier.host, Tier.disk)
@@ -83,7 +83,7 @@ def chosen_host_tables(
     return chosen
 
 
-def check_windows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> None:
+def check_live_rows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> None:
     """Refuse arenas that cannot hold the rows of all live batches, and more rows than slots have bits for.
 
     Raises ValueError: the first of them, with the fraction that would do.
@@ -100,7 +100,7 @@ def check_windows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> N
                 f"table {name} with tier: {tier} has {total:,} rows, which leave a rank of {len(spec.shards)} without any; set "
                 "tier: device, or shard it table_wise"
             )
-        needed = min(rows, table.window)
+        needed = min(rows, table.live_rows)
         if table.slots(rows) < needed:
             least = math.ceil(1e4 * needed / rows) / 1e4
             raise ValueError(
@@ -252,7 +252,7 @@ def _ring(plan: TieredPlan, members: Members) -> int:
 
 def _live_rows(plan: TieredPlan, name: str, count: int) -> int:
     """Return the rows of a shard that the live batches may need."""
-    return min(plan.host_tables[name].window, count)
+    return min(plan.host_tables[name].live_rows, count)
 
 
 def _fixed(plan: TieredPlan, members: Members, name: str, count: int) -> int:

@@ -17,8 +17,7 @@ from nn.embedding.multi_hot import MultiHot
 from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
 from nn.planning.plan import TablePlan
-from nn.sharding.request_room import room_for
-from nn.sharding.tables import asks_for_rows
+from nn.sharding.request_capacity import capacity_for
 from nn.tiers.traffic import expected_distinct, power_law_share
 
 ID_BYTES = 4
@@ -133,38 +132,50 @@ def plan_memory(
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Row-wise tables of one width whose rows are asked of their owners (`nn.sharding.row_requests`)."""
+    """Tables of one width whose distinct rows are asked of their owners (`nn.sharding.row_requests`).
+
+    The only owner of a replicated table, or of any table of a single rank, is the rank itself: nothing is sent.
+    """
 
     tables: tuple[str, ...]
     columns: int
     keys: int  # ids of all lookups of a rank's samples
-    room: tuple[int, ...]  # rows that a rank can ask of each owner
+    capacity: tuple[int, ...]  # rows that a rank can ask of each owner
     tiers: frozenset[str]  # memories that their rows lie in
+
+    @property
+    def is_sent(self) -> bool:
+        """Return whether ranks send each other rows."""
+        return len(self.capacity) > 1
+
+    def asked_of(self, rank: int) -> int:
+        """Return the rows that can be asked of a rank."""
+        return len(self.capacity) * self.capacity[rank if self.is_sent else 0]
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
         """Return the memory of the rows that are sent and received, and of their gradients' sums in float32.
 
         The sums that are sent, and those that arrive, take memory of the dense pass, which is behind its peak then.
         """
-        asked, own = len(self.room) * self.room[rank], sum(self.room)
+        asked, own = self.is_sent * self.asked_of(rank), sum(self.capacity)
         # Rows of one of several memories are looked up beside those that are sent.
         looked_up = asked * (1 + (len(self.tiers) > 1))
         return self.columns * (sent_bytes * (looked_up + own) + 4 * own)
 
     def key_bytes(self, rank: int) -> int:
         """Return the memory of keys: of this rank's ids, and of the rows that are asked of it."""
-        asked = len(self.room) * self.room[rank]
+        asked = self.asked_of(rank)
         of_asked = SORTED_KEY_BYTES * asked + update_bytes(asked, self.columns)
         of_own = (LISTED_BYTES + REQUEST_BYTES) * self.keys + update_bytes(self.keys, self.columns)
         return len(self.tiers) * of_asked + of_own
 
     def mapping_bytes(self, rank: int) -> int:
         """Return the memory to map the rows that are asked of tables in host memory or on disk to slots."""
-        return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * len(self.room) * self.room[rank]
+        return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * self.asked_of(rank)
 
     def evaluation_bytes(self, rank: int, sent_bytes: int) -> int:
         """Return the memory of an evaluation with another batch size."""
-        rows = len(self.room) * self.room[rank] + sum(self.room)
+        rows = self.is_sent * self.asked_of(rank) + sum(self.capacity)
         return rows * self.columns * sent_bytes + REQUEST_BYTES * self.keys
 
 
@@ -175,30 +186,31 @@ def requests_of(
     world_size: int,
     batch: int | None = None,
 ) -> list[Requests]:
-    """Return the tables whose rows are asked for, with the expected room.
+    """Return the tables whose rows are asked for, with the expected capacity.
 
     How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it.
 
     `batch`: rows of one rank; None for those of training.
     """
     batch = config.train.batch_size // world_size if batch is None else batch
-    ids = {feature.name: feature.mean_hotness for feature in spec.categorical}
-    declared = {table.name: table for table in declared_tables(config.model, spec)}
-    asked = [
-        table
-        for table in plan
-        if table.is_row_wise and asks_for_rows(declared[table.table], ids, world_size)
-    ]
+    asked = [table for table in plan if table.exchange == "rows"]
     requests = []
-    for columns in dict.fromkeys(table.embedding_dim for table in asked):
-        group = [table for table in asked if table.embedding_dim == columns]
-        room = [0.0] * world_size
+    # A replicated table, and one whose rows the dense component takes, is alone.
+    groups: dict[tuple[int, str], list[TablePlan]] = {}
+    for table in asked:
+        is_alone = table.sharding == "data_parallel" or not table.num_vectors
+        alone = table.table if is_alone else ""
+        groups.setdefault((table.embedding_dim, alone), []).append(table)
+    for (columns, _), group in groups.items():
+        is_replica = group[0].sharding == "data_parallel"
+        capacity = [0.0] * (1 if is_replica else world_size)
         for table in group:
             share = power_law_share(table.num_embeddings, config.data.synthetic.exponent)
-            per_shard = -(-table.num_embeddings // len(table.ranks))
-            for number, rank in enumerate(table.ranks):
+            owners = (0,) if is_replica else table.ranks
+            per_shard = -(-table.num_embeddings // len(owners))
+            for number, rank in enumerate(owners):
                 first = min(number * per_shard, table.num_embeddings)
-                room[rank] += expected_distinct(
+                capacity[rank] += expected_distinct(
                     batch * table.hotness,
                     share,
                     first,
@@ -209,7 +221,7 @@ def requests_of(
                 tuple(table.table for table in group),
                 columns,
                 round(batch * sum(table.hotness for table in group)),
-                tuple(room_for(rows) for rows in room),
+                tuple(capacity_for(rows) for rows in capacity),
                 frozenset(table.tier for table in group),
             )
         )
@@ -231,7 +243,8 @@ def _bytes_of_batches(
     # Lengths and offsets of the features exist once; the id exchange has a copy of its input, and positions.
     own: float = 2 * ID_BYTES * len(spec.categorical)
     is_fixed = seen == spec and all(feature.hotness for feature in spec.categorical)
-    if world_size == 1 and is_fixed and all(x.sharding != "data_parallel" for x in plan):
+    are_vectors = all(x.sharding != "data_parallel" and x.exchange == "vectors" for x in plan)
+    if world_size == 1 and is_fixed and are_vectors:
         # Ids are looked up where they are, without an exchange; the graph's input is a copy of the batch.
         return batch * (BATCHES_ON_DEVICE * row + own), ID_BYTES
     own += (ID_BYTES + POSITION_BYTES) * ids_per_row

@@ -39,6 +39,8 @@ class TablePlan:
     journal_rows: float = 0.0
     # that a row is spread over in host memory: its weights, and each state of the optimizer
     memories: int = 1
+    # what the ranks of the samples get of it: `vectors`, or the distinct `rows` of a batch
+    exchange: str = "vectors"
 
     @property
     def has_arena(self) -> bool:

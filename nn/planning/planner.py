@@ -36,7 +36,7 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
 )
 
-from configs.schema import ShardingConfig, ShardingType, TableOverride, Tier
+from configs.schema import Exchange, ShardingConfig, ShardingType, TableOverride, Tier
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import (
     ids_per_sample,
@@ -47,14 +47,15 @@ from nn.embedding.declared_tables import (
 from nn.embedding.optimizer import TableRule, with_column_cuts
 from nn.planning.advice import does_not_fit, lacks_host_memory
 from nn.planning.balance import ShardCost, balance, join_columns
+from nn.planning.exchange_choice import wanted_exchanges, with_exchanges
 from nn.planning.host_choice import movable_tables, with_host_tables
 from nn.planning.host_tables import (
     DISK_ROW_BYTES,
-    check_windows,
+    check_live_rows,
     chosen_host_tables,
+    live_rows_of,
     overrides_of,
     staged_bytes,
-    windows_of,
 )
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.table_sizes import (
@@ -220,9 +221,9 @@ def plan_tables(
     embeddings = planned_tables(declared, rule)
     constraints = _constraints(declared, spec, config, rule, hardware, batch_size)
     _keep_float32(embeddings, constraints)
-    windows = windows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
+    live_rows = live_rows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
     keyed = keyed_tables(declared, spec)
-    chosen = chosen_host_tables(declared, config, windows, keyed)
+    chosen = chosen_host_tables(declared, config, live_rows, keyed)
     topology = _topology(hardware, config, update_passes(embeddings, rule), chosen)
     inputs = (batch_size, constraints, embeddings, expansions, rule)
     planned = partial(_run_planner, topology, *inputs)
@@ -231,7 +232,7 @@ def plan_tables(
         movable_tables,
         _candidates(declared, config, hardware, constraints, keyed),
         partial(bytes_of, rule=rule),
-        windows,
+        live_rows,
         {
             name: hardware.world_size if {*(limits.sharding_types or ())} & {*ROWS_CUT} else 1
             for name, limits in constraints.items()
@@ -248,9 +249,18 @@ def plan_tables(
         fits = _fits_the_devices(lambda more: _run_planner(more, *inputs, chosen), topology)
         refusal = lacks_host_memory if fits else partial(does_not_fit, expansions, error)
         raise ValueError(refusal(embeddings, config, rule, hardware, chosen)) from error
-    check_windows(plan, host_tables)
-    rows = _rows(plan, embeddings, declared, spec, rule, expansions, host_tables)
-    return TieredPlan(plan.plan, host_tables), rows
+    check_live_rows(plan, host_tables)
+    rows = with_exchanges(
+        _rows(plan, embeddings, declared, spec, rule, expansions, host_tables),
+        declared,
+        spec,
+        wanted_exchanges(declared, spec, config),
+        batch_size,
+        hardware.world_size,
+        traffic_of,
+    )
+    row_tables = frozenset(row.table for row in rows if row.exchange == "rows")
+    return TieredPlan(plan.plan, host_tables, row_tables), rows
 
 
 def _fits_the_devices(planned: Callable[[Topology], ShardingPlan], topology: Topology) -> bool:
@@ -376,6 +386,7 @@ def _constraints(
 ) -> dict[str, ParameterConstraints]:
     hotness, tables_of = ids_per_sample(declared, spec), tables_of_feature(declared)
     of_feature = {feature.name: feature.mean_hotness for feature in spec.categorical}
+    wanted = wanted_exchanges(declared, spec, config)
     overrides = overrides_of(declared, config)
     unknown = sorted(
         name for name in config.tables if name not in tables_of and name not in hotness
@@ -409,12 +420,13 @@ def _constraints(
         size = bytes_of(table, rule)
         parts = max(size / most_bytes, min(hotness[table.name] / most_lookups, 2))
         only = types == [ShardingType.column_wise]
-        cut = ShardingType.column_wise in types and (only or parts > 1)
+        may_cut = ShardingType.column_wise in types and wanted[table.name] is not Exchange.rows
+        cut = may_cut and (only or parts > 1)
         width = _column_width(table.embedding_dim, parts, hardware.world_size) if cut else None
         if width is None and only:
             raise ValueError(
-                f"sharding sets table {table.name} of {table.embedding_dim} columns to column_wise, and shards have a multiple "
-                "of 4 columns; choose another sharding type, or another width"
+                f"sharding sets table {table.name} of {table.embedding_dim} columns to column_wise, which is for shards of a "
+                "multiple of 4 columns, and for vectors; choose another sharding type, width or exchange"
             )
         if width is None:
             types = [kind for kind in types if kind is not ShardingType.column_wise]

@@ -1,4 +1,4 @@
-"""What all pictures of a run share: title, legends, and a file that is complete or absent."""
+"""Title, legends and file of all pictures of a run; the file is written under a temporary name and renamed."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -79,7 +79,7 @@ def predict(config: Config, console: Console, raw: RawRows | None = None) -> dic
     check_model(config.model, rows.source.spec)
     tasks = tasks_of_run(config, rows.source.spec)
     start = named_resume_point(config, rows.source)
-    _check_keep_rates(config, tasks, start)
+    _check_corrections(config, tasks, start)
     with ExitStack() as stack:
         stack.enter_context(rows)
         stack.enter_context(process_group(ranks))
@@ -205,25 +205,26 @@ def _facts(config: Config, start: ResumePoint) -> dict[str, Any]:
     }
 
 
-def _check_keep_rates(config: Config, tasks: Sequence[Task], start: ResumePoint) -> None:
-    """Compare the constant keep rates of negatives with those of the training: evaluation corrected its predictions by them.
+def _check_corrections(config: Config, tasks: Sequence[Task], start: ResumePoint) -> None:
+    """Compare the constants that correct predictions with those of the training, whose evaluation used them.
 
     Raises:
-        ValueError: the options name another rate than those of the training.
+        ValueError: the options name another keep rate or positive weight than those of the training.
     """
     if config.checkpoint.allow_changes:
         return
     trained = start.facts.get("config", {}).get("tasks") or {}
     for task in tasks:
         options = trained.get(task.name)
-        before = options.get("keep_rate") if isinstance(options, dict) else None
-        now = task.options.keep_rate
-        if before != now:
-            raise ValueError(
-                f"checkpoint.restore={start.path} was trained with tasks.{task.name}.keep_rate={shown(before)}, and now it is "
-                f"{shown(now)}: the scores would not be those of its evaluation; set the same tasks, or "
-                "checkpoint.allow_changes=true"
-            )
+        for name, default in (("keep_rate", None), ("positive_weight", 1)):
+            before = options.get(name, default) if isinstance(options, dict) else default
+            now = getattr(task.options, name)
+            if before != now:
+                raise ValueError(
+                    f"checkpoint.restore={start.path} was trained with tasks.{task.name}.{name}={shown(before)}, and now it "
+                    f"is {shown(now)}: the scores would not be those of its evaluation; set the same tasks, or "
+                    "checkpoint.allow_changes=true"
+                )
 
 
 def _warn_of_keep_rates(rows: Rows, logger: Logger) -> None:

@@ -15,14 +15,14 @@ from nn.tiers.live_batches import Hold
 class BatchRows:
     """Holds a batch's ids and its rows of tables in host memory; `with rows.used(...)` releases the rows at its end.
 
-    `lacks_room` says whether any rank has more ids than there is room for, int32 [1]; None if it cannot have. `release` lets
+    `overflows` says whether any rank has more ids than fit, int32 [1]; None if it cannot have. `release` lets
     the memory of the ids be reused, behind the current stream; None if they have a memory of their own.
     """
 
     def __init__(
         self,
         ids: LocalIds,
-        lacks_room: Tensor | None = None,
+        overflows: Tensor | None = None,
         release: Callable[[], None] | None = None,
     ) -> None:
         self.ids = ids
@@ -31,7 +31,7 @@ class BatchRows:
         self._has_own_memory = release is None
         self._is_trained = False
         # The host reads it when it uses the rows, one batch later.
-        self._lacks_room = None if lacks_room is None else HostCopy(lacks_room)
+        self._overflows = None if overflows is None else HostCopy(overflows)
 
     def keep(self, hold: Hold | None) -> None:
         """Take over rows of tables in host memory, which the ids need."""
@@ -43,9 +43,9 @@ class BatchRows:
             for tensor in self.ids.tensors:
                 tensor.record_stream(stream)
 
-    def lack_room(self) -> bool:
-        """Return whether the ids are not valid, since there was no room; the host waits for their exchange."""
-        return self._lacks_room is not None and bool(self._lacks_room.read().item())
+    def overflow(self) -> bool:
+        """Return whether the ids are not valid, since they do not fit; the host waits for their exchange."""
+        return self._overflows is not None and bool(self._overflows.read().item())
 
     def used(self, *, is_trained: bool) -> Self:
         """Return this as the context of a pass; `is_trained` says that it changes the rows."""

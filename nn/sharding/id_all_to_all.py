@@ -77,7 +77,7 @@ class CapturedIdAllToAll:
 
     Launched one by one, its operations took 1 ms of host time per step, half of a step on four GPUs.
 
-    `send` returns the ids, and the flag that they lack room, if they can; an example of ids fixes shape and dtype.
+    `send` returns the ids, and the flag that they do not fit, if that can be; an example of ids fixes shape and dtype.
     """
 
     def __init__(

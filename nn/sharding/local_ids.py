@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Numbers for which a batch's exchange has room; a step is captured with the room that `is_usual`.
+class Capacity:
+    """Numbers of ids and rows that fit into a batch's exchange; a step is captured with the capacity that `is_usual`.
 
-    `level` is that of the capacities of ragged features, 0 the usual one; `requests` has, of each group of requested tables, the
-    rows that a rank can ask of each owner.
+    `doublings` is how often the capacities of ragged features are doubled, usually 0; `requests` has, of each group of requested
+    tables, the rows that a rank can ask of each owner.
     """
 
-    level: int = 0
+    doublings: int = 0
     requests: tuple[tuple[int, ...], ...] = ()
     is_usual: bool = True
 
@@ -29,7 +29,7 @@ class RequestedIds:
         local: positions of the rows of this rank's samples, as the lookups read them.
         keys: the same positions sorted, [K].
         order: position of each before sorting, [K].
-        asked: rows that all ranks ask of this one's tables on the device, [W * room here]; without such tables empty.
+        asked: rows that all ranks ask of this one's tables on the device, [W * capacity here]; without such tables empty.
     """
 
     local: Tensor
@@ -54,7 +54,7 @@ class LocalIds:
     owned: Tensor
     replicated: Tensor
     requested: tuple[RequestedIds, ...] = ()
-    room: Room = Room()
+    capacity: Capacity = Capacity()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

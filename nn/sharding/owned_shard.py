@@ -136,7 +136,7 @@ def _tier_of(
         first_row, slots = shard.place.shard_offsets[0], host.slots(rows)
         tiered.append(
             TieredShard(
-                rows, columns, shard.table.dtype, slots, host.window, first_row, host.is_on_disk
+                rows, columns, shard.table.dtype, slots, host.live_rows, first_row, host.is_on_disk
             )
         )
         shard.tier_index = index

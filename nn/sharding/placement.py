@@ -20,6 +20,8 @@ from nn.tiers.host_tier import HostTier
 
 BLOCK = "rows"
 """Name of the only block of ids of requested tables on their owner."""
+BY_NUMBER = (Lookup(BLOCK, 1),)
+"""What looks rows up by their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,8 @@ class Placement:
     """The tables that each rank looks up.
 
     `owned_by_rank` has the column shards of every rank, in its order; partial ones come last, alike on all ranks. `owned` are
-    this rank's entries with weights. Row-wise tables are `requested`, in a group per width, or partial. `replicated` tables, as
-    shards with all columns, have this rank's `replicas`.
+    this rank's entries with weights. Tables whose distinct rows are sent are `requested`, in groups. The other `replicated`
+    tables, as shards with all columns, have this rank's `replicas`, which are numbered as in the plan.
     """
 
     owned_by_rank: list[list[ColumnShard]]
@@ -61,6 +63,7 @@ class Placement:
     requested: list["RequestedTables"]
     owned: list[LocalTable]
     replicas: list[LocalTable]
+    replica_numbers: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +77,23 @@ class RowShard:
 
 @dataclass(frozen=True, slots=True)
 class RequestedTables:
-    """Row-wise tables of one width, whose rows on a rank are numbered table after table.
+    """Tables of one width, whose rows on a rank are numbered table after table; the dense component takes those of one table.
 
     Attributes:
+        names: of the tables.
         shards: the tables, as shards with all columns.
         shards_by_table: shards by rows of each table; shard i has the rows from i * `rows_per_shard` on.
         rows_per_shard: of each table.
-        rows_by_rank: rows of all tables on each rank.
+        rows_by_rank: rows of all tables on each owner; the only owner of a replicated table is this rank.
         owned: this rank's rows of all tables: as one table for each memory that they lie in, in which they are adjacent.
         owned_rows: rows of each table on this rank.
         memories: position in `owned` of the rows of each table.
+        hands_out: whether the dense component takes the rows.
+        replica: number of the replicated table, which is alone; None: the tables are sharded.
         touched: collect the rows of updates of `owned`; empty: nobody asks for them.
     """
 
+    names: list[str]
     shards: list[ColumnShard]
     shards_by_table: list[list[RowShard]]
     rows_per_shard: list[int]
@@ -94,6 +101,8 @@ class RequestedTables:
     owned: list[LocalTable]
     owned_rows: list[int]
     memories: list[int]
+    hands_out: bool = False
+    replica: int | None = None
     touched: list[TouchedRows] = field(default_factory=list)
 
 
@@ -109,7 +118,7 @@ class Channels:
 class RankTables:
     """A rank's tables and the settings of their all-to-alls, for any batch size.
 
-    `widths` are the columns of every vector in the model's order. `counts` gives, of a batch size and the level of the
+    `widths` are the columns of every vector in the model's order. `counts` gives, of a batch size and the doublings of the
     capacities, the ids of each feature before expansion, in the order of the batch; `expansions` the further ids of each id of
     features that this rank looks up. `scalars` and `touched` are for the update of `placement.owned`; `dtype` is that of
     embeddings and gradients in the all-to-all.
@@ -142,7 +151,12 @@ def place(
     rounding of 16-bit weights.
     """
     replicated = [table for table in tables if not table.shards]
-    requested = [table for table in tables if table.is_requested]
+    looked_up = [number for number, table in enumerate(replicated) if not table.is_requested]
+    sharded = [table for table in tables if table.is_requested and table.shards]
+    groups: dict[tuple[int, str], list[PlannedTable]] = {}
+    for table in sharded:
+        alone = table.name if table.hands_out_rows else ""
+        groups.setdefault((table.shape[1], alone), []).append(table)
     return Placement(
         [
             [
@@ -158,18 +172,16 @@ def place(
             ]
             for shards in by_rank
         ],
-        [_whole(table) for table in replicated],
-        [
-            _requested_tables(
-                [table for table in requested if table.shape[1] == width], by_rank, own, tier
-            )
-            for width in dict.fromkeys(table.shape[1] for table in requested)
+        [_whole(replicated[number]) for number in looked_up],
+        [_requested_tables(group, by_rank, own, tier) for group in groups.values()]
+        + [
+            _requested_replica(table, number, replicas[number])
+            for number, table in enumerate(replicated)
+            if table.is_requested
         ],
         [shard.local_table(seed, tier) for shard in own if not shard.table.is_requested],
-        [
-            LocalTable(table.lookups, replica, {})
-            for table, replica in zip(replicated, replicas, strict=True)
-        ],
+        [LocalTable(replicated[number].lookups, replicas[number], {}) for number in looked_up],
+        looked_up,
     )
 
 
@@ -183,7 +195,7 @@ def _requested_tables(
     own: Sequence[OwnedShard],
     tier: HostTier | None,
 ) -> RequestedTables:
-    """Return row-wise tables of one width as a group."""
+    """Return tables of one width as a group."""
     names = [table.name for table in tables]
     row_shards: dict[str, list[RowShard]] = {name: [] for name in names}
     rows_by_rank = []
@@ -196,12 +208,18 @@ def _requested_tables(
                     row_shards[table.name].append(RowShard(rank, shard.shard_offsets[0], base))
                 base += rows
         rows_by_rank.append(base)
+    for table in tables:
+        firsts = [part.shard_offsets[0] for part in table.shards if part.shard_sizes[0]]
+        # An id then gives its owner.
+        rows = table.shards[0].shard_sizes[0]
+        assert firsts == [number * rows for number in range(len(firsts))], "shards are even"
     members = [shard for shard in own if shard.table.name in names]
     by_memory: dict[str, list[OwnedShard]] = {}
     for member in members:
         by_memory.setdefault(member.memory, []).append(member)
     memories = list(by_memory)
     return RequestedTables(
+        names,
         [_whole(table) for table in tables],
         [sorted(row_shards[name], key=lambda shard: shard.first_row) for name in names],
         [max(shard.shard_sizes[0] for shard in table.shards) for table in tables],
@@ -209,12 +227,30 @@ def _requested_tables(
         [_joined_table(shards, tier) for shards in by_memory.values()],
         [len(member.weight) for member in members],
         [memories.index(member.memory) for member in members],
+        hands_out=tables[0].hands_out_rows,
+    )
+
+
+def _requested_replica(table: PlannedTable, number: int, replica: Tensor) -> RequestedTables:
+    """Return a replicated table, whose rows a rank asks of itself, as a group."""
+    rows = len(replica)
+    return RequestedTables(
+        [table.name],
+        [_whole(table)],
+        [[RowShard(0, 0, 0)]],
+        [rows],
+        [rows],
+        [LocalTable(BY_NUMBER, replica, {}, first_row=0)],
+        [rows],
+        [0],
+        hands_out=table.hands_out_rows,
+        replica=number,
     )
 
 
 def _joined_table(shards: Sequence[OwnedShard], tier: HostTier | None) -> LocalTable:
     """Return shards of this rank, which are adjacent in one memory, as a table of rows that are asked for."""
-    first, lookups = shards[0], (Lookup(BLOCK, 1),)
+    first, lookups = shards[0], BY_NUMBER
     if first.memory != ON_DEVICE:
         assert tier is not None, "there are such tables"
         indices = [shard.tier_index for shard in shards if shard.tier_index is not None]
@@ -233,9 +269,10 @@ def track_rows(
     for position, shard in enumerate(rest):
         shard.touched = touched.of_table(position)
     for group in placement.requested:
+        if group.replica is not None:
+            continue
         group.touched.extend(TouchedRows([table], device) for table in group.owned)
-        columns = group.shards[0].columns
-        members = (s for s in own if s.table.is_requested and s.table.shape[1] == columns)
+        members = (shard for shard in own if shard.table.name in group.names)
         firsts = [0] * len(group.owned)
         for shard, rows, memory in zip(members, group.owned_rows, group.memories, strict=True):
             mask = group.touched[memory].of_table(0)

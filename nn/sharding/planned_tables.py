@@ -10,8 +10,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import lookups_of
-from nn.embedding.lookups import Lookup
-from nn.sharding.tables import HostTable, TieredPlan, asks_for_rows
+from nn.embedding.lookups import Lookup, Pooling
+from nn.sharding.tables import HostTable, TieredPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class PlannedTable:
     """A table, its lookups, and its shards on all ranks.
 
     A replicated table has no shards. `first_vector` is the position of its first vector among those of all tables. `host` is set
-    if rows lie in host memory or on disk. Rows of a row-wise table `is_requested` are asked of their owners.
+    if rows lie in host memory or on disk. Of a table that `is_requested`, the ranks of the samples get the distinct rows.
     """
 
     declared: EmbeddingBagConfig
@@ -50,27 +50,32 @@ class PlannedTable:
         return sum(lookup.num_vectors for lookup in self.lookups)
 
     @property
+    def hands_out_rows(self) -> bool:
+        """Return whether the dense component takes the rows."""
+        return self.lookups[0].pooling is Pooling.rows
+
+    @property
     def is_row_wise(self) -> bool:
         """Return whether ranks share the rows."""
-        return _is_row_wise(self.declared, self.shards)
+        rows = self.declared.num_embeddings
+        return any(shard.shard_sizes[0] < rows for shard in self.shards)
 
 
 PlacedShard = tuple[PlannedTable, ShardMetadata]
 
 
 def planned_tables(
-    declared: Sequence[EmbeddingBagConfig], seen: FeatureSpec, plan: TieredPlan, world_size: int
+    declared: Sequence[EmbeddingBagConfig], seen: FeatureSpec, plan: TieredPlan
 ) -> list[PlannedTable]:
     """Return the declared tables with their shards; `seen` is the feature spec after the expansion of ids."""
     lookups = lookups_of(declared, seen)
-    hotness = {feature.name: feature.mean_hotness for feature in seen.categorical}
     num_vectors = [sum(lookup.num_vectors for lookup in lookups[table.name]) for table in declared]
     first_vectors = accumulate(num_vectors, initial=0)
     tables = []
     for table, first_vector in zip(declared, first_vectors, strict=False):
         sharding = plan.plan["embeddings"][table.name].sharding_spec
         shards = [] if sharding is None else list(sharding.shards)
-        is_requested = _has_even_rows(table, shards) and asks_for_rows(table, hotness, world_size)
+        is_requested = table.name in plan.row_tables
         host = plan.host_tables.get(table.name)
         tables.append(
             PlannedTable(table, lookups[table.name], first_vector, shards, host, is_requested)
@@ -78,25 +83,12 @@ def planned_tables(
     return tables
 
 
-def _is_row_wise(table: EmbeddingBagConfig, shards: Sequence[ShardMetadata]) -> bool:
-    return any(shard.shard_sizes[0] < table.num_embeddings for shard in shards)
-
-
-def _has_even_rows(table: EmbeddingBagConfig, shards: Sequence[ShardMetadata]) -> bool:
-    """Return whether a table is row-wise, in shards of equally many rows: an id then tells its owner."""
-    if not _is_row_wise(table, shards):
-        return False
-    filled = [shard for shard in shards if shard.shard_sizes[0]]
-    rows = filled[0].shard_sizes[0]
-    return all(shard.shard_offsets[0] == number * rows for number, shard in enumerate(filled))
-
-
 def shards_by_rank(tables: Sequence[PlannedTable], world_size: int) -> list[list[PlacedShard]]:
     """Return the shards of every rank, in its order.
 
-    A rank without rows of a row-wise table has an empty shard: every rank then sends vectors of the same row-wise tables.
-    Row-wise tables come last, requested ones behind them, wide ones first, which aligns columns: so requested tables of one
-    width are adjacent in each memory. Alone, a rank keeps the model's order: then embeddings are one matrix.
+    A rank without rows of a row-wise or requested table has an empty shard: every rank then sends vectors, or rows, of the
+    same tables. Row-wise tables come behind others, wide ones first, which aligns columns, and requested ones last: so those of
+    one width are adjacent in each memory. Alone, a rank otherwise keeps the model's order: then embeddings are one matrix.
     """
     by_rank: list[list[PlacedShard]] = [[] for _ in range(world_size)]
     for table in tables:
@@ -105,23 +97,17 @@ def shards_by_rank(tables: Sequence[PlannedTable], world_size: int) -> list[list
             rank = rank_of(shard)
             holders.add(rank)
             by_rank[rank].append((table, shard))
-        if table.is_row_wise:
+        if table.is_row_wise or (table.is_requested and table.shards):
             rows, columns = table.shape
             for rank in sorted(set(range(world_size)) - holders):
                 by_rank[rank].append((table, ShardMetadata([rows, 0], [0, columns])))
-    if world_size == 1:
-        return by_rank
-    return [
-        sorted(
-            shards,
-            key=lambda placed: (
-                placed[0].is_row_wise,
-                placed[0].is_requested,
-                -placed[1].shard_sizes[1],
-            ),
-        )
-        for shards in by_rank
-    ]
+
+    def order(placed: PlacedShard) -> tuple[int, ...]:
+        table, shard = placed
+        last = (table.is_requested, table.hands_out_rows)
+        return last if world_size == 1 else (*last, table.is_row_wise, -shard.shard_sizes[1])
+
+    return [sorted(shards, key=order) for shards in by_rank]
 
 
 def rank_of(shard: ShardMetadata) -> int:

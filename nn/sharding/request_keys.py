@@ -1,4 +1,4 @@
-"""The distinct rows of row-wise tables that a rank's samples need: each is asked of its owner once.
+"""The distinct rows of tables that a rank's samples need: each is asked of its owner once.
 
 Ids are skewed: of 65,536 ids drawn from millions by a power law, about a third are distinct. A key numbers a row over all owners
 and tables, owner after owner, so that sorted keys are the rows of each owner, every one beside its repetitions.
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nn.embedding.id_blocks import NO_ID, IdBlock
 from nn.embedding.lookups import Lookup
+from nn.layers.distinct_rows import DistinctRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.placement import RankTables, RequestedTables
 
@@ -20,8 +21,8 @@ from nn.sharding.placement import RankTables, RequestedTables
 
 
 @dataclass(frozen=True, slots=True)
-class DistinctRows:
-    """The distinct rows of a batch, by sorted keys.
+class SortedKeys:
+    """The keys of a batch, sorted, and the distinct rows among them.
 
     Attributes:
         keys: sorted, [K].
@@ -38,8 +39,8 @@ class DistinctRows:
     counts: Tensor
 
 
-class RowRoom:
-    """Room for the rows that a rank asks for.
+class RowCapacity:
+    """Capacity for the rows that a rank asks for.
 
     `limits` are the rows of each owner, [W], `firsts` the rows of all owners before each, and `total` those of all.
     """
@@ -58,9 +59,9 @@ class RequestKeys:
     """
 
     def __init__(
-        self, tables: RankTables, group: RequestedTables, batch_size: int, level: int
+        self, tables: RankTables, group: RequestedTables, batch_size: int, doublings: int
     ) -> None:
-        counts = tables.counts(batch_size, level)
+        counts = tables.counts(batch_size, doublings)
         device = tables.ranks.device
         features = features_of(group.shards, counts)
         sizes = {name: count.sent_size(batch_size) for name, count in counts.items()}
@@ -74,12 +75,15 @@ class RequestKeys:
         self.blocks: dict[str, IdBlock] = {}
         # Position of the ids of each lookup, and the table.
         self._sources: list[tuple[IdBlock, int]] = []
+        # The block of a feature in the last table that looks it up.
+        self.block_of: dict[str, str] = {}
         first = 0
         for position, shard in enumerate(group.shards):
             for lookup in shard.lookups:
                 block = self._prepare.blocks[lookup.feature]
                 self._sources.append((block, position))
-                self.blocks[str(len(self.blocks))] = replace(block, first=first)
+                self.block_of[lookup.feature] = str(len(self.blocks))
+                self.blocks[self.block_of[lookup.feature]] = replace(block, first=first)
                 first += block.size
             last = len(self.blocks)
             names = map(str, range(last - len(shard.lookups), last))
@@ -126,7 +130,7 @@ class RequestKeys:
                 rows[valid:] = rows[0] if valid else NO_ID
         return prepared
 
-    def distinct(self, prepared: Tensor) -> DistinctRows:
+    def distinct(self, prepared: Tensor) -> SortedKeys:
         """Sort the keys of prepared ids, and count the distinct ones of each owner; the sort is stable."""
         ids = torch.cat(
             [prepared.narrow(0, block.first, block.count) for block, _ in self._sources]
@@ -141,22 +145,43 @@ class RequestKeys:
         # Distinct rows before each owner's first one.
         edges = torch.searchsorted(keys, self.starts)
         before = torch.cat([number.new_zeros(1), number]).index_select(0, edges)
-        return DistinctRows(keys, order, number - 1, before[:-1], before[1:] - before[:-1])
+        return SortedKeys(keys, order, number - 1, before[:-1], before[1:] - before[:-1])
 
-    def requests(self, rows: DistinctRows, room: RowRoom) -> tuple[Tensor, Tensor]:
+    def requests(self, rows: SortedKeys, capacity: RowCapacity) -> tuple[Tensor, Tensor]:
         """Return the rows to ask for, and the position of each key's row among them.
 
-        The former are row numbers on the owner, `NO_ID` behind the last one of each, [`room.total`]; the latter are of sorted
-        keys, [K], in ascending order, and `room.total` for a key without a row, or whose row has no room.
+        The former are row numbers on the owner, `NO_ID` behind the last one of each, [`capacity.total`]; the latter are of sorted
+        keys, [K], in ascending order, and `capacity.total` for a key without a row, or whose row does not fit.
         """
         owner = torch.bucketize(rows.keys, self.starts[1:-1], right=True)
         number = rows.number - rows.first_number.index_select(0, owner)
-        fits = (rows.keys < self._no_key) & (number < room.limits.index_select(0, owner))
-        position = torch.where(fits, number + room.firsts.index_select(0, owner), room.total)
-        asked = torch.full((room.total + 1,), NO_ID, dtype=rows.keys.dtype, device=rows.keys.device)
+        fits = (rows.keys < self._no_key) & (number < capacity.limits.index_select(0, owner))
+        position = torch.where(
+            fits, number + capacity.firsts.index_select(0, owner), capacity.total
+        )
+        asked = torch.full(
+            (capacity.total + 1,), NO_ID, dtype=rows.keys.dtype, device=rows.keys.device
+        )
         # Repetitions of a row write the same number.
         asked.scatter_(0, position, rows.keys - self.starts.index_select(0, owner))
-        return asked[: room.total], position
+        return asked[: capacity.total], position
+
+    def distinct_rows(self, rows: Tensor, local: Tensor, feature: str) -> DistinctRows:
+        """Return rows with the positions of a feature's ids; `local` is the result of `with_row_positions`.
+
+        Raises:
+            KeyError: no table of the group is looked up by it.
+        """
+        block = self.blocks[self.block_of[feature]]
+        positions = local.narrow(0, block.first, block.count)
+        if block.is_ragged:
+            starts = local.narrow(0, block.first_start, block.num_samples)
+            lengths = local.narrow(0, block.first_length, block.num_samples)
+        else:
+            hotness = block.count // block.num_samples
+            starts = torch.arange(0, block.count, hotness, dtype=local.dtype, device=local.device)
+            lengths = torch.full_like(starts, hotness)
+        return DistinctRows(rows, positions, starts, lengths)
 
     def with_row_positions(self, prepared: Tensor, position: Tensor, order: Tensor) -> Tensor:
         """Return prepared ids as the lookups read them: ids replaced by the positions of their rows, in `blocks`.

@@ -1,33 +1,43 @@
-"""Lookup and update of row-wise tables by requests: a rank asks each owner for the distinct rows of its batch, once.
+"""The distinct rows of a batch: a rank asks each owner for those that it needs, once, and sends one gradient a row back.
 
-The rows travel, and not the vectors of every sample; so do the sums of their gradients. The rank of the samples pools them. Room
-for the rows is fixed, so that no host reads how many there are before it sends; whether it sufficed is known one batch ahead.
+The rows travel, and not the vectors of every sample. The rank of the samples pools them (`nn.sharding.pooled_rows`), or
+hands them to the dense component. A whole table has one owner, a row-wise one several; of a replicated table, and alone, a
+rank has all rows itself, and nothing is sent. The capacity for the rows is fixed, so that no host reads how many there are
+before it sends; one batch ahead it is known whether it sufficed.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import partial
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from configs.schema import OptimizerConfig
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.id_blocks import NO_ID, IdBlock
-from nn.embedding.local_tables import LocalTable, SlotRows, SortedIds, addition_scalars
+from nn.embedding.local_tables import (
+    LocalTable,
+    SlotRows,
+    SortedIds,
+    UpdateScalars,
+    addition_scalars,
+)
 from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
-from nn.sharding.placement import BLOCK, RankTables, RequestedTables
-from nn.sharding.request_keys import RequestKeys, RowRoom
+from nn.sharding.placement import BLOCK, BY_NUMBER, RankTables, RequestedTables
+from nn.sharding.request_keys import RequestKeys, RowCapacity
 
-# K: ids of all lookups of a rank's samples, W: ranks, R: rows that a rank has room for, of all owners, D: columns
+# K: ids of all lookups of a rank's samples, W: ranks, R: rows that a rank has capacity for, of all owners, D: columns
 
 
 class RowRequests:
-    """Row-wise tables of one width, for batches of one size.
+    """The distinct rows of a group of tables, for batches of one size.
 
-    `room` is the rows that a rank can ask of each owner; `in_tier` has this rank's tables in host memory, and the rows that all
-    ranks can ask of them.
+    `capacity` is the rows that a rank can ask of each owner; `in_tier` has this rank's tables in host memory, and the rows that
+    all ranks can ask of them. `rows` [R + 1, D] are those of the batch, with zeros where an owner has no more, and in the last
+    one, at which ids without a row point. `replica_gradient` is that of a replicated table.
     """
 
     def __init__(
@@ -35,73 +45,55 @@ class RowRequests:
         tables: RankTables,
         group: RequestedTables,
         keys: RequestKeys,
-        room: Sequence[int],
-        batch_size: int,
+        capacity: Sequence[int],
+        replica_gradient: Tensor | None = None,
     ) -> None:
-        self._tables, self._group, self._keys = tables, group, keys
-        self._room, self._batch_size = list(room), batch_size
-        self._row_room = RowRoom(room, tables.ranks.device)
-        ranks = tables.ranks
-        self._channels = tables.channels
-        here = self._room[ranks.rank]
-        self._from_each = [here] * ranks.world_size
-        count = here * ranks.world_size
-        self._owned = [
-            LocalEmbeddingBags(
-                [table],
-                {BLOCK: IdBlock(0, count, count)},
-                count,
-                tables.config,
-                tables.scalars,
-                tables.dtype,
-                ranks.device,
-            )
-            for table in group.owned
-        ]
-        for bags, touched in zip(self._owned, group.touched, strict=False):
-            bags.touched = touched
+        self._dtype, self._keys, self._capacity = tables.dtype, keys, list(capacity)
+        ranks, self._channels = tables.ranks, tables.channels
+        self._row_capacity = RowCapacity(capacity, ranks.device)
+        self._is_local = len(self._capacity) == 1
+        here = self._capacity[0 if self._is_local else ranks.rank]
+        self._from_each = [here] * len(self._capacity)
+        count = sum(self._from_each)
+        bags = partial(_bags_by_number, count, tables.dtype, ranks.device)
+        self._owned = [bags(table, tables.config, tables.scalars) for table in group.owned]
+        for owned, touched in zip(self._owned, group.touched, strict=False):
+            owned.touched = touched
+        # The gradients of a replicated table are summed over ranks, and its optimizer has them all.
+        self._updated = self._owned
+        if replica_gradient is not None:
+            sums = LocalTable(BY_NUMBER, replica_gradient, {}, first_row=0)
+            self._updated = [bags(sums, ADDITION, addition_scalars(ranks.device))]
         self._split = _RowsOfMemories(group, ranks.device)
         self.in_tier: list[tuple[SlotRows, int]] = [
             (table.slots, count) for table in group.owned if table.slots is not None
         ]
         columns = group.owned[0].weight.shape[1]
-        self._sent = torch.empty(count, columns, dtype=tables.dtype, device=ranks.device)
+        self.rows = torch.zeros(
+            self._row_capacity.total + 1, columns, dtype=tables.dtype, device=ranks.device
+        )
+        self._sent = self.rows[:-1] if self._is_local else self.rows.new_empty(count, columns)
         # The rows of one memory, if there are several.
         self._sent_part = torch.empty_like(self._sent) if len(self._owned) > 1 else None
-        self._received = torch.empty(
-            sum(self._room), columns, dtype=tables.dtype, device=ranks.device
-        )
-        self._local = self._bags(self._received)
-
-    def _bags(self, rows: Tensor) -> LocalEmbeddingBags:
-        """Return what looks up, or adds to, rows [R, D] by this rank's ids."""
-        lookups = tuple(lookup for of_table in self._keys.lookups for lookup in of_table)
-        return LocalEmbeddingBags(
-            [LocalTable(lookups, rows, {}, first_row=0)],
-            self._keys.blocks,
-            self._batch_size,
-            ADDITION,
-            addition_scalars(self._tables.ranks.device),
-            self._tables.dtype,
-            self._tables.ranks.device,
-        )
 
     def send(self, ids: Tensor, num_valid: int | None) -> tuple[RequestedIds, list[Tensor], Tensor]:
         """Ask for the rows of a batch.
 
         Returns the ids, the rows that are asked of the tables `in_tier`, and whether any owner is asked for more rows than
-        there is room for, bool [1]: the lookup is then not valid.
+        fit, bool [1]: the lookup is then not valid.
         """
         keys = self._keys
         prepared = keys.prepare(ids, num_valid)
         rows = keys.distinct(prepared)
-        asked, position = keys.requests(rows, self._row_room)
-        arrived = asked.new_empty(sum(self._from_each))
-        dist.all_to_all_single(
-            arrived, asked, self._from_each, self._room, group=self._channels.ids
-        )
+        asked, position = keys.requests(rows, self._row_capacity)
+        arrived = asked
+        if not self._is_local:
+            arrived = asked.new_empty(sum(self._from_each))
+            dist.all_to_all_single(
+                arrived, asked, self._from_each, self._capacity, group=self._channels.ids
+            )
         local = keys.with_row_positions(prepared, position, rows.order)
-        lacks_room = (rows.counts > self._row_room.limits).any().view(1)
+        overflows = (rows.counts > self._row_capacity.limits).any().view(1)
         on_device, in_tier = arrived.new_empty(0), []
         for bags, of_memory in zip(self._owned, self._split(arrived), strict=True):
             if bags.tables[0].slots is None:
@@ -109,7 +101,7 @@ class RowRequests:
             else:
                 in_tier.append(of_memory)
         requested = RequestedIds(local, position.to(arrived.dtype), rows.order, on_device)
-        return requested, in_tier, lacks_room
+        return requested, in_tier, overflows
 
     def _asked(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[Tensor]:
         """Return what is asked of each of `_owned`: rows, or their slots."""
@@ -118,10 +110,10 @@ class RowRequests:
             ids.asked if bags.tables[0].slots is None else next(in_tier) for bags in self._owned
         ]
 
-    def look_up(self, ids: RequestedIds, slots: Sequence[Tensor], out: Tensor) -> None:
-        """Look up the rows that are asked of this rank, exchange them, and pool those of this rank's samples.
+    def fetch(self, ids: RequestedIds, slots: Sequence[Tensor]) -> None:
+        """Look up the rows that are asked of this rank, and exchange them: `rows` are then those of this rank's batch.
 
-        `slots` are those of the rows of the tables `in_tier`; `out` [B, columns of all lookups] is overwritten.
+        `slots` are those of the rows of the tables `in_tier`.
         """
         first, *others = zip(self._owned, self._asked(ids, slots), strict=True)
         bags, asked = first
@@ -131,51 +123,54 @@ class RowRequests:
             assert self._sent_part is not None, "there are several"
             bags.look_up(asked, self._sent_part)
             self._sent.add_(self._sent_part)
-        dist.all_to_all_single(
-            self._received, self._sent, self._room, self._from_each, group=self._channels.embeddings
-        )
-        self._local.look_up(ids.local, out)
+        if not self._is_local:
+            dist.all_to_all_single(
+                self.rows[:-1],
+                self._sent,
+                self._capacity,
+                self._from_each,
+                group=self._channels.embeddings,
+            )
 
-    def sort(self, ids: RequestedIds, slots: Sequence[Tensor]) -> tuple[list[SortedIds], SortedIds]:
-        """Sort the rows that are asked of this rank, for each memory; this rank's own ids are sorted already."""
-        own = self._sums.take_sorted(ids.local, ids.keys, ids.order)
+    def sort(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[SortedIds]:
+        """Sort the rows that are asked of this rank, for each memory."""
         asked = self._asked(ids, slots)
-        return [bags.sort(rows) for bags, rows in zip(self._owned, asked, strict=True)], own
+        return [bags.sort(rows) for bags, rows in zip(self._updated, asked, strict=True)]
 
-    def send_back(self, ids: SortedIds, gradients: Tensor) -> Tensor:
-        """Add up the gradients of each row on this rank, and send the sums to the owners: [W * room here, D].
-
-        `ids` are the second of `sort`, and `gradients` [B, columns of all lookups] those of this rank's embeddings.
-        """
-        self._row_sums.zero_()
-        self._sums.update(ids, gradients, self._always)
+    def send_back(self, gradients: Tensor) -> Tensor:
+        """Send the gradients of `rows`, [R, D], to the owners: [W * capacity here, D]."""
+        if self._is_local:
+            return gradients
         returned = torch.empty_like(self._sent)
         dist.all_to_all_single(
             returned,
-            self._row_sums.to(self._tables.dtype),
+            gradients.to(self._dtype),
             self._from_each,
-            self._room,
+            self._capacity,
             group=self._channels.embeddings,
         )
         return returned
 
     def update(self, ids: Sequence[SortedIds], gradients: Tensor, is_good: Tensor) -> None:
-        """Update this rank's rows with the gradients from `send_back`, unless `is_good` [1] is 0."""
-        for bags, of_memory in zip(self._owned, ids, strict=True):
+        """Update this rank's rows with the gradients from `send_back`, unless `is_good` [1] is 0.
+
+        Those of a replicated table are added to its gradient.
+        """
+        for bags, of_memory in zip(self._updated, ids, strict=True):
             bags.update(of_memory, gradients, is_good)
 
-    @cached_property
-    def _row_sums(self) -> Tensor:
-        """Sums of gradients, float32 [R, D]; evaluation does not need them."""
-        return torch.empty(self._received.shape, device=self._received.device)
 
-    @cached_property
-    def _sums(self) -> LocalEmbeddingBags:
-        return self._bags(self._row_sums)
-
-    @cached_property
-    def _always(self) -> Tensor:
-        return torch.ones(1, dtype=torch.int32, device=self._received.device)
+def _bags_by_number(
+    count: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    table: LocalTable,
+    config: OptimizerConfig,
+    scalars: UpdateScalars,
+) -> LocalEmbeddingBags:
+    """Return what looks up and updates `count` rows of a table by their numbers."""
+    block = {BLOCK: IdBlock(0, count, count)}
+    return LocalEmbeddingBags([table], block, count, config, scalars, dtype, device)
 
 
 class _RowsOfMemories:

@@ -16,12 +16,14 @@ from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.local_tables import LocalTable, SortedIds, addition_scalars
 from nn.embedding.optimizer import ADDITION
+from nn.layers.distinct_rows import DistinctRows
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.id_all_to_all import IdAllToAll
-from nn.sharding.local_ids import LocalIds, Room
-from nn.sharding.placement import RankTables
+from nn.sharding.local_ids import Capacity, LocalIds
+from nn.sharding.placement import RankTables, RequestedTables
+from nn.sharding.pooled_rows import PooledRows
 from nn.sharding.request_keys import RequestKeys
 from nn.sharding.row_requests import RowRequests
 from nn.tiers.live_batches import Hold
@@ -30,43 +32,68 @@ from nn.tiers.stager import Need
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
 
-NO_REQUESTS = Room()
+NO_REQUESTS = Capacity()
 
 
 @dataclass(frozen=True, slots=True)
 class SortedOwnedIds:
     """Sorted ids of the tables that are not replicated.
 
-    `requested` has, of each group of requested tables, the rows asked of each memory of this rank, and this rank's own ids.
+    `requested` has, of each group of requested tables, the rows asked of each memory of this rank, and this rank's own ids if it
+    pools the rows.
     """
 
     owned: SortedIds
-    requested: list[tuple[list[SortedIds], SortedIds]]
+    requested: list[tuple[list[SortedIds], SortedIds | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class LookupGradients:
+    """Gradients of what a batch has looked up: of the memory that `ShardedLookup.layout` describes, and of `handed_out`."""
+
+    vectors: Tensor
+    rows: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedGradients:
     """Gradients on the ranks of their tables.
 
-    Those of `owned` tables are of vectors, [B * W, T], those of each `requested` group of rows.
+    Those of `owned` tables are of vectors, [B * W, T], those of each `requested` group of rows; None of a replicated table.
     """
 
     owned: Tensor
-    requested: list[Tensor]
+    requested: list[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group of requested tables; `pooled` is None if the dense component takes the rows."""
+
+    tables: RequestedTables
+    keys: RequestKeys
+    requests: RowRequests
+    pooled: PooledRows | None
+
+    @property
+    def table(self) -> str:
+        """Name of the first table, the only one of those whose rows the dense component takes."""
+        return self.tables.names[0]
 
 
 class ShardedLookup:
     """The tables, for batches of one size.
 
     `replicated_gradients` [rows, D] are zero at the start of a step. `prefix_columns` are those that the dense component puts
-    before each sample's embeddings, and left free if nothing is sent. `layout` describes the result of `look_up`.
+    before each sample's embeddings, and left free if nothing is sent. `layout` describes the result of `look_up`, which also
+    fills `handed_out`: of each table whose rows the dense component takes, those of the batch (`DistinctRows`).
     """
 
     def __init__(
         self,
         tables: RankTables,
         batch_size: int,
-        room: Room = NO_REQUESTS,
+        capacity: Capacity = NO_REQUESTS,
         *,
         replicated_gradients: Sequence[Tensor],
         prefix_columns: int,
@@ -75,8 +102,8 @@ class ShardedLookup:
         num_samples = batch_size * ranks.world_size
         self._ranks, self._channel, self._tier = ranks, tables.channels.embeddings, tables.tier
         self._id_channel = tables.channels.ids
-        self._room = room
-        counts = tables.counts(batch_size, room.level)
+        self._capacity = capacity
+        counts = tables.counts(batch_size, capacity.doublings)
         self._exchange = IdAllToAll(
             [features_of(shards, counts) for shards in placement.owned_by_rank],
             features_of(placement.replicated, counts),
@@ -92,21 +119,28 @@ class ShardedLookup:
         self._prepare_replicated = ArrivedIds(
             tables, features_of(placement.replicas, counts), counts, 1, batch_size
         )
-        self._requests = [
-            RowRequests(
-                tables, group, RequestKeys(tables, group, batch_size, room.level), rows, batch_size
-            )
-            for group, rows in zip(placement.requested, room.requests, strict=True)
-        ]
-        in_tier = [entry for requests in self._requests for entry in requests.in_tier]
+        self._groups: list[_Group] = []
+        for group, rows in zip(placement.requested, capacity.requests, strict=True):
+            keys = RequestKeys(tables, group, batch_size, capacity.doublings)
+            gradient = None if group.replica is None else replicated_gradients[group.replica]
+            requests = RowRequests(tables, group, keys, rows, gradient)
+            pooled = None
+            if not group.hands_out:
+                pooled = PooledRows(tables, keys, requests.rows[:-1], batch_size)
+            self._groups.append(_Group(group, keys, requests, pooled))
+        self.handed_out = {
+            group.table: group.requests.rows for group in self._groups if group.pooled is None
+        }
+        in_tier = [entry for group in self._groups for entry in group.requests.in_tier]
         self._slots = SlotIds(placement.owned, self._prepare_owned.blocks, ranks.device, in_tier)
         self._owned = _embedding_bags(tables, self._slots.tables, self._slots.blocks, num_samples)
         self._owned.touched = tables.touched
         self._replicated = _embedding_bags(
             tables, placement.replicas, self._prepare_replicated.blocks, batch_size
         )
+        gradients = [replicated_gradients[number] for number in placement.replica_numbers]
         self._replicated_sums = _gradient_sums(
-            tables, replicated_gradients, self._prepare_replicated.blocks, batch_size
+            tables, gradients, self._prepare_replicated.blocks, batch_size
         )
         self._set_sizes(tables, batch_size, prefix_columns)
 
@@ -119,7 +153,7 @@ class ShardedLookup:
             shard.width for shard in placement.owned_by_rank[0] if shard.is_partial
         )
         replicated_columns = sum(shard.width for shard in placement.replicated)
-        is_alone = world_size == 1 and not replicated_columns
+        is_alone = world_size == 1 and not replicated_columns and not placement.requested
         self._prefix_columns = prefix_columns if is_alone else 0
         self._widths = widths
         self._local_sizes = [batch_size * (self._prefix_columns + width) for width in widths]
@@ -155,26 +189,26 @@ class ShardedLookup:
 
         Ids are in the order of the features, each [B, hotness]. With `num_valid`, the valid rows of a global batch, the padding
         rows behind them get the ids of the first row: so the lookup, and the update with their zero gradients, touch no row
-        that the batch does not use. Returns the ids, and whether any rank has more than there is room for, int32 [1]; None if
+        that the batch does not use. Returns the ids, and whether any rank has more than fit, int32 [1]; None if
         it cannot have.
         """
         owned, replicated = self._exchange(ids)
         if num_valid is not None:
             self._prepare_owned.repeat_first_row(owned, num_valid)
-        sent = [requests.send(ids, num_valid) for requests in self._requests]
-        lacks_room = None
+        sent = [group.requests.send(ids, num_valid) for group in self._groups]
+        overflows = None
         if sent:
-            lacks_room = torch.stack([lacking for _, _, lacking in sent]).any(0).int()
-            dist.all_reduce(lacks_room, dist.ReduceOp.MAX, group=self._id_channel)
+            lacking = torch.stack([lacks for _, _, lacks in sent]).any(0).int()
+            overflows = self._ranks.all_reduce_max(lacking, self._id_channel)
         local = LocalIds(
             self._slots(
                 self._prepare_owned(owned), [rows for _, in_tier, _ in sent for rows in in_tier]
             ),
             self._prepare_replicated(replicated),
             tuple(requested for requested, _, _ in sent),
-            self._room,
+            self._capacity,
         )
-        return local, lacks_room
+        return local, overflows
 
     def hold_rows(self, ids: LocalIds, need: Need | None = None) -> Hold | None:
         """Turn the ids of tables in host memory into slots, in place, and fetch their rows; nothing is captured here.
@@ -210,20 +244,27 @@ class ShardedLookup:
                 group=self._channel,
             )
             self._add_partial()
-        for number, (requests, slots) in enumerate(self._requests_with_slots(ids)):
-            out = self._requested_part(self._local, number)
-            requests.look_up(ids.requested[number], slots, out)
+        for number, (group, slots) in enumerate(self._groups_with_slots(ids)):
+            group.requests.fetch(ids.requested[number], slots)
+            if group.pooled is not None:
+                out = self._requested_part(self._local, number)
+                group.pooled.look_up(ids.requested[number], out)
         return self._local
+
+    def distinct_rows(self, ids: LocalIds, rows: Tensor, table: str, feature: str) -> DistinctRows:
+        """Return `rows`, which are those of a table of `handed_out`, with the positions of a feature's ids."""
+        number = [group.table for group in self._groups].index(table)
+        return self._groups[number].keys.distinct_rows(rows, ids.requested[number].local, feature)
 
     def _owned_ids(self, ids: LocalIds) -> Tensor:
         """View the ids of the tables that are looked up here, without the rows that are asked for behind them."""
         return ids.owned[: self._slots.num_ids]
 
-    def _requests_with_slots(self, ids: LocalIds) -> Iterator[tuple[RowRequests, list[Tensor]]]:
-        """Yield the requests, with the slots of the rows that are asked of tables in host memory."""
+    def _groups_with_slots(self, ids: LocalIds) -> Iterator[tuple[_Group, list[Tensor]]]:
+        """Yield the requested groups, with the slots of the rows that are asked of tables in host memory."""
         slots = iter(self._slots.asked(ids.owned))
-        for requests in self._requests:
-            yield requests, [next(slots) for _ in requests.in_tier]
+        for group in self._groups:
+            yield group, [next(slots) for _ in group.requests.in_tier]
 
     @property
     def memory(self) -> Tensor:
@@ -241,7 +282,7 @@ class ShardedLookup:
 
     def rows(self, ids: LocalIds) -> TableRows | None:
         """Return the rows of the ids, in the model's order; None if they are elsewhere, or no vectors as they are."""
-        is_here = self._ranks.world_size == 1 and not self._replicated.tables
+        is_here = self._ranks.world_size == 1 and not self._replicated.tables and not self._groups
         return self._owned.rows(ids.owned) if is_here else None
 
     def _requested_part(self, local: Tensor, group: int) -> Tensor:
@@ -277,25 +318,37 @@ class ShardedLookup:
         return local[start:end].view(-1, self._partial_columns)
 
     def sort(self, ids: LocalIds) -> tuple[SortedOwnedIds, SortedIds]:
-        """Sort the ids for the updates: of sharded tables, and of the replicated tables."""
+        """Sort the ids for the updates: of sharded and requested tables, and of the other replicated tables."""
         requested = [
-            requests.sort(of_group, slots)
-            for (requests, slots), of_group in zip(
-                self._requests_with_slots(ids), ids.requested, strict=True
+            (
+                group.requests.sort(of_group, slots),
+                None if group.pooled is None else group.pooled.sort(of_group),
+            )
+            for (group, slots), of_group in zip(
+                self._groups_with_slots(ids), ids.requested, strict=True
             )
         ]
         owned = SortedOwnedIds(self._owned.sort(self._owned_ids(ids)), requested)
         return owned, self._replicated_sums.sort(ids.replicated)
 
-    def send_back(self, ids: SortedOwnedIds, gradients: Tensor) -> OwnedGradients:
-        """Send the gradients of the embeddings to the ranks that own the tables."""
+    def send_back(self, ids: SortedOwnedIds, gradients: LookupGradients) -> OwnedGradients:
+        """Send the gradients of vectors and rows to the ranks that own the tables."""
         requested = [
-            requests.send_back(own, self._requested_part(gradients, number))
-            for number, (requests, (_, own)) in enumerate(
-                zip(self._requests, ids.requested, strict=True)
-            )
+            None
+            if group.tables.replica is not None
+            else group.requests.send_back(self._row_gradients(number, ids, gradients))
+            for number, group in enumerate(self._groups)
         ]
-        return OwnedGradients(self._send_vectors_back(gradients), requested)
+        return OwnedGradients(self._send_vectors_back(gradients.vectors), requested)
+
+    def _row_gradients(
+        self, number: int, ids: SortedOwnedIds, gradients: LookupGradients
+    ) -> Tensor:
+        """Return one gradient a row of a requested group, [R, D]: the dense component's, or a sum over its lookups."""
+        group, own = self._groups[number], ids.requested[number][1]
+        if group.pooled is None or own is None:
+            return gradients.rows[group.table][:-1]
+        return group.pooled.sum_by_row(own, self._requested_part(gradients.vectors, number))
 
     def _send_vectors_back(self, gradients: Tensor) -> Tensor:
         """Send the gradients of the vectors that were sent, [B * W, T]."""
@@ -320,14 +373,22 @@ class ShardedLookup:
     def update(self, ids: SortedOwnedIds, gradients: OwnedGradients, is_good: Tensor) -> None:
         """Update this rank's tables with the gradients from `send_back`, unless `is_good` [1] is 0."""
         self._owned.update(ids.owned, gradients.owned, is_good)
-        for requests, (asked, _), returned in zip(
-            self._requests, ids.requested, gradients.requested, strict=True
+        for group, (asked, _), returned in zip(
+            self._groups, ids.requested, gradients.requested, strict=True
         ):
-            requests.update(asked, returned, is_good)
+            if returned is not None:
+                group.requests.update(asked, returned, is_good)
 
-    def accumulate_replicated(self, ids: SortedIds, gradients: Tensor, is_good: Tensor) -> None:
-        """Add the gradients of this rank's embeddings to those of the replicated tables."""
-        self._replicated_sums.update(ids, self._replicated_part(gradients), is_good)
+    def accumulate_replicated(
+        self, ids: tuple[SortedOwnedIds, SortedIds], gradients: LookupGradients, is_good: Tensor
+    ) -> None:
+        """Add the gradients of this rank's embeddings to those of the replicated tables; `ids` are those of `sort`."""
+        owned, replicated = ids
+        self._replicated_sums.update(replicated, self._replicated_part(gradients.vectors), is_good)
+        for number, group in enumerate(self._groups):
+            if group.tables.replica is not None:
+                of_rows = self._row_gradients(number, owned, gradients)
+                group.requests.update(owned.requested[number][0], of_rows, is_good)
 
     def _owned_part(self, local: Tensor) -> Tensor:
         """View the looked-up embeddings in the local memory; world size 1 only."""

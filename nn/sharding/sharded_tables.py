@@ -53,7 +53,7 @@ class ShardedTables:
         config, device = settings.optimizer, ranks.device
         self._rule = table_rule(config.table_name)
         self._ranks, self._seed = ranks, settings.seed
-        tables = planned_tables(declared, multi_hot.expanded_spec(spec), plan, ranks.world_size)
+        tables = planned_tables(declared, multi_hot.expanded_spec(spec), plan)
         self._tables = {table.name: table for table in tables}
         by_rank = shards_by_rank(tables, ranks.world_size)
         self._own, self.tier = allocate_shards(
@@ -185,7 +185,7 @@ class ShardedTables:
 
     def prepare_update(self, step: int, lr: float) -> None:
         """Set learning rate and step count of the next update, which the pass reads; `step` updates were made so far."""
-        self.scalars.stage(step, lr)
+        self.scalars.write(step, lr)
         if self._replicas_optimizer is not None:
             self._replicas_optimizer.prepare(step, lr)
 

@@ -1,14 +1,12 @@
 """Settings of the training of tables, and their shards on a rank."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 
 from configs.schema import Amp, OptimizerConfig, ShardingType
 from nn.tiers.host_tier import DiskSettings
@@ -21,12 +19,12 @@ ROWS_CUT = (ShardingType.row_wise.value, ShardingType.table_row_wise.value)
 class HostTable:
     """A table whose rows lie in host memory or on disk.
 
-    `cache` is the fraction of a shard's rows for which a rank has room on its device, `window` the distinct rows that the live
+    `cache` is the fraction of a shard's rows for which a rank has room on its device, `live_rows` the distinct rows that the live
     batches may look up, at most those of a shard.
     """
 
     cache: float
-    window: int
+    live_rows: int
     is_on_disk: bool = False
 
     def slots(self, rows: int) -> int:
@@ -36,9 +34,10 @@ class HostTable:
 
 @dataclass
 class TieredPlan(ShardingPlan):
-    """TorchRec's plan, and the tables in host memory or on disk by name."""
+    """TorchRec's plan, the tables in host memory or on disk by name, and those whose distinct rows are sent (`row_tables`)."""
 
     host_tables: dict[str, HostTable] = field(default_factory=dict)
+    row_tables: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +81,6 @@ class TableSettings:
         """
         is_bf16 = device.type == "cuda" and self.amp is Amp.bf16
         return torch.bfloat16 if is_bf16 else torch.float32
-
-
-def asks_for_rows(
-    table: EmbeddingBagConfig, ids_per_sample: Mapping[str, float], world_size: int
-) -> bool:
-    """Return whether the rows of a row-wise table are asked of their owners, and not the vectors of the samples.
-
-    A vector of more ids than ranks is fewer bytes than its rows would be without repetitions. The rounding of 16-bit weights
-    depends on the table, and tables whose rows are asked for are updated as one.
-
-    `ids_per_sample` is the mean number of each feature.
-    """
-    is_pooled = table.pooling.name != "NONE"
-    return data_type_to_dtype(table.data_type) is torch.float32 and all(
-        ids_per_sample[feature] <= world_size for feature in table.feature_names if is_pooled
-    )
 
 
 def local_tensors(tensor: Tensor) -> list[Tensor]:

@@ -35,11 +35,10 @@ class DiskStore(RowStore):
         device: torch.device,
     ) -> None:
         super().__init__(num_places, num_slots, kinds, device)
-        self._places = self.host
         num_rows = len(next(iter(file.rows.values())))
         self._file = file
         self.host = file.rows
-        self.staged = StagedRows(file, num_rows, kept, self._places)
+        self.staged = StagedRows(file, num_rows, kept, self._memory)
         # What the device knows of the places; those of other rows may be out of date.
         self._place_of_row = torch.from_numpy(self.staged.place_of_row)
         self._moved: list[np.ndarray] = []
@@ -60,32 +59,15 @@ class DiskStore(RowStore):
             places = torch.from_numpy(self.staged.place_of_row[rows]).to(self._device)
             self._place_of_row.index_copy_(0, torch.from_numpy(rows).to(self._device), places)
 
-    def fetch(self, rows: Tensor, slots: Tensor) -> None:
-        """Copy rows from their places in host memory to slots of the arena."""
-        places = self._place_of_row.index_select(0, rows).long()
-        for name, memory in self._places.items():
-            self._copy(memory, places, self.arena[name], slots)
+    def _places_of(self, rows: Tensor) -> Tensor:
+        return self._place_of_row.index_select(0, rows).long()
 
-    def write_back(self, rows: Tensor, slots: Tensor) -> None:
-        """Copy slots of the arena to the places of their rows in host memory."""
-        places = self._place_of_row.index_select(0, rows).long()
-        for name, memory in self._places.items():
-            self._copy(self.arena[name], slots, memory, places)
-
-    def exchange(self, moves: DeviceMoves) -> None:
-        """Write rows back and fetch others into their slots; the host does not wait. Of a GPU only."""
-        # Triton comes with torch's CUDA builds only.
-        from nn.tiers.row_copy import exchange_rows
-
+    def _placed(self, moves: DeviceMoves) -> DeviceMoves:
         # Buffers have room for more rows than move, and hold any numbers there.
         last = len(self._place_of_row) - 1
         places = self._place_of_row.index_select(0, moves.rows.clamp(0, last))
         returned = self._place_of_row.index_select(0, moves.returned.clamp(0, last))
-        returned = returned.where(moves.returned >= 0, -1)
-        moved = replace(moves, rows=places, returned=returned)
-        for name, memory in self._places.items():
-            arena = self.arena[name]
-            exchange_rows(memory.view(len(memory), -1), arena.view(len(arena), -1), moved)
+        return replace(moves, rows=places, returned=returned.where(moves.returned >= 0, -1))
 
     def save(self, rows: Tensor, slots: Tensor) -> None:
         """Make the file hold the current rows; nobody reads it meanwhile.
@@ -99,7 +81,8 @@ class DiskStore(RowStore):
             torch.cuda.synchronize(self._device)
         self.staged.flush()
         for some_rows, some_slots in _blocks(rows[~chosen], slots[~chosen]):
-            values = [row_items(_on_host(part, some_slots)) for part in self.arena.values()]
+            parts = [part.index_select(0, some_slots).cpu() for part in self.arena.values()]
+            values = [row_items(part) for part in parts]
             self._file.store(some_rows, values, np.arange(len(some_rows)))
 
     def load(self, rows: Tensor, slots: Tensor) -> None:
@@ -120,10 +103,6 @@ class DiskStore(RowStore):
             for name, part in self.arena.items():
                 values = self.host[name][torch.from_numpy(some_rows)]
                 part.index_copy_(0, some_slots, values.to(self._device))
-
-
-def _on_host(part: Tensor, slots: Tensor) -> Tensor:
-    return part.index_select(0, slots).cpu()
 
 
 def _blocks(rows: Tensor, slots: Tensor) -> "list[tuple[np.ndarray, Tensor]]":

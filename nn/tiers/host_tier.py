@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class TieredShard:
     """A shard of a table whose rows lie in host memory.
 
-    The arena has room for `slots` of its rows; the live batches may need `window` distinct ones. `is_on_disk` says that host
+    The arena has room for `slots` of its rows; the live batches may need `live_rows` distinct ones. `is_on_disk` says that host
     memory holds a part of the rows only.
     """
 
@@ -45,7 +45,7 @@ class TieredShard:
     width: int
     dtype: torch.dtype
     slots: int
-    window: int
+    live_rows: int
     first_row: int = 0
     is_on_disk: bool = False
 
@@ -103,10 +103,7 @@ class TierCounts:
 class HostTier:
     """The tables of a rank whose rows lie in host memory or on disk.
 
-    `states` are those of a row; the arena is on `device`.
-
-    Raises:
-        ValueError: the host or the disk has too little room.
+    `states` are those of a row; the arena is on `device`. Raises ValueError: the host or the disk has too little room.
     """
 
     def __init__(
@@ -140,7 +137,11 @@ class HostTier:
         self._counted: Tensor | None = None
         if maps_by_kernels(device):
             self._counted = torch.zeros(2, len(kinds), 8, dtype=torch.int32, device=device)
-            self._add_kernels(self._counted)
+            # Triton comes with torch's CUDA builds only.
+            from nn.tiers.slot_kernels import SlotKernels
+
+            for group, counts in zip(self._groups, self._counted.unbind(1), strict=True):
+                group.kernels = SlotKernels(group.map, counts)
         self._exchanges = ExchangeQueue(device)
         self._counts = TierCounts()
         self._waits = StreamWaits(device) if device.type == "cuda" else None
@@ -153,13 +154,6 @@ class HostTier:
         }
         self.stager = Stager(on_disk, self._changing_rows) if on_disk else None
         self._needs: dict[int, Need] = {}  # of live batches, by their bits
-
-    def _add_kernels(self, counted: Tensor) -> None:
-        # Triton comes with torch's CUDA builds only.
-        from nn.tiers.slot_kernels import SlotKernels
-
-        for group, counts in zip(self._groups, counted.unbind(1), strict=True):
-            group.kernels = SlotKernels(group.map, counts)
 
     def host_rows(self, index: int) -> dict[str, Tensor]:
         """View all rows of a shard in host memory, weight and states by name; call `write_back` before reading."""
@@ -220,10 +214,7 @@ class HostTier:
         for which `Hold.arrive` waits.
 
         `ids` at the positions of `groups` become slots. With tables on disk and without `need`, the result of `announce`, their
-        rows are read now.
-
-        Raises:
-            RankError: a batch with ragged features needs more rows than there is room for.
+        rows are read now. Raises RankError: a batch with ragged features needs more rows than there is room for.
         """
         started = time.perf_counter()
         # The latest pass may still run, beside which this batch is mapped; those before it have ended, or are about to.
@@ -302,7 +293,6 @@ class HostTier:
         )
 
     def _count(self, **traffic: float) -> None:
-        """Add to the traffic of training."""
         if self._is_training:
             for name, value in traffic.items():
                 setattr(self._counts, name, getattr(self._counts, name) + value)
@@ -430,7 +420,7 @@ def _group_of(
     Host memory has room for `places` rows of tables on disk.
     """
     slots = [shard.slots for shard in members]
-    needed = sum(min(shard.window, shard.rows) for shard in members)
+    needed = sum(min(shard.live_rows, shard.rows) for shard in members)
     assert needed <= sum(slots), "the planner refuses smaller arenas"
     rows = [shard.rows for shard in members]
     slot_map = SlotMap(rows, slots, max(needed, ring_slots(sum(slots))), device)
@@ -448,7 +438,7 @@ def _group_of(
 
 
 def ring_slots(slots: int) -> int:
-    """Return the slots of an arena whose rows change, if the window needs no more: a quarter.
+    """Return the slots of an arena whose rows change, if the live batches need no more: a quarter.
 
     The others keep the first rows of their tables, which are the most frequent ones.
     """

@@ -18,7 +18,6 @@ class LiveBatches:
         self._ended: list[tuple[int, bool, torch.cuda.Event | None]] = []
 
     def begin(self) -> "Hold":
-        """Return the hold of a further batch."""
         return Hold(self, self._free_pins.pop())
 
     def end(self, pin: int, *, is_trained: bool) -> None:
@@ -58,14 +57,12 @@ class Hold:
         self._arrive: Callable[[], None] | None = None
 
     def expect(self, check: Callable[[], None], arrive: Callable[[], None]) -> None:
-        """Set what `check` and `arrive` call, each once."""
         self._check, self._arrive = check, arrive
 
     def check(self) -> None:
         """Make sure, before the pass is queued, that all rows of the batch have slots; the mapping before that is waited for.
 
-        Raises:
-            RankError: the batches at work need more rows than there is room for.
+        Raises RankError: the batches at work need more rows than there is room for.
         """
         check, self._check = self._check, None
         if check is not None:

@@ -34,10 +34,8 @@ class RowStore:
     Weight and states have memories of their own, in the host too: checkpoints write them from there without a copy.
 
     For a GPU the host memory is pinned, and the GPU copies rows by itself. `host` has weight and states by name, [num_rows,
-    width], or [num_rows] of a state per row; `arena` the same of the slots. A row with its state has `row_bytes`.
-
-    Raises:
-        ValueError: the host has too little memory, or may not pin as much.
+    width], or [num_rows] of a state per row; `arena` the same of the slots. A row with its state has `row_bytes`. Raises
+    ValueError: the host has too little memory, or may not pin as much.
     """
 
     def __init__(self, num_rows: int, num_slots: int, kinds: Kinds, device: torch.device) -> None:
@@ -46,6 +44,7 @@ class RowStore:
             name: _host_memory([num_rows, *columns], kind, device)
             for name, (columns, kind) in kinds.items()
         }
+        self._memory = self.host  # that exchanges rows with the arena
         self.arena = {
             name: torch.empty(num_slots, *columns, dtype=kind, device=device)
             for name, (columns, kind) in kinds.items()
@@ -57,22 +56,33 @@ class RowStore:
 
         Both are distinct, int64 [n].
         """
-        for name, host in self.host.items():
-            self._copy(host, rows, self.arena[name], slots)
+        places = self._places_of(rows)
+        for name, memory in self._memory.items():
+            self._copy(memory, places, self.arena[name], slots)
 
     def write_back(self, rows: Tensor, slots: Tensor) -> None:
         """Copy slots of the arena to rows in host memory; see `fetch`."""
-        for name, host in self.host.items():
-            self._copy(self.arena[name], slots, host, rows)
+        places = self._places_of(rows)
+        for name, memory in self._memory.items():
+            self._copy(self.arena[name], slots, memory, places)
 
     def exchange(self, moves: DeviceMoves) -> None:
         """Write rows back and fetch others into their slots; the host does not wait. Of a GPU only."""
         # Triton comes with torch's CUDA builds only.
         from nn.tiers.row_copy import exchange_rows
 
-        for name, host in self.host.items():
+        placed = self._placed(moves)
+        for name, memory in self._memory.items():
             arena = self.arena[name]
-            exchange_rows(host.view(len(host), -1), arena.view(len(arena), -1), moves)
+            exchange_rows(memory.view(len(memory), -1), arena.view(len(arena), -1), placed)
+
+    def _places_of(self, rows: Tensor) -> Tensor:
+        """Return where rows are in the memory of the host, int64 [n]."""
+        return rows
+
+    def _placed(self, moves: DeviceMoves) -> DeviceMoves:
+        """Return the moves with places in the memory of the host instead of rows."""
+        return moves
 
     def save(self, rows: Tensor, slots: Tensor) -> None:
         """Make `host` hold the rows that have changed on the device; see `fetch`."""

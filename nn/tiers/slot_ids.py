@@ -31,7 +31,11 @@ class SlotIds:
         asked: Sequence[tuple[SlotRows, int]] = (),
     ) -> None:
         self.blocks = dict(blocks)
-        self.tables = [_with_own_features(table, place) for place, table in enumerate(tables)]
+        self.tables = list(tables)
+        for position, table in enumerate(tables):
+            if table.slots is not None:
+                own = (replace(x, feature=f"{x.feature}/{position}") for x in table.lookups)
+                self.tables[position] = replace(table, lookups=tuple(own))
         end = sum(block.size for block in blocks.values())
         positions = []
         for table, renamed in zip(tables, self.tables, strict=True):
@@ -61,14 +65,6 @@ class SlotIds:
     def asked(self, ids: Tensor) -> list[Tensor]:
         """View the slots of the rows that are asked for, in the order of the tables."""
         return list(ids[self.num_ids :].split(self._asked_sizes))
-
-
-def _with_own_features(table: LocalTable, position: int) -> LocalTable:
-    """Return a table in host memory with features of its own; other tables unchanged."""
-    if table.slots is None:
-        return table
-    lookups = [replace(lookup, feature=f"{lookup.feature}/{position}") for lookup in table.lookups]
-    return replace(table, lookups=tuple(lookups))
 
 
 def _tier_ids(

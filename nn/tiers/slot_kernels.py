@@ -252,46 +252,6 @@ def _count_found(
 
 
 @triton.jit
-def _list_rows(is_missing, start, stop, place, end, rows, BLOCK_WORDS: tl.constexpr):
-    """List the rows of some words from `place` to `end`, and clear their bits."""
-    # Behind its last row, a program has nothing more to list.
-    while (start < stop) & (place < end):
-        index = start + tl.arange(0, BLOCK_WORDS)
-        word = _words(is_missing, index, stop)
-        in_word = _num_bits(word)
-        in_words = tl.sum(in_word)
-        if in_words > 0:
-            bit = tl.arange(0, 32).to(tl.uint32)[None, :]
-            is_set = ((word[:, None] >> bit) & 1) != 0
-            one = tl.full([1, 32], 1, tl.uint32)
-            lower = word[:, None] & ((one << bit) - 1)
-            before = place + tl.cumsum(in_word, 0) - in_word
-            row = index[:, None] * 32 + bit.to(tl.int32)
-            tl.store(rows + before[:, None] + _num_bits(lower), row, mask=is_set)
-            tl.store(is_missing + index, tl.zeros([BLOCK_WORDS], tl.int32), mask=index < stop)
-            place += in_words
-        start += BLOCK_WORDS
-
-
-@triton.jit
-def _list_places(pins, num_ring, hand, start, stop, place, needed, slots, BLOCK: tl.constexpr):
-    """List the free places of a part of the ring from `place` to `needed`, and let the hand follow the last one."""
-    first = tl.load(hand)
-    while (start < stop) & (place < needed):
-        index = start + tl.arange(0, BLOCK)
-        of_ring, is_free = _free_places(pins, first, index, stop, num_ring)
-        number = place + tl.cumsum(is_free, 0) - is_free
-        is_taken = (is_free > 0) & (number < needed)
-        tl.store(slots + number, of_ring, mask=is_taken)
-        # All others still read the hand.
-        after = tl.where(of_ring + 1 == num_ring, 0, of_ring + 1)
-        next_hand = hand + 1 + tl.zeros([BLOCK], tl.int32)
-        tl.store(next_hand, after, mask=is_taken & (number == needed - 1))
-        place += tl.sum(is_free)
-        start += BLOCK
-
-
-@triton.jit
 def _list_found(
     is_missing,
     num_words,
@@ -323,12 +283,41 @@ def _list_found(
     if program < word_programs:
         start = program * words_per_program
         stop = tl.minimum(start + words_per_program, num_words)
-        end = before + tl.load(found + program)
-        _list_rows(is_missing, start, stop, before, end, rows, BLOCK_WORDS)
+        place, end = before, before + tl.load(found + program)
+        # Behind its last row, a program has nothing more to list.
+        while (start < stop) & (place < end):
+            index = start + tl.arange(0, BLOCK_WORDS)
+            word = _words(is_missing, index, stop)
+            in_word = _num_bits(word)
+            in_words = tl.sum(in_word)
+            if in_words > 0:
+                bit = tl.arange(0, 32).to(tl.uint32)[None, :]
+                is_set = ((word[:, None] >> bit) & 1) != 0
+                one = tl.full([1, 32], 1, tl.uint32)
+                lower = word[:, None] & ((one << bit) - 1)
+                earlier = place + tl.cumsum(in_word, 0) - in_word
+                row = index[:, None] * 32 + bit.to(tl.int32)
+                tl.store(rows + earlier[:, None] + _num_bits(lower), row, mask=is_set)
+                tl.store(is_missing + index, tl.zeros([BLOCK_WORDS], tl.int32), mask=index < stop)
+                place += in_words
+            start += BLOCK_WORDS
     else:
         start = (program - word_programs) * places_per_program
         stop = tl.minimum(start + places_per_program, num_ring)
-        _list_places(pins, num_ring, hand, start, stop, before - needed, needed, slots, BLOCK)
+        place = before - needed
+        first = tl.load(hand)
+        while (start < stop) & (place < needed):
+            index = start + tl.arange(0, BLOCK)
+            of_ring, is_free = _free_places(pins, first, index, stop, num_ring)
+            number = place + tl.cumsum(is_free, 0) - is_free
+            is_taken = (is_free > 0) & (number < needed)
+            tl.store(slots + number, of_ring, mask=is_taken)
+            # The hand follows the last one taken; all others still read it.
+            after = tl.where(of_ring + 1 == num_ring, 0, of_ring + 1)
+            next_hand = hand + 1 + tl.zeros([BLOCK], tl.int32)
+            tl.store(next_hand, after, mask=is_taken & (number == needed - 1))
+            place += tl.sum(is_free)
+            start += BLOCK
 
 
 @triton.jit

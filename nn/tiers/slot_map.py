@@ -34,59 +34,31 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMoves:
-    """The same where the host does not know how many rows move; all int32, and as long as the ids of a batch at least.
+    """The same where the host does not know how many rows move; all int32, and as long as the ids of a batch at least."""
 
-    Attributes:
-        rows: rows that enter, in ascending order.
-        slots: their slots.
-        returned: rows that leave these slots, -1 where the row has not changed.
-        counts: rows that enter, rows that return, ids whose row was missing, rows for which there is no free slot, ids that have
-            a row here, and zeros, [8].
-    """
-
-    rows: Tensor
-    slots: Tensor
-    returned: Tensor
+    rows: Tensor  # that enter, in ascending order
+    slots: Tensor  # of these
+    returned: Tensor  # rows that leave these slots, -1 where the row has not changed
+    # rows that enter, rows that return, ids whose row was missing, rows for which there is no free slot, ids that have a row
+    # here, and zeros, [8]
     counts: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TierIds:
-    """Positions of the ids of one group of tables in the ids of a batch, [K] each.
+    """Positions of the ids of one group of tables in the ids of a batch, [K] each; the rows are int32."""
 
-    Attributes:
-        group: position of the group.
-        positions: in the ids, int64.
-        first: first row of the table here, int32.
-        end: row after the last one here, int32.
-        offset: number of the table's row 0 in the group, int32.
-    """
-
-    group: int
-    positions: Tensor
-    first: Tensor
-    end: Tensor
-    offset: Tensor
+    group: int  # position of the group
+    positions: Tensor  # in the ids, int64
+    first: Tensor  # first row of the table here
+    end: Tensor  # row after the last one here
+    offset: Tensor  # number of the table's row 0 in the group
 
 
 class SlotMap:
     """Slots of the rows of several tables, whose rows are numbered table after table.
 
-    Args:
-        rows: rows per table.
-        slots: slots per table; its first rows are there at the beginning.
-        ring: least number of slots whose rows change.
-        device: of the arena.
-
-    Attributes:
-        num_rows: R.
-        num_fixed: slots whose rows never change, the first ones.
-        num_ring: S, the other slots.
-        row_of_slot: row in each slot, int32 [C + 1]; the last one is R, that of no row.
-        slot_of_row: slot of each row, -1 without one, int32 [R + 1]; the last one is -1.
-        pins: bits of the live batches that need each place of the ring, uint8 [S + 1]; the last one stands for all other slots.
-        is_changed: whether the row of a place of the ring has changed since it came, uint8 [S + 1].
-        are_fixed_changed: whether any other row may have changed.
+    `rows` and `slots` are per table, whose first rows are there at the beginning; the rows of at least `ring` slots change.
     """
 
     def __init__(
@@ -97,8 +69,8 @@ class SlotMap:
         assert ring <= num_slots, "the planner refuses smaller arenas"
         share = 1 - ring / max(num_slots, 1)
         fixed = [int(count * share) for count in slots]
-        self.num_fixed = sum(fixed)
-        self.num_ring = num_slots - self.num_fixed
+        self.num_fixed = sum(fixed)  # slots whose rows never change, the first ones
+        self.num_ring = num_slots - self.num_fixed  # S
         bases = list(accumulate(rows, initial=0))
         ends = list(zip(bases, fixed, slots, strict=False))
         rows_of_tables = [
@@ -106,24 +78,24 @@ class SlotMap:
             *(torch.arange(base + first, base + end) for base, first, end in ends),
         ]
         rows_of_slots = torch.cat([*rows_of_tables, torch.tensor([self.num_rows])])
+        # row in each slot, int32 [C + 1]; the last one is R, that of no row
         self.row_of_slot = rows_of_slots.int().to(device)
+        # slot of each row, -1 without one, int32 [R + 1]; the last one is -1
         self.slot_of_row = torch.full((self.num_rows + 1,), -1, dtype=torch.int32, device=device)
         slots_of_rows = torch.arange(num_slots, dtype=torch.int32, device=device)
         self.slot_of_row[self.row_of_slot[:-1].long()] = slots_of_rows
-        # The last entries stand for the slots that are not of the ring.
+        # Bits of the live batches that need each place of the ring, and whether its row has changed since it came. The last
+        # entries stand for the slots that are not of the ring.
         self.pins = torch.zeros(self.num_ring + 1, dtype=torch.uint8, device=device)
         self.is_changed = torch.zeros(self.num_ring + 1, dtype=torch.uint8, device=device)
-        self.are_fixed_changed = False
+        self.are_fixed_changed = False  # whether any other row may have changed
         self._hand = 0
 
     def map(self, ids: Tensor, of_group: TierIds, pin: int) -> tuple[Moves | None, int, int]:
         """Turn the ids of a batch into slots, in place, and keep their rows from leaving.
 
         `pin` is a bit that no other live batch has. Returns the moves that are needed, if any; the ids whose row was missing;
-        and the ids that have a row here.
-
-        Raises:
-            RankError: the live batches need more rows than the ring has slots.
+        and the ids that have a row here. Raises RankError: the live batches need more rows than the ring has slots.
         """
         numbers = ids.index_select(0, of_group.positions)
         is_here = (numbers >= of_group.first) & (numbers < of_group.end)
@@ -136,10 +108,8 @@ class SlotMap:
         """Give a slot to every row of a batch, and keep it from other rows.
 
         `rows`, int32 [K], are R for an id without a row; `pin` is a bit that no other live batch has. Returns slots, int32 [K],
-        -1 without a row; the moves that they need, if any; and the ids whose row was missing.
-
-        Raises:
-            RankError: the live batches need more rows than the ring has slots.
+        -1 without a row; the moves that they need, if any; and the ids whose row was missing. Raises RankError: the live
+        batches need more rows than the ring has slots.
         """
         slots = self.slot_of_row.index_select(0, rows)
         self._pin(slots, pin)

@@ -42,11 +42,9 @@ class StagedRows:
         self._num_read = self._num_written = 0
 
     def without_kept(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows that need a place."""
         return rows[self.place_of_row[rows] != ON_DEVICE]
 
     def lacks(self, rows: np.ndarray) -> bool:
-        """Return whether any of the rows has no place."""
         return bool((self.place_of_row[rows] == ABSENT).any())
 
     def change(self, rows: np.ndarray) -> None:

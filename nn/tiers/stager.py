@@ -77,8 +77,7 @@ class Stager:
     def ready(self, need: Need) -> None:
         """Wait until the rows of a batch are in host memory, where they stay while the device has them.
 
-        Raises:
-            RankError: they have no room, or the disk is full.
+        Raises RankError: they have no room, or the disk is full.
         """
         started = time.perf_counter()
         if need.staging is not None:
@@ -97,15 +96,13 @@ class Stager:
         self.wait_ms += (time.perf_counter() - started) * 1e3
 
     def change(self, need: Need) -> None:
-        """Note that a batch was trained."""
         for group, rows in need.rows.items():
             self._stores[group].staged.change(rows)
 
     def drain(self) -> None:
         """Wait until nothing is read.
 
-        Raises:
-            RankError: the disk is full.
+        Raises RankError: the disk is full.
         """
         if self._last is not None:
             self._last.result()

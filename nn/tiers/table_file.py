@@ -48,10 +48,8 @@ ATTEMPTS = 100
 class TierDirectory:
     """Directory for the files of a rank, below one that several runs may share; removed by `close`, or with this object.
 
-    `parent` is made if it is missing, and should be on a local disk.
-
-    Raises:
-        ValueError: it cannot be made, or the file system has no locks.
+    `parent` is made if it is missing, and should be on a local disk. Raises ValueError: it cannot be made, or the file system
+    has no locks.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -124,10 +122,7 @@ class TableFile:
     """Rows of tables of one width and dtype, numbered table after table.
 
     `rows` are those of the latest save by the name of the part, [num_rows, columns]; they may be written before the first
-    change.
-
-    Raises:
-        RankError: the disk has no room, or a file cannot be made.
+    change. Raises RankError: the disk has no room, or a file cannot be made.
     """
 
     def __init__(self, directory: TierDirectory, name: str, num_rows: int, kinds: Kinds) -> None:
@@ -167,10 +162,8 @@ class TableFile:
     def keep(self, rows: np.ndarray, sources: Sequence[np.ndarray], places: np.ndarray) -> None:
         """Write new values of rows to the journal.
 
-        `rows` are distinct, int64 [n]; their values are at `places` of `sources`, one per part.
-
-        Raises:
-            RankError: the disk is full.
+        `rows` are distinct, int64 [n]; their values are at `places` of `sources`, one per part. Raises RankError: the disk is
+        full.
         """
         changes = self._change_of_row[rows]
         is_new = changes < 0
@@ -202,7 +195,6 @@ class TableFile:
             _copy_blocks(source, places, row_items(part.rows), rows)
 
     def forget(self) -> None:
-        """Drop the journal."""
         if self._num_changes:
             self._change_of_row.fill(-1)
         self._num_changes = 0
@@ -256,8 +248,7 @@ class _Mapping:
     def grow(self, num_rows: int) -> None:
         """Let the disk have room for the first rows: a page without room would end the process when it is written.
 
-        Raises:
-            RankError: the disk is full.
+        Raises RankError: the disk is full.
         """
         needed = num_rows * self.row_bytes
         if needed <= self._allocated:

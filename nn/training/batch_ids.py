@@ -1,4 +1,4 @@
-"""Ids of a batch in the fixed shapes of a step: padding rows, and room for the ids of ragged features."""
+"""Ids of a batch in the fixed shapes of a step: padding rows, and a capacity for the ids of ragged features."""
 
 import logging
 
@@ -29,35 +29,35 @@ class BatchIds:
         self._channel = HostChannel() if needs_channel else None
         self._has_warned = False
 
-    def level(self, batch: Batch) -> int:
-        """Return the level of the capacities that has room for the batch of every rank; all ranks must call it."""
+    def doublings(self, batch: Batch) -> int:
+        """Return how often the capacities must be doubled for the batch of every rank; all ranks must call it."""
         if not self._is_ragged:
             return 0
         used = dict(zip(batch.ids.keys(), batch.ids.length_per_key(), strict=True))
-        level = 0
+        doublings = 0
         while any(
             used[name] > count.capacity
-            for name, count in self._counts(len(batch.labels), level).items()
+            for name, count in self._counts(len(batch.labels), doublings).items()
             if not count.hotness
         ):
-            level += 1
+            doublings += 1
         if self._channel is not None:
-            level = int(self._channel.maximum([level])[0])
-        if level and not self._has_warned:
+            doublings = int(self._channel.maximum([doublings])[0])
+        if doublings and not self._has_warned:
             self._has_warned = True
             if self._ranks.is_rank0:
                 logging.getLogger(__name__).warning(
                     "a batch has more ids of ragged features than the captured step has room for; such batches are trained "
                     "operation by operation, which is slower. Shuffle the rows, if their lengths follow their order"
                 )
-        return level
+        return doublings
 
-    def flat(self, batch: Batch, level: int) -> Tensor:
+    def flat(self, batch: Batch, doublings: int) -> Tensor:
         """Return the ids of a batch, on its device."""
         values, rows = batch.ids.values(), len(batch.labels)
         if not self._is_ragged and batch.num_valid == rows:
             return values
-        counts = self._counts(rows, level)
+        counts = self._counts(rows, doublings)
         lengths = batch.ids.lengths().view(len(counts), rows)
         pieces: list[Tensor] = []
         blocks = values.split(list(batch.ids.length_per_key()))

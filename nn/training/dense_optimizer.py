@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from configs.messages import shown
 from configs.schema import OptimizerConfig, OptimizerName
 from configs.user_objects import load_user_object
-from nn.ops.host_copy import StagedValues
+from nn.ops.host_copy import DeviceValues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,12 @@ class DenseUpdate:
         self.learning_rate = config.lr
         self.is_in_pass = on_gpu and dense_rule(config).reads_device
         device = parameters[0].device
-        self._staged = StagedValues([config.lr], device)
+        self._device_values = DeviceValues([config.lr], device)
         self._found_inf = torch.zeros((), device=device)
         if self.is_in_pass:
             vars(self.optimizer)["found_inf"] = self._found_inf
             for group in self.optimizer.param_groups:
-                group["lr"] = self._staged.floats[0]
+                group["lr"] = self._device_values.floats[0]
                 # Torch checks that Adam may be captured, and warns of the steps before the capture.
                 if "capturable" in group:
                     group["capturable"] = True
@@ -65,14 +65,14 @@ class DenseUpdate:
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the next update at once, outside of a captured pass."""
-        self.stage_learning_rate(rate)
+        self.write_learning_rate(rate)
         if self.is_in_pass:
-            self._staged.load_now()
+            self._device_values.load_now()
 
-    def stage_learning_rate(self, rate: float) -> None:
+    def write_learning_rate(self, rate: float) -> None:
         """Write the learning rate of the next update, for the next `load`; the device must have passed the one before."""
         if self.is_in_pass:
-            self._staged.stage_float(0, rate)
+            self._device_values.write_float(0, rate)
         else:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -81,7 +81,7 @@ class DenseUpdate:
     def load(self) -> None:
         """Queue the copy of the learning rate to the device, if it is read there."""
         if self.is_in_pass:
-            self._staged.load()
+            self._device_values.load()
 
     def allow(self, is_good: Tensor) -> None:
         """Let the next `apply` update the dense component, unless `is_good`, int32 [1] on the device, is 0."""

@@ -76,6 +76,11 @@ class Evaluator:
         """Return whether the final evaluation scores other batches than the others."""
         return self._final_batches != self._num_batches
 
+    @property
+    def final_part(self) -> float:
+        """Return how many times as long as others the final evaluation takes; 0 without one."""
+        return self._final_batches / max(self._num_batches, 1) if self.has_final else 0.0
+
     def run(
         self, progress: EvaluationProgress | None = None, *, is_final: bool = False
     ) -> dict[str, float | int]:

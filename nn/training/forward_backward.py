@@ -15,16 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.messages import shown
 from dataloading.batch import Batch
 from nn.embedding.local_tables import SortedIds
 from nn.layers.bce_loss import unit_gradient
+from nn.layers.distinct_rows import DistinctRows
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.tasks import loss_share
 from nn.observability.annotations import annotate
 from nn.ops.embedding_layout import EmbeddingLayout
 from nn.ops.table_rows import TableRows
 from nn.sharding.local_ids import LocalIds
-from nn.sharding.sharded_lookup import OwnedGradients, ShardedLookup, SortedOwnedIds
+from nn.sharding.sharded_lookup import (
+    LookupGradients,
+    OwnedGradients,
+    ShardedLookup,
+    SortedOwnedIds,
+)
 from nn.training.pass_context import PassContext
 from nn.training.side_stream import SideStream
 
@@ -48,9 +55,9 @@ class _Chunk:
 class _Vectors:
     """The vectors of a batch, and what their gradient needs.
 
-    The `gradient` of the batch is there if it comes chunk by chunk. `rows` are set where a kernel of the dense component looks
-    the vectors up itself; otherwise they have `arrived`. Ids are sorted if tables are trained. `receive` gets the gradient of
-    the batch as soon as the backward pass has it.
+    The `gradients` of the batch are there if they come chunk by chunk. `rows` are set where a kernel of the dense component looks
+    the vectors up itself; otherwise they have `arrived`. Ids are sorted if tables are trained. `receive` gets the gradients of
+    the batch as soon as the backward pass has them.
     """
 
     ids: LocalIds
@@ -58,10 +65,11 @@ class _Vectors:
     arrived: torch.cuda.Event | None
     owned: SortedOwnedIds | None = None
     replicated: SortedIds | None = None
-    gradient: Tensor | None = None
+    gradients: LookupGradients | None = None
     total_weight: Tensor | None = None
-    receive: Callable[[Tensor], None] | None = None
-    received: Tensor | None = None
+    receive: Callable[[LookupGradients], None] | None = None
+    # Kept while the tables' stream may read them.
+    received: LookupGradients | None = None
 
 
 @dataclass(slots=True)
@@ -151,10 +159,10 @@ class ForwardBackward:
         with self._tables.launches():
             context.readback.record(verdict.loss, verdict.is_good)
 
-        def receive(gradient: Tensor) -> None:
-            returned = self._send_back(vectors, gradient)
+        def receive(gradients: LookupGradients) -> None:
+            returned = self._send_back(vectors, gradients)
             self._update_tables(vectors, returned, verdict)
-            self._add_to_replicated(vectors, gradient, verdict)
+            self._add_to_replicated(vectors, gradients, verdict)
 
         vectors.receive = receive
         with annotate("backward"):
@@ -166,17 +174,17 @@ class ForwardBackward:
         """Apply the step if, besides, no gradient has overflowed fp16; that is known at the end, and tables wait for it."""
         context = self._context
         verdict = self._check_loss(total)
-        received: list[tuple[Tensor, OwnedGradients | None]] = []
+        received: list[tuple[LookupGradients, OwnedGradients | None]] = []
 
-        def receive(gradient: Tensor) -> None:
-            received.append((gradient, self._send_back(vectors, gradient)))
-            self._add_to_replicated(vectors, gradient, verdict)
+        def receive(gradients: LookupGradients) -> None:
+            received.append((gradients, self._send_back(vectors, gradients)))
+            self._add_to_replicated(vectors, gradients, verdict)
 
         vectors.receive = receive
         with annotate("backward"):
             (share * context.loss_scale).backward(unit_gradient(share.device))
-        gradient, returned = received[0]
-        finite = self._sum_and_check(gradient)
+        gradients, returned = received[0]
+        finite = self._sum_and_check(gradients)
         self._tables.wait_for_main()
         with self._tables.launches():
             verdict = self._let(verdict.loss, verdict.is_good * finite.int())
@@ -201,44 +209,84 @@ class ForwardBackward:
                 with annotate("sort"):
                     vectors.owned, vectors.replicated = self._lookup.sort(ids)
         if len(self._chunks) > 1:
-            vectors.gradient = torch.empty_like(self._lookup.memory)
+            vectors.gradients = LookupGradients(
+                torch.empty_like(self._lookup.memory),
+                {
+                    table: torch.zeros(rows.shape, device=rows.device)
+                    for table, rows in self._lookup.handed_out.items()
+                },
+            )
         return vectors
 
     def _forward(self, vectors: _Vectors, batch: Batch, chunk: _Chunk) -> Tensor:
         """Return the logits. The later the dense component takes the embeddings, the earlier it returns their gradient."""
         context, lookup = self._context, self._lookup
+        taken: list[Tensor] = []
+        unused = dict.fromkeys(lookup.handed_out)
 
-        def take(is_filled_by_caller: bool) -> Tensor:
+        def take_all(is_filled_by_caller: bool) -> list[Tensor]:
+            """Return the vectors, and the rows that the dense component takes; always the same."""
+            if taken:
+                return taken
             if vectors.rows is not None and not is_filled_by_caller:
                 lookup.look_up(vectors.ids)
             if not is_filled_by_caller:
                 self._tables.main_waits_for(vectors.arrived)
             values = lookup.memory.detach()
-            if vectors.gradient is not None:
+            if vectors.gradients is not None:
                 parts = [part.flatten() for part in lookup.samples(values, chunk.first, chunk.end)]
-                values = parts[0] if len(parts) == 1 else torch.cat(parts)
-            return _EmbeddingGradient.apply(
-                values.requires_grad_(), partial(self._receive, vectors, chunk)
+                values = parts[0] if len(parts) == 1 else torch.cat([values[:0], *parts])
+            looked_up = [values, *(rows.detach() for rows in lookup.handed_out.values())]
+            receive = partial(self._receive, vectors, chunk)
+            taken.extend(
+                _EmbeddingGradient.apply(receive, *(part.requires_grad_() for part in looked_up))
             )
+            return taken
+
+        def take(is_filled_by_caller: bool) -> Tensor:
+            return take_all(is_filled_by_caller)[0]
+
+        def rows_of(table: str, feature: str) -> DistinctRows:
+            unused.pop(table, None)
+            rows = dict(zip(lookup.handed_out, take_all(False)[1:], strict=True))[table]
+            found = lookup.distinct_rows(vectors.ids, rows, table, feature)
+            return found.of_samples(chunk.first, chunk.end)
 
         if context.layers is not None and context.chunk_rows is not None:
             context.layers.set_chunk(chunk.number, chunk.first, chunk.num_valid, chunk.global_valid)
         with context.autocast(), annotate("dense"):
-            embeddings = PooledEmbeddings(chunk.layout or lookup.layout, take, vectors.rows)
-            return context.dense(_rows(batch.numerical, chunk), embeddings)
-
-    def _receive(self, vectors: _Vectors, chunk: _Chunk, gradient: Tensor) -> None:
-        """Take the gradient of a chunk's vectors to those of the batch."""
-        assert vectors.receive is not None, "the backward pass runs behind the check of the loss"
-        if vectors.gradient is not None:
-            parts = self._lookup.samples(vectors.gradient, chunk.first, chunk.end)
-            arrived = gradient.split([part.numel() for part in parts])
-            torch._foreach_copy_(
-                parts, [one.view_as(part) for one, part in zip(arrived, parts, strict=True)]
+            layout = chunk.layout or lookup.layout
+            embeddings = PooledEmbeddings(layout, take, vectors.rows, rows_of)
+            logits = context.dense(_rows(batch.numerical, chunk), embeddings)
+        for table in unused:
+            raise ValueError(
+                f"table {shown(table)} without pooling has a ragged feature, and the model takes none of its rows; take them by "
+                "embeddings.distinct_rows, or pool them by sum or mean"
             )
-            gradient = vectors.gradient
-        vectors.received = gradient
-        vectors.receive(gradient)
+        return logits
+
+    def _receive(
+        self, vectors: _Vectors, chunk: _Chunk, gradient: Tensor, *of_rows: Tensor
+    ) -> None:
+        """Take the gradients of a chunk's vectors and rows to those of the batch."""
+        assert vectors.receive is not None, "the backward pass runs behind the check of the loss"
+        gradients = LookupGradients(
+            gradient, dict(zip(self._lookup.handed_out, of_rows, strict=True))
+        )
+        if vectors.gradients is not None:
+            whole = vectors.gradients
+            parts = self._lookup.samples(whole.vectors, chunk.first, chunk.end)
+            arrived = gradient.split([part.numel() for part in parts])
+            if parts:
+                torch._foreach_copy_(
+                    parts, [one.view_as(part) for one, part in zip(arrived, parts, strict=True)]
+                )
+            # Every chunk has a part of the gradient of a row.
+            for table, rows in gradients.rows.items():
+                whole.rows[table].add_(rows)
+            gradients = whole
+        vectors.received = gradients
+        vectors.receive(gradients)
 
     def _loss_share(self, vectors: _Vectors, logits: Tensor, batch: Batch, chunk: _Chunk) -> Tensor:
         """Return this rank's share of the loss of the batch."""
@@ -272,13 +320,13 @@ class ForwardBackward:
             self._context.dense_update.allow(is_good)
         return _Verdict(loss, is_good, self._tables.mark())
 
-    def _send_back(self, vectors: _Vectors, gradient: Tensor) -> OwnedGradients | None:
-        """Send the gradients of vectors to the ranks of their tables, if these are trained; on the tables' stream."""
+    def _send_back(self, vectors: _Vectors, gradients: LookupGradients) -> OwnedGradients | None:
+        """Send the gradients of vectors and rows to the ranks of their tables, if these are trained; on the tables' stream."""
         if vectors.owned is None:
             return None
         self._tables.wait_for_main()
         with self._tables.launches():
-            return self._lookup.send_back(vectors.owned, gradient)
+            return self._lookup.send_back(vectors.owned, gradients)
 
     def _update_tables(
         self, vectors: _Vectors, returned: OwnedGradients | None, verdict: _Verdict
@@ -288,16 +336,21 @@ class ForwardBackward:
             with self._tables.launches():
                 self._lookup.update(vectors.owned, returned, verdict.is_good)
 
-    def _add_to_replicated(self, vectors: _Vectors, gradient: Tensor, verdict: _Verdict) -> None:
+    def _add_to_replicated(
+        self, vectors: _Vectors, gradients: LookupGradients, verdict: _Verdict
+    ) -> None:
         """Add up the gradients of replicated tables, whose ids were sorted before the check, beside the all-to-all."""
-        if vectors.replicated is not None:
+        if vectors.owned is not None and vectors.replicated is not None:
             self._tables.main_waits_for(verdict.event)
-            self._lookup.accumulate_replicated(vectors.replicated, gradient, verdict.is_good)
+            ids = vectors.owned, vectors.replicated
+            self._lookup.accumulate_replicated(ids, gradients, verdict.is_good)
 
-    def _sum_and_check(self, local_gradient: Tensor) -> Tensor:
+    def _sum_and_check(self, local: LookupGradients) -> Tensor:
         """All-reduce the gradients, divide them by the loss scale, and return whether none overflowed on any rank."""
         gradients = self._context.gradients
-        gradients.signal.copy_(~torch.isfinite(local_gradient).all())
+        parts = [local.vectors, *local.rows.values()]
+        are_finite = [torch.isfinite(part).all() for part in parts]
+        gradients.signal.copy_(~torch.stack(are_finite).all())
         gradients.sum(self._context.ranks)
         # An overflow on any rank is not finite, or not zero, in the sum on all ranks.
         finite = gradients.are_finite() & (gradients.signal == 0)
@@ -336,8 +389,12 @@ class Forward:
         def take(is_filled_by_caller: bool) -> Tensor:
             return self._lookup.look_up(ids) if values is None else values
 
+        def rows_of(table: str, feature: str) -> DistinctRows:
+            of_table = self._lookup.handed_out[table]
+            return self._lookup.distinct_rows(ids, of_table, table, feature)
+
         with self._context.autocast():
-            embeddings = PooledEmbeddings(self._lookup.layout, take, rows)
+            embeddings = PooledEmbeddings(self._lookup.layout, take, rows, rows_of)
             return self._context.dense(batch.numerical, embeddings)
 
     def without_updates(self) -> AbstractContextManager:
@@ -351,14 +408,14 @@ def _rows(values: Tensor, chunk: _Chunk) -> Tensor:
 
 
 class _EmbeddingGradient(torch.autograd.Function):
-    """The identity on embeddings; the backward pass hands their gradient over instead of storing it."""
+    """The identity on embeddings; the backward pass hands their gradients over, all at once, instead of storing them."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, receive: Callable[..., None], *values: Tensor) -> tuple[Tensor, ...]:
         ctx.receive = receive
-        return values.view_as(values)
+        return tuple(part.view_as(part) for part in values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        ctx.receive(gradient)
-        return None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.receive(*gradients)
+        return (None,) * (1 + len(gradients))

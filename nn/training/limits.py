@@ -5,6 +5,7 @@ day. The steps of a run are counted over all stages: the schedule and the optimi
 data is counted from the first step of its stage.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -81,6 +82,11 @@ class EvalSteps:
             round(self.steps_per_epoch * part / self.per_epoch) == of_epoch
             for part in range(max(near - 1, 1), min(near + 2, self.per_epoch) + 1)
         )
+
+    def remaining(self, step: int) -> int:
+        """Return about how many evaluations are made after this step and all later ones."""
+        every = self.every or max(self.steps_per_epoch / self.per_epoch, 1)
+        return math.ceil(self.last_step / every) - math.floor((step - 1) / every + 1e-9)
 
 
 NEXT, PREVIOUS = "next", "previous"

@@ -1,6 +1,6 @@
 """Prefetch of one batch: while a batch trains, the next one is copied to the device and its ids are exchanged.
 
-A batch in one memory takes one copy, to one of two places that batches take in turns: a step then allocates nothing, and makes
+A batch in one memory takes one copy, to one of two buffers that batches take in turns: a step then allocates nothing, and makes
 no objects.
 """
 
@@ -46,7 +46,7 @@ class Prefetcher:
         # The next step waits for the kernels that map ids to slots; beside this step's they are served first.
         priority = -1 if path.has_host_tables else 0
         self._stream = _side_stream(device, priority) if device.type == "cuda" else None
-        self._places: _Places | None = None
+        self._buffers: _Buffers | None = None
         self._next: tuple[Batch, BatchRows] | None = None
         self._is_started = False
         self.data_wait_ms = 0.0
@@ -88,8 +88,8 @@ class Prefetcher:
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             # Before the wait for this batch, for whose rows the next one's copy and mapping need not wait.
-            if self._places is not None:
-                self._places.previous_is_used()
+            if self._buffers is not None:
+                self._buffers.previous_is_used()
             self._path.wait_for(self._stream)
             if batch.memory is None:
                 batch.record_stream(current)
@@ -100,9 +100,9 @@ class Prefetcher:
         """Return a copy on the device, on the current stream."""
         if batch.memory is None or self._stream is None:
             return batch.to(self._device, non_blocking=True)
-        if self._places is None or not self._places.fit(batch.memory):
-            self._places = _Places(batch.memory, self._device)
-        return self._places.copied(batch)
+        if self._buffers is None or not self._buffers.fit(batch.memory):
+            self._buffers = _Buffers(batch.memory, self._device)
+        return self._buffers.copied(batch)
 
     def _on_stream(self) -> AbstractContextManager:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -114,7 +114,7 @@ def _alone(batches: Iterator[Batch]) -> Iterator[Ahead]:
         yield batch, None
 
 
-class _Places:
+class _Buffers:
     """Two blocks of memory of the device, which batches of the same size take in turns.
 
     A batch must have been taken before the one after the next is copied.
@@ -137,7 +137,7 @@ class _Places:
         return len(memory) <= len(self._blocks[0])
 
     def copied(self, batch: Batch) -> Batch:
-        """Copy a batch behind the last use of the one that it replaces, and return it; always the same object of a place."""
+        """Copy a batch behind the last use of the one that it replaces, and return it; always the same object of a buffer."""
         assert batch.memory is not None, "the tensors lie in one memory"
         torch.cuda.current_stream().wait_event(self._is_used)
         block, batches = self._blocks[self._turn], self._batches[self._turn]

@@ -9,7 +9,7 @@ from configs.schema import Config, Mode
 from dataloading.batch import Batch
 from nn.sharding.batch_rows import BatchRows
 from nn.sharding.id_all_to_all import CapturedIdAllToAll
-from nn.sharding.local_ids import Room
+from nn.sharding.local_ids import Capacity
 from nn.sharding.sharded_lookup import ShardedLookup
 from nn.sharding.sharded_tables import ShardedTables
 from nn.training.captured_pass import AnyPass, CapturedPass, LaunchedPass, PassFunction
@@ -48,21 +48,21 @@ class StepBuilder:
             sizes = (config.train.batch_size, config.eval.batch_size)
             self.captured_sizes = frozenset(size // context.ranks.world_size for size in sizes)
         self.sizes: dict[int, SizeParts] = {}
-        # Of other rooms, that of the latest batch alone: its buffers are large, and such batches are rare.
-        self._unusual: tuple[int, Room, ShardedLookup] | None = None
+        # Of other capacities, that of the latest batch alone: its buffers are large, and such batches are rare.
+        self._unusual: tuple[int, Capacity, ShardedLookup] | None = None
 
-    def lookup(self, size: int, room: Room) -> ShardedLookup:
-        """Return the lookup for batches of `size` rows per rank, always the same object for the usual room."""
-        if room.is_usual:
-            return self._parts(size, room).lookup
-        if self._unusual is None or self._unusual[:2] != (size, room):
+    def lookup(self, size: int, capacity: Capacity) -> ShardedLookup:
+        """Return the lookup for batches of `size` rows per rank, always the same object for the usual capacity."""
+        if capacity.is_usual:
+            return self._parts(size, capacity).lookup
+        if self._unusual is None or self._unusual[:2] != (size, capacity):
             self._drop_unusual()
-            self._unusual = size, room, self._built_lookup(size, room)
+            self._unusual = size, capacity, self._built_lookup(size, capacity)
         return self._unusual[2]
 
-    def exchanged(self, size: int, room: Room, ids: Tensor) -> BatchRows:
+    def exchanged(self, size: int, capacity: Capacity, ids: Tensor) -> BatchRows:
         """Send the ids of a full batch to their tables."""
-        parts = self._parts(size, room)
+        parts = self._parts(size, capacity)
         if size not in self.captured_sizes:
             return BatchRows(*parts.lookup.send_ids(ids))
         if parts.exchange is None:
@@ -71,12 +71,12 @@ class StepBuilder:
 
     def training(self, batch: Batch, rows: BatchRows, *, is_full: bool) -> AnyPass:
         """Return the pass that trains a batch; only full training batches justify the memory of a graph."""
-        size, room = len(batch.labels), rows.ids.room
-        lookup = self.lookup(size, room)
+        size, capacity = len(batch.labels), rows.ids.capacity
+        lookup = self.lookup(size, capacity)
         if not is_full:
             counts = batch.num_valid, batch.global_valid
             return LaunchedPass(ForwardBackward(lookup, self._context, *counts))
-        if not room.is_usual:
+        if not capacity.is_usual:
             return LaunchedPass(ForwardBackward(lookup, self._context))
         parts = self.sizes[size]
         if parts.training is None:
@@ -87,9 +87,9 @@ class StepBuilder:
 
     def forward(self, batch: Batch, rows: BatchRows) -> AnyPass:
         """Return the pass that evaluates a batch; full ones have a graph, for one size at a time."""
-        size, room = len(batch.labels), rows.ids.room
-        function = Forward(self.lookup(size, room), self._context)
-        if not room.is_usual:
+        size, capacity = len(batch.labels), rows.ids.capacity
+        function = Forward(self.lookup(size, capacity), self._context)
+        if not capacity.is_usual:
             return LaunchedPass(function)
         parts = self.sizes[size]
         if parts.forward is None:
@@ -108,17 +108,17 @@ class StepBuilder:
                 parts.exchange.close()
             parts.training = parts.forward = parts.exchange = None
 
-    def _parts(self, size: int, room: Room) -> SizeParts:
-        """Return what full batches of a size need; `room` is the usual one."""
+    def _parts(self, size: int, capacity: Capacity) -> SizeParts:
+        """Return what full batches of a size need; `capacity` is the usual one."""
         if size not in self.sizes:
-            self.sizes[size] = SizeParts(self._built_lookup(size, room))
+            self.sizes[size] = SizeParts(self._built_lookup(size, capacity))
         return self.sizes[size]
 
-    def _built_lookup(self, size: int, room: Room) -> ShardedLookup:
+    def _built_lookup(self, size: int, capacity: Capacity) -> ShardedLookup:
         return ShardedLookup(
             self._tables.rank_tables,
             size,
-            room,
+            capacity,
             replicated_gradients=self._context.gradients.further,
             prefix_columns=self._context.dense.prefix_columns,
         )
@@ -136,7 +136,7 @@ class StepBuilder:
         return CapturedPass(function, rows, batch, beside)
 
     def _drop_unusual(self) -> None:
-        """Release the lookup of an unusual room; the streams of the passes may still read its memory."""
+        """Release the lookup of an unusual capacity; the streams of the passes may still read its memory."""
         if self._unusual is not None and self._context.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         self._unusual = None

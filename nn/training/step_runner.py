@@ -11,7 +11,7 @@ from dataloading.batch import Batch
 from nn.sharding.batch_rows import BatchRows
 from nn.sharding.local_ids import LocalIds
 from nn.sharding.placement import RankTables
-from nn.sharding.request_room import RequestRoom
+from nn.sharding.request_capacity import RequestCapacity
 from nn.sharding.sharded_tables import ShardedTables
 from nn.tiers.stager import Need
 from nn.training.batch_ids import BatchIds
@@ -34,7 +34,7 @@ class StepRunner:
         self._batch_ids = BatchIds(tables, context.ranks)
         self._ids_are_here = _arrive_as_they_are(tables.rank_tables)
         self._no_ids = torch.empty(0, dtype=torch.int32, device=context.ranks.device)
-        self._request_room = RequestRoom(tables.rank_tables)
+        self._request_capacity = RequestCapacity(tables.rank_tables)
         self._has_warned = False
 
     @property
@@ -50,7 +50,7 @@ class StepRunner:
     def announce(self, batch: Batch) -> Need | None:
         """Send the ids of a batch that comes later; return the rows on disk that this rank needs for it."""
         rows = self._send(batch)
-        lookup = self.builder.lookup(len(batch.labels), rows.ids.room)
+        lookup = self.builder.lookup(len(batch.labels), rows.ids.capacity)
         need = lookup.needed_rows(rows.ids)
         rows.ids_are_read()
         return need
@@ -83,7 +83,7 @@ class StepRunner:
 
     def forward_backward(self, batch: Batch, rows: BatchRows) -> Tensor:
         """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too."""
-        rows = self._with_room(batch, rows)
+        rows = self._fitting(batch, rows)
         with rows.used(is_trained=self._context.update_tables):
             training = self.builder.training(batch, rows, is_full=self._is_full(batch))
             return training.run(rows, batch)
@@ -94,7 +94,7 @@ class StepRunner:
 
     def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
         """Return the logits [B]; the next call overwrites them."""
-        rows = self._with_room(batch, rows)
+        rows = self._fitting(batch, rows)
         with rows.used(is_trained=False):
             return self.builder.forward(batch, rows).run(rows, batch)
 
@@ -106,43 +106,43 @@ class StepRunner:
         return batch.global_valid == len(batch.labels) * self._context.ranks.world_size
 
     def _send(self, batch: Batch) -> BatchRows:
-        level = self._batch_ids.level(batch)
-        ids = self._batch_ids.flat(batch, level)
-        if level or not self._is_full(batch):
-            return self._send_exactly(batch, ids, level)
+        doublings = self._batch_ids.doublings(batch)
+        ids = self._batch_ids.flat(batch, doublings)
+        if doublings or not self._is_full(batch):
+            return self._send_exactly(batch, ids, doublings)
         if self._ids_are_here:
             # The ids are those of the batch, so there is nothing to release.
             return BatchRows(LocalIds(ids, self._no_ids), release=lambda: None)
         size = len(batch.labels)
-        return self.builder.exchanged(size, self._request_room.usual(size, ids), ids)
+        return self.builder.exchanged(size, self._request_capacity.usual(size, ids), ids)
 
-    def _send_exactly(self, batch: Batch, ids: Tensor, level: int) -> BatchRows:
-        """Send the ids of an unusual batch, with room for them alone."""
+    def _send_exactly(self, batch: Batch, ids: Tensor, doublings: int) -> BatchRows:
+        """Send the ids of an unusual batch, with a capacity for them alone."""
         size = len(batch.labels)
         num_valid = None if self._is_full(batch) else batch.global_valid
-        room = self._request_room.exact(size, ids, level, num_valid)
-        return BatchRows(self.builder.lookup(size, room).send_ids(ids, num_valid)[0])
+        capacity = self._request_capacity.exact(size, ids, doublings, num_valid)
+        return BatchRows(self.builder.lookup(size, capacity).send_ids(ids, num_valid)[0])
 
     def _fetch(self, batch: Batch, rows: BatchRows, need: Need | None = None) -> None:
         """Fetch the rows of tables in host memory; their ids become slots."""
         if self.has_host_tables:
-            lookup = self.builder.lookup(len(batch.labels), rows.ids.room)
+            lookup = self.builder.lookup(len(batch.labels), rows.ids.capacity)
             rows.keep(lookup.hold_rows(rows.ids, need))
 
-    def _with_room(self, batch: Batch, rows: BatchRows) -> BatchRows:
-        """Return rows that have room: those given, or, if a rank asked for more than it has room for, others."""
-        if not rows.lack_room():
+    def _fitting(self, batch: Batch, rows: BatchRows) -> BatchRows:
+        """Return rows that fit: those given, or, if a rank asked for more than its capacity, others."""
+        if not rows.overflow():
             return rows
         if not self._has_warned:
             self._has_warned = True
             if self._context.ranks.is_rank0:
                 logging.getLogger(__name__).warning(
-                    "a batch asks for more distinct rows of row-wise tables than the captured step has room for; such batches "
+                    "a batch asks for more distinct rows of tables than the captured step has room for; such batches "
                     "are trained operation by operation, which is slower. Shuffle the rows, if their ids follow their order"
                 )
         rows.ids_are_read()
-        level = rows.ids.room.level
-        sent = self._send_exactly(batch, self._batch_ids.flat(batch, level), level)
+        doublings = rows.ids.capacity.doublings
+        sent = self._send_exactly(batch, self._batch_ids.flat(batch, doublings), doublings)
         if self.has_host_tables:
             # Rows move on the prefetcher's stream otherwise.
             self._synchronize()
@@ -164,6 +164,7 @@ def _arrive_as_they_are(tables: RankTables) -> bool:
         # Of tables in host memory they become slots.
         and tables.tier is None
         and not tables.placement.replicas
+        and not tables.placement.requested
         and not tables.expansions
         and all(count.hotness for count in counts.values())
         and list(dict.fromkeys(looked_up)) == list(counts)

@@ -310,7 +310,7 @@ class TrainStep:
         return nullcontext() if dtype is None else torch.autocast(self._ranks.device.type, dtype)
 
     def _set_learning_rate(self, step: int, factor: float) -> None:
-        self._dense_update.stage_learning_rate(self._config.effective_optimizer.lr * factor)
+        self._dense_update.write_learning_rate(self._config.effective_optimizer.lr * factor)
         self.path.prepare_update(step, self._config.effective_optimizer.table_lr * factor)
 
     def _update(self, step: int) -> None:

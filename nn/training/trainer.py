@@ -385,14 +385,24 @@ class Trainer:
             **self._evaluator.run(self._progress),
         }
         self._is_as_resumed = False
+        is_first = self.state.best_step is None
         self.state.take_evaluation(record, self.best_metric)
         self._observers.tell("on_evaluation", self, dict(record), is_final=False)
         problem = self._evaluator.problem
         self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
         self._recorder.write_predictions(self._described(self.num_steps))
         self.state.last_record = self.num_steps
-        self._progress.show_test(record, model=self._first_model(), problem=problem)
+        best = "" if is_first else self._best_so_far()
+        self._progress.show_test(record, model=self._first_model(), problem=problem, best=best)
         return record
+
+    def _best_so_far(self) -> str:
+        """Return the best evaluation, for the terminal; empty if none has the metric."""
+        state, title = self.state, self.best_metric.title.removeprefix("test ")
+        if state.best_step is None:
+            return ""
+        where = "" if state.best_step == state.num_steps else f" at step {state.best_step:,}"
+        return f"best {title} {state.best_value:.4f}{where}" if where else "best so far"
 
     def _described(self, step: int) -> dict[str, Any]:
         """Return the predictions of the latest evaluation, of the model after `step`."""

@@ -7,17 +7,20 @@
 If both exist, `_metadata.json` defines the roles. An unspecified cardinality is the largest id plus one.
 """
 
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from google.protobuf import any_pb2, descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError
+from google.protobuf.struct_pb2 import Struct
 
-from configs.messages import shortened, shown
+from configs.messages import printable, shortened, shown
 from dataloading.dataset.documents import (
     FILE_LIST,
     read_file_list,
@@ -31,7 +34,6 @@ from dataloading.dataset.parquet_files import ColumnKind, check_columns, open_fi
 from dataloading.dataset.row_columns import BINARY, RowColumn
 from dataloading.dataset.split_files import SplitFiles, expect
 from preproc.convert.rows import SourceRows, input_feature, natural_order
-from preproc.convert.text_proto import Message, parse_text_proto
 
 SCHEMA, METADATA = "schema.pbtxt", "_metadata.json"
 VALIDATION_FOLDERS = ("valid", "validation", "val")
@@ -39,6 +41,23 @@ BINARY_TAGS = {"binary_classification", "binary"}
 REGRESSION_TAGS = {"regression"}
 MULTI_CLASS_TAGS = {"multi_class_classification", "multi_class"}
 REGRESSION = np.dtype(np.float32)
+SCHEMA_PROTO = """
+name: "merlin_schema.proto" package: "merlin" dependency: "google/protobuf/any.proto"
+message_type { name: "Schema"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type_name: ".merlin.Feature" } }
+message_type { name: "Feature"
+  field { name: "name" number: 1 type: TYPE_STRING }
+  field { name: "annotation" number: 2 type_name: ".merlin.Annotation" }
+  field { name: "int_domain" number: 3 type_name: ".merlin.Range" }
+  field { name: "value_count" number: 4 type_name: ".merlin.Range" } }
+message_type { name: "Annotation"
+  field { name: "tag" number: 1 label: LABEL_REPEATED type: TYPE_STRING }
+  field { name: "extra_metadata" number: 2 label: LABEL_REPEATED type_name: ".google.protobuf.Any" } }
+message_type { name: "Range"
+  field { name: "min" number: 1 type: TYPE_INT64 }
+  field { name: "max" number: 2 type: TYPE_INT64 } }
+"""
+"""What is read of TensorFlow Metadata's `schema.proto`; its numbers do not matter in a text."""
 
 
 @dataclass(slots=True)
@@ -109,10 +128,15 @@ def _feature(
     root: Path, name: str, roles: Roles, paths: list[Path], schema: pa.Schema, has_tables: bool
 ) -> CategoricalFeature:
     """Return a categorical feature of the files, of which the first has this schema."""
-    kind = ColumnKind.ids if _has_lists(schema, name) else ColumnKind.id
+    # The first column of a name that several have is checked too.
+    values = schema.types[schema.names.index(name)]
+    has_lists = pa.types.is_list(values) or pa.types.is_large_list(values)
+    kind = ColumnKind.ids if has_lists else ColumnKind.id
     check_columns(paths[0], schema, {name: kind})
     rows = roles.cardinalities.get(name) if has_tables else None
-    if rows is None and (has_tables or _is_unsigned(schema, name)):
+    values = values.value_type if has_lists else values
+    # Unsigned ids may be beyond the keys.
+    if rows is None and (has_tables or pa.types.is_uint64(values)):
         largest = _largest(paths, name, kind)
         # Keys are int64.
         expect(has_tables or largest < 2**63, f"{root}: {name}", largest, "ids below 2^63")
@@ -191,48 +215,47 @@ def _column_names(columns: object, where: str) -> list[str]:
     return [str(name) for name in names]
 
 
+@cache
+def _schema_class() -> type[Any]:
+    file = text_format.Parse(SCHEMA_PROTO, descriptor_pb2.FileDescriptorProto())
+    pool = descriptor_pool.Default()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("merlin.Schema"))
+
+
 def _read_schema(path: Path) -> Roles:
     """Return the roles in a TensorFlow Metadata schema in text form, from Merlin's tags and properties."""
-    text = read_text(path)
-    try:
-        return _roles_in(parse_text_proto(text))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _roles_in(document: Message) -> Roles:
     roles = Roles()
-    for feature in document.get("feature", []):
-        expect(isinstance(feature, dict), "feature", feature, "a message, as feature { ... }")
-        name = _first(feature, "name")
-        expect(isinstance(name, str) and bool(name), "the name of a feature", name, "a text")
-        annotation = _message(feature, "annotation")
-        tags = {str(tag).lower().rpartition(".")[2] for tag in annotation.get("tag", [])}
-        domain, counts = _message(feature, "int_domain"), _message(feature, "value_count")
+    try:
+        schema = text_format.Parse(read_text(path), _schema_class()(), allow_unknown_field=True)
+    except (text_format.ParseError, RecursionError) as error:
+        # Begins with line and column.
+        raise ValueError(f"{path}:{shortened(printable(str(error)))}") from None
+    for feature in schema.feature:
+        name, annotation, domain = feature.name, feature.annotation, feature.int_domain
+        expect(bool(name), f"{path}: the name of a feature", name, "a text")
+        tags = {tag.lower().rpartition(".")[2] for tag in annotation.tag}
         # First: a target that is an input too would tell the model its answer.
         if tags & {"target", "label", *BINARY_TAGS, *REGRESSION_TAGS, *MULTI_CLASS_TAGS}:
             if tags & MULTI_CLASS_TAGS:
                 raise ValueError(
-                    f"target {shown(name)} has several classes, and a label is binary or a number; remove its tag target to "
-                    "leave it out"
+                    f"{path}: target {shown(name)} has several classes, and a label is binary or a number; remove its tag target "
+                    "to leave it out"
                 )
             roles.labels.append(name)
             if tags & {"categorical", *BINARY_TAGS, *REGRESSION_TAGS}:
                 roles.kinds[name] = not tags & REGRESSION_TAGS
         elif "categorical" in tags:
             roles.categorical.append(name)
-            extra = _message(annotation, "extra_metadata")
-            cardinality = _cardinality(_first(extra, "value"))
-            largest = _first(domain, "max")
-            if cardinality is None and largest is not None:
-                expect(isinstance(largest, int), f"{name}: int_domain.max", largest, "an integer")
-                cardinality = largest + 1
+            cardinality = next(map(_cardinality, annotation.extra_metadata), None)
+            if cardinality is None and domain.HasField("max"):
+                cardinality = domain.max + 1
             if cardinality is not None:
                 roles.cardinalities[name] = cardinality
-            most = _first(counts, "max")
-            if _first(counts, "min") == most and most:
-                is_count = isinstance(most, int) and most > 0
-                expect(is_count, f"{name}: value_count.max", most, "a positive integer")
+            counts = feature.value_count
+            if counts.min == counts.max != 0:
+                most = counts.max
+                expect(most > 0, f"{path}: {name}: value_count.max", most, "a positive integer")
                 roles.hotness[name] = most
         elif "continuous" in tags:
             roles.numerical.append(name)
@@ -241,91 +264,14 @@ def _roles_in(document: Message) -> Roles:
     return roles
 
 
-def _first(message: Message, key: str) -> Any:
-    """Return the first value of a field, None if the field is absent."""
-    return next(iter(message.get(key, [])), None)
-
-
-def _message(message: Message, key: str) -> Message:
-    """Return the message in a field, an empty one if the field is absent."""
-    value = _first(message, key)
-    expect(value is None or isinstance(value, dict), key, value, f"a message, as {key} {{ ... }}")
-    return value or {}
-
-
-def _cardinality(value: object) -> int | None:
-    """Return `embedding_sizes.cardinality` of a serialised `google.protobuf.Struct`."""
-    if not isinstance(value, str):
-        return None
+def _cardinality(properties: any_pb2.Any) -> int | None:
+    """Return `embedding_sizes.cardinality` of a serialised `Struct`."""
     try:
-        sizes = _struct(value.encode("latin-1")).get("embedding_sizes")
-        cardinality = sizes.get("cardinality") if isinstance(sizes, Mapping) else None
-    except (LookupError, struct.error, UnicodeError, RecursionError):
+        sizes = Struct.FromString(properties.value).fields["embedding_sizes"].struct_value
+    except DecodeError:
         return None
-    if not isinstance(cardinality, float) or not 1 <= cardinality < 2**53:
-        return None
-    return int(cardinality)
-
-
-def _struct(data: bytes) -> dict[str, object]:
-    """Decode a `google.protobuf.Struct`: field 1 is a map entry of key (1) and `Value` (2)."""
-    decoded = {}
-    for _, entry in _wire(data):
-        parts = dict(_wire(entry))
-        decoded[parts[1].decode()] = _value(parts.get(2, b""))
-    return decoded
-
-
-def _value(data: bytes) -> object:
-    """Decode a `google.protobuf.Value`: of its kinds, number (2), string (3) and struct (5)."""
-    for number, content in _wire(data):
-        if number == 2:
-            return struct.unpack("<d", content)[0]
-        if number == 3:
-            return content.decode()
-        if number == 5:
-            return _struct(content)
-    return None
-
-
-def _wire(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (field number, content) of a serialised message; a varint is yielded as the payload of its last byte."""
-
-    def varint(at: int) -> tuple[int, int]:
-        number = shift = 0
-        while True:
-            byte = data[at]
-            number |= (byte & 127) << shift
-            shift, at = shift + 7, at + 1
-            if byte < 128:
-                return number, at
-
-    at = 0
-    while at < len(data):
-        key, at = varint(at)
-        kind = key & 7
-        if kind == 0:
-            number, at = varint(at)
-            yield key >> 3, bytes([number & 255])
-            continue
-        if kind == 2:
-            length, at = varint(at)
-        else:
-            length = {1: 8, 5: 4}[kind]
-        yield key >> 3, data[at : at + length]
-        at += length
-
-
-def _has_lists(schema: pa.Schema, name: str) -> bool:
-    """Return whether a column, or the first one of its name, holds lists."""
-    kind = schema.types[schema.names.index(name)]
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
-def _is_unsigned(schema: pa.Schema, name: str) -> bool:
-    """Return whether the ids of a column may be 2^63 or more."""
-    kind = schema.types[schema.names.index(name)]
-    return pa.types.is_uint64(kind.value_type if _has_lists(schema, name) else kind)
+    cardinality = sizes.fields["cardinality"].number_value
+    return int(cardinality) if 1 <= cardinality < 2**53 else None
 
 
 def _largest(paths: list[Path], name: str, kind: ColumnKind) -> int:

@@ -100,7 +100,6 @@ class NpyRows:
         )
 
     def chunks(self, split: str) -> Iterator[Chunk]:
-        """Yield the rows of `split` in order."""
         for day, start, stop in self._parts[split]:
             for rows, ids in day.ids(start, stop):
                 yield Chunk(
@@ -164,7 +163,6 @@ class _Day:
                 yield slice(first, first + count), read
 
     def largest_ids(self) -> list[int]:
-        """Return the largest id of each table."""
         largest = [0] * len(self.hotness)
         for _, ids in self.ids(0, self.num_rows):
             largest = [

@@ -20,9 +20,7 @@ import yaml
 from configs.messages import shortened
 from dataloading.dataset.dataset_directory import check_output, new_output
 from dataloading.dataset.documents import read_yaml
-from dataloading.dataset.durable_files import (
-    sync_tree,
-)
+from dataloading.dataset.durable_files import sync_tree
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import SplitFiles, expect, find_file, names_of
@@ -81,7 +79,9 @@ class CsvRows:
             for split in self._sources:
                 for chunk in self._tables(split):
                     for name, table in counted.items():
-                        rows_of[table] = max(rows_of[table], int(_integers(chunk, name).max()) + 1)
+                        rows_of[table] = max(
+                            rows_of[table], int(np.asarray(chunk.column(name)).max()) + 1
+                        )
         self.spec = FeatureSpec(
             root=root,
             numerical=numerical,
@@ -105,13 +105,12 @@ class CsvRows:
         )
 
     def chunks(self, split: str) -> Iterator[Chunk]:
-        """Yield the rows of `split` in order."""
         for table in self._tables(split):
             numbers = [np.asarray(table.column(name), np.float64) for name in self._numerical]
             yield Chunk(
                 np.asarray(table.column(self._label), np.float64),
                 np.stack(numbers, axis=1) if numbers else None,
-                {name: _integers(table, name) for name in self._categorical},
+                {name: np.asarray(table.column(name)) for name in self._categorical},
                 {},
             )
 
@@ -229,10 +228,6 @@ def _unnamed_validation(root: Path, sources: Mapping[str, Any]) -> dict[str, Any
     names = [name for chunk in chunks for name in chunk["files"]]
     is_written = len(chunks) == len(sources["test"]) and all((root / n).is_file() for n in names)
     return {"validation": chunks} if is_written and "validation" not in sources else {}
-
-
-def _integers(table: pa.Table, name: str) -> np.ndarray:
-    return np.asarray(table.column(name))
 
 
 def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:

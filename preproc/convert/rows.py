@@ -51,7 +51,6 @@ class SourceRows:
         self._source = source
 
     def chunks(self, split: str) -> Iterator[Chunk]:
-        """Yield the rows of `split` in order."""
         num_rows = self._source.num_rows(split)
         for start in range(0, num_rows, CHUNK_ROWS):
             stop = min(start + CHUNK_ROWS, num_rows)
@@ -92,17 +91,13 @@ class Remainders:
         )
 
     def chunks(self, split: str) -> Iterator[Chunk]:
-        """Yield the rows of `split` in order."""
         for chunk in self._rows.chunks(split):
-            ids = {
-                f.name: _remainders(chunk.ids[f.name], f.cardinality) for f in self.spec.categorical
-            }
+            ids = {}
+            for feature in self.spec.categorical:
+                wide = chunk.ids[feature.name]
+                wide = wide if wide.dtype == np.uint64 else wide.astype(np.int64, copy=False)
+                ids[feature.name] = wide % wide.dtype.type(feature.cardinality)
             yield replace(chunk, ids=ids)
-
-
-def _remainders(ids: np.ndarray, rows: int) -> np.ndarray:
-    wide = ids if ids.dtype == np.uint64 else ids.astype(np.int64, copy=False)
-    return wide % wide.dtype.type(rows)
 
 
 def input_feature(

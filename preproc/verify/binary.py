@@ -46,37 +46,38 @@ class FileTask:
 
 def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
     """Yield every file that the spec names, or for which it lists a checksum."""
-    assert spec.root is not None
     listed = _listed_files(spec)
-
-    def task(path: Path, column: Column, num_bytes: int) -> FileTask:
-        return FileTask(path, num_bytes, listed.pop(path, _UNLISTED)[1], column)
-
     for split, files in spec.splits.items():
+        for path in files.parquet:
+            num_bytes, crc32 = listed.pop(path, _UNLISTED)
+            yield FileTask(path, num_bytes, crc32, parquet=spec, split=split)
         if files.parquet:
-            for path in files.parquet:
-                num_bytes, crc32 = listed.pop(path, _UNLISTED)
-                yield FileTask(path, num_bytes, crc32, parquet=spec, split=split)
             continue
         num_rows = num_rows_of(spec, split, files)
-        for column in _held(spec, files):
-            size = num_rows * column.stored.itemsize
-            found = task(files.columns[column.name], _row_column(spec, column), size)
-            is_label = column in spec.labels
-            yield replace(found, split=split, label=column) if is_label else found
+        num_bytes_of = {path: num_rows * width for path, width in spec.row_bytes(files).items()}
+        checks: dict[Path, Column] = {
+            files.columns[c.name]: Column(c.stored, c.wrong, mistakes(spec, c), _row)
+            for c in spec.row_columns
+            if c.name in files.columns
+        }
         if files.numerical is not None:
-            yield task(files.numerical, _numerical(spec), num_rows * _row_bytes(spec))
+            checks[files.numerical] = _numerical(spec)
         for feature in spec.categorical:
-            ids = files.ids[feature.name]
-            offsets = files.offsets.get(feature.name)
-            if offsets is None:
-                size = num_rows * feature.dtype.itemsize * (feature.hotness or 1)
-                yield task(ids, _ids(feature, None), size)
-            else:
+            ids, ends = files.ids[feature.name], None
+            if feature.hotness is None:
+                offsets = files.offsets[feature.name]
                 ends = _mapped(offsets)
                 num_ids = int(ends[-1]) if len(ends) else 0
-                yield task(ids, _ids(feature, ends), num_ids * feature.dtype.itemsize)
-                yield task(offsets, _offsets(), (num_rows + 1) * OFFSET_DTYPE.itemsize)
+                num_bytes_of[ids] = num_ids * feature.dtype.itemsize
+                num_bytes_of[offsets] = (num_rows + 1) * OFFSET_DTYPE.itemsize
+                checks[offsets] = _offsets()
+            checks[ids] = _ids(feature, ends)
+        labels = {files.columns.get(label.name): label for label in spec.labels}
+        for path, check in checks.items():
+            crc32 = listed.pop(path, _UNLISTED)[1]
+            task = FileTask(path, num_bytes_of[path], crc32, check)
+            is_label = path in labels
+            yield replace(task, split=split, label=labels[path]) if is_label else task
     for path, (num_bytes, crc32) in listed.items():
         if not path.is_file():
             raise ValueError(
@@ -120,41 +121,18 @@ def _listed_files(spec: FeatureSpec) -> dict[Path, tuple[int | None, str | None]
     return files
 
 
-def _held(spec: FeatureSpec, files: SplitFiles) -> list[RowColumn]:
-    """Return the labels, the weight and the keep rate that a split has."""
-    return [column for column in spec.row_columns if column.name not in files.absent]
-
-
 def num_rows_of(spec: FeatureSpec, split: str, files: SplitFiles) -> int:
     """Return the expected rows of a split: those in the spec, else those of most of its files."""
     written = listed_rows(spec, split)
     if written is not None:
         return written
-    rows = [
-        files.columns[column.name].stat().st_size // column.stored.itemsize
-        for column in _held(spec, files)
-    ]
-    if files.numerical is not None:
-        rows.append(files.numerical.stat().st_size // _row_bytes(spec))
-    for feature in spec.categorical:
-        if feature.name in files.offsets:
-            rows.append(files.offsets[feature.name].stat().st_size // OFFSET_DTYPE.itemsize - 1)
-        else:
-            width = feature.dtype.itemsize * (feature.hotness or 1)
-            rows.append(files.ids[feature.name].stat().st_size // width)
+    rows = [path.stat().st_size // width for path, width in spec.row_bytes(files).items()]
+    rows += [p.stat().st_size // OFFSET_DTYPE.itemsize - 1 for p in files.offsets.values()]
     return Counter(rows).most_common(1)[0][0]
-
-
-def _row_bytes(spec: FeatureSpec) -> int:
-    return len(spec.numerical) * spec.numerical_dtype.itemsize
 
 
 def _row(index: int) -> str:
     return f"row {index:,}"
-
-
-def _row_column(spec: FeatureSpec, column: RowColumn) -> Column:
-    return Column(column.stored, column.wrong, mistakes(spec, column), _row)
 
 
 def mistakes(spec: FeatureSpec, column: RowColumn) -> str:

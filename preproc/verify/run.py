@@ -17,7 +17,7 @@ import numpy as np
 
 from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.feature_spec import FeatureSpec
-from preproc.report.console import LabelSum, Progress, SplitSummary, Stage, print_splits
+from preproc.report.console import LabelSum, Progress, SplitSummary, print_splits
 from preproc.verify.binary import FileTask, file_tasks, listed_in, listed_rows, num_rows_of
 from preproc.verify.vocabulary import vocabulary_mistakes
 
@@ -48,9 +48,20 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
     spec = FeatureSpec.load(config.path, measure=False)
     tasks = list(file_tasks(spec))
     total = sum(task.path.stat().st_size for task in tasks)
+    num_read, lock = 0, Lock()
+
+    def advance(num_bytes: int) -> None:
+        """Show the bytes read, and their rate."""
+        nonlocal num_read
+        with lock:
+            num_read += num_bytes
+            rate = num_read / max(progress.seconds, 1e-9)
+            stage.detail = f"{num_read / 1e9:,.2f} of {total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s"
+            stage.update(num_read)
+
     with progress.stage("verify") as stage:
-        meter = _Meter(progress, total, stage)
-        findings = verify(tasks, config.threads or os.cpu_count() or 1, meter.advance)
+        stage.total = total
+        findings = verify(tasks, config.threads or os.cpu_count() or 1, advance)
         stage.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
     root = Path(config.path)
     for name, files in spec.splits.items():
@@ -180,24 +191,3 @@ def _chunks(path: Path) -> Iterator[memoryview]:
             if not filled:
                 return
             yield buffer[:filled]
-
-
-class _Meter:
-    """Shows the bytes read, their rate and the remaining time."""
-
-    def __init__(self, progress: Progress, total: int, stage: Stage) -> None:
-        self._progress = progress
-        self._total = total
-        self._stage = stage
-        stage.total = total
-        self._done = 0
-        self._lock = Lock()
-
-    def advance(self, num_bytes: int) -> None:
-        with self._lock:
-            self._done += num_bytes
-            rate = self._done / max(self._progress.seconds, 1e-9)
-            self._stage.detail = (
-                f"{self._done / 1e9:,.2f} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s"
-            )
-            self._stage.update(self._done)

@@ -37,10 +37,9 @@ class RequestEncoder:
     def __init__(self, metadata: Mapping[str, Any], spec: FeatureSpec) -> None:
         self._spec = spec
         try:
-            # Without raw values, which are texts. Servers of earlier versions list a ragged feature and its column by one name.
-            declared = {
-                entry["name"]: entry for entry in metadata["inputs"] if entry["datatype"] in DTYPES
-            }
+            # Servers of earlier versions, and Triton, list features as inputs, and raw values, which are texts, beside them.
+            listed = metadata.get("parameters", {}).get("features", metadata["inputs"])
+            declared = {entry["name"]: entry for entry in listed if entry["datatype"] in DTYPES}
             self.outputs = [entry["name"] for entry in metadata["outputs"]]
             self._datatypes = {name: entry["datatype"] for name, entry in declared.items()}
             shapes = {name: entry["shape"] for name, entry in declared.items()}

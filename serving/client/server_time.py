@@ -36,7 +36,7 @@ async def server_time(url: str, model: str, token: str | None) -> ServerTime | N
         connection.close()
     found: dict[str, float] = {}
     for name, labels, value in SAMPLE.findall(reply.body.decode("utf-8", "replace")):
-        if not labels or f'model="{model}"' in labels:
+        if "model=" not in labels or f'model="{model}"' in labels:
             found[name] = found.get(name, 0.0) + float(value)
     for total, count, factor in (EMBEDDED, TRITON):
         if total in found and count in found:

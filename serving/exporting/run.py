@@ -1,6 +1,5 @@
 """Export of a checkpoint as a model directory, which is complete or absent."""
 
-import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from configs.command_line import project_version
-from configs.messages import require_onnx
+from configs.messages import require_onnx, shown
 from configs.schema import Config
 from configs.serving_schema import Device, ModelExportConfig
 from dataloading.dataset.durable_files import (
@@ -23,7 +22,7 @@ from dataloading.dataset.source import Source
 from nn.build import open_source, stored_key_maps
 from nn.checkpoint.saved import SavedModel
 from nn.deltas.delta import CHAIN
-from nn.embedding.declared_tables import embedding_columns
+from nn.embedding.declared_tables import embedding_columns, hands_out_rows
 from nn.models.registry import declared_tables
 from nn.models.tasks import Task, tasks_of_run
 from nn.saved_config import config_of
@@ -135,6 +134,12 @@ def open_trained(path: Path, data: str | None) -> Trained:
             "one with the same"
         )
     tables = declared_tables(config.model, spec)
+    handed_out = [table.name for table in tables if hands_out_rows(table, spec)]
+    if handed_out:
+        raise ValueError(
+            f"the dense component takes the rows of table {shown(handed_out[0])} itself, which no request has yet; export a "
+            "model that pools them"
+        )
     return Trained(saved, config, source, tables, tasks_of_run(config, spec))
 
 
@@ -233,7 +238,4 @@ def _manifest(
 
 
 def _output(task: Task) -> Output:
-    rate = task.options.keep_rate
-    return Output(
-        task.name, task.is_binary, 0.0 if rate is None or not task.is_binary else math.log(rate)
-    )
+    return Output(task.name, task.is_binary, task.shift)

@@ -25,7 +25,7 @@ from serving.manifest import DENSE, Manifest, ModelError
 
 SMALLEST_BATCH = 32
 RAGGED_IDS_PER_ROW = 8
-"""Room for the ids of ragged features at first; it grows with the requests."""
+"""Capacity for the ids of ragged features at first; it grows with the requests."""
 MOST_ROWS_OF_TABLE = 2**31
 """Blocks hold ids in 32 bits: larger ones would become negative."""
 SHARE_OF_FREE_MEMORY = 0.8
@@ -62,7 +62,7 @@ class GpuModel:
         _models.add(self)
         self._sizes = padded_sizes(max_batch)
         self._scores = self._host((max_batch, len(manifest.outputs)), torch.float32)
-        self._ragged_room = 0
+        self._ragged_capacity = 0
         self._passes: dict[int, _Pass] = {}
         self._pinned = self._block = torch.empty(0, dtype=torch.int32)
         self._make_room(RAGGED_IDS_PER_ROW * self._sizes[-1] if manifest.ragged else 0)
@@ -113,7 +113,7 @@ class GpuModel:
             blocks = [rows.part(i, min(i + size, count)) for i in range(0, count, size)]
             return torch.cat([self.scores(block) for block in blocks])
         needed = sum(len(ids.values) for part in parts for ids in part.ragged.values())
-        if needed > self._ragged_room:
+        if needed > self._ragged_capacity:
             self._grow(2 * needed)
         with torch.inference_mode():
             padded = next(size for size in self._sizes if size >= count)
@@ -131,16 +131,16 @@ class GpuModel:
 
         Raises OutOfMemoryError: the GPU has too little memory; smaller requests are answered as before.
         """
-        kept = self._ragged_room, self._passes, self._pinned, self._block
+        kept = self._ragged_capacity, self._passes, self._pinned, self._block
         try:
             self._make_room(ragged_ids)
         except torch.OutOfMemoryError:
-            self._ragged_room, self._passes, self._pinned, self._block = kept
+            self._ragged_capacity, self._passes, self._pinned, self._block = kept
             raise
 
     def _make_room(self, ragged_ids: int) -> None:
         """Allocate the block of inputs, and capture the graphs that read it."""
-        self._ragged_room = ragged_ids
+        self._ragged_capacity = ragged_ids
         size = InputLayout.of(self.manifest, self._sizes[-1]).first_value + ragged_ids
         self._passes = {}
         self._pinned = self._host((size,), torch.int32).zero_()

@@ -9,7 +9,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 from configs.messages import shown
 from dataloading.dataset.documents import parse_json, read_regular
+from serving.inference.program import Program
 from serving.manifest import ModelError
 
 MOST_BYTES = 4 << 30
@@ -32,6 +33,7 @@ WORDS = frozenset(
     {"Symbol", "Integer", "Add", "Mul", "Max", "Min", "positive", "integer", "True", "False"}
 )
 SYMBOL = re.compile(r"[su]?\d+")
+Loaded = TypeVar("Loaded")
 
 
 def import_loader() -> None:
@@ -41,23 +43,26 @@ def import_loader() -> None:
 
 
 def load_dense(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return forward(numerical [B, N], embeddings [B, T]) -> logits.
+    """Return forward(numerical [B, N], embeddings [B, T]) -> logits on the CPU.
 
     Raises ModelError: as `load_program`.
     """
-    # Not the module itself: it compares every input with the export, which takes 0.2 ms, and requests are checked already.
-    return load_program(path).module().forward
+    return _loaded(path, lambda file: Program(zipfile.ZipFile(file))).forward
 
 
 def load_program(path: Path) -> ExportedProgram:
-    """Return the program of forward(numerical [B, N], embeddings [B, T]) -> logits.
+    """Return the program of forward(numerical [B, N], embeddings [B, T]) -> logits, which a GPU's is made of.
 
     Raises ModelError: the archive is damaged, or holds what no export of this project holds.
     """
+    return _loaded(path, torch.export.load)
+
+
+def _loaded(path: Path, load: Callable[[BinaryIO], Loaded]) -> Loaded:
     data = read_regular(path, MOST_BYTES)
     try:
         check_archive(data)
-        return torch.export.load(io.BytesIO(data))
+        return load(io.BytesIO(data))
     except (
         ValueError,
         LookupError,

@@ -219,9 +219,7 @@ class RawValues:
             lists = [[] if text is None else _split(text, feature["separator"]) for text in texts]
         else:
             width = shapes[column][1]
-            lists = [
-                _without_end(texts[row * width : (row + 1) * width]) for row in range(num_rows)
-            ]
+            lists = [without_end(texts[row * width : (row + 1) * width]) for row in range(num_rows)]
         if self._drops_empty:
             lists = [_present(values) for values in lists]
         return self._several(feature, lists)
@@ -331,7 +329,7 @@ def _split(text: str, separator: str) -> list[str | None]:
     return [value or None for value in text.split(separator)]
 
 
-def _without_end(values: list[str | None]) -> list[str | None]:
+def without_end(values: list[str | None]) -> list[str | None]:
     """Return a list without the missing values at its end, which fill a tensor."""
     last = max((place for place, value in enumerate(values, 1) if value is not None), default=0)
     return values[:last]

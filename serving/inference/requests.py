@@ -1,6 +1,6 @@
 """Tensors of a request to rows: names, shapes and every id and number are checked before anything is looked up."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,7 +20,7 @@ class InputError(ValueError):
     """An input that a model cannot score; the message names it."""
 
 
-def takes_ids(manifest: Manifest, names: Mapping[str, Any]) -> bool:
+def takes_ids(manifest: Manifest, names: Container[str]) -> bool:
     """Return whether inputs of these names are features; else they are raw values.
 
     A ragged feature does not decide it, since its column may have the same name.

@@ -33,9 +33,9 @@ class LookedUp(Protocol):
 
     declared: Table
 
-    def rows(self, ids: Tensor, out: Tensor | None = None) -> Tensor: ...  # noqa: D102
+    def rows(self, ids: Tensor, out: Tensor | None = None) -> Tensor: ...
 
-    def pooled(self, ids: RaggedIds) -> Tensor: ...  # noqa: D102
+    def pooled(self, ids: RaggedIds) -> Tensor: ...
 
 
 class MappedTables:

@@ -1,6 +1,7 @@
 """The version of a model that serves, and the search for a better one."""
 
 import os
+import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -117,8 +118,9 @@ class Versions:
     """The version that serves, and the search for a better one.
 
     `directory`: a model directory, or a directory of versions. `verify`: compare the SHA-256 of every file, not only its
-    size. `current`: the version that serves. `swaps`: number of changes of the version that serves. Raises ValueError:
-    there is no version that can serve.
+    size. `canary_share`: share of requests that the newest version answers, the one before it the others; None: all.
+    `serving`: those that serve, newest first. `swaps`: number of changes of the newest. Raises ValueError: there is no
+    version that can serve.
     """
 
     def __init__(
@@ -128,117 +130,148 @@ class Versions:
         *,
         load: LoadModel = ServedModel.load,
         verify: bool = True,
+        canary_share: float | None = None,
     ) -> None:
         self._directory, self._log = directory, log
         self._load, self._verify = load, verify
+        self._canary_share = canary_share
         self._is_single = (directory / MANIFEST).exists()
         self._refused: dict[str, _Refused] = {}
         self._complete: dict[str, tuple[_Files, Manifest]] = {}
-        # Of the version that serves, when it was found to be the newest.
-        self._files: _Files = ()
-        self._decided: Deciding | None = None
+        # Files and deciding version of those that serve, when they were last compared.
+        self._compared: dict[str, tuple[_Files, Deciding | None]] = {}
         self.refused = self.swaps = 0
         # All cores: nothing is served yet that would wait for them.
         threads = min(os.cpu_count() or 1, MOST_THREADS)
         if self._is_single:
-            self.current = load_version(
-                directory, SINGLE, None, load=load, verify=verify, threads=threads
-            )
+            self.serving = [
+                load_version(directory, SINGLE, None, load=load, verify=verify, threads=threads)
+            ]
             return
-        found = self._newest(None, threads)
-        if found is None:
+        self.serving = self._newest([], threads)
+        if not self.serving:
             names = ", ".join(self._refused) or "none"
             raise ValueError(
                 f"model={directory} is no model directory and has no version that can serve (refused: {names}); write one "
                 f"with python -m serving.export output={directory}/1"
             )
-        self.current = found
+
+    @property
+    def current(self) -> Version:
+        """The newest version that serves."""
+        return self.serving[0]
+
+    def shares(self) -> list[tuple[Version, float]]:
+        """Return the versions that serve with the share of requests that each answers, newest first."""
+        serving, share = self.serving, self._canary_share
+        if share is None or len(serving) < 2:
+            return [(serving[0], 1.0)]
+        return [(serving[0], share), (serving[1], 1 - share)]
+
+    def choose(self, key: str | None) -> Version:
+        """Return the version that answers a request: requests of one key are answered by the same one."""
+        (newest, share), *others = self.shares()
+        if not others:
+            return newest
+        # The version too, so that not the same keys are the first to meet each.
+        text = f"{newest.name} {key}".encode()
+        draw = random.random() if key is None else zlib.crc32(text) / 2**32
+        return newest if draw < share else others[0][0]
 
     def update(self) -> bool:
         """Look for a newer version, or an older one after a rollback; return whether another one serves now."""
         if self._is_single:
             return False
         try:
-            found = self._newest(self.current)
+            serving = self._newest(self.serving)
         except (ValueError, OSError) as error:
             self._log(f"versions cannot be read: {error}; {self.current.name} serves on")
             return False
-        if found is None or found is self.current:
+        before, self.serving = self.current, serving
+        found = self.current
+        if found is before:
             return False
-        before, self.current = self.current, found
         differing = found.model.manifest.differing(before.model.manifest.interface())
         more = f", which has other {' and '.join(differing)}" if differing else ""
         if found.name == before.name:
             more += (
                 f": its number is used again, by the model {found.identity} after {before.identity}"
             )
+        (_, share), *others = self.shares()
+        if others:
+            more += f" in {share:.3g} of the requests; {others[0][0].name} answers the others"
         self._log(f"version {found.name} replaces {before.name}{more}")
         self.swaps += 1
         return True
 
-    def _newest(self, current: Version | None, threads: int = 1) -> Version | None:
-        """Return the newest version that can serve, `current` if it is that; a refusal is reported once.
+    def _newest(self, serving: Sequence[Version], threads: int = 1) -> list[Version]:
+        """Return the newest versions that can serve, as many as may at a time; a refusal is reported once.
 
-        What serves depends on the directory alone, not on `current`: a server that starts again must decide the same. So the
-        number of a version says nothing of what is in it. But the one that serves is not replaced by an older one because its
+        What serves depends on the directory alone, not on `serving`: a server that starts again must decide the same. So the
+        number of a version says nothing of what is in it. But one that serves is not replaced by an older one because its
         directory is damaged, as long as that is no other model: it is in memory, and so is what it decides.
         """
         names = list_versions(self._directory)
         self._refused = {name: self._refused[name] for name in names if name in self._refused}
-        decided = self._deciding(names, current)
+        decided = self._deciding(names, serving)
+        found: list[Version] = []
         for name in names:
+            if len(found) == (1 if self._canary_share is None else 2):
+                break
             path = self._directory / name
             files = _files_of(path)
-            serving = current if current is not None and name == current.name else None
+            loaded = next((version for version in serving if version.name == name), None)
             if self._is_tried(name, files, decided):
-                if serving is not None:
-                    return serving
+                found += [loaded] if loaded is not None else []
                 continue
-            if serving is not None and self._is_unchanged(serving, path, files, decided):
-                return serving
+            if loaded is not None and self._is_unchanged(loaded, path, files, decided):
+                found.append(loaded)
+                continue
             try:
-                found = load_version(
+                version = load_version(
                     path, name, decided, load=self._load, verify=self._verify, threads=threads
                 )
                 if _files_of(path) != files:
                     raise ModelError(f"{path} has changed while it was loaded")
             except (ValueError, OSError) as error:
                 self._refused[name] = _Refused(files, files, decided)
-                if serving is not None and not isinstance(error, _OtherInterface):
+                if loaded is not None and not isinstance(error, _OtherInterface):
                     self._log(
                         f"version {name} cannot be loaded again: {error}; it serves on as it was loaded, but a mapped file that "
                         "was overwritten in place has its new bytes; write the next version, or withdraw this one"
                     )
-                    return serving
+                    found.append(loaded)
+                    continue
                 self.refused += 1
-                more = "" if current is None or serving else f"; {current.name} serves on"
+                more = "" if not serving or loaded else f"; {serving[0].name} serves on"
                 self._log(f"version {name} is refused: {error}{more}")
             else:
                 self._refused.pop(name, None)
-                self._files, self._decided = files, decided
-                return found
-        return current
+                self._compared[name] = files, decided
+                found.append(version)
+        return found or list(serving)
 
     def _is_unchanged(
-        self, current: Version, path: Path, files: _Files, decided: Deciding | None
+        self, version: Version, path: Path, files: _Files, decided: Deciding | None
     ) -> bool:
-        """Return whether the directory of the version that serves still holds it, and whether it may still serve."""
+        """Return whether the directory of a version that serves still holds it, and whether it may still serve."""
+        files_before, decided_before = self._compared[version.name]
         try:
-            if files != self._files:
+            if files != files_before:
                 manifest = read_complete(path)
-                if manifest.identity != current.identity:
+                if manifest.identity != version.identity:
                     return False
                 if self._verify:
                     manifest.verify(path)
             if (
                 decided is not None
-                and decided != self._decided
-                and decided.differing(path, current.model.manifest)
+                and decided != decided_before
+                and decided.differing(path, version.model.manifest)
             ):
                 return False
         except (ValueError, OSError):
             return False
-        self._files, self._decided = files, decided
+        self._compared[version.name] = files, decided
         return True
 
     def _is_tried(self, name: str, files: _Files, decided: Deciding | None) -> bool:
@@ -249,7 +282,7 @@ class Versions:
         is_changing, refused.seen = files != refused.seen, files
         return is_changing or files == refused.tried
 
-    def _deciding(self, names: Sequence[str], current: Version | None) -> Deciding | None:
+    def _deciding(self, names: Sequence[str], serving: Sequence[Version]) -> Deciding | None:
         """Return the lowest-numbered version that is complete, or serves."""
         for name in reversed(names):
             path = self._directory / name
@@ -259,9 +292,10 @@ class Versions:
                 try:
                     known = files, read_complete(path)
                 except ModelError:
-                    if current is None or name != current.name:
+                    loaded = [version for version in serving if version.name == name]
+                    if not loaded:
                         continue
-                    known = files, current.model.manifest
+                    known = files, loaded[0].model.manifest
             self._complete = {name: known}
             return Deciding(name, path, known[1])
         return None

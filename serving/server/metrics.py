@@ -1,6 +1,6 @@
 """Metrics of the server for Prometheus."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 
 from prometheus_client import (
     CollectorRegistry,
@@ -12,6 +12,8 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from serving.inference.versions import Version
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 ROWS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
@@ -26,10 +28,11 @@ class Metrics:
     Attributes:
         responses: number of responses by status.
         request_seconds: time from the complete request to its response, of requests for scores.
+        by_version: metrics with a label `version`, of which those of versions that no longer serve are forgotten.
     """
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self.responses = Counter(
             "serving_responses", "Responses by status.", ["status"], registry=registry
@@ -37,9 +40,11 @@ class Metrics:
         self.request_seconds = Histogram(
             "serving_request_seconds",
             "Time from a complete request to its scores.",
+            ["version"],
             buckets=SECONDS,
             registry=registry,
         )
+        self.by_version: list[Counter | Histogram] = [self.request_seconds]
         self._batch_rows = Histogram(
             "serving_batch_rows", "Rows of a batch.", buckets=ROWS, registry=registry
         )
@@ -48,7 +53,7 @@ class Metrics:
         )
         self._version = Gauge(
             "serving_version",
-            "The version that serves.",
+            "Share of the requests that a version answers.",
             ["model", "version", "identity"],
             registry=registry,
         )
@@ -63,21 +68,28 @@ class Metrics:
         self._batch_seconds.observe(seconds)
 
     def text(
-        self, model: str, version: str, identity: str, gauges: dict[str, tuple[str, float]]
+        self,
+        model: str,
+        shares: Sequence[tuple[Version, float]],
+        gauges: dict[str, tuple[str, float]],
     ) -> bytes:
-        """Return all metrics.
-
-        Args:
-            model: name of the model.
-            version: that serves.
-            identity: of its content.
-            gauges: meaning and value by name; a name that ends with `_total` is a counter's.
-        """
+        """Return all metrics; `gauges` have meaning and value by name, and one whose name ends with `_total` is a counter."""
         self._version.clear()
-        self._version.labels(model, version, identity).set(1)
+        for version, share in shares:
+            self._version.labels(model, version.name, version.identity).set(share)
+            self.request_seconds.labels(version.name)  # so that it begins at zero
+        self._forget_all_but({version.name for version, _ in shares})
         now = CollectorRegistry()
         now.register(_Now(gauges))
-        return generate_latest(self._registry) + generate_latest(now)
+        return generate_latest(self.registry) + generate_latest(now)
+
+    def _forget_all_but(self, versions: Set[str]) -> None:
+        for metric in self.by_version:
+            labels = [sample.labels for family in metric.collect() for sample in family.samples]
+            gone = [of for of in labels if of["version"] not in versions]
+            # A histogram has several samples with the same labels but `le`.
+            for values in {tuple(of[n] for n in of if n != "le") for of in gone}:
+                metric.remove(*values)
 
 
 class _Now:

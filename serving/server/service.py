@@ -2,18 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any
+from uuid import uuid4
 
 from configs.messages import shown
 from serving.inference.model_rows import Rows
 from serving.inference.requests import IdInputs, InputError, describe_inputs, takes_ids
 from serving.inference.scores import why_not_finite
 from serving.inference.versions import Version, Versions
+from serving.manifest import Manifest
 from serving.server.batching import Batcher, BatchLimits
 from serving.server.http_server import HttpLimits, HttpServer, Request, RequestError, Response
 from serving.server.lane import Lane
@@ -29,8 +32,11 @@ from serving.server.protocol import (
     read_inputs,
     refuse,
 )
+from serving.server.request_log import LoggedRequest, RequestLog
 
 SERVER = "hybrid-parallel-recsys"
+CANARY_KEY = "canary-key"
+"""Header of requests that one version answers, such as those of one user."""
 EXTENSIONS = ["binary_tensor_data"]
 SMALL_BYTES = 4 << 10
 """Most bytes of JSON and texts that the event loop parses itself."""
@@ -50,7 +56,9 @@ class Service:
         http_limits: HttpLimits,
         poll_s: float,
         log: Callable[[str], None],
+        request_log: RequestLog | None = None,
     ) -> None:
+        self._request_log = request_log
         self._versions, self._poll_s, self._log = versions, poll_s, log
         self._metrics = Metrics()
         # One batch at a time, which uses all threads of torch; versions are loaded beside it.
@@ -60,16 +68,15 @@ class Service:
         self._threads = (self._small, self._large, self._batcher)
         self._loader = ThreadPoolExecutor(1, "loader")
         self._http = HttpServer(self._answer, self._refuse, http_limits, log)
-        # Not the version itself, whose tables would stay in memory after a swap.
-        model = versions.current.model
-        self._id_inputs = (model.manifest, IdInputs(model.manifest, model.keys))
+        # Of the latest two versions. Not the versions themselves, whose tables would stay in memory after a swap.
+        self._id_inputs: list[tuple[Manifest, IdInputs]] = []
         self._is_ready = False
 
     @property
     def title(self) -> str:
-        """The model and the version that serve."""
-        version = self._versions.current
-        return f"model {version.model.manifest.name}, version {version.name}"
+        """The model and the versions that serve."""
+        names = " and ".join(version.name for version in self._versions.serving)
+        return f"model {self._versions.current.model.manifest.name}, version {names}"
 
     async def start(self, host: str, port: int) -> int:
         """Serve until `stop`; return the port.
@@ -79,6 +86,8 @@ class Service:
         found = await self._http.start(host, port)
         for thread in self._threads:
             thread.start()
+        if self._request_log is not None:
+            self._request_log.start(self._metrics)
         self._watching = asyncio.create_task(self._watch())
         self._is_ready = True
         return found
@@ -92,6 +101,8 @@ class Service:
             await self._watching
         for thread in self._threads:
             thread.stop()
+        if self._request_log is not None:
+            self._request_log.stop()
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     async def _watch(self) -> None:
@@ -143,9 +154,9 @@ class Service:
             case ["v2", "models", model, *rest]:
                 self._check_model(model, name)
                 if rest[:1] == ["versions"] and len(rest) > 1:
-                    if rest[1] != version.name:
-                        self._no_version(rest[1], version.name)
-                    rest = rest[2:]
+                    version, rest = self._version(rest[1]), rest[2:]
+                elif rest == ["infer"]:
+                    version = self._versions.choose(request.headers.get(CANARY_KEY))
                 return await self._model(request, version, rest)
         raise RequestError(HTTPStatus.NOT_FOUND, f"there is no {shown(request.path)}")
 
@@ -153,18 +164,29 @@ class Service:
         match rest:
             case []:
                 self._want(request, "GET")
-                return json_response(_metadata(version))
+                serving = [of.name for of in self._versions.serving]
+                return json_response(_metadata(version, serving))
             case ["ready"]:
                 self._want(request, "GET")
                 return json_response({"ready": True})
             case ["infer"]:
                 self._want(request, "POST")
                 return await self._infer(request, version)
+            case ["labels"] if self._request_log is not None:
+                self._want(request, "POST")
+                parsed = await self._small.run(partial(_labels, request))
+                self._request_log.label(parsed.id, parsed.inputs)
+                return json_response({"id": parsed.id})
         raise RequestError(HTTPStatus.NOT_FOUND, f"there is no {shown(request.path)}")
 
     async def _infer(self, request: Request, version: Version) -> Response:
         started = time.monotonic()
         parsed, read = await self._read(request, version)
+        logged = None
+        if parsed.inputs:  # it was chosen for the log
+            parsed = replace(parsed, id=uuid4().hex if parsed.id is None else parsed.id)
+            logged = LoggedRequest(version, parsed, len(request.body), read)
+            read = logged.keep_rows
         scores = await self._batcher.scores(version, parsed.num_rows, read)
         problem = why_not_finite(scores)
         if problem is not None:
@@ -172,13 +194,16 @@ class Service:
         manifest = version.model.manifest
         outputs = [(output.name, scores[:, index]) for index, output in enumerate(manifest.outputs)]
         response = infer_response(parsed, manifest.name, version.name, version.identity, outputs)
-        self._metrics.request_seconds.observe(time.monotonic() - started)
+        if logged is not None and self._request_log is not None:
+            logged.scores = scores
+            self._request_log.put(logged)
+        self._metrics.request_seconds.labels(version.name).observe(time.monotonic() - started)
         return response
 
     async def _read(
         self, request: Request, version: Version
     ) -> tuple[InferRequest, Callable[[], Rows]]:
-        """Return a request without its inputs, and what reads its rows.
+        """Return a request without its inputs, unless it is to be logged, and what reads its rows.
 
         JSON and texts become Python objects, which takes far longer than to look at an array. A thread makes those of more
         than `SMALL_BYTES`, and another one those of more than `LARGE_BYTES`, for which the others need not wait.
@@ -211,8 +236,9 @@ class Service:
             self._batcher.check(described.num_rows)
         parsed = read_inputs(described, request.body)
         is_raw, read = self._reader(parsed, version)
-        # Texts take far more memory than the rows, which may wait.
-        parsed.inputs.clear()
+        if self._request_log is None or not self._request_log.is_chosen():
+            # Texts take far more memory than the rows, which may wait.
+            parsed.inputs.clear()
         if is_raw and not is_small:
             rows = read()
             read = partial(_same, rows)
@@ -228,18 +254,18 @@ class Service:
             columns = {name: tensor.values for name, tensor in request.inputs.items()}
             shapes = {name: tensor.shape for name, tensor in request.inputs.items()}
             return True, partial(_refusing, raw.rows, columns, shapes, num_rows)
-        known = self._id_inputs
-        if known[0] is not manifest:
-            known = self._id_inputs = (manifest, IdInputs(manifest, version.model.keys))
+        known = next((known for of, known in self._id_inputs if of is manifest), None)
+        if known is None:
+            known = IdInputs(manifest, version.model.keys)
+            self._id_inputs = [(manifest, known), *self._id_inputs[:1]]
         arrays = {}
         for tensor in request.inputs.values():
             if isinstance(tensor.values, list):
                 refuse(f"input {shown(tensor.name)} is text; want numbers")
             arrays[tensor.name] = tensor.values
-        return False, partial(_refusing, known[1].rows, arrays, num_rows)
+        return False, partial(_refusing, known.rows, arrays, num_rows)
 
     def _metrics_text(self) -> bytes:
-        version = self._versions.current
         gauges: dict[str, tuple[str, float]] = {
             "serving_queued_rows": ("Rows that wait.", self._batcher.queued_rows),
             "serving_connections": ("Open connections.", self._http.num_connections),
@@ -249,8 +275,8 @@ class Service:
                 self._versions.refused,
             ),
         }
-        name = version.model.manifest.name
-        return self._metrics.text(name, version.name, version.identity, gauges)
+        name = self._versions.current.model.manifest.name
+        return self._metrics.text(name, self._versions.shares(), gauges)
 
     def _check_model(self, model: str, name: str) -> None:
         if model != name:
@@ -258,10 +284,12 @@ class Service:
                 HTTPStatus.NOT_FOUND, f"there is no model {shown(model)}, only {shown(name)}"
             )
 
-    def _no_version(self, version: str, serving: str) -> None:
-        raise RequestError(
-            HTTPStatus.NOT_FOUND, f"version {shown(version)} does not serve; {serving} does"
-        )
+    def _version(self, name: str) -> Version:
+        serving = {version.name: version for version in self._versions.serving}
+        if name not in serving:
+            text = f"version {shown(name)} does not serve; what serves is {' and '.join(serving)}"
+            raise RequestError(HTTPStatus.NOT_FOUND, text)
+        return serving[name]
 
     def _want(self, request: Request, method: str) -> None:
         if request.method != method:
@@ -284,20 +312,22 @@ def _same(rows: Rows) -> Rows:
     return rows
 
 
-def _metadata(version: Version) -> dict[str, Any]:
+def _labels(request: Request) -> InferRequest:
+    return read_inputs(describe_infer(request.body, request.headers), request.body)
+
+
+def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:
     manifest, raw = version.model.manifest, version.model.raw
-    inputs = describe_inputs(manifest)
-    parameters = {}
-    if raw is not None:
-        if not takes_ids(manifest, {entry["name"]: entry for entry in inputs}):
-            inputs = []
-        names = {entry["name"] for entry in inputs}
-        parameters["raw"] = raw.describe_inputs()
-        # A name is listed once, since clients look inputs up by it: a ragged feature may be named as its column.
-        inputs += [entry for entry in parameters["raw"] if entry["name"] not in names]
+    inputs = features = describe_inputs(manifest)
+    # A client fills all inputs that are listed, so they are of one kind: raw values, if the model takes them.
+    raw_inputs = {} if raw is None else {"raw": raw.describe_inputs()}
+    if raw_inputs:
+        inputs = raw_inputs["raw"]
+        # Without other features a ragged one has the name of its column, and cannot be sent as ids.
+        features = features if takes_ids(manifest, {entry["name"] for entry in features}) else []
     return {
         "name": manifest.name,
-        "versions": [version.name],
+        "versions": list(serving),
         "platform": "pytorch_export",
         "inputs": inputs,
         "outputs": [
@@ -308,10 +338,11 @@ def _metadata(version: Version) -> dict[str, Any]:
             "model": manifest.model,
             "step": manifest.source.get("step"),
             "dtype": manifest.dtype,
+            "features": features,
             "numerical": manifest.numerical,
             "ids": [
                 feature.name for feature in manifest.fixed for _ in range(feature.hotness or 0)
             ],
-            **parameters,
+            **raw_inputs,
         },
     }

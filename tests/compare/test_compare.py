@@ -15,7 +15,7 @@ import yaml
 from matplotlib.image import imread
 
 from compare.run_record import RunRecord, State, differing, find_runs
-from compare.table import labels, short_keys
+from compare.table import labels, names_of, short_keys
 from dataloading.dataset.durable_files import lock_directory
 from tests.helpers.command import Ended, kept_signals
 
@@ -182,8 +182,7 @@ def test_runs_of_other_data_splits_and_rows_have_tables_of_their_own(tmp_path):
     lines = [line.split()[:2] for line in ended.out.splitlines() if line.strip("─ ")]
     found = [line for line in lines if line[0] != "run"]
     assert [line[0] if line[0] != "on" else line[1] for line in found[:-3]] == [
-        *("shop", "c", "a", "d", "synthetic", str(tmp_path / "b"), "shop", str(tmp_path / "e")),
-        *("shop", str(tmp_path / "g"), "shop", str(tmp_path / "h")),
+        *("shop", "c", "a", "d", "synthetic", "b", "shop", "e", "shop", "g", "shop", "h"),
     ]
     texts = ended.out.splitlines()
     assert texts[0] == "on shop (aaaaaaaa), split test, 8 rows"
@@ -263,7 +262,7 @@ def test_a_damaged_number_is_none_in_json(runs, tmp_path):
 
 def test_a_path_with_an_equals_sign_is_a_directory(runs):
     named = (runs / "a").rename(runs / "00-lr=0.1")
-    assert compare(str(named)).out.splitlines()[2].startswith(str(named))
+    assert compare(str(named)).out.splitlines()[2].startswith("00-lr=0.1 ")
 
 
 @pytest.mark.parametrize(
@@ -287,3 +286,78 @@ def test_bad_input_is_one_line(runs, arguments, message):
     assert message.format(runs=runs) in ended.err
     assert ended.err.count("\n") == 1
     assert not (runs / "o").exists()
+
+
+def write_seeds(folder: Path) -> Path:
+    """Write two recipes with two seeds each, one with two rates, on one dataset; and a baseline."""
+    data = {"data": {"path": "shop"}}
+    runs = [
+        ("dlrm", {"name": "dlrm"}, 0.1, 1, 0.70),
+        ("dlrm", {"name": "dlrm"}, 0.1, 2, 0.72),
+        ("dlrm", {"name": "dlrm"}, 0.3, 1, 0.69),
+        ("dlrm", {"name": "deepfm", "dropout": 0.5, "sizes": [400, 400]}, 0.1, 1, 0.74),
+        ("dlrm", {"name": "deepfm", "dropout": 0.5, "sizes": [400, 400]}, 0.1, 2, 0.75),
+    ]
+    for number, (recipe, model, rate, seed, auc) in enumerate(runs):
+        options = data | {"recipe": recipe, "model": model, "seed": seed, "log": {"every": number}}
+        baseline = {
+            "baseline_rows": 9000,
+            "baseline_test_auc": 0.731,
+            "baseline_test_log_loss": 0.25,
+        }
+        write_run(
+            folder / f"{number:02d}-{model['name']},seed={seed}",
+            [auc],
+            options=options,
+            optimizer={"lr": rate},
+            header={"data_identity": "a" * 16},
+            summary={"steps": 10, "test_auc": auc, "samples_per_s": 120.0}
+            | (baseline if number else {}),
+        )
+    return folder
+
+
+def test_runs_are_grouped_by_recipe_with_means_over_seeds_and_the_baseline(tmp_path):
+    ended = compare(str(write_seeds(tmp_path)), f"csv={tmp_path / 'x.csv'}")
+    assert (ended.exit_code, ended.err) == (0, "")
+    lines = [line.strip() for line in ended.out.splitlines() if line.strip("─ ")]
+    assert lines[0].split("  ")[0] == "mean ± deviation over seeds"
+    assert [line.split() for line in lines[1:4]] == [
+        *(
+            ["dlrm,", "model", "deepfm", "2"]
+            + 2 * ["0.7450", "±", "0.0071"]
+            + ["0.2550", "±", "0.0071"],
+        ),
+        *(["dlrm", "lr=0.1", "2"] + 2 * ["0.7100", "±", "0.0141"] + ["0.2900", "±", "0.0141"],),
+        *(["dlrm", "lr=0.3", "1", "0.6900", "0.6900", "0.3100"],),
+    ]
+    # The options of a model and of the log are no difference within a recipe.
+    assert lines[4] == "dlrm, model deepfm"
+    assert "dropout" not in ended.out
+    assert "every" not in ended.out
+    assert lines[5].split()[:4] == ["run", "state", "seed", "best"]
+    assert lines[8] == "dlrm"
+    assert lines[9].split()[:4] == ["run", "state", "lr", "seed"]
+    assert (
+        lines[-1]
+        == "baseline: test AUC 0.7310  log loss 0.2500  (logistic regression on the ids of 9,000 rows)"
+    )
+    with (tmp_path / "x.csv").open() as stream:
+        assert [row["baseline_auc"] for row in csv.DictReader(stream)].count("0.731") == 4
+
+
+def test_curves_are_named_by_what_differs(tmp_path):
+    found = [RunRecord.read(path) for path in find_runs([str(write_seeds(tmp_path))])]
+    assert names_of(found)[0] == "dlrm lr=0.1 seed=1"
+    assert names_of(found)[3:] == ["dlrm, model deepfm seed=1", "dlrm, model deepfm seed=2"]
+    assert names_of(found[:1]) == ["00-dlrm,seed=1"]
+
+
+@pytest.mark.parametrize("options", [3, 9])
+def test_a_table_fits_120_columns_in_a_pipe(tmp_path, options):
+    for number in range(2):
+        chosen = {f"a_long_name_of_option_{index}": [number] * 8 for index in range(options)}
+        write_run(tmp_path / f"{number}", [0.7], options={"model": {"name": "dlrm", **chosen}})
+    out = compare(str(tmp_path)).out
+    assert max(map(len, out.splitlines())) <= 120
+    assert "option_2" in out.replace("\n", "")

@@ -225,7 +225,7 @@ REFUSED = [
      "sharding.tables sets cat_1 to ['row_wise'], which is none of table_wise, column_wise, row_wise, "
      "table_row_wise, data_parallel"),
     (ShardingConfig, {"tables": {"cat_1": {"tiers": "host"}}},
-     "sharding.tables.cat_1 has tiers; want type, tier or cache"),
+     "sharding.tables.cat_1 has tiers; want type, tier, cache or exchange"),
     (ShardingConfig, {"tables": {"cat_1": {"tier": "disk"}}},
      "sharding.tables puts cat_1 on disk; set sharding.disk_path to a directory on a local disk"),
     (ShardingConfig, {"tables": {"cat_1": {"tier": "tape"}}},

@@ -487,7 +487,6 @@ FILES = (
 NO_OPTIONS = {
     "key=value": "the form of an option",
     "model.items": "an option of the model that the page adds",
-    "shuffle_block=1024": "an argument of LoaderSettings in Python",
     "dtype=str": "an argument of pandas",
     "run_dir=runs/dlrm/job_JOB": "the default under SLURM",
 }

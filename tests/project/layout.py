@@ -1,4 +1,4 @@
-"""Count the layout: `python -m tests.project.layout [TREE]` prints modules per folder, import levels and arrows between rooms."""
+"""Count the layout: `python -m tests.project.layout [TREE]` prints modules, import levels and imports between subpackages."""
 
 import ast
 import subprocess
@@ -91,18 +91,18 @@ def levels_of(graph: Graph) -> dict[str, int]:
     return levels
 
 
-def rooms_graph(graph: Graph, modules: dict[str, Path]) -> Graph:
-    """Room -> rooms that it imports; a module beside a package's folders is a room of its own."""
+def subpackage_graph(graph: Graph, modules: dict[str, Path]) -> Graph:
+    """Subpackage -> subpackages that it imports; a module beside a package's folders is a subpackage of its own."""
 
-    def room_of(name: str) -> str:
+    def subpackage_of(name: str) -> str:
         parent = name.rpartition(".")[0]
         return name if "." not in parent else parent
 
     real = {name for name, path in modules.items() if path.name != "__init__.py"}
-    rooms: Graph = {room_of(name): set() for name in real}
+    subpackages: Graph = {subpackage_of(name): set() for name in real}
     for name in real:
-        rooms[room_of(name)] |= {room_of(target) for target in graph[name] & real}
-    return {room: targets - {room} for room, targets in rooms.items()}
+        subpackages[subpackage_of(name)] |= {subpackage_of(target) for target in graph[name] & real}
+    return {subpackage: targets - {subpackage} for subpackage, targets in subpackages.items()}
 
 
 def long_functions(modules: dict[str, Path]) -> list[tuple[int, str]]:
@@ -145,17 +145,25 @@ def report(tree: Path) -> None:
         inside = {name: graph[name] & names for name in names}
         print(f"{package}: {sum(map(len, inside.values()))} arrows between modules", end="")
         print(f" on {max(levels_of(inside).values())} levels")
-        rooms = rooms_graph(inside, {name: modules[name] for name in names})
-        folders = {room for room in rooms if (tree / room.replace(".", "/")).is_dir()}
-        between = {room: targets & folders for room, targets in rooms.items() if room in folders}
+        subpackages = subpackage_graph(inside, {name: modules[name] for name in names})
+        folders = {
+            subpackage
+            for subpackage in subpackages
+            if (tree / subpackage.replace(".", "/")).is_dir()
+        }
+        between = {
+            subpackage: targets & folders
+            for subpackage, targets in subpackages.items()
+            if subpackage in folders
+        }
         print(
-            f"{package}: {len(folders)} folders and {len(rooms) - len(folders)} modules beside them",
+            f"{package}: {len(folders)} folders and {len(subpackages) - len(folders)} modules beside them",
             end="",
         )
         print(f", {sum(map(len, between.values()))} arrows between folders", end="")
-        print(f", {sum(map(len, rooms.values()))} with the modules beside them", end="")
+        print(f", {sum(map(len, subpackages.values()))} with the modules beside them", end="")
         try:
-            print(f", on {max(levels_of(rooms).values())} levels")
+            print(f", on {max(levels_of(subpackages).values())} levels")
         except CycleError as error:
             print(f", in a circle: {' -> '.join(error.args[1])}")
     print(f"functions over {LONGEST_FUNCTION} lines:", long_functions(modules))

@@ -1,11 +1,9 @@
 """Read and wrap prose: `python -m tests.project.prose FILE.md ...` wraps Markdown, without a file it lists findings."""
 
 import ast
-import io
 import re
 import sys
 import textwrap
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,95 +15,23 @@ WIDTH = 120
 LONGEST_LINE = 130
 """Of anything else, comments and docstrings included."""
 
-UNITS = "row|rank|step|batch|epoch|second|minute|hour|day|node|GPU|CPU|core|device|feature|table|column|sample|checkpoint"
-UNITS = f"(?:{UNITS}|split|file|host|process|id|pass|run|block|layer)"
-COUNTED = "ids|bytes|[KMGT]i?B(?:/s)?|rows|samples|steps|batches|processes|threads|workers|lookups|numbers|values"
-COUNTED = f"(?:{COUNTED}|lines?|copies|launches|columns|state|times|ms|µs|s|us|once|{{[^}}]*}}|[0-9][0-9.,]*)"
-# After "the rows a rank" a verb may follow, which makes it no rate; these do not follow as verbs.
-AFTER_RATE = (
-    "and|or|of|on|in|for|with|at|by|is|are|from|to|than|when|where|while|which|whichever|instead"
-)
-
-# Phrase -> what to write. Only phrases that are wrong everywhere: "whole" or "home" may be meant literally.
-PHRASES = {
-    r"\banew\b": "again, from the beginning",
-    r"\bwho(m)?ever\b": "the one that, every caller that",
-    r"\bfor ever\b": "forever, without end",
-    r"\b(go|goes|going|gone|went) on\b": "resume, continue",
-    r"\bput back\b": "restored",
-    r"\bin halves\b": "one component only",
-    r"\bowe[sd]?\b": "say what is sent or awaited",
-    r"\bstart me again\b": "rerun the same command",
-    r"\bstrangers?\b": "untrusted",
-    r"\bnot there yet\b": "not implemented yet",
-    r"\bspeaks? for\b": "the node's leader, rank 0",
-    r"\bis said\b": "is reported",
-    r"\btold\b": "given, passed, reported",
-    r"\bin all\b(?=\s*(?:[.,;:|)]|$))": "total",
-    r"\bdays and nodes\b": "long and multi-node runs",
-    r"\bwants a fixed\b": "requires fixed hotness",
-    rf"\b{COUNTED} an? {UNITS}(?=\s*(?:[.,;:)(\]|\"'}}]|$|(?:{AFTER_RATE})\b))": "per",
-    r"\bcall_on_main\b": "run_on_rank0",
-    r"\bis_main\b": "is_rank0",
-    r"\bspeaks_for_node\b": "is_node_leader",
-    r"\blost_ranks_told\b": "report_lost_rank",
-    r"\blast_words\b": "lost_rank_message",
-    r"\bwhy_not_captured\b": "capture_blocker",
-    r"\bwhy_not_static\b": "static_blocker",
-    r"\b(bring|of)_home\b": "output_dist, local",
-    r"\bgive_up\b": "release",
-    r"\b(sum|update)_copies\b": "sum_replicated, update_replicated",
-    r"\bhead_columns\b": "prefix_columns",
-    r"\bFeed\b": "Prefetcher",
-    r"(?<!Loss)\bReadback\b": "LossReadback",
-    r"\bAgreement\b": "PreemptionSync",
-    r"\bCaptured\b": "CudaGraph",
-    r"\bclass Start\b": "ResumePoint",
-    r"\bHalf(?=[(:.])": "Component",
-    r"(?<![.\w])marks\.(?=\w)": "annotations",
-    r"(?<![.\w])(alive|moved)\(\)": "heartbeat.beat()",
-    r"\bidle\(\)": "without_updates()",
-}
-PATTERNS = {
-    re.compile(phrase, re.IGNORECASE if phrase.islower() else 0): better
-    for phrase, better in PHRASES.items()
-}
-# Found in the small letters of every file with the phrase: a search for a literal takes a tenth of one for a boundary.
-ROUGH = {
-    pattern: re.compile(re.sub(r"^(\(\?<!.*?\))?(\\b)?", "", pattern.pattern).lower(), re.MULTILINE)
-    for pattern in PATTERNS
-}
 WORDS = r"(What|Which|How|Whether|Where|When|Who|Why)\b"
 QUESTION = re.compile(WORDS)
 # What files must have to be parsed, which takes most of the time.
 QUOTED_QUESTION = re.compile(rf"[\"'](?:\s|\\)*{WORDS}")
-EACH_IN = re.compile(r"\beach(?:\s|\\|#.*)*in\b")
-HEADING = re.compile(r"#+ (.*)")
-# Names that say how a value came, and not what it is.
-NAMES = {
-    "given": "a name of what the variable holds",
-    "home": "local",
-    "marks": "annotations",
-    "odd": "non_hex",
-    "said": "a name of what the variable holds",
-    "staged": "column_store",
-    "stands": "is_intact",
-    "told": "a name of what the variable holds",
-}
-NAMED = re.compile(rf"\b_*(?:{'|'.join(NAMES)})_*\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One phrase to replace."""
+    """A line that breaks a rule, and the rule."""
 
     path: str
     line: int
     text: str
-    better: str
+    rule: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.text!r}; write: {self.better}"
+        return f"{self.path}:{self.line}: {self.text!r}; write: {self.rule}"
 
 
 def files() -> list[Path]:
@@ -128,34 +54,18 @@ def files() -> list[Path]:
     return sorted(
         path
         for path in [*ROOT.glob("*"), *below]
-        if path.suffix in (".py", ".md", ".yaml", ".sh")
-        and is_ours(path)
-        and path.name not in ("prose.py", "test_words.py")
+        if path.suffix in (".py", ".md", ".yaml", ".sh") and is_ours(path)
     )
 
 
 def findings_in(path: Path) -> list[Finding]:
     """All findings of a file, by line."""
     name, text = str(path.relative_to(ROOT)), path.read_text()
-    checks = [phrases_in]
-    if path.suffix == ".py":
-        checks += [questions_in, names_in]
-        if not name.startswith("tests/"):
-            checks.append(loops_in)
-    checks += [headings_in, unwrapped_in] if path.suffix == ".md" else [long_lines_in]
+    checks = {".md": [unwrapped_in], ".py": [questions_in, long_lines_in]}.get(
+        path.suffix, [long_lines_in]
+    )
     findings = [Finding(name, *finding) for check in checks for finding in check(text)]
     return sorted(findings, key=lambda finding: finding.line)
-
-
-def phrases_in(text: str) -> Iterator[tuple[int, str, str]]:
-    """Line, phrase and better words of all phrases of the list."""
-    lines = text.splitlines()
-    small = "\n".join(lines).lower()
-    likely = [pattern for pattern, rough in ROUGH.items() if rough.search(small)]
-    for number, line in enumerate(lines if likely else (), 1):
-        for pattern in likely:
-            for match in pattern.finditer(line):
-                yield number, match[0], PATTERNS[pattern]
 
 
 def questions_in(source: str) -> Iterator[tuple[int, str, str]]:
@@ -167,44 +77,6 @@ def questions_in(source: str) -> Iterator[tuple[int, str, str]]:
             title = (ast.get_docstring(node) or "").partition("\n")[0]
             if QUESTION.match(title):
                 yield node.body[0].lineno, title[:60], "an imperative or a noun phrase"
-
-
-def headings_in(markdown: str) -> Iterator[tuple[int, str, str]]:
-    """Headings that begin as a question does."""
-    for number, line in enumerate(markdown.splitlines(), 1):
-        heading = HEADING.match(line)
-        if heading and QUESTION.match(heading[1]):
-            yield number, line[:60], "a noun phrase"
-
-
-def names_in(source: str) -> Iterator[tuple[int, str, str]]:
-    """Variables, arguments, functions and classes that have a name of the list."""
-    if not NAMED.search(source):
-        return
-    for node in ast.walk(parsed(source)):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()):
-                pass
-            case ast.arg(arg=name):
-                pass
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                pass
-            case ast.ClassDef(name=name):
-                pass
-            case _:
-                continue
-        if name.strip("_") in NAMES:
-            yield node.lineno, name, NAMES[name.strip("_")]
-
-
-def loops_in(source: str) -> Iterator[tuple[int, str, str]]:
-    """Loops with the variable `each`."""
-    if not EACH_IN.search(source):
-        return
-    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-    for before, token, after in zip(tokens, tokens[1:], tokens[2:], strict=False):
-        if (before.string, token.string, after.string) == ("for", "each", "in"):
-            yield token.start[0], "for each in", "a name of what the variable holds"
 
 
 def long_lines_in(text: str) -> Iterator[tuple[int, str, str]]:

@@ -15,7 +15,7 @@ from tests.conftest import (
 
 TESTS = Path(__file__).resolve().parents[1]
 # Every folder of tests but those that run whole commands, fuzzers and installs.
-ROOMS = {
+SUBPACKAGES = {
     path.parent.relative_to(TESTS).as_posix()
     for path in TESTS.rglob("test_*.py")
     if path.parent.name not in ("end_to_end", "fuzz", "installs")
@@ -52,8 +52,8 @@ def test_the_listed_files_exist():
     assert [name for name in (*FAST, *LONGEST_FIRST) if not (TESTS / name).is_file()] == []
 
 
-def test_the_fast_subset_has_a_file_of_every_room():
-    assert ROOMS - {Path(name).parent.as_posix() for name in FAST} == set()
+def test_the_fast_subset_has_a_file_of_every_subpackage():
+    assert SUBPACKAGES - {Path(name).parent.as_posix() for name in FAST} == set()
 
 
 def test_long_files_come_first_and_the_others_keep_their_order():

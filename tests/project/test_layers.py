@@ -30,15 +30,15 @@ LAYERS = {
     # It names the modules of others as texts, and imports them when a name is used.
     "hybrid_parallel_recsys": {"configs"},
     "setup": set(),
-    "main": {"configs", "nn", "preproc"},
+    "main": {"compare", "configs", "nn", "preproc"},
     "dlrm": {"configs", "main"},
     "dcnv2": {"configs", "main"},
     "benchmarks": {"configs", "dataloading", "nn", "serving", "sweep", "main"},
 }
-# What a room may import beyond that of its package: Python's view of a run takes raw values too.
+# What a subpackage may import beyond that of its package: Python's view of a run takes raw values too.
 FURTHER = {"nn.library": {"preproc"}}
-# What each room of `nn` and `preproc` may import of its own package: a folder, or a module beside the folders.
-ROOMS = {
+# What each subpackage of `nn` and `preproc` may import of its own package: a folder, or a module beside the folders.
+SUBPACKAGES = {
     "dataloading.dataset": {"dataloading.gather"},
     "dataloading.gather": set(),
     "dataloading.keys": {"dataloading.dataset", "dataloading.keys.kernels"},
@@ -62,9 +62,16 @@ ROOMS = {
     "dataloading.id_counts": {"dataloading.dataset"},
     "dataloading.permuted_source": {"dataloading.dataset", "dataloading.gather"},
     "dataloading.arrow_table": {"dataloading.dataset"},
+    "dataloading.batch_reader": {
+        "dataloading.batch",
+        "dataloading.batch_memory",
+        "dataloading.dataset",
+        "dataloading.partition",
+    },
     "dataloading.loader": {
         "dataloading.batch",
         "dataloading.batch_memory",
+        "dataloading.batch_reader",
         "dataloading.dataset",
         "dataloading.keys",
         "dataloading.partition",
@@ -128,14 +135,18 @@ ROOMS = {
     "nn.replay": {"nn.checkpoint", "nn.deltas", "nn.export"},
     "nn.library_warnings": set(),
     "nn.versions": set(),
-    "nn.multirun": {"nn.distributed"},
+    "nn.multirun": {"nn.distributed", "nn.shared_imports"},
+    "nn.shared_imports": {"nn.library_warnings", "nn.run", "nn.versions"},
     "nn.scores": {
         "nn.build",
+        "nn.checkpoint",
         "nn.checks",
         "nn.distributed",
+        "nn.metrics",
         "nn.models",
         "nn.observability",
         "nn.resume",
+        "nn.saved_config",
         "nn.training",
     },
     "nn.hypertune": {"nn.models", "nn.observers"},
@@ -161,7 +172,13 @@ ROOMS = {
         "nn.stages",
         "nn.training",
     },
-    "nn.days": {"nn.checkpoint", "nn.distributed", "nn.multirun", "nn.observability"},
+    "nn.days": {
+        "nn.checkpoint",
+        "nn.distributed",
+        "nn.multirun",
+        "nn.observability",
+        "nn.shared_imports",
+    },
     "nn.stages": {
         "nn.build",
         "nn.checkpoint",
@@ -214,7 +231,9 @@ ROOMS = {
         "nn.resume",
         "nn.training",
     },
+    "nn.baseline": {"nn.metrics", "nn.models", "nn.observability"},
     "nn.modes": {
+        "nn.baseline",
         "nn.build",
         "nn.checkpoint",
         "nn.checks",
@@ -225,6 +244,7 @@ ROOMS = {
         "nn.observability",
         "nn.observers",
         "nn.planning",
+        "nn.plots",
         "nn.resume",
         "nn.session",
         "nn.stages",
@@ -250,7 +270,7 @@ ROOMS = {
     "serving.gpu": {"serving.inference", "serving.manifest"},
     "serving.loading": {"serving.gpu", "serving.inference"},
     "serving.triton": {"serving.inference", "serving.loading", "serving.manifest"},
-    "serving.server": {"serving.inference"},
+    "serving.server": {"serving.inference", "serving.manifest"},
     "serving.export": {"serving.exporting", "serving.manifest", "serving.versions"},
     "serving.run": {
         "serving.http_address",
@@ -349,7 +369,7 @@ ROOMS = {
         "preproc.work_directory",
     },
 }
-MOST_MODULES = 18
+MOST_MODULES = 20
 KNOWS_RANKS = {
     "nn.distributed.process_group",
     "nn.planning.balance",
@@ -381,9 +401,11 @@ READS_ENVIRONMENT = {
     "dataloading.storage.local_copy",
     "dataloading.storage.object_store",
     "nn.hypertune",
+    "nn.shared_imports",
     "preproc.__main__",  # where Java is
     "sweep.gpus",
     "sweep.trial_process",
+    "sweep.trial_server",
 }
 
 
@@ -515,7 +537,7 @@ def test_no_module_imports_itself_by_a_detour():
         pytest.fail(f"cycle: {' -> '.join(error.args[1])}")
 
 
-def room_of(module: str) -> str:
+def subpackage_of(module: str) -> str:
     """The folder of a module, or the module itself where it lies in no folder of its package."""
     package = module.split(".")[0]
     parent = module if has_modules(module) else module.rpartition(".")[0]
@@ -528,30 +550,30 @@ def has_modules(name: str) -> bool:
 
 
 @cache
-def rooms_imported(lazy: bool) -> dict[str, set[str]]:
-    """Room -> other rooms of its package that its modules import."""
-    arrows = {room: set() for room in ROOMS}
+def subpackages_imported(lazy: bool) -> dict[str, set[str]]:
+    """Subpackage -> other subpackages of its package that its modules import."""
+    arrows = {subpackage: set() for subpackage in SUBPACKAGES}
     for name in sources():
         package = name.split(".")[0]
         if package not in ("dataloading", "nn", "preproc", "serving") or name == package:
             continue
         targets = {each for each in ours(name, lazy) if is_below(each, package)} - {package}
-        arrows.setdefault(room_of(name), set()).update(map(room_of, targets))
-    return {room: found - {room} for room, found in arrows.items()}
+        arrows.setdefault(subpackage_of(name), set()).update(map(subpackage_of, targets))
+    return {subpackage: found - {subpackage} for subpackage, found in arrows.items()}
 
 
-def test_every_room_is_in_the_table():
-    assert set(rooms_imported(lazy=True)) == set(ROOMS)
+def test_every_subpackage_is_in_the_table():
+    assert set(subpackages_imported(lazy=True)) == set(SUBPACKAGES)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_the_rooms_that_the_table_allows(room):
-    assert rooms_imported(lazy=True)[room] <= ROOMS[room]
+@pytest.mark.parametrize("subpackage", SUBPACKAGES)
+def test_a_subpackage_imports_only_those_that_the_table_allows(subpackage):
+    assert subpackages_imported(lazy=True)[subpackage] <= SUBPACKAGES[subpackage]
 
 
-def test_rooms_import_one_way():
+def test_subpackages_import_one_way():
     try:
-        TopologicalSorter(ROOMS).prepare()
+        TopologicalSorter(SUBPACKAGES).prepare()
     except CycleError as error:
         pytest.fail(f"cycle: {' -> '.join(error.args[1])}")
 
@@ -601,6 +623,11 @@ def test_a_command_without_a_model_needs_no_torch(package, lazy):
     modules = {name for name in sources() if is_below(name, package)}
     brought = set().union(*(reached_from(name, lazy) for name in modules))
     assert importers_of("torch", brought, lazy) | importers_of("torchrec", brought, lazy) == set()
+
+
+@pytest.mark.parametrize("command", ["run", "rollback", "evaluate_accuracy", "evaluate_latency"])
+def test_what_scores_a_model_directory_needs_no_torchrec(command):
+    assert importers_of("torchrec", reached_from(f"serving.{command}")) == set()
 
 
 @pytest.mark.parametrize("library", ["duckdb", "isal", "numba"])

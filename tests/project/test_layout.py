@@ -4,7 +4,7 @@ Records (dataclasses) are exempt: their fields are named where they are made.
 """
 
 from tests.project.layout import ROOT, long_functions, modules_of, wide_constructors
-from tests.project.test_layers import ROOMS, rooms_imported
+from tests.project.test_layers import SUBPACKAGES, subpackages_imported
 
 # Compiled kernels, whose compilers want one function.
 KERNELS = {
@@ -25,8 +25,9 @@ def test_no_constructor_has_too_many_arguments():
     assert sorted(found) == []
 
 
-def test_the_table_of_rooms_allows_nothing_that_is_not_imported():
-    used = rooms_imported(lazy=True)
-    assert {room: sorted(allowed - used[room]) for room, allowed in ROOMS.items()} == {
-        room: [] for room in ROOMS
-    }
+def test_the_table_of_subpackages_allows_nothing_that_is_not_imported():
+    used = subpackages_imported(lazy=True)
+    assert {
+        subpackage: sorted(allowed - used[subpackage])
+        for subpackage, allowed in SUBPACKAGES.items()
+    } == {subpackage: [] for subpackage in SUBPACKAGES}

@@ -218,10 +218,22 @@ def test_the_image_copies_what_exists_and_all_that_runs():
     assert {*PACKAGES, NAME, *SCRIPTS, "pyproject.toml"} <= set(copied())
 
 
+def test_the_images_are_sent_what_they_copy_and_nothing_else():
+    """A checkout may hold data, runs and secrets beside it."""
+    serving = re.findall(
+        r"^COPY (?:--\S+ )?(\S+) ", (ROOT / "Dockerfile.serving").read_text(), re.MULTILINE
+    )
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines[1] == "*"
+    assert {line[1:] for line in lines if line[0] == "!"} == {*copied(), *serving}
+
+
 def test_the_image_is_plain_python_of_a_supported_version():
     first, image = dockerfile()[0]
     assert first == "FROM"
-    version = re.fullmatch(r"python:3\.(\d+)-slim", image)
+    # A tag alone moves.
+    version = re.fullmatch(r"python:3\.(\d+)\.\d+-slim-\w+@sha256:[0-9a-f]{64}", image)
+    assert f"\nFROM {image}\n" in (ROOT / "Dockerfile.serving").read_text()
     lowest, highest = re.findall(r"3\.(\d+)", PROJECT["project"]["requires-python"])
     assert int(lowest) <= int(version[1]) < int(highest)
 

@@ -96,7 +96,7 @@ def file_map() -> dict[str, str]:
     return {path: line[2] for line in lines for path in line[1].split(", ")}
 
 
-def rooms() -> list[str]:
+def subpackages() -> list[str]:
     """Return every package of the project; of the tests, those that mirror no package."""
     found = filter(is_ours, ROOT.glob("[!.]*/**/__init__.py"))
     packages = [str(path.parent.relative_to(ROOT)) for path in found]
@@ -126,10 +126,10 @@ def test_the_file_map_says_each_purpose_in_under_ten_words():
     assert {path: text for path, text in file_map().items() if len(text.split()) >= 10} == {}
 
 
-def test_every_room_and_every_python_file_beside_them_is_in_the_map():
-    assert {"nn/", "nn/ops/triton/", "preproc/criteo/", "tests/helpers/"} <= set(rooms())
+def test_every_subpackage_and_every_python_file_beside_them_is_in_the_map():
+    assert {"nn/", "nn/ops/triton/", "preproc/criteo/", "tests/helpers/"} <= set(subpackages())
     files = [path.name for path in ROOT.glob("*.py") if is_ours(path)]
-    assert sorted({*rooms(), *files} - set(file_map())) == []
+    assert sorted({*subpackages(), *files} - set(file_map())) == []
 
 
 def test_the_readme_is_short():

@@ -139,6 +139,31 @@ def test_one_run_is_a_list_and_several_are_a_table_with_their_errors(run, capsys
     assert f"{run.parent / 'b'}: failed: no such column" in several
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("summary.json", b"{", "summary.json: not JSON: "),
+        ("summary.json", b"[1]", "damaged: TypeError('cannot convert dictionary"),
+        ("summary.json", b"", "summary.json: not JSON: "),
+        ("summary.json", b"\xff\xfe", "summary.json: not UTF-8 text: "),
+        ("summary.json", b'{"checkpoint_problem": {"a": 1}}', "{'a': 1}"),
+        ("metrics.jsonl", b"{\n", "metrics.jsonl, line 1: not JSON"),
+        ("metrics.jsonl", b'{}\n{"step": 3, "loss": 1}\n', "damaged: KeyError('epoch')"),
+        ("config.yaml", b"train: {max_steps: [1]}", 'damaged: TypeError("unsupported operand'),
+        ("config.yaml", b"train: {epochs: x}", "invalid literal for int()"),
+    ],
+)
+def test_a_damaged_run_is_a_line_and_hides_no_other(run, capsys, name, content, problem):
+    write_run(run.parent / "b", [], ended={"state": "failed", "kind": "E", "message": "no space"})
+    (run / name).write_bytes(content)
+    lines = status(capsys, str(run.parent)).splitlines()
+    [line] = [line for line in lines if line.startswith(f"{run}: ")]
+    assert problem in line
+    assert f"{run.parent / 'b'}: failed: no space" in lines
+    assert len([row for row in lines if row.split()[:1] == [str(run)]]) == 1
+    assert len(json.loads(status(capsys, str(run.parent), "--json"))) == 2
+
+
 def test_json_has_the_same_for_programs(run, capsys):
     [found] = json.loads(status(capsys, str(run), "--json"))
     assert (found["run"], found["state"], found["step"]) == (str(run), "crashed", 30)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import optuna
 import pytest
 from matplotlib.image import imread
+from optuna.distributions import FloatDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 
@@ -28,9 +30,8 @@ from sweep.plan import _Composition
 from sweep.proposals import final_values, promising_values, spread_values
 from sweep.pruner import ReachPruner
 from sweep.run import run_sweep
-from sweep.space import Range, as_override, read_space
+from sweep.space import as_override, read_space
 from sweep.trial import Ending, RunningTrial
-from sweep.trial_process import start_process
 from tests.helpers.command import hydra_that_reads_once
 from tests.helpers.datasets import write_clicks
 from tests.helpers.runs import Killed
@@ -51,9 +52,14 @@ class Starts:
             self.kill_at = None
             raise Killed
         self.commands.append(list(command))
-        return start_process(
-            [sys.executable, "-S", fake_run.__file__, *command[2:]], environment, log
-        )
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-S", fake_run.__file__, *command[2:]],
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
 
     @property
     def tests(self) -> list[list[str]]:
@@ -270,13 +276,12 @@ def test_a_pruned_trial_counts_with_the_value_that_it_would_have():
 
 
 def test_the_most_promising_values_lie_between_the_best_ones():
-    space = {"optimizer.lr": Range(0.001, 10.0, log=True)}
+    space = {"optimizer.lr": FloatDistribution(0.001, 10.0, log=True)}
     known = [0.8 - 0.05 * (math.log10(lr) + 1) ** 2 for lr in (0.001, 0.02, 0.5, 3)]
     trials = []
     for lr, value in zip((0.001, 0.02, 0.5, 3), known, strict=True):
         params = {"optimizer.lr": lr}
-        distributions = {"optimizer.lr": space["optimizer.lr"].distribution()}
-        trials.append(create_trial(params=params, distributions=distributions, value=value))
+        trials.append(create_trial(params=params, distributions=dict(space), value=value))
         trials[-1].number = len(trials) - 1
     found = promising_values(trials, space, "maximize", seed=0)
     assert 0.02 < found["optimizer.lr"] < 0.5
@@ -385,8 +390,8 @@ def test_data_that_changed_end_a_sweep(space, output, tmp_path):
         ("seed: 3", "got 3, want a list of choices, or {low: .., high: ..}"),
         ("seed: {low: 1}", "seed needs low and high"),
         ("seed: {low: 1, high: 9, steps: 2}", "there is no 'steps'; want low, high, and log or step"),
-        ("seed: {low: 1, high: 9, step: 2, log: true}", "log and step exclude each other"),
-        ("optimizer.lr: {low: 0, high: 1, log: true}", "low must be positive with log: true"),
+        ("seed: {low: 1, high: 9, step: 2, log: true}", "seed: Samplers and other components in Opt"),
+        ("optimizer.lr: {low: 0, high: 1, log: true}", "optimizer.lr: `low >= 1` must hold for `log"),
         ("eval.split: [test]", "eval.split cannot differ between trials"),
         ("config: [a.yaml, b.yaml]", "config cannot differ between trials"),
         ("eval.max_steps: [1, 2]", "trials with eval.max_steps=1 and with 2 would be measured on dif"),
@@ -453,8 +458,8 @@ def test_a_space_that_chooses_the_model_may_have_options_of_each(space, output):
 def test_the_committed_space_is_that_of_the_sample():
     path, space = read_space("deepfm_criteo")
     assert path.name == "deepfm_criteo.yaml"
-    assert space["optimizer.lr"] == Range(0.001, 0.01, log=True)
-    assert space["model.dropout"].ends() == ("0.4", "0.5", "0.6")
+    assert space["optimizer.lr"] == FloatDistribution(0.001, 0.01, log=True)
+    assert space["model.dropout"].choices == ("0.4", "0.5", "0.6")
 
 
 def test_options_of_trials_stand_beside_those_of_the_sweep():

@@ -42,7 +42,22 @@ class _Fused(torch.optim.Optimizer):
             rate = self._rate.fill_(rate)
         found_inf = self._zero if self.found_inf is None else self.found_inf
         gradients = [weight.grad for weight in self._parameters]
-        self._launch(gradients[0], self._blocks(gradients), rate, found_inf)
+        blocks, (kernel, states, further) = self._blocks(gradients), self._kernel()
+        num_blocks = blocks.table.shape[1]
+        kernel[(num_blocks,)](
+            self._parameters[0].detach(),
+            gradients[0],
+            *states,
+            blocks.table,
+            num_blocks,
+            blocks.num_aligned,
+            rate,
+            found_inf,
+            *further,
+            ALIGN=ALIGN,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
 
     def _blocks(self, gradients: list[Tensor]) -> TensorBlocks:
         addresses = [gradient.data_ptr() for gradient in gradients]
@@ -55,9 +70,8 @@ class _Fused(torch.optim.Optimizer):
         """Return the states of all weights, of the shapes of the weights."""
         return []
 
-    def _launch(
-        self, gradient: Tensor, blocks: TensorBlocks, rate: Tensor, found_inf: Tensor
-    ) -> None:
+    def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[float, ...]]:
+        """Return the kernel, its arguments behind weights and gradients, and its last ones."""
         raise NotImplementedError
 
 
@@ -70,22 +84,8 @@ class FusedSGD(_Fused):
     def __init__(self, params: Iterable[nn.Parameter], lr: float | Tensor = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
 
-    def _launch(
-        self, gradient: Tensor, blocks: TensorBlocks, rate: Tensor, found_inf: Tensor
-    ) -> None:
-        num_blocks = blocks.table.shape[1]
-        _dense_sgd[(num_blocks,)](
-            self._parameters[0].detach(),
-            gradient,
-            blocks.table,
-            num_blocks,
-            blocks.num_aligned,
-            rate,
-            found_inf,
-            ALIGN=ALIGN,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+    def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[float, ...]]:
+        return _dense_sgd, (), ()
 
 
 class FusedAdagrad(_Fused):
@@ -105,26 +105,9 @@ class FusedAdagrad(_Fused):
     def _states(self) -> list[list[Tensor]]:
         return [[self.state[weight]["sum"] for weight in self._parameters]]
 
-    def _launch(
-        self, gradient: Tensor, blocks: TensorBlocks, rate: Tensor, found_inf: Tensor
-    ) -> None:
-        num_blocks = blocks.table.shape[1]
-        first = self._parameters[0]
-        _dense_adagrad[(num_blocks,)](
-            first.detach(),
-            gradient,
-            self.state[first]["sum"],
-            self._steps,
-            blocks.table,
-            num_blocks,
-            blocks.num_aligned,
-            rate,
-            found_inf,
-            self.param_groups[0]["eps"],
-            ALIGN=ALIGN,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+    def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[float, ...]]:
+        first = self.state[self._parameters[0]]["sum"]
+        return _dense_adagrad, (first, self._steps), (self.param_groups[0]["eps"],)
 
 
 @triton.jit

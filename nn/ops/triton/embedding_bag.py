@@ -175,62 +175,6 @@ def _group_places(order, counts, first, stop, LEVEL: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
-def _gradient(
-    gradients,
-    place,
-    index,
-    stop,
-    key,
-    end_key,
-    first_key,
-    hotness,
-    reciprocal,
-    factor,
-    width,
-    out_column,
-    in_row,
-    listed_rows,
-    listed_columns,
-    listed_factors,
-    LEVEL: tl.constexpr,
-    ONE_HOT: tl.constexpr,
-    BY_PRODUCT: tl.constexpr,
-    SOURCE: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    ALIGN: tl.constexpr,
-    STRIDE: tl.constexpr,
-):
-    """Return the gradient of a block's `index`-th key, its factor, and whether there is one."""
-    has = index < stop
-    if BOUNDED:
-        # The last key of a table is that of ids without a row here.
-        has = has & (key < end_key)
-    if LEVEL > 0:
-        # A partial sum has its factors already.
-        has = has & (place != 0)
-        source = index.to(tl.int64) * STRIDE
-    else:
-        source = _source(
-            place,
-            first_key,
-            hotness,
-            reciprocal,
-            width,
-            out_column,
-            listed_rows,
-            listed_columns,
-            ONE_HOT,
-            BY_PRODUCT,
-            SOURCE,
-            STRIDE,
-        )
-        if SOURCE == "listed":
-            factor = tl.load(listed_factors + place)
-    pointer = gradients + tl.multiple_of(source, ALIGN)
-    return tl.load(pointer, mask=has & in_row, other=0.0), factor, has
-
-
-@triton.jit
 def _prefetch(pointers):
     """Bring what lies at pointers to the second-level cache."""
     tl.inline_asm_elementwise(
@@ -252,37 +196,6 @@ def _prefetch_row(table, key, width, STATE: tl.constexpr, BLOCK_D: tl.constexpr)
         # An address per 32 bytes of float32, the least that the cache loads; none is behind the row.
         columns = tl.minimum(tl.arange(0, (BLOCK_D + 7) // 8) * 8, width - 1)
         _prefetch(table + key.to(tl.int64) * width + columns)
-
-
-@triton.jit
-def _mark_rows(
-    touched,
-    keys,
-    start,
-    stop,
-    base,
-    end_key,
-    slot_rows,
-    start_of_slots,
-    BOUNDED: tl.constexpr,
-    SLOTS: tl.constexpr,
-    LENGTH: tl.constexpr,
-):
-    """Set the byte of each row of a block's keys, with a thread per key: the walk over them would take a warp each."""
-    position = start + tl.arange(0, LENGTH)
-    is_inside = position < stop
-    key = tl.load(keys + position, mask=is_inside, other=-1)
-    # Once per run of equal keys in the block.
-    following = tl.load(keys + position + 1, mask=position + 1 < stop, other=-1)
-    ends = is_inside & (following != key)
-    if BOUNDED:
-        ends = ends & (key < end_key)
-    row = (key - base).to(tl.int64)
-    if SLOTS:
-        has_slots = start_of_slots >= 0
-        slot = slot_rows + start_of_slots + row
-        row = tl.where(has_slots, tl.load(slot, mask=ends & has_slots, other=0).to(tl.int64), row)
-    tl.store(touched + row, 1, mask=ends)
 
 
 @triton.jit
@@ -410,19 +323,23 @@ def _segment_update(
         # The rows in the slots of a table's arena; negative: its rows are all here.
         start_of_slots = tl.load(slot_start + table_index)
     if touched is not None:
-        _mark_rows(
-            touched + tl.load(touched_start + table_index),
-            keys,
-            start,
-            stop,
-            base,
-            end_key,
-            slot_rows,
-            start_of_slots if SLOTS else base,
-            BOUNDED,
-            SLOTS,
-            LENGTH,
-        )
+        # The byte of each row, with a thread per key: the walk over them would take a warp each.
+        first_touched = touched + tl.load(touched_start + table_index)
+        position = start + tl.arange(0, LENGTH)
+        is_inside = position < stop
+        marked = tl.load(keys + position, mask=is_inside, other=-1)
+        # Once per run of equal keys in the block.
+        following = tl.load(keys + position + 1, mask=position + 1 < stop, other=-1)
+        ends_run = is_inside & (following != marked)
+        if BOUNDED:
+            ends_run = ends_run & (marked < end_key)
+        touched_row = (marked - base).to(tl.int64)
+        if SLOTS:
+            in_arena = start_of_slots >= 0
+            slots = slot_rows + start_of_slots + touched_row
+            of_slots = tl.load(slots, mask=ends_run & in_arena, other=0).to(tl.int64)
+            touched_row = tl.where(in_arena, of_slots, touched_row)
+        tl.store(first_touched + touched_row, 1, mask=ends_run)
     # Pointers of key 0, so that a key needs no more than a product.
     rows = weights + tl.multiple_of(tl.load(weight_offset + table_index) - base * width, ALIGN)
     states1 = _states_of_table(state1, state1_offset, table_index, base, width, ALIGN, STATE1)
@@ -473,31 +390,36 @@ def _segment_update(
         factors_of_ids = ()
         has_gradients = ()
         for number in tl.static_range(GROUP):
-            gradient, factor_of_id, has = _gradient(
-                gradients + column,
-                places[number],
-                first + number,
-                stop,
-                group_keys[number],
-                end_key,
-                first_key_of_table,
-                hot,
-                reciprocal,
-                factor,
-                width,
-                first_column,
-                in_row,
-                listed_rows,
-                listed_columns,
-                listed_factors,
-                LEVEL,
-                ONE_HOT,
-                BY_PRODUCT,
-                SOURCE,
-                BOUNDED,
-                ALIGN,
-                STRIDE,
-            )
+            of_column = gradients + column
+            place, index = places[number], first + number
+            has = index < stop
+            if BOUNDED:
+                # The last key of a table is that of ids without a row here.
+                has = has & (group_keys[number] < end_key)
+            factor_of_id = factor
+            if LEVEL > 0:
+                # A partial sum has its factors already.
+                has = has & (place != 0)
+                source = index.to(tl.int64) * STRIDE
+            else:
+                source = _source(
+                    place,
+                    first_key_of_table,
+                    hot,
+                    reciprocal,
+                    width,
+                    first_column,
+                    listed_rows,
+                    listed_columns,
+                    ONE_HOT,
+                    BY_PRODUCT,
+                    SOURCE,
+                    STRIDE,
+                )
+                if SOURCE == "listed":
+                    factor_of_id = tl.load(listed_factors + place)
+            of_key = of_column + tl.multiple_of(source, ALIGN)
+            gradient = tl.load(of_key, mask=has & in_row, other=0.0)
             gradients_of_ids += (gradient,)
             factors_of_ids += (factor_of_id,)
             has_gradients += (has,)

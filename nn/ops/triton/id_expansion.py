@@ -51,7 +51,6 @@ class IdExpansionKernel:
         ]
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Expand ids as `nn.embedding.id_expansion.IdExpansion` does."""
         out = ids.new_empty(self._num_ids)
         for block_h, features in self._classes:
             num_features = features.shape[1]

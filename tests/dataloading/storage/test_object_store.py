@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dataloading.dataset.durable_files import share_directory
 from dataloading.storage import local_copy, object_store
 from dataloading.storage.local_copy import cache_directory, local_path, local_paths
 from dataloading.storage.object_store import ObjectStore, is_remote, shown_address
@@ -59,6 +60,44 @@ def test_a_changed_source_makes_a_new_copy_and_an_equal_one_is_made_once(bucket,
     local_copy._local_copy.cache_clear()
     assert contents(local_path(address)) == {"x.txt": "other"}
     assert contents(first) == {"x.txt": "one"}
+
+
+def copies() -> set[str]:
+    return {path.name[0] for path in cache_directory().iterdir() if path.is_dir()}
+
+
+def test_the_copies_that_were_used_last_longest_ago_make_room(bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("RECSYS_CACHE_GIB", str(45 / 2**30))
+    for age, name in enumerate(["a", "b", "c", "outputs"]):
+        path = write(cache_directory() / name, x_txt="x" * 10)
+        os.utime(path, (-age, -age))
+    ObjectStore(f"{bucket}/lru/d").upload(write(tmp_path, x_txt="x" * 30) / "x.txt", "")
+    # The oldest copy, c, is used by this process; the output is no copy, and is never removed.
+    os.utime(cache_directory() / "c", (-9, -9))
+    held = share_directory(cache_directory() / "c")
+    assert local_path(f"{bucket}/lru/d").read_text() == "x" * 30
+    assert copies() == {"c", "d", "o"}
+    # Now d is used too, and an interrupted copy counts.
+    ObjectStore(f"{bucket}/lru/e").upload(tmp_path / "x.txt", "")
+    with pytest.raises(ValueError, match="copies of running commands stay; set RECSYS_CACHE_GIB"):
+        local_path(f"{bucket}/lru/e")
+    assert copies() == {"c", "d", "o", "."}
+    os.close(held)
+    monkeypatch.setenv("RECSYS_CACHE_GIB", str(61 / 2**30))
+    assert local_path(f"{bucket}/lru/e").read_text() == "x" * 30
+    assert copies() == {"d", "e", "o"}
+
+
+def test_a_copy_that_is_used_again_is_the_last_to_go(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("RECSYS_CACHE_GIB", str(25 / 2**30))
+    for name in "ab":
+        os.utime(write(cache_directory() / name, x_txt="x" * 10), (-1, -1))
+    assert local_copy._use(cache_directory() / "a")
+    assert not local_copy._use(cache_directory() / "none")
+    local_copy._make_room(10, "s3://bucket/c")
+    assert copies() == {"a"}
 
 
 def test_patterns_name_several_files(bucket, tmp_path):

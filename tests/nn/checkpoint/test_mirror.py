@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from dataloading.storage.object_store import ObjectStore
 from nn.checkpoint.directory import list_checkpoints, step_of
-from nn.checkpoint.mirror import CheckpointMirror, complete_checkpoints, fetch_run
+from nn.checkpoint.mirror import CheckpointMirror, complete_steps, fetch_run
 from tests.helpers.runs import Killed
 
 STEPS = (3, 6, 9)
@@ -67,6 +67,12 @@ def train(run_dir: Path, address: str) -> None:
     for step in range(max(saved, default=0) + 1, max(STEPS) + 1):
         lines.append(f"record {step}")
         metrics.write_text("\n".join(lines) + "\n")
+        delta = run_dir / f"deltas/step_{step}"
+        if (
+            not delta.exists()
+        ):  # the start removes those after its checkpoint, and the same are written again
+            delta.mkdir(parents=True)
+            (delta / "run.json").write_text(f"delta {step}")
         if step not in STEPS:
             continue
         path = checkpoints / f"step_{step}"
@@ -103,8 +109,12 @@ def test_a_mirror_killed_at_any_operation_loses_no_record_and_leaves_nothing(tmp
             with Operations(kill_at), suppress(Killed):
                 fetch_run(run_dir, address)
         local = list_checkpoints(run_dir / "checkpoints")
-        stored = complete_checkpoints(ObjectStore(address))
-        assert [path.name for path in reversed(local)] == stored
+        stored = complete_steps(ObjectStore(address), "checkpoints")
+        assert [f"checkpoints/{path.name}" for path in reversed(local)] == stored
+        # Those that lead to the checkpoints, without a gap.
+        deltas = [step_of(path) for path in list_checkpoints(run_dir / "deltas")[::-1]]
+        assert deltas == list(range(1, len(deltas) + 1))
+        assert not local or len(deltas) >= step_of(local[0])
         for path in local:
             step = step_of(path)
             assert tree(path) == {name: f"{name} of {step}" for name in ("run.json", "rank_0.bin")}
@@ -113,6 +123,27 @@ def test_a_mirror_killed_at_any_operation_loses_no_record_and_leaves_nothing(tmp
         train(run_dir, address)
         assert tree(tmp_path / f"mirror_{number}") == wanted
     assert number > 20
+
+
+def test_a_delta_between_checkpoints_is_mirrored_and_a_removed_one_is_removed(tmp_path):
+    run_dir, address = tmp_path / "run", f"file://{tmp_path / 'mirror'}"
+    mirror = CheckpointMirror(run_dir, address, logging.getLogger())
+    for step in (2, 4, 6):
+        path = run_dir / f"deltas/step_{step}"
+        path.mkdir(parents=True)
+        (path / "run.json").write_text(f"delta {step}")
+    mirror.start()
+    mirror.wait()
+    assert complete_steps(ObjectStore(address), "deltas") == [f"deltas/step_{n}" for n in (2, 4, 6)]
+    # A run that resumes at step 4 writes other rows.
+    (run_dir / "deltas/step_6/run.json").write_text("delta 6 of the next start")
+    shutil.rmtree(run_dir / "deltas/step_2")
+    mirror.start()
+    mirror.wait()
+    assert tree(tmp_path / "mirror") == {
+        "deltas/step_4/run.json": "delta 4",
+        "deltas/step_6/run.json": "delta 6 of the next start",
+    }
 
 
 def test_a_record_that_vanishes_keeps_no_checkpoint_from_its_mirror(tmp_path):
@@ -146,8 +177,11 @@ def test_an_empty_folder_that_a_store_keeps_is_removed_once(tmp_path):
         # A step that is trained again.
         shutil.copytree(run_dir / "checkpoints/step_6", run_dir / "checkpoints/step_3")
         mirror._upload()
-        assert len(complete_checkpoints(ObjectStore(address))) == 3
+        assert len(complete_steps(ObjectStore(address), "checkpoints")) == 3
         shutil.rmtree(run_dir / "checkpoints/step_3")
         mirror._upload()
     assert removed == ["checkpoints/step_3"] * 3
-    assert complete_checkpoints(ObjectStore(address)) == ["step_6", "step_9"]
+    assert complete_steps(ObjectStore(address), "checkpoints") == [
+        "checkpoints/step_6",
+        "checkpoints/step_9",
+    ]

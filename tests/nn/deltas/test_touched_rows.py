@@ -77,11 +77,19 @@ def looked_up(config: Config) -> dict[str, set[int]]:
     return ids
 
 
+GROWN = {"cat_3": 140, "cat_4": 700}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "grown"), [(1, {"cat_0": 490, "cat_4": 7}), (2, {"cat_3": 140, "cat_4": 700})]
+    ("world_size", "sharding", "grown"),
+    [
+        (1, SHARDING, {"cat_0": 490, "cat_4": 7}),
+        (2, SHARDING, GROWN),
+        (2, SHARDING.replace("column_wise", "{type: table_wise, exchange: least}"), GROWN),
+    ],
 )
-def test_a_delta_holds_the_rows_that_were_looked_up(tmp_path, world_size, grown):
-    options = (f"sharding.tables={{{SHARDING}}}",)
+def test_a_delta_holds_the_rows_that_were_looked_up(tmp_path, world_size, sharding, grown):
+    options = (f"sharding.tables={{{sharding}}}",)
     if world_size == 1:
         write(tmp_path, options, grown)
     else:

@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import log_loss, mean_absolute_error, mean_squared_error, roc_auc_score
+from sklearn.metrics import (
+    average_precision_score,
+    log_loss,
+    mean_absolute_error,
+    mean_squared_error,
+    roc_auc_score,
+)
 
 from configs.schema import TaskConfig
 from dataloading.dataset.row_columns import RowColumn
@@ -22,7 +28,7 @@ from tests.helpers.distributed import run_distributed
 
 CLICK = RowColumn("click")
 RATING = RowColumn("rating", dtype=np.dtype(np.float32))
-FURTHER = ("normalised_entropy", "calibration", "mae")
+FURTHER = ("normalised_entropy", "calibration", "mae", "pr_auc")
 ROWS = 300
 SHARES = [slice(0, 170), slice(170, ROWS)]
 
@@ -110,6 +116,7 @@ def test_two_ranks_tell_the_numbers_of_scikit_learn(of_two_ranks, weights, rates
         "auc.click": roc_auc_score(clicks, shifted, sample_weight=weight),
         "log_loss.click": loss,
         "gauc.click": gauc_by_loop(shifted, clicks, groups, weight),
+        "pr_auc.click": average_precision_score(clicks, shifted, sample_weight=weight),
         "normalised_entropy.click": loss / -(mean * np.log(mean) + (1 - mean) * np.log(1 - mean)),
         "calibration.click": (p * weight).sum() / (clicks * weight).sum(),
         "rmse.rating": math.sqrt(squares),

@@ -13,7 +13,11 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from configs.schema import ModelConfig
 from nn.build import open_source
-from nn.embedding.declared_tables import embedding_columns, one_table_per_feature
+from nn.embedding.declared_tables import (
+    embedding_columns,
+    hands_out_rows,
+    one_table_per_feature,
+)
 from nn.embedding.torch_optimizer import TableOptimizer
 from nn.layers.initialization import initialise_dense
 from nn.layers.pooled_embeddings import join
@@ -111,9 +115,9 @@ def plain_losses(overrides: list[str]) -> tuple[list[float], dict[str, Tensor]]:
     with ranks_of_cpu():
         built = build(config)
         spec = open_source(config).spec
-        model = RankingModel(
-            declared_tables(config.model, spec), build_dense(config.model, spec), config.seed
-        )
+        declared = declared_tables(config.model, spec)
+        handed_out = [table.name for table in declared if hands_out_rows(table, spec)]
+        model = RankingModel(declared, build_dense(config.model, spec), config.seed, handed_out)
         initialise_dense(model.dense, config.seed)
         model.dense.load_state_dict(built.step.dense.state_dict())
         chosen = config.effective_optimizer

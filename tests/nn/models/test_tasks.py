@@ -27,7 +27,7 @@ from nn.observability.run_directory import (
     empty_summary,
 )
 
-_, LOG_LOSS, _, _, CALIBRATION, RMSE, MAE = METRICS
+_, LOG_LOSS, _, _, _, CALIBRATION, RMSE, MAE = METRICS
 
 MRR = Metric(name="mrr", title="test MRR", while_training=True)
 CLICK = RowColumn("click")
@@ -75,7 +75,7 @@ def test_metrics_of_several_tasks_have_the_names_of_both():
         (
             [CLICK],
             {"further": ["ndcg"]},
-            "eval.metrics names ndcg, which is none of normalised_entropy, calibration, mae, nor package.module:NAME",
+            "eval.metrics names ndcg, which is none of pr_auc, normalised_entropy, calibration, mae, nor package.module:NAME",
         ),
         ([CLICK], {"further": ["mae"]}, "eval.metrics=mae is of regression labels"),
         ([RATING], {"further": ["calibration"]}, "eval.metrics=calibration is of binary labels"),
@@ -130,6 +130,49 @@ def test_predictions_are_shifted_by_the_logarithm_of_the_keep_rate():
     assert rating.shifted(logits, rates) is logits
 
 
+def test_a_positive_weight_is_corrected_and_a_focal_loss_is_not():
+    logits = torch.tensor([0.0, 1.0])
+    (task,) = tasks_of([CLICK], {"click": TaskConfig(positive_weight=20)})
+    # Odds of 1 with every positive row counted 20 times are odds of 1 in 20.
+    assert task.shifted(logits, None)[0].sigmoid().item() == pytest.approx(1 / 21)
+    assert task.note == (
+        "tasks.click.positive_weight=20 multiplies the odds of the logits by it; evaluation, predict and serving divide by "
+        "it again, so that scores are probabilities"
+    )
+    both = TaskConfig(positive_weight=20, keep_rate=0.1)
+    assert tasks_of([CLICK], {"click": both})[0].shift == pytest.approx(math.log(0.1 / 20))
+    rates = torch.tensor([0.5, 1.0])
+    assert task.shifted(logits, rates)[0].item() == pytest.approx(math.log(0.5 / 20))
+    (focal,) = tasks_of([CLICK], {"click": TaskConfig(positive_weight=20, focal_gamma=2)})
+    assert focal.shift == 0
+    assert "no probabilities" in focal.note
+    (plain,) = tasks_of([CLICK])
+    assert (plain.shift, plain.note) == (0, None)
+
+
+def test_a_model_of_weighted_positives_is_calibrated_after_the_correction():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(20_000, generator=draw)
+    labels = (torch.rand(20_000, generator=draw) < (x - 3).sigmoid()).float()
+    (task,) = tasks_of([CLICK], {"click": TaskConfig(positive_weight=20)})
+    weights = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=50)
+
+    def loss():
+        optimizer.zero_grad()
+        value = task.loss_share(weights[0] + weights[1] * x, labels, len(x), len(x))
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    logits = (weights[0] + weights[1] * x).detach()
+    assert logits.sigmoid().mean() > 5 * labels.mean()
+    # Weighted least squares of another weighting fit other weights, so equal up to the error of the fit.
+    assert task.shifted(logits, None).sigmoid().mean().item() == pytest.approx(
+        labels.mean().item(), rel=0.05
+    )
+
+
 def test_records_and_terminal_have_the_metrics_of_the_tasks():
     metrics = metrics_of([Task(name="click", metrics=(LOG_LOSS, MRR))])
     assert list(empty_summary(metrics)) == [
@@ -141,7 +184,7 @@ def test_records_and_terminal_have_the_metrics_of_the_tasks():
     record = {"step": 8, "test_mrr": math.nan, "test_log_loss": 0.5, "test_rows": 4, "eval_s": 1.0}
     assert "log loss 0.5000  test MRR n/a  (4 rows" in format_test(record, metrics)
     train = {"step": 8, "loss": 0.5, "train_mrr": 0.25, "samples_per_s": 1.0, "step_ms": 1.0}
-    assert "loss 0.5000  mrr 0.2500  " in format_train(train, metrics, 16)
+    assert "loss 0.5000  mrr 0.2500  " in format_train(train, metrics, 16, 1.0)
 
 
 def test_the_best_metric_is_the_first_unless_another_is_named():

@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from nn.observability.progress import (
     format_test,
     format_train,
 )
+from nn.observability.time_left import TimeLeft
 from nn.planning.plan import TablePlan
 
 METRICS = metrics_of(tasks_of([RowColumn("clicked")]))
@@ -80,6 +82,18 @@ def console_of(width: int = 80, terminal: bool = False) -> Console:
     )
 
 
+RATING = RowColumn("rating", dtype=np.dtype(np.float32))
+
+
+def left_of_steps(step: int) -> TimeLeft:
+    """Return an estimate that has seen steps of 230.8 ms."""
+    seconds = iter([0, 0.2308, 0.4616])
+    left = TimeLeft(512, clock=lambda: next(seconds))
+    left.count(step - 1)
+    left.count(step)
+    return left
+
+
 def printed(console: Console) -> str:
     return console.file.getvalue()
 
@@ -102,7 +116,7 @@ def test_many_metrics_of_features_are_several_tables_with_all_names():
 
 
 def test_a_record_of_training_is_one_line():
-    assert format_train(TRAIN, METRICS, 512) == (
+    assert format_train(TRAIN, METRICS, 512, 72.0) == (
         "step 200/512  loss 0.4931  auc 0.7312  812,345 samples/s  230.8 ms/step  left 0:01:12"
     )
 
@@ -122,36 +136,73 @@ def test_an_evaluation_without_clicks_says_why_it_has_no_auc():
 
 @pytest.mark.parametrize("missing", [None, math.nan])
 def test_what_was_not_measured_is_said_so(missing):
-    line = format_train(TRAIN | {"train_auc": missing, "step_ms": missing}, METRICS, 512)
+    line = format_train(TRAIN | {"train_auc": missing, "step_ms": missing}, METRICS, 512, None)
     assert "auc n/a  812,345 samples/s  n/a ms/step  left n/a" in line
 
 
 def test_a_pipe_gets_one_plain_line_a_record():
     console = console_of(width=40)
-    with Progress(console, METRICS, 512) as progress:
-        progress.advance(1)
+    with Progress(console, METRICS, 512, time_left=left_of_steps(200)) as progress:
         progress.show_train(TRAIN)
         progress.show_test(TEST)
-    assert (
-        printed(console) == f"{format_train(TRAIN, METRICS, 512)}\n{format_test(TEST, METRICS)}\n"
-    )
+        progress.show_test(TEST, best="best AUC 0.7800 at step 400")
+    trained, tested = format_train(TRAIN, METRICS, 512, 312 * 0.2308), format_test(TEST, METRICS)
+    assert printed(console).splitlines() == [
+        trained,
+        tested,
+        f"{tested}  best AUC 0.7800 at step 400",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_terminal_gets_one_bar_with_evaluations_above_it(width):
     console = console_of(width, terminal=True)
-    with Progress(console, METRICS, 512) as progress:
+    with Progress(console, METRICS, 512, time_left=left_of_steps(211)) as progress:
         progress.show_train(TRAIN)
         progress.advance(212)
         progress.show_test(TEST)
+        progress.show_test(TEST, best="best AUC 0.7800 at step 400")
     text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", printed(console))
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    assert format_train(TRAIN, METRICS, 512) not in text
-    assert lines.count(format_test(TEST, METRICS)) == 1
+    assert format_train(TRAIN, METRICS, 512, 72.0) not in text
+    assert format_test(TEST, METRICS) in lines
     assert lines[-1].startswith("212/512 ")
-    # 300 steps of 230.8 ms are left: the time is counted on from the record.
-    assert lines[-1].endswith("loss 0.4931  auc 0.7312  812,345 samples/s  left 0:01:09")
+    # 300 steps of 230.8 ms are left.
+    speed = "812,345 samples/s  left 0:01:09"
+    best = "best AUC 0.7800 at step 400"
+    assert lines[-1].endswith(speed if width == 80 else "230.8 ms/step  left 0:01:09")
+    assert (best in lines[-1]) == (width == 120)
     assert max(len(line) for line in lines) <= width
+    # A line is broken between words, and the bar keeps its width.
+    tested = format_test(TEST, METRICS)
+    assert (f"{tested}  {best}" in lines) == (width == 120)
+    bars = {line.count("━") for line in lines if "━" in line}
+    assert len(bars) == 1, bars
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_an_evaluation_of_several_tasks_is_a_table_that_fits(width, is_terminal):
+    labels = [RowColumn("click"), RowColumn("a_purchase_within_seven_days"), RATING]
+    metrics = metrics_of(tasks_of(labels, further=["normalised_entropy", "calibration", "mae"]))
+    values = {metric.test_key: 0.7 + number / 100 for number, metric in enumerate(metrics)}
+    console = console_of(width, is_terminal)
+    progress = Progress(console, metrics, 512)
+    progress.show_test(
+        {"step": 512, "test_rows": 13714, "eval_s": 1.2} | values | {"test_auc.click": math.nan},
+        model="untrained model",
+        best="best click AUC 0.7800 at step 400",
+    )
+    lines = [line.rstrip() for line in printed(console).splitlines()]
+    assert lines[0].startswith("eval step 512 (untrained model): (13,714 rows, 1.2 s)")
+    assert "best click AUC 0.7800 at step 400" in " ".join(lines[:2])
+    assert max(map(len, lines[1:])) <= width
+    text = " ".join(lines)
+    assert all(f"{value:.4f}" in text for key, value in values.items() if key != "test_auc.click")
+    assert "n/a" in text
+    if width > 60:
+        (click,) = [line for line in lines if line.startswith("  click")]
+        assert click.split() == ["click", "n/a", "0.7100", "0.7200", "0.7300"]
 
 
 def test_an_evaluation_moves_a_bar_of_its_own():

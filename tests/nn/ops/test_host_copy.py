@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from nn.ops.host_copy import StagedValues
+from nn.ops.host_copy import DeviceValues
 
 
 def test_on_a_cpu_a_number_is_there_when_it_is_written():
-    values = StagedValues([1.0, 2.0], torch.device("cpu"))
-    values.stage_float(1, 0.1)
-    values.stage_integer(2**31 - 1)
+    values = DeviceValues([1.0, 2.0], torch.device("cpu"))
+    values.write_float(1, 0.1)
+    values.write_integer(2**31 - 1)
     assert values.floats.tolist() == [1.0, torch.tensor(0.1).item()]
     assert values.integer.tolist() == [2**31 - 1]
     values.load()
@@ -19,7 +19,7 @@ def test_on_a_cpu_a_number_is_there_when_it_is_written():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_captured_pass_reads_what_was_written_before_its_replay():
-    values = StagedValues([1.0, 2.0], torch.device("cuda"))
+    values = DeviceValues([1.0, 2.0], torch.device("cuda"))
     read = torch.zeros(3, device="cuda")
 
     def run() -> None:
@@ -32,11 +32,11 @@ def test_a_captured_pass_reads_what_was_written_before_its_replay():
     with torch.cuda.graph(graph):
         run()
     for step in range(3):
-        values.stage_float(0, step / 4)
-        values.stage_integer(step)
+        values.write_float(0, step / 4)
+        values.write_integer(step)
         graph.replay()
         assert read.tolist() == [step / 4, 2.0, step]
-    values.stage_float(1, 5.0)
+    values.write_float(1, 5.0)
     assert values.floats.tolist()[1] == 2.0
     values.load_now()
     assert values.floats.tolist()[1] == 5.0

@@ -28,6 +28,9 @@ LAYOUTS = {
     "rows in two memories": [
         *("sharding.types=[row_wise]", "sharding.tables={cat_0: {tier: host, cache: 0.5}}"),
     ],
+    "rows of whole tables": ["sharding.types=[table_wise]", "sharding.exchange=rows"],
+    "least": ["sharding.types=[table_wise]", "sharding.exchange=least", SEVERAL_IDS],
+    "a replica in rows": ["sharding.tables={cat_1: {type: data_parallel, exchange: rows}}"],
     "both": ["sharding.tables={cat_0: {type: row_wise}, cat_1: {type: data_parallel}}"],
 }
 
@@ -77,7 +80,7 @@ def planned(overrides: list[str], world_size: int, local_world_size: int) -> lis
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_collectives_send_what_is_planned(layout):
     overrides = [*SMALL, *LAYOUTS[layout]]
-    asks = layout in ("rows", "rows in two memories", "both")
+    asks = layout not in ("whole tables", "several ids", "halves of columns", "rows of 16 bits")
     for rank, (sent, expected) in enumerate(
         zip(run_distributed(sent_by_a_step, 2, overrides), planned(overrides, 2, 2), strict=True)
     ):

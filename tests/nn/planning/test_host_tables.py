@@ -209,8 +209,8 @@ def test_the_expected_rows_are_those_that_the_slot_map_fetches(exponent, drawn):
 @pytest.mark.parametrize(("exponent", "drawn", "places"), READS)
 def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, places, tmp_path):
     rows, slots, ids = 20_000, 4000, 128 * (1 + drawn)
-    window = LIVE_BATCHES * ids
-    shard = TieredShard(rows, 4, torch.float32, slots, window, is_on_disk=True)
+    live_rows = LIVE_BATCHES * ids
+    shard = TieredShard(rows, 4, torch.float32, slots, live_rows, is_on_disk=True)
     cpu = torch.device("cpu")
     tier = HostTier([shard], [], cpu, DiskSettings(tmp_path, places * 16))
     tier.reload()
@@ -241,7 +241,7 @@ def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, places, tmp_pat
             live.pop(0).release(is_trained=True)
         read.append(tier.take_counts().disk_rows_in)
     tier.close()
-    ring = max(ring_slots(slots), window)
+    ring = max(ring_slots(slots), live_rows)
     traffic = IdTraffic(power_law_share(rows, exponent), rows, drawn)
     classes = [row_classes(traffic, 0, rows, slots - ring, 128)]
     (expected,) = expected_reads(classes, ring, places, READ_AHEAD_BATCHES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from configs.schema import (
+    Exchange,
     ModelConfig,
     ShardingConfig,
     ShardingType,
@@ -381,6 +382,41 @@ def test_a_row_with_one_state_is_never_cut():
         rows_of([10, 20], rule=ROWWISE, world_size=2, tables={"cat_1": "column_wise"})
     rows = plan_mlperf(rule=ROWWISE, world_size=4)
     assert "column_wise" not in {row.sharding for row in rows}
+
+
+def exchanged(**options) -> list[str]:
+    """Two ranks have 1,024 samples each: of 10 and 300 rows fewer are distinct, of a million nearly all."""
+    options = {"world_size": 2, "batch_size": 1024, "types": [ShardingType.table_wise]} | options
+    return [row.exchange for row in rows_of([10, 300, 10**6], **options)]
+
+
+def test_rows_are_sent_of_tables_with_fewer_rows_than_samples_if_asked_for():
+    assert exchanged() == ["vectors"] * 3
+    assert exchanged(exchange=Exchange.least) == ["rows", "rows", "vectors"]
+    assert exchanged(exchange=Exchange.rows) == ["rows"] * 3
+    kept = {"cat_0": {"exchange": "vectors"}, "cat_2": {"exchange": "rows"}}
+    assert exchanged(exchange=Exchange.least, tables=kept) == ["vectors", "rows", "rows"]
+    # Nothing is sent alone, nor of a replicated table.
+    assert exchanged(exchange=Exchange.least, world_size=1) == ["vectors"] * 3
+    replicated = {"cat_0": "data_parallel"}
+    assert exchanged(exchange=Exchange.least, tables=replicated)[0] == "vectors"
+    # A vector of several ids is fewer bytes than their rows.
+    assert exchanged(exchange=Exchange.least, hotness=[9, 9, 9]) == ["rows", "rows", "vectors"]
+
+
+def test_rows_of_row_wise_tables_are_sent_if_their_ids_are_few():
+    row_wise = {"types": [ShardingType.row_wise]}
+    assert exchanged(**row_wise, hotness=[1, 2, 3]) == ["rows", "rows", "vectors"]
+    assert exchanged(**row_wise, dtype=TableDtype.bf16) == ["vectors"] * 3
+    assert exchanged(**row_wise, exchange=Exchange.vectors) == ["vectors"] * 3
+
+
+def test_rows_that_cannot_be_sent_are_refused():
+    with pytest.raises(ValueError, match="cat_0 has weights of 16 bits, and exchange: rows is for"):
+        exchanged(exchange=Exchange.rows, dtype=TableDtype.bf16)
+    columns = {"cat_0": {"type": "column_wise", "exchange": "rows"}}
+    with pytest.raises(ValueError, match="cat_0 of 128 columns to column_wise, which is for"):
+        exchanged(tables=columns)
 
 
 def planned_from_command_line(*overrides: str) -> list[TablePlan]:

@@ -272,22 +272,24 @@ def test_a_score_that_is_not_finite_ends_the_command(trained, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("before", [None, {"label": {"keep_rate": 0.5}}, {"label": {"weight": 2}}])
+@pytest.mark.parametrize("name", ["keep_rate", "positive_weight"])
+@pytest.mark.parametrize("before", [None, 0.5, {"label": {"weight": 2}}])
 @pytest.mark.parametrize("now", [None, 0.5])
-def test_a_constant_keep_rate_must_be_that_of_the_training(before, now):
-    options = [] if now is None else [f"tasks={{label:{{keep_rate:{now}}}}}"]
+def test_a_constant_correction_must_be_that_of_the_training(name, before, now):
+    options = [] if now is None else [f"tasks={{label:{{{name}:{now}}}}}"]
+    before = {"label": {name: before}} if before == 0.5 else before
     config = compose_config(*TINY, *options)
     tasks = tasks_of_run(config, open_source(config).spec)
     start = ResumePoint(Path("step_1"), {"config": {"tasks": before}})
-    if ((before or {}).get("label", {})).get("keep_rate") == now:
-        scores_run._check_keep_rates(config, tasks, start)
+    if ((before or {}).get("label", {})).get(name) == now:
+        scores_run._check_corrections(config, tasks, start)
         return
     with pytest.raises(
-        ValueError, match=r"checkpoint.restore=step_1 was trained with tasks.label.keep_rate="
+        ValueError, match=rf"checkpoint.restore=step_1 was trained with tasks.label.{name}="
     ):
-        scores_run._check_keep_rates(config, tasks, start)
+        scores_run._check_corrections(config, tasks, start)
     config.checkpoint.allow_changes = True
-    scores_run._check_keep_rates(config, tasks, start)
+    scores_run._check_corrections(config, tasks, start)
 
 
 REFUSALS = {

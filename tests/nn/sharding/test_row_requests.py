@@ -10,7 +10,7 @@ from nn.embedding.id_blocks import NO_ID, IdCount
 from nn.embedding.local_tables import LocalTable
 from nn.embedding.lookups import Lookup
 from nn.sharding.placement import ColumnShard, RequestedTables, RowShard
-from nn.sharding.request_keys import RequestKeys, RowRoom
+from nn.sharding.request_keys import RequestKeys, RowCapacity
 
 BATCH_SIZE = 3
 SHARDS = [
@@ -27,7 +27,10 @@ def keys_of(rank: int) -> RequestKeys:
     ten = ColumnShard((Lookup("pair", 2), Lookup("list", 0)), 0, 0, 8)
     four = ColumnShard((Lookup("one", 1),), 2, 0, 8)
     owned = [LocalTable((), torch.empty(0, 8), {})]
-    group = RequestedTables([ten, four], SHARDS, ROWS_PER_SHARD, [6, 6, 2], owned, [4, 2], [0, 0])
+    names = ["ten", "four"]
+    group = RequestedTables(
+        names, [ten, four], SHARDS, ROWS_PER_SHARD, [6, 6, 2], owned, [4, 2], [0, 0]
+    )
     counts = {"pair": IdCount(2, 6), "one": IdCount(1, 3), "list": IdCount(0, 5)}
     ranks = SimpleNamespace(rank=rank, world_size=3, device=torch.device("cpu"))
     tables = SimpleNamespace(counts=lambda _, __: counts, expansions={}, ranks=ranks)
@@ -62,8 +65,8 @@ def test_every_id_finds_its_row_among_those_asked_for(rank, num_valid):
     needed = {owner_of(t, row) for name, t in LOOKUPS for ids in wanted[name] for row in ids}
     assert rows.counts.tolist() == [sum(rank == owner for owner, _ in needed) for rank in range(3)]
 
-    room = RowRoom([5, 4, 3], torch.device("cpu"))
-    asked, position = keys.requests(rows, room)
+    capacity = RowCapacity([5, 4, 3], torch.device("cpu"))
+    asked, position = keys.requests(rows, capacity)
     by_owner = [set(part.tolist()) - {NO_ID} for part in asked.split([5, 4, 3])]
     assert by_owner == [{row for owner, row in needed if owner == rank} for rank in range(3)]
     assert position.tolist() == sorted(position.tolist())
@@ -77,15 +80,15 @@ def test_every_id_finds_its_row_among_those_asked_for(rank, num_valid):
             starts[owner] + asked.split([5, 4, 3])[owner].tolist().index(row)
             for owner, row in (owner_of(table, each) for each in ids)
         ]
-        assert found == expected + [room.total] * (len(found) - len(expected)), name
+        assert found == expected + [capacity.total] * (len(found) - len(expected)), name
 
 
 def test_rows_without_room_are_left_out():
     keys = keys_of(0)
     rows = keys.distinct(keys.prepare(sent(IDS)))
-    room = RowRoom([2, 1, 2], torch.device("cpu"))
-    asked, position = keys.requests(rows, room)
+    capacity = RowCapacity([2, 1, 2], torch.device("cpu"))
+    asked, position = keys.requests(rows, capacity)
     assert rows.counts.tolist() == [3, 2, 2]
     # The first owner's rows are 1, 3 and 5, the second one's 0 and 5.
     assert asked.tolist() == [1, 3, 0, 0, 1]
-    assert position.max() == room.total
+    assert position.max() == capacity.total

@@ -6,7 +6,7 @@ import torch
 from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
-from nn.sharding.local_ids import Room
+from nn.sharding.local_ids import Capacity
 from tests.helpers.composed import build, compose_config
 from tests.nn.sharding.test_sharded_embeddings import case
 
@@ -15,7 +15,7 @@ def test_padding_arrives_with_the_ids_of_the_first_row():
     """So that no row is updated, by a gradient of zero, that the batch does not look up: Adam would move it."""
     with process_group(ranks_from_environment("cpu")):
         built = build(compose_config(*case("dlrm", "multi_hot", "adam", "table_wise")))
-        tables = built.step.path.builder.lookup(4, Room())
+        tables = built.step.path.builder.lookup(4, Capacity())
         hotness = [3, 1, 2, 5, 1]
         ids = torch.arange(4 * sum(hotness), dtype=torch.int32)
         ids = torch.cat([each % 7 for each in ids.split([4 * each for each in hotness])])

@@ -244,12 +244,14 @@ def every_requested_case(directory: Path) -> list[dict]:
     with ranks_of_cpu():
         found = [trained_both_ways([*base, *rule("adam")], *ways, directory / "host")]
         found.append(trained_both_ways([*base, *rule("rowwise_adagrad")], *ways))
+        # Of whole tables too.
+        found.append(trained_both_ways([*base, "sharding.exchange=rows"], *ways))
         disk = on_disk(REQUESTED, 0.00002, directory)
         way = disk[2].replace("tier: disk", "tier: host", 1)
         found.append(trained_both_ways(disk[0], disk[1], way, directory / "disk"))
         with pytest.MonkeyPatch.context() as patched:
             # No batch has room, and each asks again.
-            patched.setattr("nn.sharding.request_room.room_for", lambda rows: 1)
+            patched.setattr("nn.sharding.request_capacity.capacity_for", lambda rows: 1)
             found.append(trained_both_ways(base, *ways))
         return found
 

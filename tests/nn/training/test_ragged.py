@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import DataType, PoolingType
 
-from configs.schema import ModelConfig
+from configs.schema import ModelConfig, TableDtype
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from nn.embedding import declared_tables
@@ -17,7 +17,7 @@ from nn.embedding.declared_tables import embedding_columns, one_table_per_featur
 from nn.embedding.id_blocks import NO_ID, IdCount, id_blocks, with_positions
 from nn.layers.pooled_embeddings import join
 from nn.models.model import Model
-from nn.sharding import request_room
+from nn.sharding import request_capacity
 from tests.helpers.composed import TINY
 from tests.helpers.distributed import run_distributed
 from tests.nn.models.test_kinds_of_tables import plain_losses, sharded
@@ -122,7 +122,7 @@ def wanted(dataset) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
 def sharded_with(capacity: float, spread: float, cases: list[list[str]]) -> list:
     declared_tables.CAPACITY, declared_tables.SPREAD = capacity, spread
     # The same share of the rows of row-wise tables that a batch asks for.
-    request_room.RESERVE, request_room.SPREAD = capacity, spread
+    request_capacity.RESERVE, request_capacity.SPREAD = capacity, spread
     return sharded(cases)
 
 
@@ -170,7 +170,7 @@ def test_a_batch_beyond_the_capacity_is_reported_once(dataset, caplog, monkeypat
     assert len(warnings) == 1
 
 
-def test_ragged_lookups_are_pooled(dataset):
+def test_rows_of_16_bits_are_not_handed_out(dataset):
     from nn.build import open_source
     from nn.embedding.declared_tables import check_tables
     from tests.helpers.composed import compose_config
@@ -179,6 +179,8 @@ def test_ragged_lookups_are_pooled(dataset):
     spec = open_source(config).spec
     tables = RaggedModel.tables(config.model, spec)
     assert embedding_columns(tables, spec)
+    config.model.embedding_dtype = TableDtype.bf16
+    tables = [replace(table, data_type=DataType.BF16) for table in tables]
     tables[1] = replace(tables[1], pooling=PoolingType.NONE)
-    with pytest.raises(ValueError, match="requires fixed hotness, but feature 'genres' is ragged"):
+    with pytest.raises(ValueError, match="table 'genres' hands out its rows, which are float32"):
         check_tables(tables, config.model, spec)

@@ -134,7 +134,7 @@ def test_a_run_of_any_length_takes_no_memory_for_its_steps():
     assert 7 * 10**12 + 10**6 in at
     assert 7 * 10**12 + 10**6 + 1 not in at
     record = {"step": 1, "loss": 1.0, "train_auc": 0.5, "samples_per_s": 1, "step_ms": 9e9}
-    left = format_train(record, metrics_of(tasks_of([RowColumn("label")])), 10**15)
+    left = format_train(record, metrics_of(tasks_of([RowColumn("label")])), 10**15, 9e6 * 10**15)
     assert "left more than 10,000 days" in left
     with pytest.raises(ValueError, match="a run has at most"):
         total_steps(compose_config("train.epochs=2000000000"), 10**9)

@@ -16,7 +16,6 @@ from dataloading.dataset.open_dataset import open_dataset
 from preproc.convert import mlperf_npy as npy
 from preproc.convert import nvidia_csv as csv_spec
 from preproc.convert import rows as rows_module
-from preproc.convert.text_proto import parse_text_proto
 from tests.helpers.handwritten import ROWS, ids, label, numericals, write_handwritten
 from tests.helpers.preproc_command import Refused, data_files, preproc
 
@@ -397,7 +396,7 @@ def test_merlins_test_and_valid_become_test_and_validation(tmp_path):
         (lambda text: re.sub("target|regr|binary_cl", "x", text), "no label; tag"),
         (lambda text: text.replace('"categorical"', '"x"'), "no categorical column; tag one"),
         (lambda text: text.replace('"userId"', '"who"'), "no column who, which"),
-        (lambda text: text + "feature {", "schema.pbtxt: the text ends before a }"),
+        (lambda text: text + "feature {", 'schema.pbtxt:50:9 : Expected "}".'),
         (
             lambda text: text.replace("regression", "multi_class"),
             "'rating' has several classes, and",
@@ -416,36 +415,31 @@ def test_merlins_output_needs_rows_to_test_on(tmp_path):
     assert "train/ only; want valid/ or test/" in error_of(root, tmp_path / "out")
 
 
-def test_text_protos_are_read_in_all_their_forms():
+def test_the_schema_is_read_in_all_forms_of_its_text(tmp_path):
+    """Comments, other quotes, `<`, `:`, `;`, fields that are not read, and properties that are written out."""
     text = """
     # a comment
-    a: 1 a: -2.5e1 b { c: 'x\\n\\101\\x42' "y" } b < c: true >; d: "q\\"" , e { }
+    sparse_feature { name: "s"; index_feature: { name: 'i' } }
+    feature < name: 'user' "Id"; annotation: { tag: ["x", 'Tags.CATEGORICAL'] } int_domain { max: 7 } >
+    feature { name: "\\147\\x65nres", annotation { tag: "categorical" extra_metadata {
+      [type.googleapis.com/google.protobuf.Struct] { fields { key: "embedding_sizes" value { struct_value {
+        fields { key: "cardinality" value { number_value: 300 } } } } } } } } }
+    feature { name: "click" annotation { tag: "target" } }
     """
-    assert parse_text_proto(text) == {
-        "a": [1, -25.0],
-        "b": [{"c": ["x\nABy"]}, {"c": ["true"]}],
-        "d": ['q"'],
-        "e": [{}],
-    }
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("a: }", "line 1: got }"), ('a: "x', "does not end"), ("\na", "line 2: field a has no value")],
-)
-def test_an_invalid_text_proto_is_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_text_proto(text)
+    root = write_merlin(tmp_path / "m", text=text)
+    spec = FeatureSpec.load(convert(root, tmp_path / "out"))
+    assert [(f.name, f.cardinality) for f in spec.categorical] == [("userId", 8), ("genres", 300)]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("max: 7", "max: x", "userId: int_domain.max: got 'x', want an integer"),
-        ("annotation {", "annotation: 3 more {", "annotation: got 3, want a message"),
-        ("feature {", "feature: 1 feature {", "feature: got 1, want a message"),
-        ('name: "age"', "name: 5", "the name of a feature: got 5, want a text"),
-        ("feature {", "a {" * 200, "nested deeper than 64 levels"),
+        ("max: 7", "max: x", "Couldn't parse integer: x"),
+        ("annotation {", "annotation: 3 more {", 'annotation: 3 more {\': Expected "{".'),
+        ("feature {", "feature: 1 feature {", 'feature: 1 feature {\': Expected "{".'),
+        ('name: "age"', "name: 5", "Expected string but found: '5'"),
+        ('name: "age"', "", "the name of a feature: got '', want a text"),
+        ("feature {", "a {" * 2000, "schema.pbtxt:"),
         ('"genres"', '"userId"', "roles: got ['userId'], want one role per column"),
     ],
 )

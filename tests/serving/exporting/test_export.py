@@ -64,7 +64,11 @@ def runs(tmp_path_factory, two_labels, ragged_data):  # noqa: F811
     """Return the checkpoint and the logits of the test split of every case."""
     cases = {name: CASES[name].overrides(two_labels) for name in COMPLETE}
     cases["dlrm"] = [*TINY, "train.ema_decay=0.5"]
-    cases["bf16"] = [*TINY, "model.embedding_dtype=bf16", "tasks={label: {keep_rate: 0.1}}"]
+    cases["bf16"] = [
+        *TINY,
+        "model.embedding_dtype=bf16",
+        "tasks={label: {keep_rate: 0.1, positive_weight: 5}}",
+    ]
     directory = tmp_path_factory.mktemp("runs")
     cases["ragged"] = ragged_case(ragged_data, "adagrad", "planned")
     found = save_runs(directory, cases)
@@ -99,7 +103,7 @@ def test_models_score_as_their_training_step(runs, models):
     for name, (checkpoint, logits) in runs.items():
         manifest = Manifest.read(models[name])
         assert manifest.proof["largest_difference"] <= 1e-6, name
-        wanted = sigmoid(logits - np.log(10) if name == "bf16" else logits)
+        wanted = sigmoid(logits - np.log(50) if name == "bf16" else logits)
         scores = served_scores(models[name], checkpoint)
         np.testing.assert_allclose(scores, wanted, rtol=0, atol=1e-6, err_msg=name)
         assert np.unique(scores).size > 10, name

@@ -66,6 +66,43 @@ def load(_: Path, manifest: Manifest) -> SimpleNamespace:
     return SimpleNamespace(manifest=manifest, scores=lambda *_: torch.zeros(1, 2))
 
 
+def test_the_version_before_answers_what_the_newest_does_not(put, tmp_path):
+    put("1"), put("2")
+    directory, log = tmp_path / "models", []
+    versions = Versions(directory, log.append, load=load, canary_share=0.25)
+
+    def served() -> list[tuple[str, float]]:
+        return [(version.name, share) for version, share in versions.shares()]
+
+    assert served() == [("2", 0.25), ("1", 0.75)]
+    chosen = {str(key): versions.choose(str(key)).name for key in range(4000)}
+    assert 0.2 < list(chosen.values()).count("2") / 4000 < 0.3
+    assert all(versions.choose(key).name == name for key, name in chosen.items())
+    drawn = [versions.choose(None).name for _ in range(4000)]
+    assert 0.2 < drawn.count("2") / 4000 < 0.3
+    # The next canary has other keys, and the last one is not loaded again.
+    before = versions.current
+    put("3")
+    assert versions.update()
+    assert log[-1] == "version 3 replaces 2 in 0.25 of the requests; 2 answers the others"
+    assert versions.serving[1] is before
+    assert (
+        0.02 < sum(versions.choose(k).name == "3" for k in chosen if chosen[k] == "2") / 4000 < 0.11
+    )
+    # One that is refused is no canary; a withdrawn one leaves the two before it.
+    put("4", "cost")
+    assert not versions.update()
+    assert served() == [("3", 0.25), ("2", 0.75)]
+    withdraw(directory, 2)
+    assert versions.update()
+    assert served() == [("2", 0.25), ("1", 0.75)]
+    assert versions.serving[0] is before
+    withdraw(directory, 1)
+    assert versions.update()
+    assert served() == [("1", 1.0)]
+    assert versions.choose("a").name == "1"
+
+
 def test_what_a_running_server_refuses_does_not_serve_after_a_restart(put, tmp_path):
     put("1")
     server = Server(tmp_path / "models")

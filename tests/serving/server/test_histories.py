@@ -54,9 +54,10 @@ def test_a_name_is_listed_once(is_mixed):
         raw={"columns": {"tags": 1}},
     )
     raw = SimpleNamespace(describe_inputs=lambda: [column])
-    found = _metadata(Version("1", SimpleNamespace(manifest=manifest, raw=raw), "0"))
-    kinds = [(entry["name"], entry["datatype"]) for entry in found["inputs"]]
-    assert kinds == ([("ids", "INT32"), ("tags", "INT32")] if is_mixed else [("tags", "BYTES")])
+    found = _metadata(Version("1", SimpleNamespace(manifest=manifest, raw=raw), "0"), ["1"])
+    kinds = [(entry["name"], entry["datatype"]) for entry in found["parameters"]["features"]]
+    assert kinds == ([("ids", "INT32"), ("tags", "INT32")] if is_mixed else [])
+    assert found["inputs"] == [column]
     assert found["parameters"]["raw"] == [column]
 
 

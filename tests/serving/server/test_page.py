@@ -100,6 +100,15 @@ def test_the_page_runs_from_a_checkpoint_to_the_score_of_training(tmp_path, monk
         found = asyncio.run(evaluate(asked))
         trained = json.loads(Path(options(train)["run_dir"], "summary.json").read_text())
         metadata = json.loads(client.call("/v2/models/dlrm")[1])
+        # A client that knows nothing of the model fills every input that is listed, or every feature.
+        for listed in (metadata["inputs"], metadata["parameters"]["features"]):
+            filled = []
+            for entry in listed:
+                shape = [abs(size) for size in entry["shape"]]
+                value = None if entry["datatype"] == "BYTES" else 0
+                filled.append(entry | {"shape": shape, "data": [value] * shape[-1]})
+            sent = client.call("/v2/models/dlrm/infer", json.dumps({"inputs": filled}).encode())
+            assert sent[0] == 200, sent[1]
         assert found["outputs"]["bought"]["auc"] == pytest.approx(
             trained["best_test_auc"], abs=1e-6
         )
@@ -114,8 +123,8 @@ def test_the_page_runs_from_a_checkpoint_to_the_score_of_training(tmp_path, monk
     assert found["outputs"][0]["data"] == pytest.approx([score], abs=1e-6)
     assert 0.05 < score < 0.95
     assert predicted_score(row) == pytest.approx(score, abs=1e-6)
-    names = [entry["name"] for entry in metadata["inputs"]]
-    assert sorted(names) == ["age", "city", "ids", "item", "numerical", "spent", "tastes"]
-    assert next(e for e in metadata["inputs"] if e["name"] == "tastes")["datatype"] == "INT32"
+    features = {entry["name"]: entry["datatype"] for entry in metadata["parameters"]["features"]}
+    assert features == {"ids": "INT32", "numerical": "FP32", "tastes": "INT32"}
+    assert metadata["inputs"] == metadata["parameters"]["raw"]
     raw = {entry.pop("name"): entry for entry in metadata["parameters"]["raw"]}
     assert raw == {name: {"datatype": "BYTES", "shape": [-1]} for name in row}

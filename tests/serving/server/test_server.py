@@ -510,6 +510,47 @@ def test_a_number_that_is_used_again_serves_what_it_names(models, tmp_path, caps
     assert "version 2 replaces 2: its number is used again" in capsys.readouterr().err
 
 
+def test_a_share_of_the_requests_goes_to_the_newest_version_and_the_answer_names_it(
+    models, tmp_path
+):
+    root = tmp_path / "versions"
+    root.mkdir()
+    put(models["one"], root / "1"), put(models["two"], root / "2")
+    with serving(models["one"]) as one, serving(models["two"]) as two:
+        wanted = [np.array(scores(c.infer(inputs(NUMERICAL, IDS))[1])) for c in (one, two)]
+    body = json.dumps({"inputs": inputs(NUMERICAL, IDS)}).encode()
+    with serving(root, canary_share=0.5, poll_s=0.05) as client:
+        found: dict[str, set[str]] = {}
+        for key in [f"user {number % 20}" for number in range(60)]:
+            answer = json.loads(client.call(INFER, body, {"Canary-Key": key})[1])
+            found.setdefault(key, set()).add(answer["model_version"])
+            right = wanted[int(answer["model_version"]) - 1]
+            assert np.abs(np.array(scores(answer)) - right).max() < 1e-6
+        assert {len(versions) for versions in found.values()} == {1}
+        assert set.union(*found.values()) == {"1", "2"}
+        for name in "12":
+            asked = client.call(f"/v2/models/dlrm/versions/{name}/infer", body)
+            assert json.loads(asked[1])["model_version"] == name
+        status, answer = client.call("/v2/models/dlrm/versions/3/infer", body)
+        assert (status, "what serves is 2 and 1" in answer.decode()) == (404, True)
+        assert json.loads(client.call("/v2/models/dlrm")[1])["versions"] == ["2", "1"]
+        text = client.call("/metrics")[1].decode()
+        counts = re.findall(r'serving_request_seconds_count{version="(.)"} (\S+)', text)
+        assert sum(float(count) for _, count in counts) == 62
+        assert sorted(name for name, _ in counts) == ["1", "2"]
+        assert re.findall(r'serving_version{.*,version="(.)"} (\S+)', text) == [
+            ("2", "0.5"),
+            ("1", "0.5"),
+        ]
+        # What is withdrawn has no metrics.
+        withdraw(root, 1)
+        deadline = time.monotonic() + 20
+        while len(client.service._versions.serving) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert 'version="2"' not in client.call("/metrics")[1].decode()
+
+
 def put(model: Path, target: Path) -> Path:
     """Copy a version as an export does: it appears complete."""
     partial = target.with_name(f".{target.name}.partial")

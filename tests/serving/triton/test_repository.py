@@ -273,5 +273,5 @@ def test_outputs_have_the_names_of_the_tasks(model, tmp_path, names):
     scores = [(output.name, np.float32([0.5])) for output in manifest.outputs]
     answer = json.loads(infer_response(request, "m", "1", manifest.identity, scores).body)
     assert [output["name"] for output in answer["outputs"]] == names
-    metadata = _metadata(Version("1", SimpleNamespace(manifest=manifest, raw=None), "0"))
+    metadata = _metadata(Version("1", SimpleNamespace(manifest=manifest, raw=None), "0"), ["1"])
     assert [output["name"] for output in metadata["outputs"]] == names

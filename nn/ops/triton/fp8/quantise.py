@@ -158,16 +158,10 @@ def store_rounded(
     place: tl.constexpr,
 ):
     """Store float32 values in 8 bits; return the largest absolute values and the words with these values too."""
-    small = to_fp8(value, scale, LIMIT, rows.dtype.element_ty)
+    scaled = tl.clamp(value * scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    small = scaled.to(rows.dtype.element_ty)
     tl.store(rows + offset, small, mask=inside)
     return tl.maximum(largest, tl.abs(value)), packed | bits_of_word(small, place)
-
-
-@triton.jit
-def to_fp8(value, scale, LIMIT: tl.constexpr, dtype: tl.constexpr):
-    """Round float32 values, scaled, to 8 bits; NaN stays NaN."""
-    scaled = tl.clamp(value * scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return scaled.to(dtype)
 
 
 @triton.jit

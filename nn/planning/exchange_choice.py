@@ -1,0 +1,81 @@
+"""Choice of what the ranks of the samples get of each table: the vectors of its lookups, or the distinct rows of a batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from configs.schema import Exchange, ShardingConfig
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import hands_out_rows
+from nn.planning.host_tables import overrides_of
+from nn.planning.plan import TablePlan
+from nn.sharding.request_capacity import capacity_for
+from nn.tiers.traffic import IdTraffic, expected_distinct, power_law_share
+
+ID_BYTES = 4
+ELEMENT_BYTES = 2 * 4
+"""Of a row or vector in float32, and of its gradient."""
+
+
+def wanted_exchanges(
+    declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, config: ShardingConfig
+) -> dict[str, Exchange | None]:
+    """Return what is wanted of each table: rows where the dense component takes them, otherwise as the options say.
+
+    Raises ValueError: rows of 16 bits.
+    """
+    overrides, wanted = overrides_of(declared, config), {}
+    for table in declared:
+        override = overrides.get(table.name)
+        chosen = config.exchange if override is None else override.exchange or config.exchange
+        wanted[table.name] = Exchange.rows if hands_out_rows(table, spec) else chosen
+        if wanted[table.name] is Exchange.rows and table.data_type.name != "FP32":
+            raise ValueError(
+                f"table {table.name} has weights of 16 bits, and exchange: rows is for float32; set "
+                "model.embedding_dtype=fp32, or another exchange"
+            )
+    return wanted
+
+
+def with_exchanges(
+    plan: Sequence[TablePlan],
+    declared: Sequence[EmbeddingBagConfig],
+    spec: FeatureSpec,
+    wanted: Mapping[str, Exchange | None],
+    batch_size: int,
+    world_size: int,
+    traffic_of: Callable[[str], IdTraffic] | None,
+) -> list[TablePlan]:
+    """Return the plan with the exchange of each table; `batch_size` is that of a rank.
+
+    `traffic_of` is that of `nn.planning.planner.plan_tables`.
+    """
+    hotness = {feature.name: feature.mean_hotness for feature in spec.categorical}
+
+    def is_in_rows(table: TablePlan, config: EmbeddingBagConfig) -> bool:
+        chosen = wanted[table.table]
+        if chosen is not None and chosen is not Exchange.least:
+            return chosen is Exchange.rows
+        # The rounding of 16 bits depends on the table, and tables whose rows are asked for are updated as one.
+        if config.data_type.name != "FP32" or table.sharding == "column_wise":
+            return False
+        if chosen is None:
+            # A vector of more ids than ranks is fewer bytes than its rows would be without repetitions.
+            are_few = all(hotness[feature] <= world_size for feature in config.feature_names)
+            return table.is_row_wise and (config.pooling.name == "NONE" or are_few)
+        if world_size == 1 or table.sharding == "data_parallel":
+            return False
+        rows, columns = table.num_embeddings, table.embedding_dim
+        share = traffic_of(table.table).share if traffic_of else power_law_share(rows, 0.0)
+        asked = capacity_for(expected_distinct(batch_size * table.hotness, share, 0, rows))
+        # Of a row-wise table, every rank gets the ids, and sends a part of the vectors.
+        sent = batch_size * (world_size if table.is_row_wise else 1)
+        vectors = ID_BYTES * table.hotness + ELEMENT_BYTES * columns * table.num_vectors
+        return asked * (ID_BYTES + ELEMENT_BYTES * columns) < sent * vectors
+
+    by_name = {table.name: table for table in declared}
+    return [
+        replace(table, exchange="rows" if is_in_rows(table, by_name[table.table]) else "vectors")
+        for table in plan
+    ]

@@ -1,0 +1,78 @@
+"""`mode=predict predict.average=[...]`: the mean of the scores of several runs, each scored by a command of its own."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from configs.schema import Config
+from dataloading.dataset.durable_files import replace_file
+from dataloading.storage.object_store import is_remote
+from nn.checkpoint.directory import BEST, CHECKPOINTS, list_checkpoints
+from nn.distributed.launcher import is_launched
+from nn.scores.score_file import SCORE, open_score_file
+
+OWN = ("predict.average", "output", "checkpoint.restore", "config")
+"""Options that the commands of the runs have with other values."""
+BLOCK_ROWS = 1 << 16
+
+
+def average(config: Config, arguments: Sequence[str]) -> None:
+    """Score rows with each run of `predict.average`, which gets the arguments of this command, and write the means.
+
+    Raises:
+        ValueError: a run has no checkpoint, or could not score the rows, or has other labels.
+    """
+    runs, output = [Path(run) for run in config.predict.average], Path(str(config.output))
+    if is_launched() or is_remote(str(config.output)):
+        raise ValueError(
+            "predict.average starts one process per run and writes a local file; leave the launcher out, and name a file"
+        )
+    checkpoints = [_checkpoint(run) for run in runs]
+    others = [text for text in arguments if text.partition("=")[0].lstrip("+~") not in OWN]
+    with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as work:
+        files: list[pq.ParquetFile] = []
+        for run, checkpoint in zip(runs, checkpoints, strict=True):
+            path = Path(work) / f"{len(files)}.parquet"
+            own = [
+                f"config={run}/config.yaml",
+                f"checkpoint.restore={checkpoint}",
+                f"output={path}",
+            ]
+            if code := run_command([*others, *own]):
+                raise ValueError(f"{run} could not score the rows (exit code {code}), see above")
+            files.append(pq.ParquetFile(path))
+        schema = files[0].schema_arrow.remove_metadata()
+        if any(file.schema_arrow.names != schema.names for file in files):
+            raise ValueError(
+                "predict.average: the runs have other labels; name runs on the same data"
+            )
+        columns = [n for n in schema.names if n == SCORE or n.startswith(f"{SCORE}_")]
+        target = open_score_file(Path(work) / output.name, schema, len(columns))
+        for batches in zip(*(file.iter_batches(BLOCK_ROWS) for file in files), strict=True):
+            table = pa.Table.from_batches(batches[:1]).replace_schema_metadata()
+            for name in columns:
+                mean = np.mean([batch[name].to_numpy() for batch in batches], axis=0)
+                table = table.set_column(schema.get_field_index(name), name, pa.array(mean))
+            target.write(table)
+        target.close()
+        replace_file(Path(work) / output.name, output)
+    print(f"mean of {len(runs)} runs written to {output}")
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run this command with other arguments; return its exit code."""
+    return subprocess.run([sys.executable, sys.argv[0], *arguments], check=False).returncode
+
+
+def _checkpoint(run: Path) -> Path:
+    folder = run / CHECKPOINTS
+    found = list_checkpoints(folder) if folder.is_dir() else []
+    if not found:
+        raise ValueError(f"predict.average: {run} has no checkpoint; name runs that saved one")
+    return folder / BEST if (folder / BEST).exists() else found[0]

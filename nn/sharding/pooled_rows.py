@@ -1,0 +1,70 @@
+"""Pooled lookups in the distinct rows of a batch, on the rank of the samples."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nn.embedding.embedding_bags import LocalEmbeddingBags
+from nn.embedding.local_tables import LocalTable, SortedIds, addition_scalars
+from nn.embedding.optimizer import ADDITION
+from nn.sharding.local_ids import RequestedIds
+from nn.sharding.placement import RankTables
+from nn.sharding.request_keys import RequestKeys
+
+# B: rows of this rank, R: distinct rows that it has capacity for, D: columns
+
+
+class PooledRows:
+    """The lookups of a group of requested tables, in `rows` [R, D], for batches of one size."""
+
+    def __init__(
+        self, tables: RankTables, keys: RequestKeys, rows: Tensor, batch_size: int
+    ) -> None:
+        self._tables, self._keys, self._batch_size = tables, keys, batch_size
+        self._rows = rows
+        self._bags = self._bags_of(rows)
+
+    def _bags_of(self, rows: Tensor) -> LocalEmbeddingBags:
+        """Return what looks up, or adds to, rows [R, D] by the positions of this rank's ids."""
+        lookups = tuple(lookup for of_table in self._keys.lookups for lookup in of_table)
+        device = self._tables.ranks.device
+        return LocalEmbeddingBags(
+            [LocalTable(lookups, rows, {}, first_row=0)],
+            self._keys.blocks,
+            self._batch_size,
+            ADDITION,
+            addition_scalars(device),
+            self._tables.dtype,
+            device,
+        )
+
+    def look_up(self, ids: RequestedIds, out: Tensor) -> None:
+        """Pool the rows of each sample; `out` [B, columns of all lookups] is overwritten."""
+        self._bags.look_up(ids.local, out)
+
+    def sort(self, ids: RequestedIds) -> SortedIds:
+        """Return the ids for `sum_by_row`; they were sorted when the rows were asked for."""
+        return self._sums.take_sorted(ids.local, ids.keys, ids.order)
+
+    def sum_by_row(self, ids: SortedIds, gradients: Tensor) -> Tensor:
+        """Return the sums of each row's gradients, float32 [R, D], which the next call overwrites.
+
+        `gradients` [B, columns of all lookups] are those of the vectors.
+        """
+        self._row_sums.zero_()
+        self._sums.update(ids, gradients, self._always)
+        return self._row_sums
+
+    @cached_property
+    def _row_sums(self) -> Tensor:
+        """Evaluation does not need them."""
+        return torch.empty(self._rows.shape, device=self._rows.device)
+
+    @cached_property
+    def _sums(self) -> LocalEmbeddingBags:
+        return self._bags_of(self._row_sums)
+
+    @cached_property
+    def _always(self) -> Tensor:
+        return torch.ones(1, dtype=torch.int32, device=self._rows.device)
