@@ -27,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from configs.arguments import as_written
-from configs.command_line import SAVED_FLAG, composed_command, written_options
+from configs.command_line import SAVED_FLAG, composed_command, lasting_imports, written_options
 from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
     FAULT_EXIT_CODE,
@@ -36,7 +36,6 @@ from configs.exit_codes import (
     RESUME_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
 )
-from configs.imports import lasting_imports
 from configs.messages import load_error_text, on_one_line, os_error_text
 from configs.overrides import (
     WrittenOption,
@@ -204,6 +203,11 @@ def _run(composed: DictConfig) -> None:
             drop_replaced(composed, overrides, Config)
             written = written_options(overrides, HydraConfig.get())
         config = to_config(composed)
+        if config.mode is Mode.predict and "run_dir" in [option.key for option in written]:
+            raise ValueError(
+                f"run_dir={config.run_dir}: mode=predict writes output and no run directory; the model of a run is named by "
+                "config=RUN/config.yaml and checkpoint.restore=RUN/checkpoints/best"
+            )
         check_inputs(config)
         if config.mode is Mode.predict and config.predict.average:
             from nn.scores.average import average

@@ -5,9 +5,11 @@ refuses or alters texts that are ordinary paths: `~/x`, `a,b`, `a=b`, `1e3`, mos
 """
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -21,6 +23,7 @@ from configs.messages import printable, shown
 from configs.option_values import FLOAT32_MAX, hints, takes, wanted
 from configs.overrides import no_option, no_variable
 from configs.schema import open_sections, option_keys
+from configs.tf2_flags import is_tf2_flag, translated
 
 MAX_NESTING = 64
 CFG_KINDS = ("job", "hydra", "all")
@@ -53,8 +56,8 @@ REFUSED_FLAGS = {
 class Choices:
     """Names that the arguments of one command may have.
 
-    `likely` are options of open sections, to which a mistyped one may be close; --config-name may name one of those that `configs`
-    returns, or any if it returns none; with `has_jobs`, as only trainings have, --multirun makes a job of each value.
+    `likely` are options of open sections, to which a mistyped one may be close; --config-name may name one of those that
+    `configs` returns, or any if it returns none; with `has_jobs`, as only trainings have, --multirun makes a job of each value.
     """
 
     schema: type
@@ -150,6 +153,12 @@ def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str |
             _check_flag_value(flag, flags[flag])
         elif equals and written.startswith("--") and _is_option(written[2:], choices):
             overrides.append(argument[2:])
+        elif is_tf2_flag(argument) and "train.batch_size" in option_keys(choices.schema):
+            command = f"python {Path(sys.argv[0]).name} {translated(arguments)}"
+            raise ValueError(
+                f"{printable(written)} is a flag of NVIDIA's TF2 recipe; here the command is: {printable(command)}; "
+                "docs/tf2_flags.md has remarks on every flag"
+            )
         else:
             close = get_close_matches(flag, [*FLAGS, *FLAGS_WITH_VALUE], n=1, cutoff=0.8)
             hint = f"did you mean {close[0]}? " if close else ""

@@ -24,6 +24,9 @@ MODELS = {
     "pepnet": "nn.models.pepnet:PEPNet",
 }
 
+SEVERAL_LABELS = ("shared_bottom", "mmoe", "ple", "esmm", "pepnet", "rankmixer")
+"""The models with a logit per label."""
+
 LOGGERS = {
     "tensorboard": "nn.loggers.tensorboard_logger:TensorBoardLogger",
     "wandb": "nn.loggers.wandb_logger:WandbLogger",

@@ -1,5 +1,6 @@
 """Compose options from a command line, with one line per error; the same for every command."""
 
+import gc
 import inspect
 import os
 import sys
@@ -7,6 +8,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from configs.arguments import Choices, help_words, hydra_arguments
+from configs.built_in import MODELS
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from configs.help import (
     NO_SECTIONS,
@@ -35,6 +38,7 @@ from configs.schema import open_sections
 from configs.stop_signals import INTERRUPTED
 
 PROJECT = "hybrid-parallel-recsys"
+COMMANDS = ("dlrm", "dcnv2")
 SAVED = "options_of_a_run"
 """Name under which the options of an earlier run are composed."""
 SAVED_FLAG = f"--config-name={SAVED}"
@@ -147,6 +151,27 @@ def compose_overrides(
         raise ValueError(one_line(error)) from None
 
 
+def command_of(recipe: str) -> tuple[str, list[str]]:
+    """Return the command that a recipe stands for, such as dlrm, and the options that it begins with.
+
+    Raises:
+        ValueError: there is no such recipe.
+    """
+    if recipe in COMMANDS:
+        return recipe, []
+    experiments = sorted(path.stem for path in Path(__file__).parent.glob("experiment/*.yaml"))
+    if recipe in experiments:
+        return "dlrm", [f"experiment={recipe}"]
+    if recipe in MODELS:
+        return "dlrm", [f"recipe={recipe}", f"model.name={recipe}"]
+    close = get_close_matches(recipe, [*COMMANDS, *MODELS, *experiments], n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(
+        f"there is no recipe={recipe}; {hint}want {', '.join(COMMANDS)}, an experiment ({', '.join(experiments)}) or a model "
+        f"({', '.join(MODELS)})"
+    )
+
+
 def written_options(
     overrides: Sequence[str], hydra: HydraConf | None = None
 ) -> list[WrittenOption]:
@@ -221,6 +246,20 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
         raise ValueError(f"config={path} and --config-name exclude each other; write one of them")
     ConfigStore.instance().store(name=SAVED, node=dict(read_saved(Path(path).expanduser())))
     sys.argv.insert(1, SAVED_FLAG)
+
+
+@contextmanager
+def lasting_imports() -> Iterator[None]:
+    """Import torch without looking for garbage, again and again, among objects that stay; later collections leave them out."""
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def project_version() -> str:

@@ -168,9 +168,10 @@ class PreprocConfig(Section):
         "over all days, with the limit of the fit",
         ge=0,
     )
-    rare_counts: bool = option(
-        False,
-        "with mode=fit: keep the counts of values without an id, which mode=extend needs to count them over days",
+    rare_counts: bool | None = option(
+        None,
+        "with mode=fit: keep the counts of values without an id, which mode=extend needs to count them over days; null: of "
+        "layout=table where values are too rare for an id or too many",
     )
     refit: bool = option(
         False,

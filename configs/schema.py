@@ -1196,7 +1196,7 @@ class LogConfig(Section):
     )
     observers: list[str] = option(
         [],
-        "observers of the training loop, each package.module:NAME (docs/operations.md#observers)",
+        "observers of the training loop, each package.module:NAME (docs/library.md#observers)",
     )
     prometheus: str | None = option(
         None,

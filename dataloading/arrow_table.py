@@ -53,5 +53,9 @@ def arrow_table(table: Any) -> tuple[pa.Table, Any]:
                     f"the table: column {shown(str(name))} has values of several types, {', '.join(kinds)}; want one: convert "
                     "it, for example by astype(str)"
                 ) from None
+            if kinds[:1] == ["complex"]:
+                raise ValueError(
+                    f"the table: column {shown(str(name))} has complex numbers; want real ones, such as .real and .imag of them"
+                ) from None
         raise ValueError(f"the table: {shortened(' '.join(str(error).split()))}") from None
     return rows, lambda result: result.to_pandas().set_index(table.index)

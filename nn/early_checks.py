@@ -6,6 +6,7 @@ They take tenths of a second, torch and TorchRec take ten. What is found here is
 import os
 from pathlib import Path
 
+from configs.built_in import MODELS, SEVERAL_LABELS
 from configs.messages import shown
 from configs.schema import Config, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -53,6 +54,12 @@ def _check_dataset(config: Config) -> None:
     assert config.data.path is not None
     root = local_path(config.data.path)
     spec = FeatureSpec.load(root, config.data.feature_spec, measure=False)
+    name, labels = config.model.name, [label.name for label in spec.labels]
+    if len(labels) > 1 and name in MODELS and name not in SEVERAL_LABELS:
+        raise ValueError(
+            f"model.name={name} predicts one label, and the dataset has {len(labels)} ({', '.join(labels)}); set model.name to "
+            f"a model of several: {', '.join(SEVERAL_LABELS)}; or list one label in the spec's channel_spec.label"
+        )
     if config.mode is Mode.predict:
         split = split_to_score(config, spec)
         if config.predict.columns:

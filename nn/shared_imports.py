@@ -1,9 +1,8 @@
 """Imports that the runs of one command share: days, jobs of --multirun and trials of a sweep are forks that have them."""
 
-import gc
 import os
 
-from configs.imports import lasting_imports
+from configs.command_line import lasting_imports
 from nn.library_warnings import quiet_libraries
 from nn.versions import require_stack
 
@@ -22,5 +21,3 @@ def import_for_runs() -> None:
     with lasting_imports():
         from nn import run  # noqa: F401
     del os.environ[NVML_CHECK]
-    # Collections in forks would write to the memory that they share.
-    gc.freeze()

@@ -58,6 +58,9 @@ class WrittenColumns:
     text_columns: TextColumns | None = None
     read: Sequence[str] = ()  # fingerprints of the files that were read, on the days before too
     five: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of columns of expressions, text left out
 
 
 def row_columns(table: TableConfig) -> list[RowColumn]:
@@ -122,6 +125,7 @@ def complete_dataset(
         written.text_columns,
         written.read,
         written.five,
+        written.types,
     )
     write_report(
         directory,

@@ -46,6 +46,8 @@ EARLIER_EMPTY_ITEMS = "unknown"
 """Rule of fits that do not record one: an empty item of a list had id 0."""
 FIVE = "text_of_5"
 """Key of the text of the number 5 in preproc.json."""
+TYPES = "types"
+"""Key of the SQL types of the columns that expressions read in preproc.json, in lower case; text is left out."""
 READ = "read"
 """Key of the fingerprints of files in preproc.json."""
 AGAIN = "copy the dataset again, or fit again"
@@ -73,6 +75,8 @@ class FittedState:
     text_columns: TextColumns | None = None
     # of its description; None if an earlier version has made the fit, which did not record it
     query: str | None = None
+    # SQL types of columns that expressions read, text left out
+    types: Mapping[str, str] = field(default_factory=dict)
 
     def copy_vocabulary(self, name: str, path: Path) -> None:
         """Copy the vocabulary of feature `name` to the relation directory `path`.
@@ -148,6 +152,7 @@ def save_fitted(
     text_columns: TextColumns | None = None,
     read: Sequence[str] = (),
     five: Mapping[str, str] | None = None,
+    types: Mapping[str, str] | None = None,
 ) -> None:
     """Write preproc.json below `directory`. `day`: number of the day; 0 for a fit."""
     whole = json.loads(json.dumps(asdict(table)))
@@ -165,6 +170,7 @@ def save_fitted(
         **({} if text_columns is None else {IS_TEXT: text_columns.as_json()}),
         READ: list(read),
         FIVE: dict(five or {}),
+        **({TYPES: dict(types)} if types else {}),
     }
     (directory / FITTED).write_text(json.dumps(saved, indent=1) + "\n")
 
@@ -284,6 +290,7 @@ def load_fitted(
         _mapping(saved.get(FIVE, {}), f"{path}: {FIVE}"),
         text_columns,
         _query(saved),
+        _mapping(saved.get(TYPES, {}), f"{path}: {TYPES}"),
     )
 
 

@@ -36,7 +36,10 @@ def describe(table: Any, *, label: str | None = None) -> Description:
     named = [] if label is None else [f"label={label}"]
     with _as_file(table) as path:
         config = _composed("mode=describe", f"source={path}", *named)
-        return describe_source(path, to_config(config))
+        try:
+            return describe_source(path, to_config(config))
+        except ValueError as error:
+            raise ValueError(str(error).replace(path, "the table")) from None
 
 
 def preprocess(table: Any, options: dict[str, Any], output: Path | str, *overrides: str) -> None:
@@ -74,6 +77,8 @@ def _composed(*overrides: str) -> Any:
 def _as_file(table: Any) -> Iterator[str]:
     """Write a table as Parquet for a moment."""
     rows, _ = arrow_table(table)
+    if not rows.num_rows or not rows.num_columns:
+        raise ValueError(f"the table has shape {list(rows.shape)}; want rows and columns")
     with TemporaryDirectory(prefix="table-") as directory:
         path = str(Path(directory) / "table.parquet")
         try:

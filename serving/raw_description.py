@@ -9,6 +9,7 @@ from typing import Any
 
 from configs.messages import shown
 from configs.table_schema import EMPTY_ITEMS, TAKE, check_transform, num_fitted
+from dataloading.row_sql import KIND, columns_of
 
 
 def check_raw(
@@ -34,7 +35,8 @@ def check_raw(
     is_texts = isinstance(missing, list) and all(isinstance(text, str) for text in missing)
     _require(is_texts, "missing", missing, "a list of texts")
     _check_columns(raw, columns)
-    used = {_check_numerical(feature, columns) for feature in raw["numerical"]}
+    used = _check_expressions(raw, columns)
+    used |= {f["column"] for f in raw["numerical"] if _check_numerical(f, columns)}
     by_name = {}
     for feature in raw["categorical"]:
         by_name[feature["name"]] = feature
@@ -71,8 +73,23 @@ def _check_columns(raw: Mapping[str, Any], columns: Mapping[str, int]) -> None:
     _require(good, "is_text", were_text, "true or false by column")
 
 
-def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> str:
-    """Return the column of a numerical feature."""
+def _check_expressions(raw: Mapping[str, Any], columns: Mapping[str, int]) -> set[str]:
+    """Return the columns that expressions read."""
+    types = raw.get("types", {})
+    good = all(
+        isinstance(kind, str) and KIND.fullmatch(kind) and columns[name] == 1
+        for name, kind in types.items()
+    )
+    _require(good, "types", types, "SQL types by column with one value")
+    features = [f for f in (*raw["numerical"], *raw["categorical"]) if f.get("expression")]
+    read = [name.lower() for f in features for name in columns_of(f["expression"])]
+    known = sorted(name.lower() for name in types)
+    _require(known == sorted(set(read)), "types", known, "the columns of expressions")
+    return set(types)
+
+
+def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> bool:
+    """Return whether a numerical feature is a column, not an expression."""
     where = f"numerical {shown(feature['name'])}"
     transforms, fitted = feature["transforms"], feature["fitted"]
     for transform in transforms:
@@ -81,8 +98,11 @@ def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> 
     numbers = [number for entry in fitted for number in entry]
     good = [len(entry) for entry in fitted] == wanted and all(map(_is_finite, numbers))
     _require(good, f"{where}: fitted", fitted, f"{wanted} finite numbers")
-    _require(columns[feature["column"]] == 1, where, feature["column"], "a column with one value")
-    return feature["column"]
+    column = feature["column"]
+    is_sql = bool(feature.get("expression"))
+    good = column is None if is_sql else columns[column] == 1
+    _require(good, where, column, "a column with one value, or none beside an expression")
+    return not is_sql
 
 
 def _check_categorical(
@@ -106,6 +126,10 @@ def _check_categorical(
     _require(type(has_length) is bool, f"{where}: length", has_length, "true or false")
     _check_ids(feature, cardinality, keys, files)
     used = set(cross or [feature["column"]])
+    if feature.get("expression"):
+        good = feature["column"] is None and not (cross or is_list)
+        _require(good, where, feature, "no column, cross or list beside an expression")
+        used = set()
     for column in used:
         _require(columns[column] == 1 + is_list, where, column, "a column, or a list if it is one")
     return used

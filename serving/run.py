@@ -1,7 +1,6 @@
 """Command `python -m serving.run`: serve a model directory on a CPU or a GPU, over HTTP in KServe's v2 protocol."""
 
 import asyncio
-import gc
 import resource
 import signal
 import sys
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from configs.command_line import composed_command, end_command, errors_end_command
-from configs.imports import lasting_imports
+from configs.command_line import composed_command, end_command, errors_end_command, lasting_imports
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import Device, ServerConfig
@@ -51,8 +49,6 @@ def run(composed: DictConfig) -> None:
                 from serving.inference.dense import import_loader
 
                 import_loader()
-        # What imports have made lives as long as the process: collections need not visit it.
-        gc.freeze()
         started = time.perf_counter()
         asyncio.run(serve(open_service(config, token), config, started))
 

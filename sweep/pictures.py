@@ -145,7 +145,8 @@ def _height(values: Values, value: Any) -> float:
 def _ticks(values: Values) -> list[tuple[float, str]]:
     if isinstance(values, CategoricalDistribution):
         return [
-            (_height(values, text), shortened(text, MAX_LABEL_CHARS)) for text in values.choices
+            (_height(values, text), shortened(str(text), MAX_LABEL_CHARS))
+            for text in values.choices
         ]
     shares = (0, 0.25, 0.5, 0.75, 1)
     low, high = float(values.low), float(values.high)

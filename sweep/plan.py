@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from optuna.distributions import CategoricalDistribution
 
 from configs.arguments import Choices as ArgumentChoices
 from configs.arguments import hydra_arguments
-from configs.built_in import MODELS
-from configs.command_line import register, written_options
+from configs.command_line import command_of, register, written_options
 from configs.many_runs_schema import SweepConfig
 from configs.messages import shown
 from configs.option_values import plain_values, written
@@ -36,7 +34,6 @@ from nn.models.registry import options_of_own_models, typed_config
 from sweep.space import Space, as_override, corners, grid_of, holds
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("dlrm", "dcnv2")
 GROUPS = ("experiment", "data")
 CHOICES = ArgumentChoices(Config, GROUPS)
 VALIDATION_FRACTION = 0.1
@@ -84,7 +81,8 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
 
     Raises ValueError: an option does not exist or has an invalid value, in any corner of the space; or the sweep cannot choose.
     """
-    script, named = _command(config.recipe)
+    command, named = command_of(config.recipe)
+    script = ROOT / f"{command}.py"
     overrides = [*named, *config.overrides]
     own = [text.partition("=")[0].lstrip("+~") for text in overrides]
     for key in own:
@@ -169,24 +167,6 @@ def _own_values(config: Config, space: Space) -> dict[str, Any] | None:
             return None
         own[key] = written(value) if isinstance(values, CategoricalDistribution) else value
     return own
-
-
-def _command(recipe: str) -> tuple[Path, list[str]]:
-    """Return the script and the options that `recipe` stands for."""
-    if recipe in COMMANDS:
-        return ROOT / f"{recipe}.py", []
-    experiments = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
-    if recipe in experiments:
-        return ROOT / "dlrm.py", [f"experiment={recipe}"]
-    if recipe in MODELS:
-        return ROOT / "dlrm.py", [f"recipe={recipe}", f"model.name={recipe}"]
-    names = [*COMMANDS, *MODELS, *experiments]
-    close = get_close_matches(recipe, names, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise ValueError(
-        f"there is no recipe={recipe}; {hint}want {', '.join(COMMANDS)}, an experiment ({', '.join(experiments)}) or a model "
-        f"({', '.join(MODELS)})"
-    )
 
 
 def _is_below(key: str, section: str) -> bool:

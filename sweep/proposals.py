@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from sweep.space import Space, value_at
@@ -44,7 +45,7 @@ def promising_values(
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.GPSampler(seed=seed, n_startup_trials=1)
     )
-    distributions = dict(space)
+    distributions: dict[str, BaseDistribution] = dict(space)
     for trial, value in zip(trials, _imputed(trials, known), strict=True):
         if trial.params.keys() == distributions.keys():
             study.add_trial(

@@ -23,7 +23,8 @@ from sweep.trial_process import Process, Start, TrialServer
 def run_sweep(config: SweepConfig, console: Console, start: Start | None = None) -> None:
     """Run a sweep, or what is left of it; `start` starts a trial's command; None: `TrialServer`.
 
-    Raises ValueError: an option is invalid, the directory is in use or holds another sweep, or no trial is complete; StoppedSweepError: a signal arrived.
+    Raises ValueError: an option is invalid, the directory is in use or holds another sweep, or no trial is complete;
+    StoppedSweepError: a signal arrived.
     """
     server = TrialServer()
     start_trial = start or server.start

@@ -260,7 +260,8 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 def count_rows(files: SplitFiles, widths: Mapping[Path, int], id_bytes: Mapping[str, int]) -> int:
     """Return the rows of a split, by the size of the file of its first label; without labels, of another file.
 
-    `widths`: bytes of a row, by file (`FeatureSpec.row_bytes`). `id_bytes`: bytes of an id, by feature. Raises ValueError: the split is empty, or the size of a file does not match the number of rows.
+    `widths`: bytes of a row, by file (`FeatureSpec.row_bytes`). `id_bytes`: bytes of an id, by feature. Raises
+    ValueError: the split is empty, or the size of a file does not match the number of rows.
     """
     offsets = list(files.offsets.values())
     first = next(iter([*widths, *offsets]))

@@ -30,7 +30,9 @@ class NewKeys:
 
         facts = (np.empty((count, 2), np.int32) for _ in Kind)
         candidates, rows = ((*numbers(), before) for before in facts)
-        return cls(*numbers(), np.empty((count, 3), np.int32), candidates, rows)
+        keys, times, key_slots = numbers()
+        seen = np.empty((count, 3), np.int32)
+        return cls(keys, times, key_slots, seen, candidates, rows)
 
     def arrays(self) -> Arrays:
         """Return the arrays in the order of `do_jobs`."""

@@ -117,8 +117,8 @@ def _make_room(needed: int, address: str) -> None:
             os.close(lock)
     if needed > room:
         raise ValueError(
-            f"{address} needs {needed / 2**30:,.1f} GiB in {cache}, where {max(room, 0) / 2**30:,.1f} GiB of {most / 2**30:,.1f} are "
-            "free, and copies of running commands stay; set RECSYS_CACHE_GIB to more, or XDG_CACHE_HOME to a folder with room"
+            f"{address} needs {needed / 2**30:,.1f} GiB in {cache}, where {max(room, 0) / 2**30:,.1f} GiB of {most / 2**30:,.1f} "
+            "are free, and copies of running commands stay; set RECSYS_CACHE_GIB to more, or XDG_CACHE_HOME to a folder with room"
         )
 
 

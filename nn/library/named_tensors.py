@@ -27,8 +27,8 @@ def named_tensors(batch: Batch, spec: FeatureSpec) -> dict[str, Tensor | JaggedT
         ids = batch.ids[feature.name]
         if feature.hotness is None:
             named[feature.name] = JaggedTensor(ids.values(), lengths=ids.lengths()[:rows])
-        elif feature.hotness == 1:
+        elif len(ids.values()) == rows:
             named[feature.name] = ids.values()
         else:
-            named[feature.name] = ids.values().view(rows, feature.hotness)
+            named[feature.name] = ids.values().view(rows, -1)
     return named

@@ -1,6 +1,6 @@
 """Options of a run from Python, as on the command line."""
 
-from configs.command_line import compose_overrides, written_options
+from configs.command_line import command_of, compose_overrides, written_options
 from configs.overrides import drop_replaced
 from configs.schema import Config
 from nn.build import global_batch_size
@@ -8,12 +8,14 @@ from nn.models.registry import typed_config
 
 
 def options(recipe: str, *overrides: str) -> Config:
-    """Return the checked options of `<recipe>.py <overrides>`.
+    """Return the checked options of `<recipe>.py <overrides>`; a recipe is a command, an experiment or a model.
 
     Raises:
         ValueError: an option does not exist, or has an invalid value.
     """
-    composed = compose_overrides(Config, "schema", recipe, overrides, ("experiment", "data"))
+    command, named = command_of(recipe)
+    overrides = (*named, *overrides)
+    composed = compose_overrides(Config, "schema", command, overrides, ("experiment", "data"))
     drop_replaced(composed, overrides, Config)
     config = typed_config(composed, written_options(overrides))
     config.train.batch_size = global_batch_size(config)

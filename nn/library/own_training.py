@@ -1,7 +1,9 @@
 """A training whose loop the caller writes: next batch, step, evaluate, save."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import Config, Mode
+from dataloading.batch import Batch
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.directory import CHECKPOINTS
 from nn.distributed.process_group import process_rank
@@ -21,14 +24,29 @@ from nn.library_warnings import quiet_libraries
 from nn.modes.train import finish_training, finishes_writing, open_training
 from nn.observability.console import make_console
 from nn.observability.mlperf_log import now_ms
+from nn.observability.run_directory import RESULT_STEP
 from nn.observers.observer import Observer
 from nn.session import Session, open_session
 from nn.training.prefetch import Prefetcher
-from nn.training.train_step import StepResult
 from nn.training.trainer import Saving, Trainer
 from nn.versions import require_stack
 
 NOT_OPEN = "the training is not open; write `with Training(config) as training:`"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """Loss, logits and batch of a training step, as `StepResult` has them."""
+
+    loss: float
+    logits: Tensor
+    _batch: Batch
+    _spec: FeatureSpec
+
+    @property
+    def batch(self) -> dict[str, Tensor | JaggedTensor]:
+        """The batch as `Training.batch` names its tensors, on the device."""
+        return named_tensors(self._batch, self._spec)
 
 
 class Training:
@@ -143,7 +161,7 @@ class Training:
             )
         return named_tensors(loader.batch(stage.place(step)), self.spec)
 
-    def step(self) -> StepResult:
+    def step(self) -> TrainedStep:
         """Train on the next batch; return it with its loss and logits.
 
         Raises:
@@ -164,7 +182,7 @@ class Training:
             trainer.begin_step()
             trained = session.step.train(trainer.num_steps, prefetcher)
         trainer.finish_step(trained, prefetcher)
-        return trained
+        return TrainedStep(trained.loss, trained.logits, trained.batch, self.spec)
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on `eval.split`, write the record, and return it, such as `test_auc` and `test_log_loss`."""
@@ -208,7 +226,13 @@ class Training:
         prefetcher = self._started()
         self._is_finished = True
         trainer.end(prefetcher)
-        return self._finished(session, trainer, saving)
+        summary = self._finished(session, trainer, saving)
+        if not trainer.state.test and RESULT_STEP not in summary:
+            warnings.warn(
+                "the loop made no evaluation, so its result has no metric; call evaluate() before finish()",
+                stacklevel=2,
+            )
+        return summary
 
     def _started(self) -> Prefetcher:
         """Return the batches of the remaining steps, which begin to be read at the first call."""

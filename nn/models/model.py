@@ -68,8 +68,8 @@ class Model(nn.Module):
     def tables(cls, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
         """Return the tables with their features: one per feature unless overridden.
 
-        The order of the features in this list is that of the embeddings that `forward` receives. A table without pooling that
-        has a ragged feature has no vectors: `forward` takes its rows by `embeddings.distinct_rows(table, feature)`.
+        The order of the features in this list is that of the embeddings that `forward` receives. A table without pooling that has
+        a ragged feature has no vectors: `forward` takes its rows by `embeddings.distinct_rows(table, feature)`.
         """
         return one_table_per_feature(options, spec)
 

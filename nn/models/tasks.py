@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.built_in import SEVERAL_LABELS
 from configs.schema import Config, TaskConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
@@ -271,7 +272,8 @@ def check_logits(tasks: Sequence[Task], logits: Tensor, labels: Tensor) -> None:
         names = ", ".join(task.name for task in tasks)
         want = "[B]" if labels.dim() == 1 else f"[B, {labels.shape[1]}]"
         got = ", ".join(["B", *map(str, logits.shape[1:])] if logits.dim() else [])
+        models = ", ".join(SEVERAL_LABELS)
         raise ValueError(
             f"the model returns logits [{got}], and the dataset's labels ({names}) need {want}, one logit per label; choose a "
-            "model of as many tasks with model.name, or list other labels in the spec's channel_spec.label"
+            f"model of as many tasks ({models}) with model.name, or list other labels in the spec's channel_spec.label"
         )

@@ -214,7 +214,10 @@ def plan_tables(
     often the rows of a table are looked up; None: all alike. Returns TorchRec's plan, and the same as plain rows. Raises
     ValueError: the tables do not fit, or an override is invalid.
     """
-    expansions = _expansions_of_tables(declared, expansion_bytes)
+    # A table may have several features.
+    expansions: Counter[str] = Counter()
+    for feature, size in expansion_bytes.items():
+        expansions.update(dict.fromkeys(tables_of_feature(declared)[feature], size))
     embeddings = planned_tables(declared, rule)
     constraints = _constraints(declared, spec, config, rule, hardware, batch_size)
     _keep_float32(embeddings, constraints)
@@ -230,7 +233,10 @@ def plan_tables(
         _candidates(declared, config, hardware, constraints, keyed),
         partial(bytes_of, rule=rule),
         live_rows,
-        _most_parts(constraints, hardware),
+        {
+            name: hardware.world_size if {*(limits.sharding_types or ())} & {*ROWS_CUT} else 1
+            for name, limits in constraints.items()
+        },
         {name: global_batch * ids for name, ids in ids_per_sample(declared, spec).items()},
         traffic_of,
     )
@@ -268,27 +274,6 @@ def _fits_the_devices(planned: Callable[[Topology], ShardingPlan], topology: Top
     except PlannerError:
         return False
     return True
-
-
-def _expansions_of_tables(
-    declared: Sequence[EmbeddingBagConfig], expansion_bytes: Mapping[str, int]
-) -> dict[str, int]:
-    """Return the bytes of the expansions of a table's features, of which it may have several."""
-    tables_of = tables_of_feature(declared)
-    expansions: Counter[str] = Counter()
-    for feature, size in expansion_bytes.items():
-        expansions.update(dict.fromkeys(tables_of[feature], size))
-    return expansions
-
-
-def _most_parts(
-    constraints: Mapping[str, ParameterConstraints], hardware: Hardware
-) -> dict[str, int]:
-    """Return the shards into which the rows of each table may be cut."""
-    return {
-        name: hardware.world_size if {*(limits.sharding_types or ())} & {*ROWS_CUT} else 1
-        for name, limits in constraints.items()
-    }
 
 
 def _candidates(
@@ -418,6 +403,7 @@ def _constraints(
     for table in declared:
         override = overrides.get(table.name, TableOverride())
         chosen = override.type
+        types: list[ShardingType]
         if chosen is not None:
             types = [chosen]
         elif hardware.world_size == 1:

@@ -44,21 +44,26 @@ class EncodedColumn:
     zeros: dict[str, int]  # number of ids that are 0, per split
 
 
-@dataclass(frozen=True, slots=True)
 class ColumnEncoder:
     """Encodes columns into the partial dataset; several threads may call it."""
 
-    connection: duckdb.DuckDBPyConnection
-    dataset: Path
-    splits: dict[str, range]
-    counted: range  # rows whose values are counted
-    frequency_limit: int
-    table_bytes: int  # memory of a hash table
-
-    @property
-    def _piece(self) -> int:
-        """Entries of a lookup that fits in memory."""
-        return max(1, self.table_bytes // ENTRY_BYTES)
+    def __init__(
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        dataset: Path,
+        splits: dict[str, range],
+        counted: range,
+        frequency_limit: int,
+        table_bytes: int,
+    ) -> None:
+        """Set the destination and the options."""
+        self._connection = connection
+        self._dataset = dataset
+        self._splits = splits
+        self._counted = counted
+        self._limit = frequency_limit
+        self._counted_values = max(1, table_bytes // GROWING_ENTRY_BYTES)
+        self._piece = max(1, table_bytes // ENTRY_BYTES)
 
     def __call__(
         self, number: int, name: str, column: StoredColumn
@@ -67,7 +72,7 @@ class ColumnEncoder:
 
         Returns its statistics, and bytes and CRC-32 per written file.
         """
-        with self.connection.cursor() as cursor:
+        with self._connection.cursor() as cursor:
             seen, distinct, kept, covered, has_non_hex = self._build_vocabulary(
                 cursor, number, name, column
             )
@@ -77,13 +82,13 @@ class ColumnEncoder:
             )
             cursor.execute(f"DROP TABLE IF EXISTS vocabulary_{name}")
         written = f"vocabulary/{name}.parquet"
-        files[written] = checksum(self.dataset / written)
+        files[written] = checksum(self._dataset / written)
         return EncodedColumn(seen, distinct, kept, covered, zeros), files
 
     def _build_vocabulary(
         self, cursor: duckdb.DuckDBPyConnection, number: int, name: str, column: StoredColumn
     ) -> tuple[int, int, int, list[list[int]], bool]:
-        counter = Counter(max(1, self.table_bytes // GROWING_ENTRY_BYTES))
+        counter = Counter(self._counted_values)
         cursor.execute(
             f"CREATE OR REPLACE TEMP TABLE partial_{name} (value UINTEGER, count BIGINT)"
         )
@@ -104,7 +109,7 @@ class ColumnEncoder:
                 ((held,),) = cursor.execute(f"SELECT count(*) FROM partial_{name}").fetchall()
                 merged = held
 
-        for _, codes in column.chunks(self.counted, CHUNK_ROWS):
+        for _, codes in column.chunks(self._counted, CHUNK_ROWS):
             keep(counter.add(codes))
         keep(counter.take())
         has_non_hex = counter.has_non_hex
@@ -114,7 +119,7 @@ class ColumnEncoder:
         if held or has_non_hex:
             counts, counts_of = f"counts_{name}", merge_counts(counts)
             if has_non_hex:
-                first, last = self.counted.start, self.counted.stop
+                first, last = self._counted.start, self._counted.stop
                 counts_of = merge_counts(
                     f"(SELECT printf('%08x', value) AS value, count FROM partial_{name} UNION ALL "
                     f'SELECT value, 1 AS count FROM non_hex WHERE "column" = {number} '
@@ -125,10 +130,10 @@ class ColumnEncoder:
             (sums,) = cursor.execute(coverage(counts, COVERAGE_LIMITS)).fetchall()
         distinct, seen, *covered = [int(number or 0) for number in sums]
         cursor.execute(
-            f"CREATE OR REPLACE TEMP TABLE vocabulary_{name} AS {vocabulary(counts, self.frequency_limit)}"
+            f"CREATE OR REPLACE TEMP TABLE vocabulary_{name} AS {vocabulary(counts, self._limit)}"
         )
         cursor.execute(f"DROP TABLE {counts}")
-        path = self.dataset / "vocabulary" / f"{name}.parquet"
+        path = self._dataset / "vocabulary" / f"{name}.parquet"
         quoted = str(path).replace("'", "''")
         text = "value" if has_non_hex else "printf('%08x', value)"
         ((kept,),) = cursor.execute(
@@ -166,14 +171,14 @@ class ColumnEncoder:
             lookup = None  # free its memory before the next one takes as much
             lookup = self._lookup(cursor, values, range(piece * self._piece, last))
             if piece < pieces - 1:  # the last part is looked up while the ids are written
-                for split, rows in self.splits.items():
+                for split, rows in self._splits.items():
                     self._add_piece(column, rows, lookup, partial_ids, name, split)
         files: dict[str, dict[str, Any]] = {}
         zeros: dict[str, int] = {}
         assert lookup is not None
-        for split, rows in self.splits.items():
+        for split, rows in self._splits.items():
             zeros[split] = 0
-            with GrowingFile(self.dataset, f"{split}/{name}.bin") as file:
+            with GrowingFile(self._dataset, f"{split}/{name}.bin") as file:
                 for start, codes in column.chunks(rows, CHUNK_ROWS):
                     if split in partial_ids:
                         ids = StoredColumn(partial_ids[split], "<i4").read(

@@ -30,19 +30,13 @@ HALF = np.uint64(32)
 
 
 @kernel
-def _find(slots, key, drawn):
-    """Return the slot of a code, which is in the high half of `key`, or the empty one where it would be.
-
-    The first slot to probe is MurmurHash3's finaliser, scaled to the number of slots.
-    """
-    mixed = (key >> HALF) ^ drawn
+def _place(code, num_slots, drawn):
+    """Return the first slot to probe: MurmurHash3's finaliser, scaled to the number of slots."""
+    mixed = np.uint64(code) ^ drawn
     mixed = ((mixed ^ (mixed >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & LOW
     mixed = ((mixed ^ (mixed >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & LOW
     mixed ^= mixed >> np.uint64(16)
-    place = np.int64((mixed * np.uint64(len(slots))) >> HALF)
-    while slots[place] != 0 and slots[place] & ~LOW != key:
-        place = place + 1 if place + 1 < len(slots) else 0
-    return place
+    return np.int64((mixed * np.uint64(num_slots)) >> HALF)
 
 
 @kernel
@@ -52,6 +46,7 @@ def _count(codes, begin, slots, used, drawn, first_non_hex):
     It stops at a new code if half of the slots are in use. Codes of at least `first_non_hex` (NON_HEX) are
     not counted.
     """
+    most = len(slots) // 2
     has_non_hex = False
     for at in range(begin, len(codes)):
         code = codes[at]
@@ -59,14 +54,19 @@ def _count(codes, begin, slots, used, drawn, first_non_hex):
             has_non_hex |= code == first_non_hex
             continue
         key = np.uint64(code) << HALF
-        place = _find(slots, key, drawn)
-        if slots[place] != 0:
-            slots[place] += np.uint64(1)
-        elif used == len(slots) // 2:
-            return at, used, has_non_hex
-        else:
-            slots[place] = key | np.uint64(1)
-            used += 1
+        place = _place(code, len(slots), drawn)
+        while True:
+            slot = slots[place]
+            if slot == 0:
+                if used == most:
+                    return at, used, has_non_hex
+                slots[place] = key | np.uint64(1)
+                used += 1
+                break
+            if slot & ~LOW == key:
+                slots[place] = slot + np.uint64(1)
+                break
+            place = place + 1 if place + 1 < len(slots) else 0
     return len(codes), used, has_non_hex
 
 
@@ -74,17 +74,28 @@ def _count(codes, begin, slots, used, drawn, first_non_hex):
 def _insert(entries, slots, drawn):
     """Insert entries of distinct codes, zeros skipped; at most half of the slots are in use afterwards."""
     for entry in entries:
-        if entry != 0:
-            slots[_find(slots, entry & ~LOW, drawn)] = entry
+        if entry == 0:
+            continue
+        place = _place(entry >> HALF, len(slots), drawn)
+        while slots[place] != 0:
+            place = place + 1 if place + 1 < len(slots) else 0
+        slots[place] = entry
 
 
 @kernel
 def _look_up(codes, slots, drawn, ids):
     """Write the ids of the codes in `slots` to `ids`; leave the others unchanged."""
     for at in range(len(codes)):
-        slot = slots[_find(slots, np.uint64(codes[at]) << HALF, drawn)]
-        if slot != 0:
-            ids[at] = slot & LOW
+        code = codes[at]
+        key = np.uint64(code) << HALF
+        place = _place(code, len(slots), drawn)
+        slot = slots[place]
+        while slot != 0:
+            if slot & ~LOW == key:
+                ids[at] = slot & LOW
+                break
+            place = place + 1 if place + 1 < len(slots) else 0
+            slot = slots[place]
 
 
 @kernel
@@ -93,15 +104,24 @@ def _number(codes, begin, slots, used, first, drawn, ids):
 
     It stops at a new code if half of the slots are in use.
     """
+    most = len(slots) // 2
     for at in range(begin, len(codes)):
-        key = np.uint64(codes[at]) << HALF
-        place = _find(slots, key, drawn)
-        if slots[place] == 0:
-            if used == len(slots) // 2:
-                return at, used
-            slots[place] = key | np.uint64(first + used)
-            used += 1
-        ids[at] = slots[place] & LOW
+        code = codes[at]
+        key = np.uint64(code) << HALF
+        place = _place(code, len(slots), drawn)
+        while True:
+            slot = slots[place]
+            if slot == 0:
+                if used == most:
+                    return at, used
+                slots[place] = key | np.uint64(first + used)
+                ids[at] = first + used
+                used += 1
+                break
+            if slot & ~LOW == key:
+                ids[at] = slot & LOW
+                break
+            place = place + 1 if place + 1 < len(slots) else 0
     return len(codes), used
 
 

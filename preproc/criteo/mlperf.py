@@ -20,8 +20,8 @@ from dataloading.dataset.split_files import SplitFiles
 from preproc.column_store import StoredColumn
 from preproc.criteo.mlperf_columns import codes_of_texts, log_days, number_column
 from preproc.criteo.parse import ColumnStore, parse_files
-from preproc.criteo.pipeline import CHUNK_ROWS, estimated_rows
-from preproc.criteo.shuffle import BASE_BYTES, shuffle_training_rows
+from preproc.criteo.pipeline import BASE_BYTES, CHUNK_ROWS, estimated_rows
+from preproc.criteo.shuffle import shuffle_rows, worker_bytes
 from preproc.dataset_writer import GrowingFile, finish_dataset
 from preproc.raw_files import find_files, find_gap, refuse_copies
 from preproc.report.console import (
@@ -66,8 +66,7 @@ def build_mlperf(config: PreprocConfig, progress: Progress) -> None:
         ends = [0, *accumulate(day_rows)]
         days = [range(start, stop) for start, stop in pairwise(ends)]
         columns = _numbered(config, work, parsed, days, progress)
-        if config.shuffle and not work.state.get("shuffled"):
-            shuffle_training_rows(list(columns.values()), days[-1].start, config, work, progress)
+        _shuffle(config, work, columns, days[-1].start, progress)
         half = days[-1].start + (len(days[-1]) + 1) // 2
         splits = {
             "train": range(days[-1].start),
@@ -138,6 +137,26 @@ def _numbered(
             pool.shutdown(cancel_futures=True)
             raise
     return {"label": parsed.label, "numerical": logs, **ids}
+
+
+def _shuffle(
+    config: PreprocConfig,
+    work: Work,
+    columns: dict[str, StoredColumn],
+    num_rows: int,
+    progress: Progress,
+) -> None:
+    """Permute the training rows if `shuffle` is set and not done."""
+    if not config.shuffle or work.state.get("shuffled"):
+        return
+    stored = list(columns.values())
+    with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
+        spare = memory_bytes(config) - BASE_BYTES
+        threads = config.threads or os.cpu_count() or 1
+        workers = max(1, min(threads, spare // worker_bytes(stored, num_rows)))
+        shuffle_rows(stored, num_rows, config.seed, workers, work, stage)
+    work.state["shuffled"] = True
+    work.save()
 
 
 def _write(

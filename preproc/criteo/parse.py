@@ -67,6 +67,7 @@ class ColumnStore:
 
     @property
     def columns(self) -> list[StoredColumn]:
+        """All columns."""
         return [self.label, self.numerical, self.missing, *self.codes.values()]
 
     @property
@@ -140,7 +141,7 @@ def _parse_file(
 ) -> None:
     """Store the rest of one file."""
     size = file.path.stat().st_size
-    plain = plain_bytes(file)
+    plain = _plain_bytes(file)
     for parsed in parse(blocks(file, writer.state["offset"], BLOCK_BYTES)):
         for index, reason, line in parsed.bad:
             number = writer.state["lines"] + index + 1
@@ -157,7 +158,7 @@ def _parse_file(
         writer.checkpoint_if_due()
 
 
-def plain_bytes(file: RawFile) -> int:
+def _plain_bytes(file: RawFile) -> int:
     """Return the size of its text; compressed logs are estimated at three times their size."""
     return file.path.stat().st_size * (1 if file.compression == "none" else 3)
 
@@ -259,6 +260,7 @@ class _Writer:
         self._bad.write(row)
 
     def checkpoint_if_due(self) -> None:
+        """Make a checkpoint if the last one is long ago."""
         due = time.monotonic() - self._saved > CHECKPOINT_SECONDS
         if due or self._non_hex_bytes > NON_HEX_BYTES:
             self.checkpoint()

@@ -48,6 +48,7 @@ class NonHexTexts:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes in memory."""
         return self.columns.nbytes + self.rows.nbytes + self.texts.nbytes
 
 
@@ -63,6 +64,7 @@ class Parsed:
 
     @property
     def num_rows(self) -> int:
+        """Good lines."""
         return len(self.columns[0])
 
 

@@ -24,8 +24,8 @@ from preproc.column_store import StoredColumn
 from preproc.complete_dataset import WrittenColumns, complete_dataset, draw_report
 from preproc.criteo.as_table import criteo_table
 from preproc.criteo.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
-from preproc.criteo.parse import NON_HEX_FILES, ColumnStore, parse_files, plain_bytes
-from preproc.criteo.shuffle import BASE_BYTES, shuffle_training_rows
+from preproc.criteo.parse import NON_HEX_FILES, ColumnStore, parse_files
+from preproc.criteo.shuffle import shuffle_rows, worker_bytes
 from preproc.dataset_writer import GrowingFile
 from preproc.line_blocks import blocks
 from preproc.raw_files import (
@@ -58,6 +58,8 @@ from preproc.work_directory import (
     work_directory_of,
 )
 
+# Memory of Python, NumPy, Numba, Arrow and DuckDB themselves.
+BASE_BYTES = 320 << 20
 # Memory per column in progress: counts in DuckDB, a chunk and a hash table.
 COLUMN_BYTES = 256 << 20
 CHUNK_ROWS = 1 << 20
@@ -124,7 +126,8 @@ def estimated_rows(files: list[RawFile]) -> float:
     for file in files:
         piece = next(blocks(file, 0), b"")
         length = len(piece) / max(piece.count(b"\n"), 1)
-        rows += plain_bytes(file) / max(length, 1)
+        plain = file.path.stat().st_size * (1 if file.compression == "none" else 3)
+        rows += plain / max(length, 1)
     return rows
 
 
@@ -206,7 +209,7 @@ def _write(
     summaries = {
         split: SplitSummary(
             len(rows),
-            {LABEL: LabelSum(sum(int(v.sum()) for _, v in store.label.chunks(rows, CHUNK_ROWS)))},
+            {LABEL: LabelSum(_ones(store, rows))},
             {name: encoded[name].zeros[split] for name in CATEGORICAL},
         )
         for split, rows in splits.items()
@@ -254,7 +257,7 @@ def _encode(
     spare = max(memory - BASE_BYTES, memory // 2)
     num_train = len(splits["train"])
     with connect(config, work.directory, spare // 2) as connection:
-        _shuffle(config, work, store, num_train, progress)
+        _shuffle(config, work, store, num_train, threads, progress)
         _view_non_hex(connection, work, store, num_train if config.shuffle else 0)
         workers = max(1, min(threads, spare // COLUMN_BYTES))
         encoder = ColumnEncoder(
@@ -269,7 +272,12 @@ def _encode(
 
 
 def _shuffle(
-    config: PreprocConfig, work: Work, store: ColumnStore, num_rows: int, progress: Progress
+    config: PreprocConfig,
+    work: Work,
+    store: ColumnStore,
+    num_rows: int,
+    threads: int,
+    progress: Progress,
 ) -> None:
     """Shuffle the training rows if `shuffle` is set and not done; note the old rows for texts without a code."""
     if not config.shuffle or work.state.get("shuffled"):
@@ -283,7 +291,12 @@ def _shuffle(
                     np.arange(start, min(start + CHUNK_ROWS, num_rows)).tofile(stream)
             work.state["checked"] |= work.synced_records(origin.path)
         columns.append(origin)
-    shuffle_training_rows(columns, num_rows, config, work, progress)
+    with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
+        spare = memory_bytes(config) - BASE_BYTES
+        workers = max(1, min(threads, spare // worker_bytes(columns, num_rows)))
+        shuffle_rows(columns, num_rows, config.seed, workers, work, stage)
+    work.state["shuffled"] = True
+    work.save()
 
 
 def _origin(store: ColumnStore) -> StoredColumn:
@@ -342,6 +355,10 @@ def _encode_all(
                 pool.shutdown(cancel_futures=True)
                 raise
     return {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
+
+
+def _ones(store: ColumnStore, rows: range) -> int:
+    return sum(int(values.sum()) for _, values in store.label.chunks(rows, CHUNK_ROWS))
 
 
 def _write_plain(

@@ -13,15 +13,12 @@ from pathlib import Path
 import numpy as np
 from isal.isal_zlib import crc32
 
-from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.durable_files import sync_stream
 from dataloading.randomness import stream_key, uniform
 from preproc.column_store import StoredColumn, bytes_of, size_and_crc32
-from preproc.report.console import Progress, Stage
-from preproc.work_directory import Work, memory_bytes
+from preproc.report.console import Stage
+from preproc.work_directory import Work
 
-# Memory of Python, NumPy, Numba, Arrow and DuckDB themselves.
-BASE_BYTES = 320 << 20
 BUCKET_ROWS = 1 << 22
 CHUNK_ROWS = 1 << 21
 
@@ -48,23 +45,6 @@ def worker_bytes(columns: list[StoredColumn], num_rows: int) -> int:
     widest = max(column.row_bytes for column in columns)
     rows = min(num_rows, BUCKET_ROWS)
     return rows * (2 * widest + np.dtype(np.int64).itemsize)
-
-
-def shuffle_training_rows(
-    columns: list[StoredColumn],
-    num_rows: int,
-    config: PreprocConfig,
-    work: Work,
-    progress: Progress,
-) -> None:
-    """Put the first `num_rows` rows of all columns into random order, as the options say, and record it."""
-    spare = memory_bytes(config) - BASE_BYTES
-    threads = config.threads or os.cpu_count() or 1
-    workers = max(1, min(threads, spare // worker_bytes(columns, num_rows)))
-    with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
-        shuffle_rows(columns, num_rows, config.seed, workers, work, stage)
-    work.state["shuffled"] = True
-    work.save()
 
 
 def shuffle_rows(

@@ -20,7 +20,7 @@ TIME = (
 )
 KEY = (
     r"(.*_)?(user|item|ad|adgroup|movie|product|query|session|campaign|creative|site|app|device|group|brand|cate|video)?"
-    r"(id|ids)|(.*_)?(uid|pid|iid|idx|index|key|uuid|guid|code|zip|zipcode|hash)|c\d+|unnamed_\d+"
+    r"(id|ids)|(.*_)?(uid|pid|iid|idx|index|key|uuid|guid|code|zip|zipcode|hash)|c\d+|unnamed_\d+|__index_level_\d+__"
 )
 THING = (
     r"(.*_)?(user|item|movie|product|ad|advertiser|campaign|creative|site|app|device|model|city|country|region|category|"
@@ -33,6 +33,8 @@ FEW = 12
 """Whole numbers of at most so many values are rather codes than amounts."""
 UNIQUE = 0.95
 """Share of the rows with a value of their own from which on a text tells nothing of other rows."""
+RARE = 0.01
+"""Least share of the rarer value in a label that neither its name nor its place tells."""
 SKEWED = 20.0
 """A largest value of so many medians asks for a logarithm."""
 
@@ -68,8 +70,7 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
         raise ValueError(f"label={label}: no such column; the columns are {', '.join(by_name)}")
     likeliest = candidates[0] if candidates else None
     chosen = by_name[label.strip()] if label is not None else likeliest
-    has_names = table.source.format in LINE_FORMATS or not table.source.columns
-    times = [c for c in columns if _is_time(c, has_names) and c is not chosen]
+    times = [c for c in columns if _is_time(c, _has_names(table)) and c is not chosen]
     choices = []
     for column in columns:
         choice = _choice(column, table, by_name)
@@ -110,7 +111,7 @@ def label_candidates(columns: list[Column]) -> list[Column]:
             ranks.append((3, column))
         elif has_name(column, GRADE) and column.is_number and column.distinct > 1:
             ranks.append((4, column))
-        elif two and is_truth:
+        elif two and is_truth and column.values[-1][1] >= RARE * column.rows:
             ranks.append((5, column))
     return [column for _, column in sorted(ranks, key=lambda rank: rank[0])]
 
@@ -142,6 +143,11 @@ def _label(column: Column) -> tuple[dict[str, Any], str]:
     one = next((v for v in values if v.lower() in POSITIVE), min(values, key=lambda v: values[v]))
     share = 100 * values[one] / column.rows
     return {"expression": f"{name} = {text(one)}"}, f"{share:.3g} % ones"
+
+
+def _has_names(table: FoundTable) -> bool:
+    """Return whether the names of the columns are those of the file, and tell what they hold."""
+    return table.source.format in LINE_FORMATS or not table.source.columns
 
 
 def _is_time(column: Column, has_name_: bool) -> bool:
@@ -193,9 +199,9 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
     if column.is_list:
         how = {"separator": column.separator} if column.separator else {"list": True}
         return Choice(column, "categorical", how, f"lists of {column.items:,} values")
-    is_key = has_name(column, KEY)
+    is_key = _has_names(table) and has_name(column, KEY)
     is_unique = column.distinct >= UNIQUE * column.present and column.present > 20
-    if is_unique and (is_key or not (column.is_number or column.is_time)):
+    if is_unique and ((is_key and column.is_whole) or not (column.is_number or column.is_time)):
         return out("nearly every row has a value of its own")
     if table.is_criteo and has_name(column, r"i\d+|num_\d+"):
         return Choice(
@@ -256,7 +262,12 @@ def _libsvm_choice(column: Column, names: list[str]) -> Choice:
         return _values_choice(column, ids=None)
     if column.name == "ids":
         keys = {"separator": " "}
-        return Choice(column, "categorical", keys, f"which of {column.items:,} indices a row has")
+        return Choice(
+            column,
+            "categorical",
+            keys,
+            f"which of {column.items or column.distinct:,} indices a row has",
+        )
     if column.name == "values":
         return Choice(column, "left out", {}, "the columns x hold it")
     transforms: list[Any] = [{"fill": 0}, "standardise"]

@@ -136,10 +136,19 @@ def _kind(file: RawFile) -> dict[str, Any]:
         raise ValueError(
             f"{file.path}: one array of JSON; write a line per row, as jq -c '.[]' does"
         )
+    if re.match(r"%|@relation\b", bare[0], re.IGNORECASE):
+        raise ValueError(
+            f"{file.path}: an ARFF file; write it as CSV, as pandas does with scipy.io.arff"
+        )
     for name in ("libffm", "libsvm"):
         if all(re.fullmatch(LINE[name], line) for line in bare) and ":" in "".join(bare):
             return {"format": name}
     delimiter, rows = _separated(lines)
+    if delimiter is None and (above := _lines_above(lines)):
+        raise ValueError(
+            f"{file.path}: the rows begin in line {above + 1}, with other fields than above; remove what is no header, as by "
+            f"tail -n +{above + 1} FILE"
+        )
     kind: dict[str, Any] = {"format": "csv"}
     if delimiter == "\t" and not any(cell.startswith('"') for row in rows for cell in row):
         kind = {"format": "tsv"}
@@ -167,6 +176,16 @@ def _separated(lines: list[str]) -> tuple[str | None, list[list[str]]]:
         if width > len(found[1][0]) and times >= REGULAR * len(rows) and len(rows[0]) == width:
             found = delimiter, [row for row in rows if len(row) == width]
     return found
+
+
+def _lines_above(lines: list[str]) -> int:
+    """Return how many lines are above those that a separator parts into equally many fields; 0 without such."""
+    for delimiter in DELIMITERS:
+        widths = [len(row) for row in csv.reader(lines, delimiter=delimiter) if row]
+        ((width, times),) = Counter(widths).most_common(1) or [(0, 0)]
+        if width > 1 and times >= REGULAR * len(widths) > 0:
+            return widths.index(width)
+    return 0
 
 
 def _has_header(rows: list[list[str]]) -> bool:

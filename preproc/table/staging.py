@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from configs.messages import printable, shown
-from configs.table_schema import Categorical, Label, TableConfig
+from configs.table_schema import Categorical, Label, Numerical, TableConfig
+from dataloading.row_sql import COLUMN, KIND, columns_of, unserved
 from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError, StagedRows
 from preproc.table.expressions import (
     LARGEST_DOUBLE,
@@ -175,11 +176,14 @@ class Staging:
             refuse_text_order(self._engine, "table.query", query, None)
 
     def refuse_no_text(self) -> None:
-        """Raise ValueError for categories that are bytes, or lists of bytes, lists or structs."""
+        """Raise ValueError for categories that are bytes, or lists of bytes, lists or structs; in new rows if it was text."""
         columns = self._engine.columns(self._base_query)
         kinds = {name.lower(): kind.lower() for name, kind in columns}
         found: dict[str, list[str]] = {}
         for i, feature in enumerate(self.table.categorical):
+            column = (feature.expression or feature.name).strip('" ').lower()
+            if self._fitted is not None and not self._fitted.result.get(column):
+                continue
             crossed = [kinds[name.lower()] for name in feature.cross or []]
             for kind in filter(NO_TEXT_TYPE.fullmatch, [self._kinds[f"c{i}"], *crossed]):
                 is_bytes = kind.startswith(("blob", "binary")) or '"binary"' in kind
@@ -193,6 +197,28 @@ class Staging:
             raise ValueError(
                 f"table.categorical: {', '.join(names)}: a value is {what}, in an expression or in table.query"
             )
+
+    def types_of_served(self) -> tuple[dict[str, str], list[str]]:
+        """Return the types that columns of expressions have, text left out, and why raw values of features cannot be served."""
+        found = self._engine.columns(self._base_query)
+        kinds = {name.lower(): kind.lower() for name, kind in found}
+        types: dict[str, str] = {}
+        notes = []
+        features: list[Numerical | Categorical] = [*self.table.numerical, *self.table.categorical]
+        for feature in features:
+            sql = (feature.expression or "").strip()
+            try:
+                named = [] if not sql or COLUMN.fullmatch(sql) else columns_of(sql)
+                of = {name.lower(): kinds[name.lower()] for name in named}
+                other = [kind for kind in of.values() if not KIND.fullmatch(kind)]
+                if other or (named and isinstance(feature, Categorical) and feature.list):
+                    raise ValueError(f"of {other[0]}" if other else "a list")
+                types |= {name: kind for name, kind in of.items() if not is_text(kind)}
+            except KeyError as error:
+                notes.append(unserved(feature.name, sql, f"no column {error}"))
+            except ValueError as error:
+                notes.append(unserved(feature.name, sql, error))
+        return types, notes
 
     @property
     def column_roles(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.feature_spec import FeatureSpec
-from preproc.report.console import LabelSum, Progress, SplitSummary, print_splits
+from preproc.report.console import LabelSum, Progress, SplitSummary, Stage, print_splits
 from preproc.verify.binary import FileTask, file_tasks, listed_in, listed_rows, num_rows_of
 from preproc.verify.vocabulary import vocabulary_mistakes
 
@@ -48,19 +48,8 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
     spec = FeatureSpec.load(config.path, measure=False)
     tasks = list(file_tasks(spec))
     total = sum(task.path.stat().st_size for task in tasks)
-    num_read, lock = 0, Lock()
-
-    def advance(num_bytes: int) -> None:
-        """Show the bytes read, and their rate."""
-        nonlocal num_read
-        with lock:
-            num_read += num_bytes
-            rate = num_read / max(progress.seconds, 1e-9)
-            stage.detail = f"{num_read / 1e9:,.2f} of {total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s"
-            stage.update(num_read)
-
     with progress.stage("verify") as stage:
-        stage.total = total
+        advance = _meter(progress, stage, total)
         findings = verify(tasks, config.threads or os.cpu_count() or 1, advance)
         stage.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
     root = Path(config.path)
@@ -191,3 +180,19 @@ def _chunks(path: Path) -> Iterator[memoryview]:
             if not filled:
                 return
             yield buffer[:filled]
+
+
+def _meter(progress: Progress, stage: Stage, total: int) -> Callable[[int], None]:
+    """Return a function that shows the bytes read so far and their rate; threads may call it."""
+    num_read, lock = 0, Lock()
+    stage.total = total
+
+    def advance(num_bytes: int) -> None:
+        nonlocal num_read
+        with lock:
+            num_read += num_bytes
+            rate = num_read / max(progress.seconds, 1e-9)
+            stage.detail = f"{num_read / 1e9:,.2f} of {total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s"
+            stage.update(num_read)
+
+    return advance

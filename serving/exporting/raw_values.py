@@ -1,6 +1,5 @@
 """The fit of a dataset as the server reads it: the description of features, and vocabularies in mapped files."""
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ from configs.table_schema import Categorical, History, Numerical, transform_of
 from configs.transforms import TRANSFORMS
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import FITTED
+from dataloading.row_sql import COLUMN, columns_of, unserved
 from nn.checkpoint.compatibility import vocabulary_mismatch
 from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, open_fitted, vocabulary_name
 from serving.inference.requests import IDS, NUMERICAL
 from serving.vocabulary import write_vocabulary
 
 BATCH_ROWS = 1 << 17
-COLUMN = re.compile(r'[A-Za-z_]\w*|"([^"]|"")*"')
 
 VOCABULARY = "vocabulary"
 """Folder of the files of raw values."""
@@ -46,16 +45,18 @@ def write_raw_values(
         )
     (directory / VOCABULARY).mkdir()
     columns: dict[str, int] = {}
-    numerical = [_numerical(feature, state, columns) for feature in features.numerical]
+    types: dict[str, str] = {}
+    numerical = [_numerical(feature, state, columns, types) for feature in features.numerical]
     sizes: dict[str, tuple[str, int]] = {}
     for feature in features.categorical:
         if not (feature.is_hashed or feature.vocabulary_of):
             sizes[feature.name] = _write(directory, state, feature.name)
     by_name = {feature.name: feature for feature in features.categorical}
     categorical = [
-        _categorical(feature, by_name, sizes, columns) for feature in features.categorical
+        _categorical(feature, by_name, sizes, state, columns, types)
+        for feature in features.categorical
     ]
-    history = [_history(history, columns) for history in features.history]
+    history = [_history(history, by_name, columns) for history in features.history]
     names = [feature["name"] for feature in [*categorical, *history]]
     if names != [feature.name for feature in spec.categorical]:
         raise ValueError(f"fitted={fitted}: its features are not those of its feature spec")
@@ -74,11 +75,14 @@ def write_raw_values(
         "numerical": numerical,
         "categorical": categorical,
         "history": history,
+        **({"types": types} if types else {}),
     }
 
 
-def _numerical(feature: Numerical, state: FittedState, columns: dict[str, int]) -> dict[str, Any]:
-    column = _column(feature, columns)
+def _numerical(
+    feature: Numerical, state: FittedState, columns: dict[str, int], types: dict[str, str]
+) -> dict[str, Any]:
+    column = _column(feature, state, columns, types)
     for transform in feature.transforms:
         name, _ = transform_of(transform)
         if name not in TRANSFORMS:
@@ -88,7 +92,7 @@ def _numerical(feature: Numerical, state: FittedState, columns: dict[str, int]) 
             )
     return {
         "name": feature.name,
-        "column": column,
+        **column,
         "transforms": feature.transforms,
         "fitted": state.statistics[feature.name],
     }
@@ -98,14 +102,16 @@ def _categorical(
     feature: Categorical,
     by_name: dict[str, Categorical],
     sizes: dict[str, tuple[str, int]],
+    state: FittedState,
     columns: dict[str, int],
+    types: dict[str, str],
 ) -> dict[str, Any]:
     owner = by_name[feature.vocabulary_of or feature.name]
     for name in feature.cross:
         columns[name] = 1
     return {
         "name": feature.name,
-        "column": None if feature.cross else _column(feature, columns, 1 + feature.list),
+        **({"column": None} if feature.cross else _column(feature, state, columns, types)),
         "cross": feature.cross,
         "separator": feature.separator,
         "list": feature.list,
@@ -117,7 +123,12 @@ def _categorical(
     }
 
 
-def _history(history: History, columns: dict[str, int]) -> dict[str, Any]:
+def _history(
+    history: History, by_name: dict[str, Categorical], columns: dict[str, int]
+) -> dict[str, Any]:
+    of = (by_name[history.of].expression or "").strip()
+    if of and not COLUMN.fullmatch(of):
+        raise ValueError(unserved(history.name, of, "in a history"))
     if history.name in columns:
         raise ValueError(
             f"history {shown(history.name)} has the name of a column of the source; rename it to serve raw values"
@@ -132,7 +143,7 @@ def _five(
     """Return the text of the number 5 in the fit, by column of numbers."""
     columns = {f["column"]: f["name"] for f in categorical}
     columns |= {h["name"]: h["of"] for h in history}
-    return {column: five[name] for column, name in columns.items() if name in five}
+    return {column: five[name] for column, name in columns.items() if column and name in five}
 
 
 def _text_columns(
@@ -156,21 +167,43 @@ def _text_columns(
     return {name: column is not None and kinds[column.lower()] for name, column in read.items()}
 
 
-def _column(feature: Numerical | Categorical, columns: dict[str, int], dimensions: int = 1) -> str:
-    """Return the column that a feature reads, and add it to `columns`."""
+def _column(
+    feature: Numerical | Categorical,
+    state: FittedState,
+    columns: dict[str, int],
+    types: dict[str, str],
+) -> dict[str, Any]:
+    """Return the column of a feature, or its expression; add columns to `columns`, and those of expressions to `types`."""
+    dimensions = 2 if isinstance(feature, Categorical) and feature.list else 1
     expression = (feature.expression or "").strip()
     if not expression:
         name = feature.name
     elif COLUMN.fullmatch(expression):
         name = expression[1:-1].replace('""', '"') if expression[0] == '"' else expression
     else:
-        raise ValueError(
-            f"feature {shown(feature.name)} is the SQL expression {shown(expression)}, which the server does not evaluate; "
-            "make it a column before preprocessing, or leave fitted out and send ids"
-        )
+        try:
+            named = columns_of(expression)
+            if dimensions == 2:
+                raise ValueError("a list")
+        except ValueError as error:
+            raise ValueError(unserved(feature.name, expression, error)) from None
+        for name in named:
+            is_text = state.text_columns and state.text_columns.result.get(name.lower())
+            kind = "varchar" if is_text else state.types.get(name.lower())
+            if kind is None:
+                reason = f"the fit does not record the type of {name}; fit again"
+                raise ValueError(unserved(feature.name, expression, reason))
+            # SQL ignores case.
+            known = next((one for one in columns if one.lower() == name.lower()), name)
+            types[known] = kind
+            if columns.setdefault(known, 1) != 1:
+                raise ValueError(
+                    f"column {shown(known)} is a list for one feature and none for another"
+                )
+        return {"column": None, "expression": expression}
     if columns.setdefault(name, dimensions) != dimensions:
         raise ValueError(f"column {shown(name)} is a list for one feature and none for another")
-    return name
+    return {"column": name}
 
 
 def _write(directory: Path, state: FittedState, feature: str) -> tuple[str, int]:

@@ -110,7 +110,7 @@ class Program:
 def _template(item: Any) -> Any:
     """Return a serialized argument as its value, with a `_Name` for each value that is read; a list only if it has some."""
     if isinstance(item, list):
-        items = [_template(each) for each in item]
+        items = [_template(part) for part in item]
         return items if any(_names(items)) else tuple(items)
     if not isinstance(item, dict):
         return item

@@ -8,6 +8,7 @@ a request.
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -18,12 +19,16 @@ from torch import Tensor
 
 from configs.messages import shown
 from configs.table_schema import NUMBER, numbers_of, texts_of_no_other_type, transform_of
+from dataloading.row_sql import RowSql
 from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.requests import InputError, keep_rates
 from serving.manifest import Manifest, ModelError
 from serving.vocabulary import Vocabulary
 
+FLOATS = re.compile("float|double|decimal")
+"""Types whose values are sent as floating-point numbers too."""
+WHOLE = re.compile(r"[+-]?[0-9]+")
 NOT_A_NUMBER = ("nan", "+nan", "-nan")
 SEPARATOR = "\x1f"
 """Separates the values of a cross."""
@@ -62,6 +67,17 @@ class RawValues:
         self._optional = {manifest.keep_rate} if manifest.keep_rate else set()
         self._hotness = {feature.name: feature.hotness for feature in manifest.categorical}
         self._by_name = {feature["name"]: feature for feature in self._categorical}
+        self._types: Mapping[str, str] = description.get("types", {})
+        if self._types:
+            self._sql = RowSql(
+                {
+                    feature["name"]: feature["expression"]
+                    for feature in (*self._numerical, *self._categorical)
+                    if feature.get("expression")
+                },
+                self._types,
+                [feature["name"] for feature in self._numerical],
+            )
 
     @classmethod
     def load(cls, directory: Path, manifest: Manifest) -> Self:
@@ -78,7 +94,9 @@ class RawValues:
                     if file not in vocabularies:
                         vocabularies[file] = Vocabulary(directory / file, size)
             return cls(description, manifest, vocabularies, load_key_rows(directory, manifest))
-        except (LookupError, TypeError, AttributeError, OSError) as error:
+        except ModelError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, OSError) as error:
             raise ModelError(f"{directory}: raw values are malformed: {shown(error)}") from None
 
     def describe_inputs(self) -> list[dict[str, Any]]:
@@ -109,6 +127,7 @@ class RawValues:
                 _refuse(f"column {shown(name)} has shape {list(shape)}; want {[num_rows]}")
             if dimensions == 2 and len(shape) != 2:
                 _refuse(f"list {shown(name)} has shape {list(shape)}; want [{num_rows}, values]")
+        inputs = {**inputs, **self._computed(inputs)}
         ids: dict[str, Tensor | RaggedIds] = {}
         lengths = []
         for feature in self._categorical:
@@ -119,7 +138,7 @@ class RawValues:
             name = history["name"]
             ids[name], counts = self._history(history, inputs[name], shapes[name], num_rows)
             lengths.append(counts)
-        numbers = [self._numbers(feature, inputs[feature["column"]]) for feature in self._numerical]
+        numbers = [self._numbers(feature, inputs[_input(feature)]) for feature in self._numerical]
         stacked = np.zeros((num_rows, 0), np.float32)
         if numbers or lengths:
             stacked = np.stack([*numbers, *lengths], axis=1).astype(np.float32)
@@ -145,10 +164,39 @@ class RawValues:
         matrix = torch.cat(fixed, dim=1) if fixed else torch.zeros(len(numerical), 0).long()
         return Rows(numerical, matrix, ragged, rates)
 
+    def _computed(self, inputs: Mapping[str, Any]) -> dict[Any, Any]:
+        """Return the values of expressions: texts, or numbers, where a missing one is NaN."""
+        if not self._types:
+            return {}
+        texts = [
+            self._texts_of_type(name, kind, inputs[name]) for name, kind in self._types.items()
+        ]
+        try:
+            values = self._sql.values(texts)
+        except ValueError as error:
+            _refuse(str(error))
+        return {
+            (name,): found
+            if all(isinstance(value, str | None) for value in found)
+            else np.array([math.nan if value is None else value for value in found])
+            for name, found in values.items()
+        }
+
+    def _texts_of_type(self, name: str, kind: str, values: Any) -> list[str | None]:
+        """Return the values of a column that expressions read as texts, which SQL casts to the type that it had in the fit."""
+        if not isinstance(values, list) and values.dtype.kind == "f" and FLOATS.match(kind):
+            return [None if math.isnan(x) else repr(float(x)) for x in values.flat]
+        texts = self._texts(name, values)
+        for row, text in enumerate(texts):
+            # A cast would round it.
+            if text is not None and "int" in kind and not WHOLE.fullmatch(text):
+                _refuse(f"row {row}: {shown(name)} is {shown(text)}, wanted a whole number")
+        return texts
+
     def _numbers(self, feature: Mapping[str, Any], values: Any) -> np.ndarray:
         """Return the stored numbers of a numerical feature, float32 [B]."""
         if isinstance(values, list):
-            texts = self._texts(feature["column"], values)
+            texts = self._texts(_input(feature), values)
             numbers = [_number(feature["name"], row, text) for row, text in enumerate(texts)]
         else:
             is_infinite = np.isinf(values)
@@ -167,9 +215,9 @@ class RawValues:
         most = SMALLEST_OVERFLOW[self._is_float16]
         bad = ~(np.abs(stored) < most)
         if bad.any():
-            row = int(bad.argmax())
+            row, column = int(bad.argmax()), feature["column"] or feature["name"]
             _refuse(
-                f"column {shown(feature['column'])}, row {row}: {shown(feature['name'])} is {stored[row]} after its "
+                f"column {shown(column)}, row {row}: {shown(feature['name'])} is {stored[row]} after its "
                 "transforms, more than the model has seen"
             )
         return stored.astype(np.float16).astype(np.float32) if self._is_float16 else stored
@@ -210,7 +258,7 @@ class RawValues:
                 for values in zip(*columns, strict=True)
             ]
             return torch.from_numpy(self._encode(feature, texts)), ones
-        column = feature["column"]
+        column = _input(feature)
         texts = self._texts(column, inputs[column])
         if not feature["separator"] and not feature["list"]:
             return torch.from_numpy(self._encode(feature, texts)), ones
@@ -289,7 +337,7 @@ class _MissingValues:
 
     def of_texts(self, name: str) -> frozenset[str]:
         """Return the texts that are missing in an input."""
-        return self._texts[name]
+        return self._texts.get(name, frozenset())
 
     def of_numbers(self, name: str, values: np.ndarray) -> np.ndarray:
         """Return which numbers of an input are missing: floats by their value, integers by their text."""
@@ -318,6 +366,11 @@ def _number(name: str, row: int, text: str | None) -> float | None:
     if text.strip().lower() not in NOT_A_NUMBER:
         _refuse(f"row {row}: {shown(name)} is {shown(text)}, wanted a number")
     return None
+
+
+def _input(feature: Mapping[str, Any]) -> Any:
+    """Return the key of the values of a feature: its column, or else its name, which no column has as a tuple."""
+    return (feature["name"],) if feature["column"] is None else feature["column"]
 
 
 def _split(text: str, separator: str) -> list[str | None]:

@@ -14,6 +14,7 @@ from tests.helpers.command import ROOT, run_command
 from tests.helpers.composed import TINY
 from tests.helpers.datasets import write_clicks
 from tests.helpers.rank_processes import wait_until
+from tests.nn.training.two_heads import write_two_labels
 from tests.project.layout import is_ours
 
 RECIPES = (
@@ -36,6 +37,7 @@ EARLY = [
     (["data.path={empty}"], r"empty/feature_spec.yaml: no such file; "),
     (["data.path={clicks}", "eval.split=nope"], r"no split 'nope', only train, test"),
     (["data.path={damaged}"], r"damaged/.*item.bin"),
+    (["data.path={two}"], r"dlrm predicts one label, and the dataset has 2 \(click, rating\); set .* shared_bottom, mmoe"),
     (["checkpoint.restore=/nope"], r"checkpoint.restore=/nope is not a checkpoint \(there is no such directory\)"),
     (["checkpoint.restore={empty}"], r"is not a checkpoint \(there is no run.json in it\)"),
     (["run_dir={file}"], r"run_dir='.*file': .*/file is not a directory; set run_dir to"),
@@ -66,7 +68,8 @@ def places(tmp_path_factory) -> dict[str, Path]:
     damaged = write_clicks(root / "damaged") / "train" / "item.bin"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     write_clicks(root / "clicks")
-    return {name: root / name for name in ("empty", "file", "damaged", "clicks")}
+    write_two_labels(root / "two", {"train": 8, "test": 8})
+    return {name: root / name for name in ("empty", "file", "damaged", "clicks", "two")}
 
 
 @pytest.fixture(scope="module")

@@ -14,19 +14,19 @@ from tests.helpers.command import ROOT
 from tests.helpers.forks import python
 from tests.helpers.rank_processes import wait_until
 
-# In place of a run: notes what it has imported, and ends as it is told.
+# In place of a run: notes what it has imported, and ends as its argument says.
 TRIAL = """
 import json, os, signal, sys
 from pathlib import Path
-told, path = sys.argv[1:]
+ending, path = sys.argv[1:]
 facts = {"imported": "nn.run" in sys.modules, "by": os.getppid(), "leads": os.getpid() == os.getsid(0)}
 import torch
 facts |= {"threads": torch.get_num_threads(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
 Path(path).write_text(json.dumps(facts))
 print("noted")
-if told == "wait":
+if ending == "wait":
     signal.pause()
-sys.exit(int(told))
+sys.exit(int(ending))
 """
 # Imports as on a machine with a GPU, where CUDA must not be asked before a fork.
 SHARED = """
@@ -42,7 +42,7 @@ torch.cuda._device_count_nvml = lambda: 1
 from nn.shared_imports import import_for_runs
 import_for_runs()
 threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
-print(len(list(Path("/proc/self/task").iterdir())), threads - {"jemalloc_bg_thd"}, dict(os.environ).get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+print(threads - {"jemalloc_bg_thd"}, os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
 """
 
 
@@ -75,9 +75,9 @@ def test_trials_are_forks_of_one_process_that_has_imported_what_they_need(tmp_pa
     script.write_text(TRIAL)
     server = TrialServer()
 
-    def start(told: str, **variables: str):
-        command = [sys.executable, str(script), told, str(tmp_path / told)]
-        return server.start(command, os.environ | variables, tmp_path / f"{told}.log")
+    def start(ending: str, **variables: str):
+        command = [sys.executable, str(script), ending, str(tmp_path / ending)]
+        return server.start(command, os.environ | variables, tmp_path / f"{ending}.log")
 
     first = start("0", OMP_NUM_THREADS="2", CUDA_VISIBLE_DEVICES="5")
     second = start("3", OMP_NUM_THREADS="1")
@@ -87,7 +87,7 @@ def test_trials_are_forks_of_one_process_that_has_imported_what_they_need(tmp_pa
     stop([third])
     assert (first.poll(), third.poll()) == (0, -signal.SIGTERM)
     server.close()
-    facts = [json.loads((tmp_path / told).read_text()) for told in ("0", "3")]
+    facts = [json.loads((tmp_path / ending).read_text()) for ending in ("0", "3")]
     assert facts[0].pop("by") == facts[1].pop("by") != os.getpid()
     same = {"imported": True, "leads": True}
     assert facts == [same | {"threads": 2, "gpus": "5"}, same | {"threads": 1, "gpus": None}]

@@ -70,3 +70,9 @@ def test_the_page_runs_from_the_csv_to_the_scores_of_a_chosen_model(tmp_path, mo
         scored = list(csv.DictReader(scores))
         assert [row["item"] for row in scored] == [row["item"] for row in csv.DictReader(rows)]
     assert roc_auc_score(bought(tmp_path), [float(row["score"]) for row in scored]) > 0.7
+    # The next day, as docs/every_day.md has it, without another option at the first fit.
+    with (tmp_path / "shop.csv").open() as rows:
+        (tmp_path / "day.csv").write_text("".join([*rows][:2000]))
+    extend = "dataset=shop source=day.csv output=data/day mode=extend fitted=data/shop"
+    ended = run_module("preproc", "--config-dir", "mine", *extend.split())
+    assert not ended.exit_code, ended.err

@@ -58,6 +58,7 @@ SUBPACKAGES = {
     },
     "dataloading.known_ids_source": {"dataloading.dataset"},
     "dataloading.lineage": set(),
+    "dataloading.row_sql": set(),
     "dataloading.held_out_source": {"dataloading.dataset"},
     "dataloading.id_counts": {"dataloading.dataset"},
     "dataloading.permuted_source": {"dataloading.dataset", "dataloading.gather"},
@@ -142,11 +143,9 @@ SUBPACKAGES = {
         "nn.checkpoint",
         "nn.checks",
         "nn.distributed",
-        "nn.metrics",
         "nn.models",
         "nn.observability",
         "nn.resume",
-        "nn.saved_config",
         "nn.training",
     },
     "nn.hypertune": {"nn.models", "nn.observers"},
@@ -369,7 +368,7 @@ SUBPACKAGES = {
         "preproc.work_directory",
     },
 }
-MOST_MODULES = 20
+MOST_MODULES = 21
 KNOWS_RANKS = {
     "nn.distributed.process_group",
     "nn.planning.balance",
@@ -634,9 +633,9 @@ def test_what_scores_a_model_directory_needs_no_torchrec(command):
 def test_only_preprocessing_of_raw_logs_needs(library):
     users = importers_of(library, set(sources()))
     assert users
-    # Training needs Numba for raw keys, and only then.
-    package = "dataloading" if library == "numba" else "preproc"
-    assert {name.split(".")[0] for name in users} == {package}
+    # Training needs Numba for raw keys, and only then; a server needs DuckDB for features that are SQL.
+    packages = {"numba": {"dataloading"}, "duckdb": {"preproc", "dataloading"}}
+    assert {name.split(".")[0] for name in users} == packages.get(library, {"preproc"})
     assert not reached_from("nn.run", lazy=False) & users
     for start in (
         "preproc.__main__",

@@ -11,6 +11,7 @@ KERNELS = {
     "nn.ops.triton.embedding_bag._pooled_lookup",
     "nn.ops.triton.served_lookup._served_lookup",
     "nn.ops.triton.embedding_bag._segment_update",
+    "nn.tiers.slot_kernels._list_found",
     "preproc.criteo.tokenizer.parse_lines",
 }
 

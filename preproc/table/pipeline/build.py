@@ -190,6 +190,7 @@ def _build(journal: Journal) -> int:
         lineage=journal.lineage,
         read=_read(journal),
         five=journal.work.state["five"],
+        types=journal.work.state["types"],
         vocabularies={} if fitted is None else vocabularies(fitted.limits),
         text_columns=None
         if is_text is None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.messages import shown
-from configs.preproc_schema import Mode
+from configs.preproc_schema import Layout, Mode
 from configs.table_schema import Categorical
 from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.fitted_state import rare_name, vocabulary_name
@@ -149,7 +149,7 @@ def _make_vocabulary(journal: Journal, first: int, owner: Categorical) -> str | 
         return None
     kept = kept_values(counts, _limit(journal, owner), owner.max_size)
     journal.query(name, f"{kept} ORDER BY id")
-    if not journal.config.rare_counts:
+    if not _keeps_rare(journal, owner):
         return None
     journal.query(rare, still_waiting(counts, name))
     return rare
@@ -177,6 +177,14 @@ def _extend_vocabulary(journal: Journal, first: int, owner: Categorical) -> str:
     journal.query(name, f"SELECT * FROM ({every}) ORDER BY id")
     journal.query(rare, still_waiting(wait, name))
     return rare
+
+
+def _keeps_rare(journal: Journal, owner: Categorical) -> bool:
+    """Tell whether a fit keeps the counts of the values without an id, by default those that `mode=extend` would count on."""
+    kept = journal.config.rare_counts
+    if kept is not None or journal.config.layout is not Layout.table:
+        return bool(kept)
+    return _limit(journal, owner) > 1 or owner.max_size is not None
 
 
 def _limit(journal: Journal, owner: Categorical) -> int:

@@ -8,6 +8,7 @@ from configs.messages import shown
 from configs.table_schema import Categorical, History, Numerical, transform_of
 from configs.transforms import TRANSFORMS, transform_named
 from preproc.report.console import ColumnSummary, NumericalRange
+from preproc.table.duckdb_engine import QueryError
 from preproc.table.expressions import (
     double,
     extremes,
@@ -50,6 +51,8 @@ def transform_numericals(
         for number, feature in enumerate(features):
             statistics[feature.name] = _fit_all(journal, feature, f"n{number}", rows_of(train))
     expressions = numerical_columns(features, statistics)
+    for number, feature in enumerate(features):
+        _check_own(journal, feature, f"n{number}", expressions[number], "rows_")
     expressions += length_columns(journal.table, journal.engine.num_items)
     relation = "rows_"
     if histories:
@@ -87,7 +90,20 @@ def _fit_all(
     for transform in feature.transforms:
         fitted.append(_fit(journal, feature, transform, expression, train))
         expression = transformed(expression, transform, fitted[-1])
+        _check_own(journal, feature, "x", f"coalesce({expression}, 0) AS x", train)
     return fitted
+
+
+def _check_own(journal: Journal, feature: Numerical, name: str, expression: str, rows: str) -> None:
+    """Compute what transforms of the user make of rows; ValueError if an engine refuses their SQL, or they are no numbers."""
+    if all(transform_of(transform)[0] in TRANSFORMS for transform in feature.transforms):
+        return
+    try:
+        journal.engine.rows(f"SELECT sum({name}) FROM (SELECT {expression} FROM {rows})")
+    except QueryError as error:
+        raise ValueError(
+            f"table.numerical: {shown(feature.name)}: the SQL of its transforms: {error}; correct it"
+        ) from None
 
 
 def _fit(

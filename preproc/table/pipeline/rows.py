@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from configs.messages import printable, shown
-from configs.preproc_schema import Mode, OnBad
+from configs.preproc_schema import EngineName, Mode, OnBad
 from preproc.table.duckdb_engine import QueryError
 from preproc.table.known_values import refuse_other_numbers
 from preproc.table.mistakes import bad_row
@@ -58,9 +58,11 @@ def _number_all(journal: Journal, path: Path) -> None:
         is_its_query=journal.fitted is not None
         and journal.fitted.query in (None, journal.table.query),
     )
-    if journal.fitted is None:
+    # What an earlier version fitted did not record its columns: those of these rows are not in its place.
+    is_known = journal.fitted is None or journal.fitted.text_columns is not None
+    if is_known:
         staging.refuse_no_text()
-    else:
+    if journal.fitted is not None:
         refuse_other_numbers(staging.five, journal.fitted.five)
     journal.work.state["five"] = staging.five
     for name, five in staging.five.items():
@@ -70,8 +72,13 @@ def _number_all(journal: Journal, path: Path) -> None:
                 f"note: the values of {shown(name)} are {kind}, so 5 is the text {five}, another value than the 5 "
                 "of an integer column; if other files have integers, set expression: CAST(... AS BIGINT)"
             )
-    # What an earlier version fitted did not record its columns: those of these rows are not in its place.
-    is_known = journal.fitted is None or journal.fitted.text_columns is not None
+    types, unserved = staging.types_of_served()
+    # Spark has other types.
+    is_duckdb = journal.config.engine is EngineName.duckdb
+    journal.work.state["types"] = types if is_duckdb else {}
+    if journal.config.mode is Mode.fit:
+        for why in unserved:
+            journal.progress.say(f"note: raw values cannot be served: {why}")
     journal.work.state["is_text"] = staging.text_columns.as_json() if is_known else None
     journal.work.state["columns"] = staging.column_roles
     journal.work.state["absent"] = sorted(

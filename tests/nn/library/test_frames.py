@@ -49,6 +49,13 @@ def test_from_a_frame_to_scores(tmp_path):
 def test_a_frame_has_the_checks_of_the_command(tmp_path):
     with pytest.raises(ValueError, match="column 'x' has values of several types, int, str"):
         describe(pd.DataFrame({"y": [0, 1], "x": [1, "a"]}))
+    with pytest.raises(ValueError, match=r"column 'x' has complex numbers; want real ones"):
+        describe(pd.DataFrame({"y": [0, 1], "x": [1j, 2]}))
+    for empty in (pd.DataFrame(), FRAME.head(0), pd.DataFrame(index=range(3))):
+        with pytest.raises(ValueError, match=r"^the table has shape \[.*\]; want rows and columns"):
+            describe(empty)
+        with pytest.raises(ValueError, match="the table has shape"):
+            preprocess(empty, describe(FRAME).options, tmp_path / "data")
     with pytest.raises(ValueError, match="label=z: no such column"):
         describe(FRAME, label="z")
     described = describe(FRAME).options

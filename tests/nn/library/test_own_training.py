@@ -68,7 +68,7 @@ def test_a_batch_is_a_dictionary_of_named_tensors(tmp_path):
         named = training.batch()
         again = training.batch(0)
         result = training.step()
-        batch, rows = result.batch, result.batch.num_valid
+        batch, rows = result._batch, result._batch.num_valid
         assert list(named) == ["label", "kept", "age", "price", "user", "tags", "items"]
         assert torch.equal(named["label"], batch.labels[:rows])
         assert torch.equal(named["price"], batch.numerical[:rows, 1])
@@ -77,6 +77,8 @@ def test_a_batch_is_a_dictionary_of_named_tensors(tmp_path):
         assert torch.equal(named["items"].values(), batch.ids["items"].values())
         assert len(named["items"].lengths()) == rows
         assert torch.equal(named["tags"], again["tags"])
+        assert list(result.batch) == list(named)
+        assert torch.equal(result.batch["tags"], named["tags"])
         assert not torch.equal(named["user"], training.batch()["user"])
 
 
@@ -171,6 +173,20 @@ def test_a_loop_that_ends_early_says_so(tmp_path):
     assert summary(tmp_path / "run")["stopped"] == "all steps done"
 
 
+def test_a_loop_without_an_evaluation_says_so(tmp_path):
+    with Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True) as training:
+        training.step()
+        with pytest.warns(UserWarning, match="made no evaluation, so its result has no metric"):
+            assert training.finish()["test_auc"] is None
+
+
+def test_a_recipe_is_a_command_an_experiment_or_a_model():
+    assert options("mmoe").model.name == options("mmoe").recipe == "mmoe"
+    kaggle = options("dlrm_criteo_kaggle", "seed=3")
+    assert kaggle == options("dlrm", "experiment=dlrm_criteo_kaggle", "seed=3")
+    assert kaggle.recipe != options("dlrm").recipe
+
+
 def test_options_from_python_are_those_of_the_command_line():
     assert options("dcnv2", *TINY, "eval.per_epoch=2") == compose_config(
         *TINY, "eval.per_epoch=2", recipe="dcnv2"
@@ -183,7 +199,7 @@ def test_options_from_python_are_those_of_the_command_line():
         ("dlrm", "train.epoch=2", "there is no option train.epoch; did you mean train.epochs"),
         ("dlrm", "train.epochs=-2", "train.epochs must be positive"),
         ("dlrm", "--multirun", "--multirun is a flag of the command line"),
-        ("dlmr", "seed=1", "there is no recipe 'dlmr'; choose one of"),
+        ("dlmr", "seed=1", "there is no recipe=dlmr; did you mean dlrm. want"),
         ("dlrm", "experiment=nothing", "there is no experiment=nothing"),
     ],
 )

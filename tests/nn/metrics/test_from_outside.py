@@ -169,7 +169,10 @@ def test_two_ranks_measure_what_one_does():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["ndcg"], "names ndcg, which is none of normalised_entropy, calibration, mae, nor"),
+        (
+            ["ndcg"],
+            "names ndcg, which is none of pr_auc, normalised_entropy, calibration, mae, nor",
+        ),
         ([f"{HERE}:missing"], "has no missing"),
         ([f"{HERE}:brier"], "is no nn.models.metric.Metric with a compute"),
         ([f"{HERE}:WITHOUT"], "is no nn.models.metric.Metric with a compute"),

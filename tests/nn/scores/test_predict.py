@@ -303,6 +303,7 @@ REFUSALS = {
     "predict.split=next": "no split 'next', only train, test",
     "predict.columns=[order]": "split 'test', keeps no column 'order', only order_id, price; name the column in table.keep",
     "predict.columns=[row,row]": "predict.columns names row twice",
+    "run_dir=runs/x": "run_dir=runs/x: mode=predict writes output and no run directory; the model of a run is named by",
     "mode=eval": "is of mode=predict, and mode=eval would ignore it; leave it out, or set mode=predict",
     "tasks={rating:{weight:0.5},click:{keep_rate:0.5}}": "leave one of the two out",
 }

@@ -110,7 +110,8 @@ def test_a_run_records_each_task_and_resumes_bit_by_bit(root, tmp_path):
     [
         (
             ["model.name=dlrm", "model.bottom_mlp=[8,4]", "model.top_mlp=[8,1]"],
-            "the model returns logits [B], and the dataset's labels (click, rating) need [B, 2]",
+            "model.name=dlrm predicts one label, and the dataset has 2 (click, rating); set model.name to a model of several: "
+            "shared_bottom, mmoe, ple",
         ),
         (
             ["tasks={bought:{weight:2}}"],
@@ -124,7 +125,7 @@ def test_a_run_records_each_task_and_resumes_bit_by_bit(root, tmp_path):
         (["eval.best_metric=auc"], "eval.best_metric=auc is not measured"),
         (
             ["eval.metrics=[ndcg]"],
-            "eval.metrics names ndcg, which is none of normalised_entropy, calibration, mae",
+            "eval.metrics names ndcg, which is none of pr_auc, normalised_entropy, calibration, mae",
         ),
         (
             ["tasks={click:{keep_rate:1.5}}"],

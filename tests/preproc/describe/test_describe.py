@@ -194,6 +194,13 @@ def test_times_order_the_rows_and_grades_become_labels(tmp_path):
     assert other["label"]["name"] == "user_id_token"
 
 
+def test_names_that_no_file_has_tell_nothing(tmp_path):
+    rows = (f"{i + 0.5},{i * 37 % 101},{'abc'[i % 3]},{int(i == 7)},{i % 2}" for i in range(200))
+    table = described(lines(tmp_path / "a.csv", rows), tmp_path)["table"]
+    assert names_of(table["numerical"]) == ["c1", "c2"]
+    assert (names_of(table["categorical"]), table["label"]) == (["c3", "c4"], {"name": "c5"})
+
+
 def test_several_label_candidates_are_named(tmp_path, capsys):
     rows = (f"{i % 2},{i % 3 // 2},{i % 5}" for i in range(ROWS))
     content = described(lines(tmp_path / "a.csv", ["click,conversion,ad", *rows]), tmp_path)
@@ -263,6 +270,11 @@ def test_files_and_directories(tmp_path, capsys):
         (b'{"y": 1}\n{"y": \n', 'Malformed JSON in file ".*", at byte'),
         (b"y,x\n1,\xe9\n", "not UTF-8 text; convert it, as by iconv"),
         (b"y,x\n", "no rows below the header"),
+        (
+            b"3,2,bad,good\n" + b"1,2,3,4,5\n" * 20,
+            r"the rows begin in line 2, .* tail -n \+2",
+        ),
+        (b"@RELATION a\n@DATA\n1,2\n", "an ARFF file; write it as CSV"),
     ],
 )
 def test_what_is_no_table_gets_advice(content, message, tmp_path):

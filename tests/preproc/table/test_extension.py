@@ -99,7 +99,7 @@ def days(tmp_path_factory):
             options = [f"fitted={root / f'data_{day - 1}'}", f"retire_after={RETIRE_AFTER}"]
             build(output, table, "mode=extend", *options)
         else:
-            build(output, table, f"frequency_limit={LIMIT}", "rare_counts=true")
+            build(output, table, f"frequency_limit={LIMIT}")
         assert ids_in(output, "user") == [users.id(user) for user, _ in rows]
         assert ids_in(output, "tags") == [tags.id(tag) for _, row in rows for tag in row]
         cardinality = {f.name: f.cardinality for f in FeatureSpec.load(output).categorical}
@@ -204,7 +204,8 @@ def test_a_day_without_a_column_and_a_fit_without_counts_are_refused(days, tmp_p
     extend = ["mode=extend", f"fitted={root / 'data_0'}"]
     with pytest.raises(Refused, match="tags"):
         build(tmp_path / "out", table_of(tmp_path / "day.csv"), *extend)
-    build(tmp_path / "fit", table_of(root / "day_0.csv"), f"frequency_limit={LIMIT}")
+    limit = [f"frequency_limit={LIMIT}", "rare_counts=false"]
+    build(tmp_path / "fit", table_of(root / "day_0.csv"), *limit)
     with pytest.raises(Refused, match="fit it again with rare_counts=true"):
         build(
             tmp_path / "out",

@@ -5,6 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from preproc.transformed_rows import open_transformed_rows
 from tests.helpers.preproc_command import Refused
 from tests.preproc.table.test_pipeline import build
 
@@ -59,6 +60,20 @@ def test_values_without_a_text_of_their_own_are_refused(tmp_path, kind, feature,
     table = described(tmp_path, pa.nulls(40, kind), **feature)
     with pytest.raises(Refused, match=f": a value is {what}, want text or numbers; .*as by"):
         build(tmp_path / "out", table)
+
+
+def test_later_bytes_in_the_place_of_text_are_refused(tmp_path):
+    text = pa.array(["a", "b"] * 20)
+    build(tmp_path / "fit", described(tmp_path, text))
+    later = described(tmp_path, text.cast(pa.binary()))
+    for mode in ("transform", "extend"):
+        with pytest.raises(Refused, match="'user': a value is bytes, want text or numbers"):
+            build(tmp_path / mode, later, f"mode={mode}", f"fitted={tmp_path / 'fit'}")
+    with (
+        pytest.raises(ValueError, match="'user': a value is bytes, want text or numbers"),
+        open_transformed_rows(tmp_path / "fit", [tmp_path / "a.parquet"]),
+    ):
+        pass
 
 
 def test_bytes_of_utf8_are_decoded_and_items_with_a_scale_are_values(tmp_path):

@@ -19,6 +19,10 @@ HALF = Transform(sql=lambda x, least, size: f"((({x}) - {least}) / {size} - 0.5)
 NOTHING = 3
 SILENT = Transform(sql=lambda x: None)
 BROKEN = Transform(sql=lambda x: 1 / 0)
+UNKNOWN = Transform(sql=lambda x: f"no_function({x})")
+OPEN = Transform(sql=lambda x: f"(({x}")
+TEXT = Transform(sql=lambda x: f"CAST({x} AS VARCHAR) || 'a'")
+LATE = Transform(sql=lambda x: f"CAST(CASE WHEN {x} > 5 THEN 'x' ELSE '1' END AS DOUBLE)")
 """
 
 
@@ -100,9 +104,20 @@ def test_a_server_imports_nothing_that_a_model_names():
 def test_an_export_for_raw_values_is_refused():
     feature = Numerical(name="age", transforms=[{"roots_of_a_user:ROOT": 3}])
     with pytest.raises(ValueError, match="'age' is not built in"):
-        _numerical(feature, None, {})
+        _numerical(feature, None, {}, {})
 
 
 def test_a_contradictory_record_is_refused():
     with pytest.raises(ValueError, match="takes no arguments"):
         Transform(sql=str, arguments=1, fits="range")
+
+
+@pytest.mark.parametrize("name", ["UNKNOWN", "OPEN", "TEXT", "LATE"])
+@pytest.mark.parametrize("more", [[], ["standardise"]])
+def test_sql_that_duckdb_refuses_is_one_line(tmp_path, name, more):
+    table = table_of(tmp_path, "people.csv", [0, 1, 2, 8], [f"roots_of_a_user:{name}", *more])
+    with pytest.raises(
+        Refused, match=r"table\.numerical: 'age': the SQL of its transforms: "
+    ) as refused:
+        build(tmp_path / "out", table)
+    assert "\n" not in refused.value.message

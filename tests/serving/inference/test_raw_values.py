@@ -2,9 +2,12 @@
 
 import csv
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -12,7 +15,7 @@ from dataloading.dataset.open_dataset import open_dataset
 from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues, _split
 from serving.inference.requests import InputError
-from serving.manifest import Manifest
+from serving.manifest import Manifest, ModelError
 from serving.vocabulary import Vocabulary, write_vocabulary
 from tests.helpers.preproc_command import preproc
 from tests.serving.raw_manifest import raw_manifest
@@ -259,10 +262,10 @@ def test_columns_are_named(fitted, raw):
 def test_an_expression_is_refused_at_export(tmp_path):
     (tmp_path / "logs.csv").write_text("click,city\n" + "1,Rome\n0,Oslo\n" * 10)
     table = f"{{sources: {{logs: {{files: '{tmp_path}/logs.csv'}}}}, label: {{name: click}}, "
-    table += "categorical: [{name: town, expression: 'lower(city)'}]}"
+    table += "categorical: [{name: town, expression: 'md5(city)'}]}"
     preproc("dataset=any", f"table={table}", f"output={tmp_path / 'data'}")
     (tmp_path / "model").mkdir()
-    with pytest.raises(ValueError, match=r"'town' is the SQL expression 'lower\(city\)'"):
+    with pytest.raises(ValueError, match=r"'town' is the SQL expression 'md5\(city\)'"):
         write_raw_values(
             tmp_path / "model", str(tmp_path / "data"), FeatureSpec.load(tmp_path / "data"), {}
         )
@@ -296,3 +299,115 @@ def test_retired_ids_are_found_by_no_value_and_share_no_checksum(tmp_path):
         *(5, 1, 0, 0, 0, 0, 0)
     ]
     assert len(np.unique(vocabulary._hashes)) == 5
+
+
+EXPRESSIONS = """{
+  sources: {logs: {files: '%s'}},
+  missing: [NA],
+  label: {name: y},
+  numerical: [
+    {name: half, expression: 'CAST(n AS DOUBLE) * 0.5 + 0.1', transforms: [standardise]},
+    {name: third, expression: 'TRY_CAST(N AS DOUBLE) / 3', transforms: [{fill: 7}]},
+    {name: decimal, expression: 'CAST(n AS DECIMAL(9, 2)) * 1.5'},
+    {name: digits, expression: "regexp_extract(t, '[0-9]+')", transforms: [{log: 3}]},
+  ],
+  categorical: [
+    {name: hour, expression: 'hour(CAST(ts AS TIMESTAMP))'},
+    {name: weekday, expression: 'dayofweek(to_timestamp(epoch(CAST(ts AS TIMESTAMP))))'},
+    {name: ratio, expression: 'TRY_CAST(n AS DOUBLE) / 4'},
+    {name: words, expression: 'lower(t)', separator: ' '},
+    {name: kind, expression: "CASE WHEN t LIKE 'a%%' THEN 'first' ELSE upper(left(t, 1)) END"},
+    {name: hashed, expression: "t || '-' || coalesce(n, '?')", buckets: 50},
+    n,
+  ],
+}"""
+
+
+def expression_rows(count: int) -> list[list[str]]:
+    draw = np.random.default_rng(3)
+    numbers = ["1", "2.5", "-0.3", "", "NA", "1e3", "0.1", "7"]
+    texts = ["a1 b", "B22", "", "aa9", "Ünder 5", "zz 0 a"]
+    moments = ["2026-11-26 23:59:59", "2024-02-29", "1969-12-31 00:30:00", "2026-03-29T02:30:00"]
+    pick = [draw.choice(values, count) for values in (numbers, texts, moments)]
+    return [[str(i % 2), *map(str, row)] for i, row in enumerate(zip(*pick, strict=True))]
+
+
+def matches(raw: RawValues, data: Path, columns: dict, count: int) -> None:
+    """Compare the features of raw values with those of the rows of the split test."""
+    spec = FeatureSpec.load(data)
+    wanted = open_dataset(spec).read("test", np.array([[0, count]]))
+    got = featured(raw, columns)
+    np.testing.assert_array_equal(got.numerical.numpy(), wanted.numerical)
+    for feature, ids, lengths in zip(spec.categorical, wanted.ids, wanted.lengths, strict=True):
+        found = got.ragged[feature.name].values if lengths is not None else None
+        if found is None:
+            found = got.ids[:, raw._manifest.id_places()[feature.name]].flatten()
+        np.testing.assert_array_equal(found.numpy(), ids, err_msg=feature.name)
+        assert len(np.unique(ids)) > 1
+
+
+def test_expressions_are_evaluated_with_the_bits_of_preprocessing(tmp_path, capsys):
+    rows = expression_rows(200)
+    with (tmp_path / "logs.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([["y", "n", "t", "ts"], *rows])
+    table = " ".join(re.sub(r",\s*([\]}])", r"\1", EXPRESSIONS % (tmp_path / "logs.csv")).split())
+    preproc(
+        "dataset=any", f"table={table}", f"output={tmp_path / 'data'}", "numerical_dtype=float32"
+    )
+    assert "cannot be served" not in capsys.readouterr().out
+    raw = RawValues.load(tmp_path, manifest_of(tmp_path, tmp_path / "data"))
+    assert [entry["name"] for entry in raw.describe_inputs()] == ["n", "t", "ts"]
+    test = rows[180:]
+    columns = dict(zip(["n", "t", "ts"], map(list, list(zip(*test, strict=True))[1:]), strict=True))
+    matches(raw, tmp_path / "data", columns, len(test))
+    with pytest.raises(InputError, match=r"invalid timestamp field format: \"noon\""):
+        featured(raw, columns | {"ts": ["noon"] * len(test)})
+
+
+def test_expressions_of_parquet_have_the_types_of_the_fit(tmp_path, capsys):
+    draw = np.random.default_rng(1)
+    moments = np.datetime64("2026-01-01") + draw.integers(0, 10**7, 100).astype("timedelta64[s]")
+    table = pa.table(
+        {
+            "y": draw.integers(0, 2, 100),
+            "n": draw.integers(-5, 5, 100),
+            "x": draw.normal(size=100).astype(np.float32),
+            "ts": moments.astype("datetime64[us]"),
+        }
+    )
+    pq.write_table(table, tmp_path / "logs.parquet")
+    described = (
+        f"{{sources: {{logs: {{files: '{tmp_path}/logs.parquet'}}}}, label: {{name: y}}, "
+        "numerical: [{name: product, expression: 'n * x / 3'}], categorical: "
+        "[{name: hour, expression: 'hour(ts)'}, {name: remainder, expression: 'n % 3'}, {name: odd, expression: 'hex(n)'}]}"
+    )
+    preproc("dataset=any", f"table={described}", f"output={tmp_path / 'all'}")
+    assert (
+        "note: raw values cannot be served: feature 'odd' is the SQL expression 'hex(n)', which the server does "
+        "not evaluate (" in capsys.readouterr().out
+    )
+    with pytest.raises(ValueError, match="feature 'odd' is the SQL expression"):
+        manifest_of(tmp_path, tmp_path / "all")
+    served = described.replace(", {name: odd, expression: 'hex(n)'}", "")
+    data = tmp_path / "data"
+    preproc("dataset=any", f"table={served}", f"output={data}", "numerical_dtype=float32")
+    shutil.rmtree(tmp_path / "vocabulary")
+    manifest = manifest_of(tmp_path, data)
+    raw = RawValues.load(tmp_path, manifest)
+    rows = table.slice(90)
+    texts = [str(moment) for moment in moments[90:]]
+    columns = {"n": rows["n"].to_numpy(), "x": rows["x"].to_numpy(), "ts": texts}
+    matches(raw, data, columns, 10)
+    columns["n"] = [str(n) for n in columns["n"]]
+    matches(raw, data, columns, 10)
+    with pytest.raises(InputError, match=r"row 0: 'n' is '2\.5', wanted a whole number"):
+        featured(raw, columns | {"n": ["2.5"] * 10})
+    for expression in ("read_text('/etc/passwd')", "n) FROM range(9) AS t(n", "(SELECT 1) + n"):
+        description = manifest.raw | {
+            "numerical": [manifest.raw["numerical"][0] | {"expression": expression}]
+        }
+        with pytest.raises(ValueError, match=r"function read_text|no SQL of one|subquery"):
+            raw_manifest(FeatureSpec.load(data), description, tmp_path, "y")
+    manifest.raw["numerical"][0]["expression"] = "lower(n) * ts * x"
+    with pytest.raises(ModelError, match=r"raw values are malformed: .*lower"):
+        RawValues.load(tmp_path, manifest)

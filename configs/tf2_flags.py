@@ -1,0 +1,63 @@
+"""Flags of NVIDIA's TensorFlow 2 recipe as options of ours; docs/tf2_flags.md has all, with remarks."""
+
+import re
+import shlex
+from collections.abc import Sequence
+
+OPTIONS = dict(
+    re.findall(
+        r"(\w+) +(\S+)",
+        """
+        batch_size          train.batch_size          valid_batch_size            eval.batch_size
+        top_mlp_dims        model.top_mlp             bottom_mlp_dims             model.bottom_mlp
+        embedding_dim       model.embedding_dim       interaction                 model.name
+        optimizer           optimizer.name            learning_rate               optimizer.lr
+        beta1               optimizer.beta1           beta2                       optimizer.beta2
+        warmup_steps        scheduler.warmup_steps    decay_start_step            scheduler.decay_start_step
+        decay_steps         scheduler.decay_steps     num_cross_layers            model.cross.num_layers
+        mode                mode                      cross_layer_projection_dim  model.cross.projection_dim
+        seed                seed                      epochs                      train.epochs
+        max_steps           train.max_steps           evals_per_epoch             eval.per_epoch
+        print_freq          log.every                 log_path                    run_dir
+        dataset_path        data.path                 restore_checkpoint_path     checkpoint.restore
+        feature_spec        data.feature_spec         profiler_start_step         profile.start_step
+        loss_scale          train.loss_scale          synthetic_dataset_hotness   data.synthetic.hotness
+        synthetic_dataset_cardinalities               data.synthetic.cardinalities
+        synthetic_dataset_num_numerical_features      data.synthetic.num_numerical
+        """,
+    )
+)
+SWITCHES = {"amp": "train.amp=fp16", "xla": "train.compile=true", "cpu": "device=cpu"}
+"""Options in the place of flags that are set or not."""
+
+
+def is_tf2_flag(argument: str) -> bool:
+    """Return whether an argument is a flag of NVIDIA's recipe that has an option here."""
+    name = argument.lstrip("-").partition("=")[0].removeprefix("no")
+    return argument.startswith("-") and (name in OPTIONS or name in SWITCHES)
+
+
+def translated(arguments: Sequence[str]) -> str:
+    """Return a command line with the options in the place of the flags, and the flags that have none."""
+    options, without = [], []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.lstrip("-").partition("=")
+        if not argument.startswith("-") or "." in name:
+            options.append(argument)
+        elif name.removeprefix("no") in SWITCHES:
+            if name in SWITCHES and value.lower() not in ("false", "f", "0", "no"):
+                options.append(SWITCHES[name])
+        elif name not in OPTIONS:
+            without.append(f"--{name}")
+            if not equals and rest and not set("-=") & set(rest[0]):
+                rest.pop(0)
+        else:
+            value = value if equals or not rest else rest.pop(0)
+            if name == "interaction":
+                value = "dcnv2" if value == "cross" else "dlrm"
+            is_list = name.endswith(("_dims", "_cardinalities", "_hotness"))
+            options.append(f"{OPTIONS[name]}={f'[{value}]' if is_list else value}")
+    more = f" ({', '.join(without)} by hand, or gone)" * bool(without)
+    return shlex.join(options) + more

@@ -1,0 +1,149 @@
+"""SQL over single rows that preprocessing and a server evaluate alike: casts, arithmetic, parts of times and of texts.
+
+DuckDB evaluates it in both, so its bits are the same. Since a model may be from anybody, a server evaluates nothing else.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from configs.messages import printable, shortened, shown
+
+if TYPE_CHECKING:
+    import duckdb
+
+FUNCTION = re.compile(
+    r"[-+*/%]|//|\*\*|\|\||!?~~\*?|abs|sign|ceil|floor|round|sqrt|exp|ln|log|log2|log10|pow|power|greatest|least|mod|nullif|"
+    r"ifnull|second|minute|hour|day|week|month|quarter|year|dayofweek|weekday|isodow|dayofyear|dayname|monthname|date_part|"
+    r"datepart|date_trunc|date_diff|datediff|epoch|epoch_ms|to_timestamp|strptime|try_strptime|strftime|lower|upper|l?trim|"
+    r"rtrim|length|substr|substring|left|right|split_part|contains|starts_with|ends_with|prefix|suffix|concat|"
+    r"regexp_extract|regexp_matches",
+    re.IGNORECASE,
+)
+PART = re.compile(
+    r"value_constant|column_ref|operator_cast|type|function|operator_(not|is_null|is_not_null|coalesce|nullif)|compare_\w+|"
+    r"conjunction_(and|or)|case_expr",
+    re.IGNORECASE,
+)
+NUMBER = r"boolean|u?(tiny|small|big|huge)?int(eger)?|float|double|decimal(\(\d+, ?\d+\))?"
+KIND = re.compile(
+    rf"{NUMBER}|varchar|date|time|timestamp(_s|_ms|_ns|tz)?|timestamp with time zone", re.IGNORECASE
+)
+"""Types of columns, and of casts."""
+COLUMN = re.compile(r'[A-Za-z_]\w*|"([^"]|"")*"')
+"""An expression that is a column."""
+
+
+@cache
+def _database() -> "duckdb.DuckDBPyConnection":
+    """Return a database without files, in whose zone preprocessing computes too."""
+    import duckdb
+
+    limits: dict[str, Any] = {
+        "threads": 1,
+        "memory_limit": "512MB",
+        "enable_external_access": False,
+    }
+    connection = duckdb.connect(config=limits)
+    connection.execute("SET GLOBAL TimeZone = 'UTC'; SET lock_configuration = true")
+    return connection
+
+
+def _parsed(sql: str) -> dict[str, Any]:
+    query = "SELECT json_serialize_sql(?)"
+    ((found,),) = _database().cursor().execute(query, [f"SELECT ({sql}\n)"]).fetchall()
+    parsed = json.loads(found)
+    if parsed["error"] or len(parsed["statements"]) != 1:
+        raise ValueError("no SQL of one expression")
+    return parsed["statements"][0]["node"]
+
+
+def _parts(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict) and "class" in node:
+        yield node
+    if isinstance(node, dict | list):
+        for below in node.values() if isinstance(node, dict) else node:
+            yield from _parts(below)
+
+
+def unserved(feature: str, sql: str, reason: object) -> str:
+    """Return why a server takes no raw values of a feature."""
+    return (
+        f"feature {shown(feature)} is the SQL expression {shown(sql)}, which the server does not evaluate ({reason}); make it a "
+        "column before preprocessing, or send ids"
+    )
+
+
+def columns_of(sql: str) -> list[str]:
+    """Return the columns that an expression reads.
+
+    Raises:
+        ValueError: it is none of one row, or has a part that a server does not evaluate, which the message names.
+    """
+    node, plain = _parsed(sql), _parsed("1")
+    chosen = node.get("select_list", [])
+    if len(chosen) != 1 or {**node, "select_list": 1} != {**plain, "select_list": 1}:
+        raise ValueError("no SQL of one expression")
+    names = {}
+    for part in _parts(chosen):
+        name = part.get("function_name", part.get("type_name", ""))
+        if not PART.fullmatch(part["type"]) or (
+            name and not (KIND if part["type"] == "TYPE" else FUNCTION).fullmatch(name)
+        ):
+            raise ValueError(f"{part['type'].lower().replace('_', ' ')} {name}".strip())
+        if part["type"] == "COLUMN_REF":
+            names[".".join(part["column_names"])] = len(part["column_names"]) == 1
+    if not names or not all(names.values()):
+        raise ValueError(f"it reads {', '.join(names) or 'no column'}")
+    return list(names)
+
+
+class RowSql:
+    """Expressions over the columns of a request.
+
+    `expressions`: by feature. `types`: SQL types by column. `numbers`: features whose values are numbers where their SQL has
+    some; all others are texts. Raises ValueError: an expression has no meaning.
+    """
+
+    def __init__(
+        self, expressions: Mapping[str, str], types: Mapping[str, str], numbers: Sequence[str]
+    ) -> None:
+        quoted = ['"' + name.replace('"', '""') + '"' for name in types]
+        read = ", ".join(f"unnest(?::VARCHAR[]) AS {name}" for name in quoted)
+        typed = ", ".join(
+            f"CAST({name} AS {kind}) AS {name}"
+            for name, kind in zip(quoted, types.values(), strict=True)
+        )
+        values = ", ".join(f"({sql}\n) AS v{i}" for i, sql in enumerate(expressions.values()))
+        rows = f"SELECT {values} FROM (SELECT {typed} FROM (SELECT {read}))"
+        self._names = list(expressions)
+        columns = []
+        for name, (column, kind, *_) in zip(
+            expressions, self._run(f"DESCRIBE {rows}", [[] for _ in types]), strict=True
+        ):
+            if not KIND.fullmatch(kind):
+                raise ValueError(f"feature {shown(name)} has values of type {shown(kind)}")
+            # NaN is a missing value.
+            number = f"nullif({column}, 'nan')" if kind in ("FLOAT", "DOUBLE") else column
+            is_number = name in numbers and re.fullmatch(NUMBER, kind, re.IGNORECASE)
+            columns.append(f"CAST({number} AS {'DOUBLE' if is_number else 'VARCHAR'})")
+        self._query = f"SELECT {', '.join(columns)} FROM ({rows})"
+
+    def values(self, columns: Sequence[Sequence[str | None]]) -> dict[str, list[Any]]:
+        """Return the values by feature: texts or numbers, None where one is missing; `columns` are texts in the order of `types`.
+
+        Raises ValueError: a value cannot be cast, or is out of range.
+        """
+        rows = self._run(self._query, [list(column) for column in columns])
+        return {name: [row[i] for row in rows] for i, name in enumerate(self._names)}
+
+    def _run(self, query: str, columns: list[Any]) -> list[tuple[Any, ...]]:
+        import duckdb
+
+        try:
+            with _database().cursor() as cursor:
+                return cursor.execute(query, columns).fetchall()
+        except duckdb.Error as error:
+            raise ValueError(shortened(printable(str(error).partition("\n")[0]), 300)) from None
