@@ -47,6 +47,10 @@ class Dropout(PassLayer):
         """Map [B, ...] to the same shape and dtype; the first dimension is the rows of this rank."""
         return self._drop(x) if self.training and self.rate > 0 else x
 
+    def extra_repr(self) -> str:
+        """Return the rate."""
+        return f"rate={self.rate:g}"
+
     @torch.compiler.disable
     def _drop(self, x: Tensor) -> Tensor:
         return _Dropout.apply(x, self.mask)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from configs.messages import shown
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.mlp import MLP
@@ -25,19 +26,24 @@ class EmbeddingMLP(Model):
     """Dense component: logit = MLP([x, e_1, ..., e_F]).
 
     x are the numerical features. e_i is the sum or the mean of the embeddings of a feature's ids, or, without pooling, the
-    embeddings of all its ids side by side.
+    embeddings of all its ids side by side. Raises ValueError: without pooling a feature has a varying number of ids.
     """
 
     Options = EmbeddingMLPOptions
 
     def __init__(self, options: EmbeddingMLPOptions, spec: FeatureSpec) -> None:
         super().__init__()
+        self._embedding_columns = 0
         widths = _widths(options, spec)
-        self._embedding_columns = sum(
-            columns * ((feature.hotness or 0) if options.pooling is Pooling.none else 1)
-            for columns, features in zip(widths, spec.table_features.values(), strict=True)
-            for feature in features
-        )
+        for columns, features in zip(widths, spec.table_features.values(), strict=True):
+            for feature in features:
+                positions = feature.hotness if options.pooling is Pooling.none else 1
+                if positions is None:
+                    raise ValueError(
+                        f"model.pooling=none requires fixed hotness, but feature {shown(feature.name)} is ragged; use sum "
+                        "or mean"
+                    )
+                self._embedding_columns += columns * positions
         self.prefix_columns = len(spec.numerical)
         self.mlp = MLP(
             self.prefix_columns + self._embedding_columns,

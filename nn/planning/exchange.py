@@ -13,7 +13,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import id_counts
 from nn.embedding.multi_hot import MultiHot
 from nn.models.registry import build_meta, declared_tables
-from nn.planning.memory_estimate import Requests, not_requested, requests_of
+from nn.planning.memory_estimate import Requests, not_requested, replicated_weights, requests_of
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.planner import INTER_HOST_BYTES_PER_MS, INTRA_HOST_BYTES_PER_MS
 
@@ -81,12 +81,7 @@ def planned_exchange(
     is_bf16 = hardware.device_type == "cuda" and config.train.amp is Amp.bf16
     element = 2 if is_bf16 else FP32_BYTES
     exchanges = []
-    replicated = sum(
-        table.num_embeddings * table.embedding_dim
-        for table in plan
-        if table.sharding == "data_parallel"
-    )
-    reduced = build_meta(config.model, seen).num_parameters() + replicated
+    reduced = build_meta(config.model, seen).num_parameters() + replicated_weights(plan)
     dense_in_node, dense_across = _ring(FP32_BYTES * reduced, hardware)
     for rank in range(world_size):
         within: dict[str, float] = dict.fromkeys(TERMS, 0.0)

@@ -112,11 +112,7 @@ def plan_memory(
             RankMemory(
                 tables=sum(x.bytes_per_rank[x.ranks.index(rank)] for x in held),
                 expansion=sum(x.expansion_bytes for x in held),
-                dense_tables=sum(
-                    4 * x.num_embeddings * x.embedding_dim
-                    for x in held
-                    if x.sharding == "data_parallel"
-                ),
+                dense_tables=4 * replicated_weights(held),
                 dense_half=dense_half,
                 batches=int(batch_bytes + work.ids * arrived_bytes + mapping),
                 lookups=lookups,
@@ -226,6 +222,12 @@ def requests_of(
             )
         )
     return requests
+
+
+def replicated_weights(tables: Sequence[TablePlan]) -> int:
+    """Return the weights of the replicated ones of some tables."""
+    replicated = (x for x in tables if x.sharding == "data_parallel")
+    return sum(x.num_embeddings * x.embedding_dim for x in replicated)
 
 
 def not_requested(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> list[TablePlan]:

@@ -405,7 +405,7 @@ RAGGED = spec_of(feature("item"), feature("history", 50, None), feature("old", 5
         (
             "embedding_mlp",
             {"pooling": "none"},
-            "without pooling, which requires fixed hotness, but feature 'history' is ragged; pool it by sum or mean",
+            "model.pooling=none requires fixed hotness, but feature 'history' is ragged; use sum or mean",
         ),
         (
             "din",
