@@ -16,7 +16,7 @@ from configs.built_in import MODELS
 from configs.messages import shown
 from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_keys
 from configs.schema import Config, ModelConfig, describe
-from configs.user_objects import load_user_object
+from configs.user_objects import described, load_user_object
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.models import options as own_options
 
@@ -190,7 +190,14 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        dense = find_model(options.name).build(options, spec)
+        try:
+            dense = find_model(options.name).build(options, spec)
+        except Exception as error:  # a model outside the project may raise anything
+            if ":" not in options.name or isinstance(error, ValueError):
+                raise
+            raise ValueError(
+                f"model.name={options.name} cannot be built from its options and the features ({described(error)}); correct it"
+            ) from error
     if not isinstance(dense, Model):
         raise ValueError(
             f"model.name={options.name}: build() returns {type(dense).__name__}; want a nn.models.model.Model"

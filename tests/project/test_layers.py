@@ -226,6 +226,7 @@ SUBPACKAGES = {
         "nn.loggers",
         "nn.models",
         "nn.observability",
+        "nn.observers",
         "nn.planning",
         "nn.resume",
         "nn.training",

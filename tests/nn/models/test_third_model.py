@@ -285,6 +285,15 @@ class Buffered(DeepFM):
         self.norm = nn.BatchNorm1d(4)
 
 
+class OtherConstructor(DeepFM):
+    """Model without `build` whose constructor takes something else."""
+
+    build = Model.build
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
 class OneName(DeepFM):
     """Model with two tables of one name."""
 
@@ -330,6 +339,10 @@ class NoColumns(DeepFM):
         ),
         (f"{HERE}:NoColumns", "table 'cat_0' has 0 columns; give it at least 1"),
         (f"{HERE}:Buffered", "has a persistent buffer norm.num_batches_tracked, and only"),
+        (
+            f"{HERE}:OtherConstructor",
+            "cannot be built from its options and the features (TypeError",
+        ),
         (f"{HERE}:", "the models are dlrm, dcnv2, wide_deep, "),
         ("dcn", "there is no model.name=dcn; did you mean dcnv2?"),
     ],
