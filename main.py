@@ -102,7 +102,16 @@ def _compare(run_dirs: Iterable[str]) -> None:
     from compare.run_record import RunRecord
     from nn.observability.console import make_console
 
-    found = [RunRecord.read(path) for path in map(Path, run_dirs) if path.is_dir()]
+    found = []
+    for path in map(Path, run_dirs):
+        if path.is_dir():
+            try:
+                found.append(RunRecord.read(path))
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # the result of the jobs is not lost with one's records
+                print(f"warning: {on_one_line(str(error))}", file=sys.stderr)
     if trained := [run for run in found if run.records and run.is_training]:
         print_comparison(make_console(0), trained, None)
 

@@ -52,9 +52,14 @@ def _database() -> "duckdb.DuckDBPyConnection":
 
 
 def _parsed(sql: str) -> dict[str, Any]:
+    import duckdb
+
     query = "SELECT json_serialize_sql(?)"
-    ((found,),) = _database().cursor().execute(query, [f"SELECT ({sql}\n)"]).fetchall()
-    parsed = json.loads(found)
+    try:
+        ((found,),) = _database().cursor().execute(query, [f"SELECT ({sql}\n)"]).fetchall()
+        parsed = json.loads(found)
+    except (duckdb.Error, RecursionError, UnicodeError):
+        raise ValueError("no SQL of one expression, or one that is nested too deeply") from None
     if parsed["error"] or len(parsed["statements"]) != 1:
         raise ValueError("no SQL of one expression")
     return parsed["statements"][0]["node"]
@@ -87,7 +92,11 @@ def columns_of(sql: str) -> list[str]:
     if len(chosen) != 1 or {**node, "select_list": 1} != {**plain, "select_list": 1}:
         raise ValueError("no SQL of one expression")
     names = {}
-    for part in _parts(chosen):
+    try:
+        parts = list(_parts(chosen))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    for part in parts:
         name = part.get("function_name", part.get("type_name", ""))
         if not PART.fullmatch(part["type"]) or (
             name and not (KIND if part["type"] == "TYPE" else FUNCTION).fullmatch(name)

@@ -117,6 +117,7 @@ class _Rows:
         return [
             self._batch(read_with_keys(self._source, split, of_batch))
             for of_batch in np.concatenate([*parts])
+            if (of_batch[:, 1] > of_batch[:, 0]).any()
         ]
 
     def _batch(self, columns: Columns) -> _Batch:

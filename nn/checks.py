@@ -30,6 +30,7 @@ from nn.resume import (
 from nn.training.dense_optimizer import check_dense_rule
 from nn.training.limits import EvalSteps, total_steps
 
+MOST_SORTED_ROWS = 1_000_000
 RARE, SAMPLED_ROWS = 0.05, 16_384
 """Mean below which a label is rare, among the first rows of the split to evaluate."""
 
@@ -60,6 +61,8 @@ def _measure_rare_labels(config: Config, source: Source) -> None:
     is_evaluated = config.mode in (Mode.train, Mode.eval, Mode.importance)
     if not is_evaluated or config.data.path is None or PR_AUC.name in config.eval.metrics:
         return
+    if source.num_rows(split) > MOST_SORTED_ROWS:
+        return  # one rank sorts all rows of an evaluation
     rows = min(source.num_rows(split), SAMPLED_ROWS)
     labels = source.read(split, np.array([[0, rows]])).labels.reshape(rows, -1)
     for label, values in zip(source.spec.labels, labels.T, strict=True):

@@ -37,6 +37,7 @@ from nn.checkpoint.tensor_index import read_index
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
+from nn.models.metric import PR_AUC
 from nn.models.registry import declared_tables, options_of_own_models
 from nn.observability.records import (
     CONFIG,
@@ -221,7 +222,12 @@ def _is_repeated(config: Config) -> bool:
         return False
     before = _mapping(read_yaml, run_dir / CONFIG)
     now = _without_place(_flat(plain_values(config)))
-    is_same = before is not None and _without_place(_complete(before, config)) == now
+    is_same = False
+    if before is not None:
+        earlier = _without_place(_complete(before, config))
+        # PR-AUC comes by itself where labels are rare, after the options were written.
+        named = [*(earlier.get("eval.metrics") or []), PR_AUC.name]
+        is_same = now in (earlier, earlier | {"eval.metrics": named})
     # A training that saves has lost its checkpoints if it starts from nothing.
     is_training_that_saves = config.mode is Mode.train and config.checkpoint.save
     if is_same and is_finished and not is_training_that_saves:

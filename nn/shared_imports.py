@@ -17,7 +17,12 @@ def import_for_runs() -> None:
     require_stack()
     quiet_libraries()
     # FBGEMM asks for GPUs when it is imported; torch would open CUDA for that.
+    before = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"
-    with lasting_imports():
-        from nn import run  # noqa: F401
-    del os.environ[NVML_CHECK]
+    try:
+        with lasting_imports():
+            from nn import run  # noqa: F401
+    finally:
+        os.environ.pop(NVML_CHECK)
+        if before is not None:
+            os.environ[NVML_CHECK] = before

@@ -139,7 +139,7 @@ def _height(values: Values, value: Any) -> float:
     low, high = float(values.low), float(values.high)
     if values.log:
         low, high, value = np.log(low), np.log(high), np.log(value)
-    return float((value - low) / (high - low))
+    return float((value - low) / (high - low)) if high > low else 0.5
 
 
 def _ticks(values: Values) -> list[tuple[float, str]]:

@@ -34,6 +34,9 @@ Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
 """(command, environment, log) -> its process, whose output is appended to the log."""
 
 
+ROOT = Path(__file__).resolve().parents[1]
+
+
 class TrialServer:
     """Starts the commands of trials as forks of one process, `sweep.trial_server`, which has imported what runs need.
 
@@ -48,9 +51,11 @@ class TrialServer:
         if self._pipe is None:
             self._pipe, theirs = Pipe()
             # A session of its own: Ctrl-C on the terminal reaches this process alone, which then stops its trials.
+            # Where the packages of this process lie, which in an installed copy is no folder of the path.
+            folders = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "sweep.trial_server"],
-                env=environment,
+                env={**environment, "PYTHONPATH": os.pathsep.join(folders)},
                 stdin=theirs.fileno(),
                 start_new_session=True,
                 preexec_fn=end_with_parent,

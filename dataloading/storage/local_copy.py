@@ -73,7 +73,8 @@ def _local_copy(address: str) -> Path:
             if not target.exists():
                 partial = partial_of(target)
                 partial.mkdir(parents=True, exist_ok=True)
-                _use(partial)
+                if not _use(partial):
+                    continue
                 needed = sum(file.size for file in files.values()) - _size(partial)
                 try:
                     _make_room(needed, store.address)
@@ -89,7 +90,8 @@ def _use(copy: Path) -> bool:
         descriptor = share_directory(copy)
     except FileNotFoundError:
         return False
-    os.utime(descriptor)
+    with suppress(OSError):  # of another user, or on a disk that is only read
+        os.utime(descriptor)
     with suppress(FileNotFoundError):  # removed while this process waited for the lock
         if os.path.samestat(os.fstat(descriptor), copy.stat()):
             return True
@@ -108,7 +110,7 @@ def _make_room(needed: int, address: str) -> None:
     copies = [path for path in cache.iterdir() if path.is_dir() and path.name != OUTPUTS]
     room = min(most - sum(map(_size, copies)), disk.free)
     for path in sorted(copies, key=lambda path: path.stat().st_mtime):
-        if needed <= room:
+        if needed <= room or needed > most:
             break
         with suppress(BlockingIOError, UnlockableError):  # a process may use it
             lock = lock_directory(path)

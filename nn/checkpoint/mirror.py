@@ -18,6 +18,7 @@ from nn.checkpoint.directory import (
     RUN_FILE,
     finish_commits,
     list_checkpoints,
+    remove,
     step_of,
 )
 
@@ -104,6 +105,7 @@ class CheckpointMirror:
             self._store.remove(f"{name}/{RUN_FILE}")
             self._store.remove_folder(name)
             self._removed.add(name)
+            self._uploaded.pop(name, None)
 
     def _upload_records(self) -> None:
         for path in sorted(self._run_dir.iterdir()):
@@ -179,7 +181,11 @@ def fetch_run(run_dir: Path, address: str) -> int | None:
         best.unlink()
     # The newest checkpoint last: if this is interrupted, the run directory is still behind.
     for name in (name for folder in FOLDERS for name in stored[folder]):
-        if not (run_dir / name).exists():
+        facts = run_dir / name / RUN_FILE
+        # Deltas of a machine that went on without the mirror are others of the same steps.
+        if not facts.exists() or facts.read_bytes() != store.read(f"{name}/{RUN_FILE}"):
+            if (run_dir / name).exists():
+                remove(run_dir / name)
             source = ObjectStore(f"{address.rstrip('/')}/{name}")
             download_folder(source, source.list_files(), run_dir / name)
     return newest

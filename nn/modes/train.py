@@ -392,7 +392,16 @@ def _baseline(session: Session, summary: Mapping[str, Any]) -> dict[str, Any]:
     if not (is_small if config.eval.baseline is None else config.eval.baseline):
         return {}
     num_test, num_trained = summary["test_rows"] or 0, summary["steps"] * config.train.batch_size
-    return baseline(source, session.step.tasks, config.eval.split, num_test, num_trained)
+    if num_test > MOST_ROWS:
+        session.logger.info(
+            f"note: no baseline: {num_test:,} rows were evaluated, and it is for at most {MOST_ROWS:,}"
+        )
+        return {}
+    try:
+        return baseline(source, session.step.tasks, config.eval.split, num_test, num_trained)
+    except Exception as error:  # the result of a complete training is not lost with it
+        session.logger.warning(f"no baseline: {error!r}")
+        return {}
 
 
 def _checkpoints(run_dir: Path, best_step: int | None) -> dict[str, str | None]:

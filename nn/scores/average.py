@@ -52,7 +52,17 @@ def average(config: Config, arguments: Sequence[str]) -> None:
             raise ValueError(
                 "predict.average: the runs have other labels; name runs on the same data"
             )
-        columns = [n for n in schema.names if n == SCORE or n.startswith(f"{SCORE}_")]
+        rows = {(file.schema_arrow.metadata or {}).get(b"data") for file in files}
+        if len(rows) > 1 or len({file.metadata.num_rows for file in files}) > 1:
+            raise ValueError(
+                "predict.average: the runs have scored other rows; set data.path and predict.split, or source"
+            )
+        columns = [
+            field.name
+            for field in schema
+            if (field.name == SCORE or field.name.startswith(f"{SCORE}_"))
+            and field.type == pa.float64()
+        ]
         target = open_score_file(Path(work) / output.name, schema, len(columns))
         for batches in zip(*(file.iter_batches(BLOCK_ROWS) for file in files), strict=True):
             table = pa.Table.from_batches(batches[:1]).replace_schema_metadata()

@@ -136,7 +136,7 @@ def _kind(file: RawFile) -> dict[str, Any]:
         raise ValueError(
             f"{file.path}: one array of JSON; write a line per row, as jq -c '.[]' does"
         )
-    if re.match(r"%|@relation\b", bare[0], re.IGNORECASE):
+    if any(re.match(r"@relation\b", line, re.IGNORECASE) for line in bare):
         raise ValueError(
             f"{file.path}: an ARFF file; write it as CSV, as pandas does with scipy.io.arff"
         )

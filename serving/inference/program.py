@@ -122,6 +122,10 @@ def _template(item: Any) -> Any:
             return None
         case "as_name":
             return _Name(value)
+        case "as_float":  # infinities are texts
+            return float(value)
+        case "as_floats":
+            return tuple(map(float, value))
         case "as_scalar_type":
             return DTYPES[value]
         case "as_memory_format":

@@ -20,6 +20,8 @@ ROWS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
 disable_created_metrics()
+LATE_VERSIONS = 8
+"""Versions whose labels are counted; labels come later than answers."""
 
 
 class Metrics:
@@ -29,6 +31,7 @@ class Metrics:
         responses: number of responses by status.
         request_seconds: time from the complete request to its response, of requests for scores.
         by_version: metrics with a label `version`, of which those of versions that no longer serve are forgotten.
+        of_late: likewise, once `LATE_VERSIONS` others have served since.
     """
 
     def __init__(self) -> None:
@@ -45,6 +48,8 @@ class Metrics:
             registry=registry,
         )
         self.by_version: list[Counter | Histogram] = [self.request_seconds]
+        self.of_late: list[Counter] = []
+        self._served: dict[str, None] = {}
         self._batch_rows = Histogram(
             "serving_batch_rows", "Rows of a batch.", buckets=ROWS, registry=registry
         )
@@ -78,18 +83,25 @@ class Metrics:
         for version, share in shares:
             self._version.labels(model, version.name, version.identity).set(share)
             self.request_seconds.labels(version.name)  # so that it begins at zero
-        self._forget_all_but({version.name for version, _ in shares})
+        for version, _ in shares:
+            self._served.pop(version.name, None)
+            self._served[version.name] = None
+        latest = list(self._served)[-LATE_VERSIONS:]
+        self._served = dict.fromkeys(latest)
+        _forget_all_but({version.name for version, _ in shares}, self.by_version)
+        _forget_all_but(set(latest), self.of_late)
         now = CollectorRegistry()
         now.register(_Now(gauges))
         return generate_latest(self.registry) + generate_latest(now)
 
-    def _forget_all_but(self, versions: Set[str]) -> None:
-        for metric in self.by_version:
-            labels = [sample.labels for family in metric.collect() for sample in family.samples]
-            gone = [of for of in labels if of["version"] not in versions]
-            # A histogram has several samples with the same labels but `le`.
-            for values in {tuple(of[n] for n in of if n != "le") for of in gone}:
-                metric.remove(*values)
+
+def _forget_all_but(versions: Set[str], metrics: Sequence[Counter | Histogram]) -> None:
+    for metric in metrics:
+        labels = [sample.labels for family in metric.collect() for sample in family.samples]
+        gone = [of for of in labels if of["version"] not in versions]
+        # A histogram has several samples with the same labels but `le`.
+        for values in {tuple(of[n] for n in of if n != "le") for of in gone}:
+            metric.remove(*values)
 
 
 class _Now:

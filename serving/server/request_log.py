@@ -32,9 +32,9 @@ from serving.server.http_server import RequestError
 from serving.server.metrics import Metrics
 from serving.server.protocol import TEXT, InferRequest, Tensor, refuse
 
-MOST_WAITING = 64 << 20
+MOST_WAITING = 16 << 20
 """Bytes of bodies whose requests may wait for the thread; further requests are dropped."""
-MOST_REMEMBERED = 1 << 20
+MOST_REMEMBERED = 1 << 18
 """Rows whose scores wait for their labels."""
 MOST_ID = 256
 """Characters of an id that is remembered."""
@@ -85,7 +85,9 @@ class RequestLog:
 
         def counter(name: str, meaning: str, *labels: str) -> Counter:
             made = Counter(f"serving_{name}", meaning, labels, registry=metrics.registry)
-            metrics.by_version += [made] if "version" in labels else []
+            # Labels come late: theirs are kept for some versions that answer no more.
+            chosen = metrics.of_late if name.startswith("label") else metrics.by_version
+            chosen += [made] if "version" in labels else []
             return made
 
         of = ("version", "output")
@@ -159,17 +161,21 @@ class RequestLog:
 
     def _run(self) -> None:
         while (request := self._waiting.get()) is not None:
-            for name, ids in _ids(request):
-                self._ids.labels(name).inc(ids.numel())
-                self._unknown.labels(name).inc(int((ids == 0).sum()))
             try:
-                self._append("".join(f"{line}\n" for line in _lines(request)).encode())
-            except OSError as error:
+                for name, ids in _ids(request):
+                    self._ids.labels(name).inc(ids.numel())
+                    self._unknown.labels(name).inc(int((ids == 0).sum()))
+                # A JSON text may hold half a character.
+                lines = "".join(f"{line}\n" for line in _lines(request))
+                self._append(lines.encode(errors="replace"))
+            except Exception as error:  # whatever is wrong with a row, the next one is logged
                 self._dropped.inc(len(request.scores))
                 if not self._has_failed:
-                    self._log(f"served requests are not logged: {os_error_text(error)}")
+                    text = os_error_text(error) if isinstance(error, OSError) else repr(error)
+                    self._log(f"served requests are not logged: {text}")
                 self._has_failed = True
-            self._bytes_taken += request.num_bytes
+            finally:
+                self._bytes_taken += request.num_bytes
         if self._file is not None:
             self._file.close()
 
@@ -178,9 +184,10 @@ class RequestLog:
         if self._file is None or self._file_bytes + len(text) > size:
             if self._file is not None:
                 self._file.close()
+                self._file = None
             files = sorted(self._folder.glob("requests_*.jsonl"))
             sizes = [path.stat().st_size for path in files]
-            while sum(sizes) > self._most_bytes - size:
+            while files and sum(sizes) > self._most_bytes - max(size, len(text)):
                 files.pop(0).unlink(missing_ok=True)
                 sizes.pop(0)
             stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())

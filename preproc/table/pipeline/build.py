@@ -150,7 +150,7 @@ def _identity(
         "fitted": fitted.files if fitted else None,
         "table": asdict(table),
         "engine": config.engine.name,
-        "format": 3,
+        "format": 4,
         "files": [
             [str(file.path.resolve()), file.path.stat().st_size, file.path.stat().st_mtime_ns]
             for file in files

@@ -100,6 +100,15 @@ def test_a_copy_that_is_used_again_is_the_last_to_go(tmp_path, monkeypatch):
     assert copies() == {"a"}
 
 
+def test_what_is_larger_than_the_bound_removes_no_copy(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("RECSYS_CACHE_GIB", str(25 / 2**30))
+    write(cache_directory() / "a", x_txt="x" * 10)
+    with pytest.raises(ValueError, match="set RECSYS_CACHE_GIB"):
+        local_copy._make_room(26, "s3://bucket/c")
+    assert copies() == {"a"}
+
+
 def test_patterns_name_several_files(bucket, tmp_path):
     folder = write(tmp_path / "raw", day_1_csv="1", day_10_csv="10", other_txt="x")
     upload_folder(folder, ObjectStore(f"{bucket}/raw"), "other.txt")

@@ -146,6 +146,28 @@ def test_a_delta_between_checkpoints_is_mirrored_and_a_removed_one_is_removed(tm
     }
 
 
+def test_deltas_of_another_way_from_the_same_step_are_replaced(tmp_path):
+    run_dir, address = tmp_path / "run", f"file://{tmp_path / 'mirror'}"
+    for folder, step, text in (
+        ("deltas", 2, "delta 2"),
+        ("deltas", 4, "delta 4 of the mirror"),
+        ("checkpoints", 4, "checkpoint 4"),
+    ):
+        path = tmp_path / f"mirror/{folder}/step_{step}"
+        path.mkdir(parents=True)
+        (path / "run.json").write_text(text)
+    for step, text in ((2, "delta 2"), (4, "delta 4 of this machine")):
+        path = run_dir / f"deltas/step_{step}"
+        path.mkdir(parents=True)
+        (path / "run.json").write_text(text)
+    assert fetch_run(run_dir, address) == 4
+    assert tree(run_dir) == {
+        "deltas/step_2/run.json": "delta 2",
+        "deltas/step_4/run.json": "delta 4 of the mirror",
+        "checkpoints/step_4/run.json": "checkpoint 4",
+    }
+
+
 def test_a_record_that_vanishes_keeps_no_checkpoint_from_its_mirror(tmp_path):
     upload = ObjectStore.upload
 

@@ -80,3 +80,15 @@ def test_a_run_that_cannot_score_ends_the_command_without_a_file(runs, tmp_path,
     assert ended.exit_code == 2
     assert "could not score the rows (exit code 2)" in ended.err
     assert not list(tmp_path.iterdir())
+
+
+def test_scores_of_other_rows_are_not_averaged(runs, tmp_path, monkeypatch):
+    def with_other_rows(options):
+        more = "data.synthetic.test_rows=128" if "/b/" in " ".join(options) else "seed=1"
+        return in_this_process([*options, more])
+
+    monkeypatch.setattr(module, "run_command", with_other_rows)
+    ended = averaged(runs, tmp_path / "mean.parquet")
+    assert ended.exit_code == 2
+    assert "the runs have scored other rows; set data.path and predict.split" in ended.err
+    assert not (tmp_path / "mean.parquet").exists()

@@ -210,6 +210,35 @@ def test_rows_are_dropped_where_the_thread_is_behind_or_the_disk_is_full(
     assert line.startswith("served requests are not logged: ")
 
 
+def test_a_row_that_cannot_be_written_keeps_no_other_from_the_log(version, tmp_path):
+    log, found = RequestLog(tmp_path, 1.0, 1 << 20, lambda line: None), Metrics()
+    log.start(found)
+    log.put(logged(version, "\ud800", "\udfff"))  # half a character each
+    broken = logged(version, "broken")
+    del broken.rows
+    log.put(broken)
+    log.put(logged(version, "whole"))
+    log.stop()
+    assert [row["served_id"] for row in rows_in(tmp_path)] == ["?", "whole"]
+    assert total(found, "serving_log_dropped_rows_total") == 1
+    assert log._bytes_put == log._bytes_taken
+
+
+def test_labels_of_a_version_that_answers_no_more_are_counted(version, tmp_path):
+    log, found = RequestLog(tmp_path, 1.0, 1 << 20, print), Metrics()
+    log.start(found)
+    log.put(logged(version, "a"))
+    log.stop()
+    log.label("a", {"click": Tensor("click", "FP32", (1,), np.ones(1))})
+    served = [SimpleNamespace(name=str(name), identity="x") for name in range(1, 11)]
+    kept = []
+    for one in served:
+        text = found.text("m", [(one, 1.0)], {}).decode()
+        kept.append('serving_labels_total{output="click",version="1"} 1.0' in text)
+    assert kept == [True] * 8 + [False] * 2
+    assert 'serving_logged_rows_total{output="click",version="1"}' not in text
+
+
 def test_the_oldest_files_go_and_the_oldest_scores_wait_for_no_label(
     version, tmp_path, monkeypatch
 ):
