@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # In a wheel, which this is for, they lie there.
-    from hybrid_parallel_recsys.configs.schema import option  # type: ignore[import-not-found]
+    from hybrid_parallel_recsys.configs.schema import (  # type: ignore[import-not-found]
+        ModelConfig,
+        option,
+    )
     from hybrid_parallel_recsys.dataloading.dataset.dataset_directory import (  # type: ignore[import-not-found]
         write_dataset,
     )
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     )
     from hybrid_parallel_recsys.nn.models.metric import Metric  # type: ignore[import-not-found]
     from hybrid_parallel_recsys.nn.models.model import Model  # type: ignore[import-not-found]
+    from hybrid_parallel_recsys.nn.observers.observer import (  # type: ignore[import-not-found]
+        Observer,
+    )
     from hybrid_parallel_recsys.nn.training.dense_optimizer import (  # type: ignore[import-not-found]
         DenseRule,
     )
@@ -43,6 +49,8 @@ __all__ = [
     "DenseRule",
     "Metric",
     "Model",
+    "ModelConfig",
+    "Observer",
     "Run",
     "RunLogger",
     "StateField",
@@ -58,6 +66,8 @@ PLACES = {
     "DenseRule": "nn.training.dense_optimizer",
     "Metric": "nn.models.metric",
     "Model": "nn.models.model",
+    "ModelConfig": "configs.schema",
+    "Observer": "nn.observers.observer",
     "Run": "nn.library.loaded_run",
     "RunLogger": "nn.loggers.run_logger",
     "StateField": "nn.embedding.optimizer",

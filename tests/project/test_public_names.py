@@ -8,7 +8,18 @@ from types import ModuleType
 import pytest
 
 public = import_module("hybrid_parallel_recsys")
-PROMISED = {"Run", "Training", "Model", "option", "TableRule", "DenseRule", "Metric", "RunLogger"}
+PROMISED = {
+    "Observer",
+    "ModelConfig",
+    "Run",
+    "Training",
+    "Model",
+    "option",
+    "TableRule",
+    "DenseRule",
+    "Metric",
+    "RunLogger",
+}
 
 
 def test_every_name_is_that_of_its_module():
