@@ -1,4 +1,4 @@
-"""What is no SQL of one row is refused in a line, however deep it is; `tests/serving/inference/test_raw_values.py` has the rest."""
+"""SQL that is not of one row, refused in a line however deep it is; `tests/serving/inference/test_raw_values.py` has the rest."""
 
 import pytest
 
