@@ -297,7 +297,8 @@ def _value(start: str, text: str, parsed: Override | None, hint: Any) -> str:
         and (takes(hint, int) or takes(hint, float))
     ):
         raise ValueError(f"{start[:-1]}: got {shown(value)}; want {wanted(hint)} below {2**63:,}")
-    if hint is bool and not isinstance(value, bool | str) and value not in (0, 1):
+    is_bool = hint in (bool, bool | None) and value is not None
+    if is_bool and not isinstance(value, bool | str) and value not in (0, 1):
         raise ValueError(f"{start[:-1]}: got {shown(value)}; want true or false")
     if is_dataclass(hint) and not isinstance(value, dict):
         first = f"{start[:-1]}.{fields(hint)[0].name}"

@@ -124,7 +124,7 @@ def os_error_text(error: OSError, place: str = UNKNOWN_PLACE, more: str = "") ->
 OURS = "main configs dataloading preproc nn compare serving status sweep hybrid_parallel_recsys benchmarks"
 DEPENDENCIES = (
     "torch torchrec fbgemm_gpu hydra omegaconf numpy yaml duckdb pyarrow numba isal rich tensorboard matplotlib "
-    "antlr4 llvmlite pyre_extensions tensordict torchmetrics tqdm triton uvicorn httptools prometheus_client"
+    "antlr4 llvmlite pyre_extensions tensordict torchmetrics tqdm triton uvicorn httptools prometheus_client google"
 )
 """Modules that pyproject.toml installs without an extra, and those that TorchRec and others of them import."""
 EXTRAS = {

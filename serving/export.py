@@ -53,7 +53,7 @@ def check_paths(config: ModelExportConfig) -> None:
     if not (checkpoint / "run.json").exists():
         missing = f"there is no {'run.json in it' if checkpoint.is_dir() else 'such directory'}"
         raise ValueError(
-            f"checkpoint={checkpoint} is no checkpoint of a run ({missing}); name a step_N directory in a run's checkpoints/"
+            f"checkpoint={checkpoint} is not a checkpoint ({missing}); name a step_N directory in a run's checkpoints/"
         )
     if config.onnx:
         require_onnx()

@@ -348,7 +348,7 @@ def test_no_override_means_an_empty_mapping():
             "--train.epochz=2",
             "error: there is no flag --train.epochz; options are written key=value",
         ),
-        ("--batch_size", "error: there is no flag --batch_size; options are written key=value"),
+        ("--batchsize", "error: there is no flag --batchsize; options are written key=value"),
         ("-b", "error: there is no flag -b; options are written key=value"),
         (
             "+train.batchsize=3",

@@ -97,6 +97,7 @@ def test_config_and_plan_are_written_as_given(tmp_path):
             "staged_rows": 0.0,
             "journal_rows": 0.0,
             "memories": 1,
+            "exchange": "vectors",
         }
     ]
 
