@@ -93,6 +93,9 @@ class Batch:
     """Layout of `ids`, if batches share it; then only the ids themselves are copied to the device."""
     weights: Tensor | None = None  # float32 [B], 0 of padding rows; None if all rows count alike
     keep_rates: Tensor | None = None  # float32 [B], 1 of padding rows; None without such a column
+    # numbers of events, float32 [events of the group in this batch], in the order of
+    # `FeatureSpec.event_columns`; rows, lengths and order are those of the group's features
+    events: tuple[Tensor, ...] = ()
     # uint8, all tensors of the batch but a shared layout; None if they do not lie in one memory
     memory: Tensor | None = field(default=None, repr=False)
 

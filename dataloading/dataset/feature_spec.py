@@ -17,6 +17,7 @@ import numpy as np
 from configs.messages import shown
 from dataloading.dataset.documents import read_yaml, resolved
 from dataloading.dataset.row_columns import LABEL_DTYPES, Channel, RowColumn
+from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from dataloading.dataset.split_files import (
     SPLITS,
     SplitFiles,
@@ -120,6 +121,12 @@ class FeatureSpec:
     # rate at which negatives such as this row were kept in the training rows; None without such a
     # column
     keep_rate: RowColumn | None = None
+    sequences: tuple[SequenceGroup, ...] = ()
+
+    @property
+    def event_columns(self) -> tuple[EventColumn, ...]:
+        """Numbers of the events of all groups, in the order of a batch."""
+        return tuple(column for group in self.sequences for column in group.numbers)
 
     @property
     def names(self) -> list[str]:
@@ -352,10 +359,8 @@ def _parse_features(root: Path, document: object) -> FeatureSpec:
         tables,
         {},
         metadata,
-        *(
-            next(iter(row_columns[channel]), None)
-            for channel in (Channel.weight, Channel.keep_rate)
-        ),
+        weight=next(iter(row_columns[Channel.weight]), None),
+        keep_rate=next(iter(row_columns[Channel.keep_rate]), None),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nn.layers.distinct_rows import DistinctRows
+from nn.layers.sequence_events import SequenceEvents
 from nn.ops.embedding_layout import EmbeddingLayout
 from nn.ops.table_rows import TableRows
 
@@ -29,6 +30,8 @@ class PooledEmbeddings:
     rows: TableRows | None = None
     # returns the distinct rows of a table, with the positions of a feature's ids
     rows_of: Callable[[str, str], DistinctRows] | None = None
+    # returns the events of a sequence group
+    sequence_of: Callable[[str], SequenceEvents] | None = None
 
     @classmethod
     def of(cls, matrix: Tensor, num_features: int) -> "PooledEmbeddings":
@@ -53,6 +56,12 @@ class PooledEmbeddings:
         """Return the distinct rows of a table that hands them out: one without pooling that has a ragged feature."""
         assert self.rows_of is not None, "there is such a table"
         return self.rows_of(table, feature)
+
+    @torch.compiler.disable
+    def sequence(self, group: str) -> SequenceEvents:
+        """Return the events of a sequence group, whose features have tables that hand out their rows."""
+        assert self.sequence_of is not None, "there is such a group"
+        return self.sequence_of(group)
 
     @torch.compiler.disable
     def matrix(self, prefix: Tensor | None = None) -> Tensor:
