@@ -61,14 +61,14 @@ class StepRunner:
         if own and self._tables.tier is not None and self._tables.tier.stager is not None:
             self._tables.tier.stager.read_ahead(own)
 
-    def start(self, batch: Batch, need: Need | None = None) -> BatchRows:
+    def start(self, batch: Batch, need: Need | None = None) -> tuple[Batch, BatchRows]:
         """Send the ids of a batch on the device to their tables, and fetch the rows of those in host memory.
 
-        `need` is the result of `announce`, if it was called.
+        `need` is the result of `announce`, if it was called. Returns the batch as its pass reads it, with padded events.
         """
         rows = self._send(batch)
         self._fetch(batch, rows, need)
-        return rows
+        return self._batch_ids.with_padded_events(batch, rows.ids.capacity.doublings), rows
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
         """Let the current stream wait for the one on which batches are started."""
