@@ -464,6 +464,13 @@ def test_plan_and_floor_count_events_and_rows_that_are_handed_out(dataset, monke
         assert floor.hbm["batch"] == pytest.approx(batch * (8 * (2 + events) + 8 + 12 * ids))
 
 
+def test_rows_of_events_are_not_cut_by_columns(dataset):
+    column_wise = ("sharding.tables={item: column_wise}", "sharding.world_size=2")
+    config = compose_config(*overrides_of(dataset, "sgd", "table_wise", *column_wise))
+    with pytest.raises(ValueError, match="table item of 8 columns to column_wise, which is for "):
+        build_plan(config, open_source(config), planned_hardware(config))
+
+
 @pytest.mark.parametrize("world_size", worlds(1, 2))
 def test_the_captured_step_trains_as_the_launched_one_and_as_cpus(dataset, world_size):
     """With a capacity for every batch, and for none."""
