@@ -23,8 +23,6 @@ Wrong = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Check of the items of a file."""
-
     dtype: np.dtype  # of one item
     wrong: Wrong  # function that marks invalid items
     kind: str  # description of such items, such as `ids outside [0, 10)`
@@ -33,8 +31,6 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class FileTask:
-    """One file to read."""
-
     path: Path  # of the file
     num_bytes: int | None = None  # its expected size; None if unknown
     crc32: str | None = None  # its expected CRC-32, hexadecimal; None if the spec lists none
@@ -46,7 +42,7 @@ class FileTask:
 
 def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
     """Yield every file that the spec names, or for which it lists a checksum."""
-    listed = _listed_files(spec)
+    listed, names = _listed_files(spec), spec.numerical
     for split, files in spec.splits.items():
         for path in files.parquet:
             num_bytes, crc32 = listed.pop(path, _UNLISTED)
@@ -61,13 +57,22 @@ def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
             if c.name in files.columns
         }
         if files.numerical is not None:
-            checks[files.numerical] = _numerical(spec)
+            checks[files.numerical] = Column(
+                spec.numerical_dtype.newbyteorder("<"),
+                lambda items: ~np.isfinite(items),
+                "numericals that are not finite",
+                lambda at: f"row {at // len(names):,} of {names[at % len(names)]}",
+            )
         for feature in spec.categorical:
             ids, ends = files.ids[feature.name], None
             if feature.hotness is None:
                 offsets = files.offsets[feature.name]
-                ends = _mapped(offsets)
-                num_ids = int(ends[-1]) if len(ends) else 0
+                # Whatever its size.
+                count = offsets.stat().st_size // OFFSET_DTYPE.itemsize
+                ends = np.empty(0, OFFSET_DTYPE)
+                if count:
+                    ends = np.memmap(offsets, OFFSET_DTYPE, "r", shape=(count,))
+                num_ids = int(ends[-1]) if count else 0
                 num_bytes_of[ids] = num_ids * feature.dtype.itemsize
                 num_bytes_of[offsets] = (num_rows + 1) * OFFSET_DTYPE.itemsize
                 checks[offsets] = _offsets()
@@ -143,17 +148,6 @@ def mistakes(spec: FeatureSpec, column: RowColumn) -> str:
     return f"{column.channel}s{named} other than {column.wanted}"
 
 
-def _numerical(spec: FeatureSpec) -> Column:
-    names = spec.numerical
-
-    def place(index: int) -> str:
-        row, column = divmod(index, len(names))
-        return f"row {row:,} of {names[column]}"
-
-    dtype = spec.numerical_dtype.newbyteorder("<")
-    return Column(dtype, lambda items: ~np.isfinite(items), "numericals that are not finite", place)
-
-
 def wrong_ids(feature: CategoricalFeature) -> str:
     """Return what to call the values that no id, or no key, may have."""
     if feature.is_dynamic:
@@ -194,11 +188,3 @@ def _offsets() -> Column:
 
     kind = "offsets that do not start at 0 or decrease"
     return Column(OFFSET_DTYPE, wrong, kind, lambda index: _row(max(index - 1, 0)))
-
-
-def _mapped(path: Path) -> np.ndarray:
-    """Map a file of offsets, whatever its size."""
-    count = path.stat().st_size // OFFSET_DTYPE.itemsize
-    return (
-        np.memmap(path, OFFSET_DTYPE, "r", shape=(count,)) if count else np.empty(0, OFFSET_DTYPE)
-    )
