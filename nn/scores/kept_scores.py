@@ -20,11 +20,8 @@ class KeptScores:
     """Scores of the first rows of a split, float64, in a directory.
 
     Each chunk has a line with its rows and its CRC-32, so the bytes need no sync: after a power cut, chunks count up to the
-    first one that is damaged.
-
-    `directory`: exists; what it holds of other scores is removed.
-
-    `is_other`: whether scores of another model or other data were removed.
+    first one that is damaged. `directory`: exists; what it holds of other scores is removed. `is_other`: whether scores of
+    another model or other data were removed.
     """
 
     def __init__(self, directory: Path, facts: dict[str, Any], num_tasks: int) -> None:

@@ -44,10 +44,7 @@ def import_loader() -> None:
 
 
 def load_dense(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return forward(numerical [B, N], embeddings [B, T]) -> logits on the CPU.
-
-    Raises ModelError: as `load_program`.
-    """
+    """Return forward(numerical [B, N], embeddings [B, T]) -> logits on the CPU. Raises ModelError: as `load_program`."""
     return _loaded(path, lambda file: Program(zipfile.ZipFile(file))).forward
 
 

@@ -128,9 +128,8 @@ class MappedTable:
 def _mapped(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return the numbers of a file, which is mapped for reading.
 
-    torch.from_file maps it for writing: the system then counts it as memory, and refuses what exceeds that.
-
-    Raises OSError: the file cannot be opened. Raises ValueError: it is too short.
+    torch.from_file maps it for writing: the system then counts it as memory, and refuses what exceeds that. Raises OSError:
+    the file cannot be opened. Raises ValueError: it is too short.
     """
     numbers = np.memmap(path, NUMPY_DTYPES[dtype], "r", shape=shape)
     with warnings.catch_warnings():
