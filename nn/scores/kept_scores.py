@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ class KeptScores:
     def __init__(self, directory: Path, facts: dict[str, Any], num_tasks: int) -> None:
         self._directory = directory
         self._num_tasks = num_tasks
-        before = _read_facts(directory / FACTS)
+        before = None
+        with suppress(FileNotFoundError, ValueError):
+            before = read_json(directory / FACTS)
         self.is_other = before not in (None, facts)
         if before != facts:
             for name in (FACTS, CHUNKS, SCORES):
@@ -69,7 +72,6 @@ class KeptScores:
         self._lines.append(f"{line}\n".encode())
 
     def close(self) -> None:
-        """Close the files."""
         for file in (self._lines, self._scores):
             if file is not None:
                 file.close()
@@ -95,12 +97,4 @@ def _parsed(line: str) -> Any:
     try:
         return parse_json(line, SCORES)
     except ValueError:
-        return None
-
-
-def _read_facts(path: Path) -> Any:
-    """Return the facts of kept scores; None if there are none or they are damaged."""
-    try:
-        return read_json(path)
-    except (FileNotFoundError, ValueError):
         return None

@@ -15,14 +15,7 @@ from configs.option_values import plain_values
 from configs.schema import Config
 from dataloading.batch import Batch
 from dataloading.storage.object_store import is_remote
-from nn.build import (
-    build_key_maps,
-    build_step,
-    checked_plan,
-    device_type,
-    hardware_of,
-    open_source,
-)
+from nn.build import build_key_maps, build_step, checked_plan, device_type, hardware_of, open_source
 from nn.checks import check_optimizers
 from nn.distributed.failures import report_faults, report_lost_rank
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment

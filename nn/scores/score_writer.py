@@ -62,7 +62,6 @@ class ScoreWriter:
 
     @property
     def has_kept(self) -> bool:
-        """Return whether scores were kept for another start."""
         return self._num_written > 0
 
     def put(self, scores: Tensor) -> None:

@@ -133,7 +133,6 @@ class StreamedRows:
         return True
 
     def _skip(self, num_done: int) -> None:
-        """Forget the features of the first `num_done` rows."""
         while self._features and self._features[0][0] < num_done:
             first, table = self._features.popleft()
             rest = table.slice(num_done - first)
@@ -185,8 +184,6 @@ class StreamedRows:
 
 
 class _StreamedColumns:
-    """Raw columns of the rows of a stream."""
-
     def __init__(self, schema: pa.Schema, rows: StreamedRows) -> None:
         self.fields: Sequence[pa.Field] = tuple(schema)
         self._rows = rows
@@ -196,7 +193,6 @@ class _StreamedColumns:
 
 
 def _states(patterns: Iterable[str]) -> dict[str, list[int]]:
-    """Return bytes and modification time of the files that match."""
     paths = [path for pattern in patterns for path in sorted(glob.glob(pattern))]
     return {
         path: [state.st_size, state.st_mtime_ns]

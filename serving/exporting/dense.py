@@ -145,8 +145,8 @@ def load_aoti(directory: Path, device: Device) -> Forward:
     program = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
     tried = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True)
     if tried.returncode:
-        is_killed = tried.returncode < 0
-        cause = f"signal {-tried.returncode}" if is_killed else _last_line(tried.stderr)
+        lines = [line.strip() for line in tried.stderr.splitlines() if line.strip()]
+        cause = f"signal {-tried.returncode}" if tried.returncode < 0 else "".join(lines[-1:])
         raise ValueError(
             f"aoti={device.value}: torch {torch.__version__} cannot load what its compiler has written "
             f"({cause}); leave aoti out, or export with another version"
@@ -181,10 +181,6 @@ def _program(dense: Model, example: tuple[Tensor, Tensor]) -> torch.export.Expor
 
 def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 @contextmanager

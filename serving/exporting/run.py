@@ -28,13 +28,7 @@ from serving.exporting.dense import (
     load_dense,
     load_onnx,
 )
-from serving.exporting.proof import (
-    TrainingPath,
-    looked_up_rows,
-    proof_batches,
-    prove,
-    rows_of,
-)
+from serving.exporting.proof import TrainingPath, looked_up_rows, proof_batches, prove, rows_of
 from serving.exporting.proof_rows import write_proof_rows
 from serving.exporting.raw_values import write_raw_values
 from serving.exporting.tables import write_tables
@@ -125,7 +119,6 @@ def open_trained(path: Path, data: str | None) -> Trained:
 
 
 def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Manifest:
-    """Write and prove a model directory."""
     spec, dtype = trained.source.spec, options.dtype.name
     maps = stored_key_maps(trained.config, spec, trained.saved.index)
     batches = proof_batches(trained.source, options.split, options.rows, maps)

@@ -132,7 +132,6 @@ def _is_plain(expression: object) -> bool:
 
 
 def _items(document: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every key of a document with its value, at all depths."""
     if isinstance(document, dict):
         for key, value in document.items():
             yield key, value

@@ -210,7 +210,6 @@ class RawValues:
         return stored.astype(np.float16).astype(np.float32) if self._is_float16 else stored
 
     def _texts(self, name: str, values: Any) -> list[str | None]:
-        """Return the values of a column as texts."""
         if isinstance(values, list):
             missing = self._missing.of_texts(name)
             return [None if not text or text in missing else text for text in values]
@@ -288,7 +287,6 @@ class RawValues:
         return self._several(of | {"take": "first"}, lists)
 
     def _encode(self, feature: Mapping[str, Any], texts: Texts) -> np.ndarray:
-        """Return the id of each value, int64."""
         if feature.get("is_key"):
             keys = np.array([0 if text is None else _key(text) for text in texts], np.int64)
             return self._keys[feature["name"]].rows(keys)
@@ -322,7 +320,6 @@ class _MissingValues:
         self._numbers = numbers_of(texts)
 
     def of_texts(self, name: str) -> frozenset[str]:
-        """Return the texts that are missing in an input."""
         return self._texts.get(name, frozenset())
 
     def of_numbers(self, name: str, values: np.ndarray) -> np.ndarray:
@@ -388,7 +385,6 @@ def _key(text: str) -> int:
 def _transformed(
     numbers: list[float | None], transform: Any, fitted: Sequence[float]
 ) -> list[float | None]:
-    """Return numbers after one transform; None is a missing number."""
     name, argument = transform_of(transform)
     if name == "fill":
         return [float(argument) if x is None else x for x in numbers]

@@ -1,7 +1,7 @@
 """Lookup of embeddings in mapped tables: only the rows that are looked up are read, so tables may exceed memory."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -21,11 +21,8 @@ GATHERED = 1 << 22
 # B: rows, T: columns of all embeddings
 
 
-class Lookup(Protocol):
-    """Lookup of embeddings on some device."""
-
-    def __call__(self, rows: Rows) -> Tensor:
-        """Return the embeddings of B rows, float32 [B, T]."""
+Lookup = Callable[[Rows], Tensor]
+"""Returns the embeddings of B rows, float32 [B, T]."""
 
 
 class LookedUp(Protocol):
