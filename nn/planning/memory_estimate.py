@@ -43,8 +43,6 @@ LISTED_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes on one rank's GPU, by purpose."""
-
     tables: int  # weights and optimizer state, as planned
     expansion: int  # further ids of each stored id (`data.multi_hot`), as planned
     dense_tables: int  # gradients of the replicated tables, as large as their weights
@@ -63,7 +61,6 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Sum of all purposes."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -147,11 +144,9 @@ class Requests:
 
     @property
     def is_sent(self) -> bool:
-        """Return whether ranks send each other rows."""
         return len(self.capacity) > 1
 
     def asked_of(self, rank: int) -> int:
-        """Return the rows that can be asked of a rank."""
         return len(self.capacity) * self.capacity[rank if self.is_sent else 0]
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
@@ -176,7 +171,6 @@ class Requests:
         return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * self.asked_of(rank)
 
     def evaluation_bytes(self, rank: int, sent_bytes: int) -> int:
-        """Return the memory of an evaluation with another batch size."""
         rows = self.is_sent * self.asked_of(rank) + sum(self.capacity)
         return rows * self.columns * sent_bytes + REQUEST_BYTES * self.keys
 
@@ -216,12 +210,8 @@ def requests_of(
             per_shard = -(-table.num_embeddings // len(owners))
             for number, rank in enumerate(owners):
                 first = min(number * per_shard, table.num_embeddings)
-                capacity[rank] += expected_distinct(
-                    batch * table.hotness,
-                    share,
-                    first,
-                    min(first + per_shard, table.num_embeddings),
-                )
+                end = min(first + per_shard, table.num_embeddings)
+                capacity[rank] += expected_distinct(batch * table.hotness, share, first, end)
         requests.append(
             Requests(
                 tuple(table.table for table in group),
@@ -242,7 +232,6 @@ def replicated_weights(tables: Sequence[TablePlan]) -> int:
 
 
 def not_requested(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> list[TablePlan]:
-    """Return the tables whose rows are not asked for."""
     asked = {name for request in requests for name in request.tables}
     return [table for table in plan if table.table not in asked]
 
@@ -312,8 +301,6 @@ def _ids_of_tables(
 
 @dataclass(frozen=True, slots=True)
 class _SparseWork:
-    """Lookups of one rank per step."""
-
     # elements of the embeddings that are looked up for all ranks; those of replicated tables do not count
     elements: int
     ids: int  # ids that arrive: once per feature, whatever number of tables takes them
@@ -323,7 +310,6 @@ class _SparseWork:
 
     @property
     def sorted_bytes(self) -> int:
-        """Memory of the update."""
         return self.keys * SORTED_KEY_BYTES + self.update_bytes
 
 
@@ -355,22 +341,11 @@ def _work_of(
             size += update_bytes(keys_of[table.table], table.columns_on(rank))
         ids += rows * sum(arriving.values())
         keys += sum(keys_of.values())
-        has_listed = any(
-            len(features[table.table]) > 1
-            or any(ids.is_ragged for ids in features[table.table].values())
-            for table in tables
-        )
+        looked_up = [features[table.table].values() for table in tables]
+        has_listed = any(len(of) > 1 or any(ids.is_ragged for ids in of) for of in looked_up)
         size += LISTED_BYTES * has_listed * sum(keys_of.values())
-    mapping = (
-        MAPPED_ID_BYTES
-        * global_batch
-        * sum(
-            ids.keys
-            for table in sharded
-            if table.has_arena
-            for ids in features[table.table].values()
-        )
-    )
+    tiered = [features[table.table].values() for table in sharded if table.has_arena]
+    mapping = MAPPED_ID_BYTES * global_batch * sum(ids.keys for of in tiered for ids in of)
     return _SparseWork(round(elements), round(ids), round(keys), round(size), round(mapping))
 
 
