@@ -14,8 +14,13 @@ COLUMN: tl.constexpr = tl.constexpr(COLUMN_FACTOR)
 BLOCKS = {"BLOCK_B": 16, "BLOCK_C": 128}
 
 
-def apply_mask(x: Tensor, mask: DropoutMask, out: Tensor | None = None) -> Tensor:
-    """Compute `DropoutMask.apply` with the same bits.
+def apply_mask(
+    x: Tensor,
+    mask: DropoutMask,
+    out: Tensor | None = None,
+    at: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+) -> Tensor:
+    """Compute `DropoutMask.apply` with the same bits or, of rows and offsets `at`, `DropoutMask.apply_at`.
 
     `x`: [B, ...]. `out`: contiguous, receives the result; may be `x`. None allocates it.
     """
@@ -36,6 +41,7 @@ def apply_mask(x: Tensor, mask: DropoutMask, out: Tensor | None = None) -> Tenso
             mask.scale,
             rows,
             columns,
+            *at,
             **BLOCKS,
         )
     return out
@@ -52,15 +58,24 @@ def _dropout(
     scale,
     rows,
     columns,
+    samples,
+    offsets,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     of_step = step_bits(key, tl.load(step))
-    global_row = (tl.load(first_row) + row).to(tl.uint32)
+    if samples is None:
+        global_row = (tl.load(first_row) + row).to(tl.uint32)
+        place = column.to(tl.uint32)[None, :]
+    else:
+        sample = tl.load(samples + row, mask=row < rows, other=0)
+        global_row = (tl.load(first_row) + sample).to(tl.uint32)
+        first = tl.load(offsets + row, mask=row < rows, other=0).to(tl.uint32) * columns
+        place = first[:, None] + column.to(tl.uint32)[None, :]
     row_bits = mix(of_step + global_row * ROW)
-    bits = mix(row_bits[:, None] + (column.to(tl.uint32) * COLUMN)[None, :])
+    bits = mix(row_bits[:, None] + place * COLUMN)
     is_kept = (bits >> 1) >= threshold.to(tl.uint32)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     offset = row[:, None] * columns + column[None, :]
