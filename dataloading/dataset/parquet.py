@@ -38,9 +38,10 @@ class ParquetSource(Source):
         }
         largest = max(split.granule for split in self._splits.values())
         ids = sum(feature.mean_hotness for feature in spec.categorical)
-        row_bytes = (
-            4 * (len(spec.row_columns) + len(spec.numerical)) + spec.ids_dtype.itemsize * ids
-        )
+        means = {feature.name: feature.mean_hotness for feature in spec.categorical}
+        events = sum(means[group.features[0]] * len(group.numbers) for group in spec.sequences)
+        row_bytes = 4 * (len(spec.row_columns) + len(spec.numerical) + events)
+        row_bytes += spec.ids_dtype.itemsize * ids
         self._num_kept = max(LEAST_KEPT, int(KEPT_BYTES / (largest * row_bytes)))
         self._groups = _GroupCache(self._num_kept)
         self._fits = {
@@ -80,6 +81,8 @@ class ParquetSource(Source):
         )
         at = 0
         ids_at = [0] * len(num_ids)
+        names = [feature.name for feature in self.spec.categorical]
+        of_groups = [(names.index(g.features[0]), g) for g in self.spec.sequences]
         for group, rows in pieces:
             place = slice(at, at + rows.stop - rows.start)
             for (_, values), numbers in zip(out.row_columns(self.spec), group.columns, strict=True):
@@ -98,6 +101,13 @@ class ParquetSource(Source):
                 if not feature.is_dynamic:
                     out.ids[index][target] = group.ids[index][items]
                 ids_at[index] = target.stop
+            of_events = iter(zip(out.events, group.events, strict=True))
+            for index, sequence in of_groups:
+                ends = group.offsets[index]
+                for _ in sequence.numbers:
+                    events, of_group = next(of_events)
+                    part = of_group[ends[rows.start] : ends[rows.stop]]  # type: ignore[index]
+                    events[ids_at[index] - len(part) : ids_at[index]] = part
             at = place.stop
         return out
 
@@ -156,13 +166,20 @@ def joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> Spli
             bounds = [group.offsets[index] for group in groups]
             lengths = np.concatenate([np.diff(ends) for ends in bounds if ends is not None])
             offsets[feature.name] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    slices = {
+        group.name: np.stack([offsets[group.features[0]][:-1], offsets[group.features[0]][1:]], 1)
+        for group in spec.sequences
+    }
+    names = [column.name for column in spec.event_columns]
+    numbers = zip(*(group.events for group in groups), strict=True) if names else ()
+    events = {name: np.concatenate(parts) for name, parts in zip(names, numbers, strict=True)}
     row_columns = {
         column.name: np.concatenate([group.columns[index] for group in groups]).astype(
             LABEL_DTYPE if column.is_binary else np.float32
         )
         for index, column in enumerate(spec.row_columns)
     }
-    return SplitColumns(row_columns, numerical, ids, offsets, files)
+    return SplitColumns(row_columns, numerical, ids, offsets, files, slices, events=events)
 
 
 def _num_ids(group: RowGroup, index: int, rows: slice) -> int:

@@ -1,7 +1,7 @@
 """Row groups of Parquet files: decoding, with a check of every value."""
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import local
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from configs.messages import shortened
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.dataset.parquet_files import open_file, read_footer
+from dataloading.dataset.sequences import SequenceGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class RowGroup:
     ids: list[np.ndarray]  # integers, flat, one array per feature, checked against its table
     # int [n + 1] of ragged features, None where the hotness is fixed
     offsets: list[np.ndarray | None]
+    # numbers of events, float32, flat, in the order of `FeatureSpec.event_columns`; of times the ages
+    events: list[np.ndarray]
 
 
 class SplitGroups:
@@ -129,8 +132,15 @@ def decode(
             )
         columns.append(numbers)
     numerical = [where.numbers(table, name) for name in spec.numerical]
-    decoded = [where.ids(table, feature) for feature in spec.categorical]
-    return RowGroup(columns, numerical, [d[0] for d in decoded], [d[1] for d in decoded])
+    decoded = {feature.name: where.ids(table, feature) for feature in spec.categorical}
+    ids, offsets = zip(*decoded.values(), strict=True)
+    lengths = {name: np.diff(ends) for name, (_, ends) in decoded.items() if ends is not None}
+    events = [
+        numbers
+        for group in spec.sequences
+        for numbers in where.events(table, group, {name: lengths[name] for name in group.features})
+    ]
+    return RowGroup(columns, numerical, list(ids), list(offsets), events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +168,10 @@ class Place:
     def ids(
         self, table: pa.Table, feature: CategoricalFeature
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        column = self._whole(table, feature.name)
         if feature.hotness == 1:
-            ids, offsets = column.to_numpy(), None
+            ids, offsets = self._whole(table, feature.name).to_numpy(), None
         else:
-            ids, offsets = self._lists(column, feature)
+            ids, offsets = self._lists(table, feature)
         if feature.is_dynamic:
             return ids, offsets
         if int(ids.view(f"u{ids.itemsize}").max(initial=0)) >= feature.cardinality:
@@ -178,6 +187,32 @@ class Place:
             )
         return ids, offsets
 
+    def events(
+        self, table: pa.Table, group: SequenceGroup, lengths: Mapping[str, np.ndarray]
+    ) -> list[np.ndarray]:
+        """Return the numbers of the events of a group, for a batch; `lengths`: of the rows, by its features."""
+        numbers = {c.name: self._flat(table, c.name, "a number", "numbers") for c in group.numbers}
+        counts = {**lengths, **{name: np.diff(ends) for name, (_, ends) in numbers.items()}}
+        first = group.features[0]
+        if (wrong := group.wrong_length(counts[first])) is not None:
+            raise ValueError(
+                f"feature '{first}': {counts[first][wrong]} events at {self.row(wrong)}; want at most "
+                f"max_length={group.max_length}"
+            )
+        for name, own in counts.items():
+            differs = own != counts[first]
+            if differs.any():
+                row = int(differs.argmax())
+                raise ValueError(
+                    f"feature '{name}': {own[row]} events at {self.row(row)}, and '{first}' has {counts[first][row]}; "
+                    f"want equally many in all columns of group '{group.name}'"
+                )
+        moments = self._whole(table, group.name).to_numpy() if group.time else None
+        return [
+            group.checked(c, numbers[c.name][0].to_numpy(), counts[first], moments, self.row)
+            for c in group.numbers
+        ]
+
     def _whole(self, table: pa.Table, name: str) -> pa.Array:
         column = table.column(name)
         if column.null_count:
@@ -185,9 +220,11 @@ class Place:
             raise ValueError(f"'{name}' is missing at {self.row(row)}; want a value in every row")
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
-    def _lists(
-        self, column: pa.Array, feature: CategoricalFeature
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    def _flat(
+        self, table: pa.Table, name: str, item: str = "an id", wanted: str = "integers"
+    ) -> tuple[pa.Array, np.ndarray]:
+        """Return the items of a column of lists, and the offsets of its rows."""
+        column = self._whole(table, name)
         if pa.types.is_fixed_size_list(column.type):
             offsets = np.arange(len(column) + 1) * column.type.list_size
         else:
@@ -197,9 +234,13 @@ class Place:
         if values.null_count:
             at = int(np.asarray(values.is_null()).argmax())
             row = int(offsets.searchsorted(at, "right")) - 1
-            raise ValueError(
-                f"'{feature.name}' misses an id at {self.row(row)}; want integers only"
-            )
+            raise ValueError(f"'{name}' misses {item} at {self.row(row)}; want {wanted} only")
+        return values, offsets
+
+    def _lists(
+        self, table: pa.Table, feature: CategoricalFeature
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        values, offsets = self._flat(table, feature.name)
         if feature.hotness is None:
             return values.to_numpy(), offsets
         other = np.diff(offsets) != feature.hotness

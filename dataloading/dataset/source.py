@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class Columns:
     weights: np.ndarray | None = None  # float32 [B], 0 of padding rows; None without such a column
     # float32 [B], 1 of padding rows; None without such a column
     keep_rates: np.ndarray | None = None
+    # float32 [events of the group], by `FeatureSpec.event_columns`
+    events: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
     def empty(
@@ -61,7 +63,13 @@ class Columns:
             keep_rates[num_valid:] = 1
         ends = np.cumsum(num_ids)
         ids = [values[end - count : end] for end, count in zip(ends, num_ids, strict=True)]
-        return cls(numerical, labels, values, ids, lengths, weights, keep_rates)
+        of_feature = {f.name: count for f, count in zip(spec.categorical, num_ids, strict=True)}
+        events = [
+            allocate((of_feature[group.features[0]],), np.dtype(np.float32))
+            for group in spec.sequences
+            for _ in group.numbers
+        ]
+        return cls(numerical, labels, values, ids, lengths, weights, keep_rates, events)
 
     def row_columns(self, spec: FeatureSpec) -> list[tuple[RowColumn, np.ndarray]]:
         """Return each of `spec.row_columns` with its numbers, a view [B] that may be filled."""

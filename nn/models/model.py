@@ -69,7 +69,8 @@ class Model(nn.Module):
         """Return the tables with their features: one per feature unless overridden.
 
         The order of the features in this list is that of the embeddings that `forward` receives. A table without pooling that has
-        a ragged feature has no vectors: `forward` takes its rows by `embeddings.distinct_rows(table, feature)`.
+        a ragged feature has no vectors: `forward` takes its rows by `embeddings.distinct_rows(table, feature)` or, of events,
+        `embeddings.sequence(group)`.
         """
         return one_table_per_feature(options, spec)
 
