@@ -124,6 +124,6 @@ def user_item_logits(
         part for turn in (hour, day) for part in (math.cos(6.28 * turn), math.sin(6.28 * turn))
     ]
     last = torch.cat([x[-count:], torch.tensor([clock], dtype=x.dtype).expand(count, 4)], 1)
-    user = norm(dense(last, weights, "output"), weights, "output_norm")
+    user = norm(dense(last, weights, "user.linear"), weights, "user.norm")
     product = user * mlp(torch.cat(candidates, 1), weights, "candidate")
     return mlp(product, weights, "head", last_norm=False)

@@ -12,7 +12,6 @@ from torch.nn.functional import linear, silu
 
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
-from nn.ops.dropout_mask import DropoutMask
 from nn.ops.fused_linear import as_autocast
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention, pad
 
@@ -74,28 +73,7 @@ class PositionDropout(Dropout):
 
     def forward(self, x: Tensor, at: JaggedPositions) -> Tensor:  # type: ignore[override]
         """Map [C, D] to the same shape and dtype."""
-        mask = self.mask
-        return x if mask is None else _PositionDropout.apply(x, mask, at)
-
-
-class _PositionDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, mask: DropoutMask, at: JaggedPositions) -> Tensor:
-        ctx.mask, ctx.at = mask, at
-        return _masked(x, mask, at)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _masked(grad, ctx.mask, ctx.at), None, None
-
-
-def _masked(x: Tensor, mask: DropoutMask, at: JaggedPositions) -> Tensor:
-    if not x.is_cuda:
-        return mask.apply_at(x, at.samples, at.offsets)
-    # Only CUDA builds of torch include Triton.
-    from nn.ops.triton.dropout import apply_mask
-
-    return apply_mask(x, mask, at=(at.samples, at.offsets))
+        return self._drop(x, (at.samples, at.offsets)) if self.training and self.rate > 0 else x
 
 
 class STULayer(nn.Module):
@@ -110,8 +88,8 @@ class STULayer(nn.Module):
         width: int,
         heads: int,
         head_dim: int,
-        *,
         dropout: float = 0.0,
+        *,
         silu_all: bool = False,
         concat: bool = True,
     ) -> None:

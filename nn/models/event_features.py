@@ -5,20 +5,20 @@ from typing import NamedTuple
 from configs.messages import shown
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.sequences import SequenceGroup
+from nn.embedding.declared_tables import table_name
 from nn.models.features import chosen_features
 from nn.models.options import HSTUOptions
 
 
 class EventFeatures(NamedTuple):
-    """A candidate's features, those of the events, and the features beside them."""
+    """Candidates, whose features share tables with those of the events in the same order, and the features beside them."""
 
     group: SequenceGroup
-    items: list[
-        str
-    ]  # names of the candidate's features; of several candidates, each has as many ids
-    histories: list[str]  # names of the events' features, in the same order
-    others: list[str]  # names of the other categorical features
-    num_candidates: int
+    items: list[str]  # names of the candidates' features
+    tables: list[str]  # of each
+    num_others: int  # other categorical features
+    num_candidates: int  # ids of each of `items` in a row
+    mean_events: float  # per sample
     hour: int | None  # index among the numerical features
     numbers: list[int]  # indices of the other numerical features
 
@@ -28,41 +28,45 @@ def find_events(options: HSTUOptions, spec: FeatureSpec) -> EventFeatures:
 
     Raises ValueError: the dataset has no such group or feature, or the features do not fit each other.
     """
-    by_name = {feature.name: feature for feature in spec.categorical}
     groups = {group.name: group for group in spec.sequences}
-    where = f"model.name={options.name}"
-    if options.history not in groups:
+    if options.sequence not in groups:
         raise ValueError(
-            f"model.history={shown(options.history)}: the dataset has no such sequence group, only "
-            f"{', '.join(groups) or 'none'}; name a group of its sequence_spec"
+            f"model.sequence={options.sequence} is no sequence group of the dataset; it has {', '.join(groups) or 'none'}"
         )
-    group = groups[options.history]
+    group = groups[options.sequence]
+    by_name = {feature.name: feature for feature in spec.categorical}
     items = chosen_features("model.item_features", options.item_features, list(by_name))
-    histories = chosen_features(
-        "model.history_features", options.history_features, list(group.features)
-    )
-    if not items or len(items) != len(histories):
+    if len(items) != len(group.features):
         raise ValueError(
-            f"{where} needs a feature of the events per feature of the candidate, got model.item_features={items} and "
-            f"model.history_features={histories}; name features of {', '.join(by_name)}"
+            f"model.name={options.name} needs a candidate for the events of {', '.join(group.features)}, got "
+            f"model.item_features={items}; name features of {', '.join(by_name)} in this order"
         )
-    num_candidates = by_name[items[0]].hotness
-    for item, history in zip(items, histories, strict=True):
-        if not num_candidates or by_name[item].hotness != num_candidates:
+    table_of = {
+        feature.name: table for table, names in spec.table_features.items() for feature in names
+    }
+    num_candidates = by_name[items[0]].hotness or 0
+    for item, feature in zip(items, group.features, strict=True):
+        of_item, table, ids = (
+            by_name[item],
+            table_of[feature],
+            num_candidates or "a fixed number of",
+        )
+        if not num_candidates or of_item.hotness != num_candidates or table_of[item] != table:
             raise ValueError(
-                f"{where}: item feature {shown(item)} has {by_name[item].hotness or 'varying'} ids per row, and "
-                f"{shown(items[0])} {num_candidates or 'varying'}; all need one per candidate"
+                f"item feature {shown(item)} needs {ids} ids per row, one per candidate, and the table of {shown(feature)}, got "
+                f"{of_item.hotness or 'varying'} ids and table {shown(table_of[item])}; set table: {table} in the feature spec"
             )
-        if by_name[history].cardinality != by_name[item].cardinality:
+    handed_out = {table_of[item] for item in items}
+    others = [name for name in by_name if name not in (*items, *group.features)]
+    for name in others:
+        if table_of[name] in handed_out:
             raise ValueError(
-                f"{where}: history {shown(history)} has {by_name[history].cardinality} ids and {shown(item)} "
-                f"{by_name[item].cardinality}; they share a table, so preprocess both with one vocabulary"
+                f"feature {shown(name)} shares the table of {shown(group.name)} and is context; give it a table of its own"
             )
-    assert num_candidates, "checked above"
     if len(spec.labels) % num_candidates:
         raise ValueError(
-            f"{where}: {len(spec.labels)} labels are no multiple of {num_candidates} candidates; list each task's label of the "
-            "first candidate, then those of the second"
+            f"{len(spec.labels)} labels are no multiple of {num_candidates} candidates; list the labels of the first candidate, "
+            "then those of the second"
         )
     if options.action is not None:
         columns = [column.name for column in group.numbers]
@@ -72,11 +76,12 @@ def find_events(options: HSTUOptions, spec: FeatureSpec) -> EventFeatures:
         chosen_features("model.hour", [options.hour], spec.numerical)
         hour = spec.numerical.index(options.hour)
     return EventFeatures(
-        group,
-        items,
-        histories,
-        [name for name in by_name if name not in (*items, *histories)],
-        num_candidates,
-        hour,
-        [column for column in range(len(spec.numerical)) if column != hour],
+        group=group,
+        items=items,
+        tables=[table_name(table_of[item]) for item in items],
+        num_others=len(others),
+        num_candidates=num_candidates,
+        mean_events=by_name[group.features[0]].mean_hotness,
+        hour=hour,
+        numbers=[column for column in range(len(spec.numerical)) if column != hour],
     )

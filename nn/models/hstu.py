@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
-from nn.layers import hstu_input
-from nn.layers.hstu_input import SampleParts
-from nn.layers.initialization import normal_
+from nn.layers import hstu
+from nn.layers.hstu import SampleParts
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.stu import PositionDropout, RelativeBias, STULayer, SwishMLP
 from nn.models.event_features import find_events
@@ -40,71 +39,64 @@ class HSTU(Model):
         super().__init__()
         self._options, self._found = options, find_events(options, spec)
         found, width, hidden = self._found, options.width, options.input_hidden
-        columns, num_items, num_others = options.embedding_dim, len(found.items), len(found.others)
-        self._tables = [table.name for table in self.tables(options, spec)[:num_items]]
-        self._num_context = num_others + bool(found.numbers)
-        means = {feature.name: feature.mean_hotness for feature in spec.categorical}
-        more = self._num_context + found.num_candidates
-        self._mean_length = means[found.histories[0]] + more
-        self._max_length = found.group.max_length + more
-
-        self.items = hstu_input.ItemVectors(
+        columns, num_items = options.embedding_dim, len(found.items)
+        self._num_context = found.num_others + bool(found.numbers)
+        self._more = self._num_context + found.num_candidates  # positions beside the events
+        self._max_length = found.group.max_length + self._more
+        self.items = hstu.ItemVectors(
             columns, num_items - 1, hidden, width, options.item_mlps.value
         )
         self.actions = None
         if options.action is not None:
-            self.actions = hstu_input.ActionVectors(
+            self.actions = hstu.ActionVectors(
                 options.action_bits, options.action_dim, hidden, width
             )
-        self.context = hstu_input.ContextVectors(num_others, columns, len(found.numbers), width)
+        self.context = hstu.ContextVectors(found.num_others, columns, found.numbers, width)
         buckets = options.time_buckets if found.group.time is not None else None
-        self.places = hstu_input.Places(options.positions, buckets, width)
+        self.places = hstu.Places(options.positions, buckets, width)
         self.dropout = PositionDropout(options.input_dropout)
-        each = {
-            "dropout": options.dropout,
-            "silu_all": options.silu_all,
-            "concat": options.concat,
-        }
         self.layers = nn.ModuleList(
-            STULayer(width, options.heads, options.head_dim, **each) for _ in range(options.layers)
+            STULayer(
+                width,
+                options.heads,
+                options.head_dim,
+                options.dropout,
+                silu_all=options.silu_all,
+                concat=options.concat,
+            )
+            for _ in range(options.layers)
         )
         biases = options.layers if options.relative_bias else 0
         self.biases = nn.ModuleList(RelativeBias(self._max_length) for _ in range(biases))
-        self.output = nn.Linear(width + (0 if found.hour is None else 4), width)
-        self.output_norm = nn.LayerNorm(width)
+        self.user = hstu.UserVectors(width, has_clock=found.hour is not None)
         self.candidate = SwishMLP(num_items * columns, width, width, uniform=True)
         tasks = len(spec.labels) // found.num_candidates
         self.head = SwishMLP(width, width, tasks, norm=False, uniform=True)
-        self.initialise(torch.default_generator)
-
-    def initialise(self, generator: torch.Generator) -> None:
-        """Draw the output's weight from a CPU generator."""
-        normal_(self.output.weight, generator)
-        nn.init.zeros_(self.output.bias)
 
     @classmethod
     def tables(cls, options: HSTUOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return a table per feature of candidate and events, which hands out its rows, and one per other feature.
+        """Return a table per feature; those of candidates and events hand out their rows.
 
         Raises ValueError: raised by `find_events`.
         """
         from torchrec.modules.embedding_configs import PoolingType
 
-        found, tables = find_events(options, spec), []
-        for item, history in zip(found.items, found.histories, strict=True):
-            (table,) = one_table_per_feature(options, spec, features=[item])
-            table.feature_names, table.pooling = [item, history], PoolingType.NONE
-            tables.append(table)
-        return tables + one_table_per_feature(options, spec, features=found.others)
+        found, tables = find_events(options, spec), one_table_per_feature(options, spec)
+        for table in tables:
+            if table.name in found.tables:
+                table.pooling = PoolingType.NONE
+        return tables
 
     def activations(self) -> Activations:
         """Return what the positions of a sample of mean length keep and compute, beside each linear layer at one of them."""
-        options, length = self._options, self._mean_length
+        options, events = self._options, self._found.mean_events
+        length = events + self._more
         inner, width = options.heads * options.head_dim, options.width
         kept = options.layers * (2 * width + 10 * inner) + 4 * width
         weights = width * (4 + (3 if options.concat else 1)) * inner
         return Activations(
-            backward_columns=round(length * kept),
+            backward_columns=self._more * kept,
+            event_columns={self._found.group.name: kept},
             products={
                 "positions": round(2 * options.layers * (length - 1) * weights),
                 "attention": round(2 * options.layers * length**2 * inner),
@@ -116,48 +108,41 @@ class HSTU(Model):
         assert isinstance(embeddings, PooledEmbeddings), "tables hand out rows"
         found, options, num_candidates = self._found, self._options, self._found.num_candidates
         events = embeddings.sequence(found.group.name)
-        items = list(map(embeddings.distinct_rows, self._tables, found.items))
+        items = list(map(embeddings.distinct_rows, found.tables, found.items))
         parts = SampleParts.of(events, self._num_context, num_candidates)
         at, queries = parts.at, parts.at.last(num_candidates)[0]
 
         x = self.items(
             [item.rows for item in items],
             [
-                parts.choose(events.rows[name].positions, item.positions, len(item.rows) - 1)
-                for name, item in zip(found.histories, items, strict=True)
+                parts.choose(history.positions, item.positions, len(item.rows) - 1)
+                for history, item in zip(events.rows.values(), items, strict=True)
             ],
         )
         if self.actions is not None:
             x = x + self.actions(events.numbers[options.action], parts)
         if self._num_context:
-            vectors = embeddings.matrix() if found.others else None
-            x = parts.with_context(x, self.context(vectors, numerical[:, found.numbers]))
+            vectors = embeddings.matrix() if found.num_others else None
+            x = parts.with_context(x, self.context(vectors, numerical))
         hours = None if found.hour is None else numerical[:, found.hour].float()
         from_last = options.query_time is QueryTime.last_event
-        ages, seconds = hstu_input.times_of(
-            events, found.group.time, parts, hours, from_last=from_last
-        )
+        ages, seconds = hstu.times_of(events, found.group.time, parts, hours, from_last=from_last)
         places = self.places(at, self._num_context, num_candidates, seconds)
         x = as_autocast(self.dropout(x * math.sqrt(options.width) + places, at))
 
-        norm = self._norm(at)
         for number, layer in enumerate(self.layers):
             only = number == options.layers - 1 and options.last_layer_of_candidates
             bias = self.biases[number](ages, at, queries if only else at) if self.biases else None
-            x = layer(x, at, norm, num_candidates, only_candidates=only, bias=bias)
+            x = layer(x, at, self._norm(at), num_candidates, only_candidates=only, bias=bias)
         if not options.last_layer_of_candidates:
             x = x.index_select(0, parts.at.last(num_candidates)[1])
-        if hours is not None:
-            x = torch.cat([x, hstu_input.clock_of(hours)[queries.samples].to(x.dtype)], dim=1)
-        user = self.output_norm(self.output(x))
         item = self.candidate(torch.cat([of.by_id() for of in items], dim=1))
-        logits = self.head(user * item).float().view(len(at.starts), -1)
+        logits = self.head(self.user(x, hours) * item).float().view(len(at.starts), -1)
         return logits.squeeze(1) if logits.shape[1] == 1 else logits
 
     def _norm(self, at: JaggedPositions) -> Tensor:
         """Return what the attention of each sample is divided by, [B]."""
-        if self._options.attention_norm is AttentionNorm.length:
-            return at.lengths
         if self._options.attention_norm is AttentionNorm.capacity:
             return torch.full_like(at.lengths, self._max_length)
-        return at.lengths.max().expand_as(at.lengths)
+        is_own = self._options.attention_norm is AttentionNorm.length
+        return at.lengths if is_own else at.lengths.max().expand_as(at.lengths)

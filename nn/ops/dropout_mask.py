@@ -42,28 +42,26 @@ class DropoutMask:
         """Factor of the elements that are kept, so that the expected value does not change."""
         return 1 / (1 - self.rate)
 
-    def kept(self, rows: int, columns: int) -> Tensor:
-        """Return which elements are kept, bool [rows, columns]."""
+    def kept(self, rows: int, columns: int, at: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Return which elements are kept, bool [rows, columns]; `at` as in `apply`."""
         device = self.step.device
-        column = torch.arange(columns, dtype=torch.int32, device=device)
-        return self._kept(torch.arange(rows, device=device), column)
-
-    def _kept(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return which elements are kept: rows [n] of this rank, and int32 columns [c] of each, or [n, c]."""
+        row, place = (torch.arange(rows, device=device), None) if at is None else at
+        row = row + self.first_row
         step_bits = mix(self.step.to(torch.int32) * as_int32(STEP_FACTOR) + self.key)
-        row = (rows + self.first_row).to(torch.int32)
         # Hashed before the columns are added: rows would otherwise be shifted copies of each other.
-        row_bits = mix(step_bits + row * as_int32(ROW_FACTOR))
-        bits = mix(row_bits[:, None] + columns * as_int32(COLUMN_FACTOR))
+        row_bits = mix(step_bits + row.to(torch.int32) * as_int32(ROW_FACTOR))
+        column = torch.arange(columns, dtype=torch.int32, device=device)
+        if place is not None:
+            column = column + place.to(torch.int32)[:, None] * columns
+        bits = mix(row_bits[:, None] + column * as_int32(COLUMN_FACTOR))
         return (bits >> 1 & 0x7FFFFFFF) >= self.threshold
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Return `x` [B, ...] with dropped elements 0 and the others scaled; all dimensions after the first are columns."""
-        matrix = x.view(len(x), -1) if x.is_contiguous() else x.reshape(len(x), -1)
-        kept = self.kept(*matrix.shape)
-        return torch.where(kept, matrix * self.scale, 0).view(x.shape)
+    def apply(self, x: Tensor, at: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Return `x` [B, ...] with dropped elements 0 and the others scaled; all dimensions after the first are columns.
 
-    def apply_at(self, x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Return `x` [n, c] likewise, of which each is a part of its row: columns from `offsets` [n] times c on."""
-        columns = torch.arange(x.shape[1], device=x.device) + offsets[:, None] * x.shape[1]
-        return torch.where(self._kept(rows, columns.to(torch.int32)), x * self.scale, 0)
+        With `at`, the sample of each event and its place there, [C] each, x is [C, ...], and a row has the columns of all its
+        events.
+        """
+        matrix = x.view(len(x), -1) if x.is_contiguous() else x.reshape(len(x), -1)
+        kept = self.kept(matrix.shape[0], matrix.shape[1], at)
+        return torch.where(kept, matrix * self.scale, 0).view(x.shape)

@@ -25,6 +25,8 @@ OF_KEYS = {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": 2}
 OF_QUERIES = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2}
 # With a few queries per sample the kernels read keys and values once, and memory is the bound.
 FEW_QUERIES = {"BLOCK_Q": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+# Products of float32 are three of tensor cores each, and compile for minutes in large blocks.
+FLOAT32 = {"BLOCK_Q": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 1}
 
 
 def attend(
@@ -62,7 +64,7 @@ class _Attention(torch.autograd.Function):
         ctx.positions, ctx.options = (keys, queries), (num_candidates, scale)
         ctx.save_for_backward(q, k, v, norm)
         out = _zeros(q)
-        blocks = _blocks(FORWARD, queries)
+        blocks = _blocks(FORWARD, q, queries)
         arguments = (q, k, v, *_positions(keys, queries), norm, out)
         _launch(_forward, queries, "BLOCK_Q", blocks, arguments, q, k, v, num_candidates, scale)
         return out
@@ -75,9 +77,9 @@ class _Attention(torch.autograd.Function):
         grad = grad.contiguous()
         of_q, of_k, of_v = _zeros(q), _zeros(k), _zeros(v)
         inputs = (q, k, v, *_positions(keys, queries), norm, grad)
-        blocks = _blocks(OF_KEYS, queries)
+        blocks = _blocks(OF_KEYS, q, queries)
         _launch(_of_keys, keys, "BLOCK_K", blocks, (*inputs, of_k, of_v), q, k, v, *ctx.options)
-        blocks = _blocks(OF_QUERIES, queries)
+        blocks = _blocks(OF_QUERIES, q, queries)
         _launch(_of_queries, queries, "BLOCK_Q", blocks, (*inputs, of_q), q, k, v, *ctx.options)
         return of_q, of_k, of_v, None, None, None, None, None
 
@@ -92,7 +94,9 @@ def _zeros(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _blocks(blocks: dict[str, int], queries: JaggedPositions) -> dict[str, int]:
+def _blocks(blocks: dict[str, int], q: Tensor, queries: JaggedPositions) -> dict[str, int]:
+    if q.is_cuda and q.dtype is torch.float32:
+        return FLOAT32
     return FEW_QUERIES if queries.max_length <= FEW_QUERIES["BLOCK_Q"] else blocks
 
 
@@ -127,7 +131,7 @@ def _launch(
         CANDIDATES=num_candidates,
         # Triton's interpreter knows no assembly.
         APPROXIMATE=q.is_cuda and not is_float32,
-        PRECISION="ieee" if is_float32 else "tf32",
+        PRECISION="tf32x3" if is_float32 else "tf32",
         **blocks,
     )
 

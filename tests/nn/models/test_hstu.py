@@ -6,11 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
+from configs.schema import ModelConfig
+from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from nn.layers.distinct_rows import DistinctRows
-from nn.layers.hstu_input import SampleParts, position_index, time_index
+from nn.layers.hstu import SampleParts, position_index, time_index
 from nn.layers.initialization import initialise_dense
 from nn.layers.pass_state import PassState, attach
 from nn.layers.pooled_embeddings import PooledEmbeddings
@@ -19,6 +22,8 @@ from nn.layers.stu import STULayer
 from nn.models.hstu import HSTU
 from nn.models.registry import build_meta, check_model, model_options
 from nn.ops.hstu_attention import may_see
+from tests.helpers.composed import losses_of_cases
+from tests.helpers.distributed import run_distributed
 from tests.helpers.specs import feature, spec_of
 from tests.plain_hstu import stu_layer, user_item_logits
 
@@ -30,7 +35,6 @@ OPTIONS = {
     "name": "nn.models.hstu:HSTU",
     "embedding_dim": 6,
     "item_features": ITEMS,
-    "history_features": HISTORIES,
     "action": "hist_action",
     "hour": "hour",
     "input_hidden": 5,
@@ -47,14 +51,12 @@ RESEARCH = {"silu_all": True, "concat": False, "relative_bias": True}
 ACTIONS = [0, 1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def options_of(**options: object):
-    from omegaconf import OmegaConf
-
+def options_of(**options: object) -> ModelConfig:
     return model_options(OmegaConf.create(OPTIONS | options))
 
 
 def hstu_spec(num_candidates: int = 1, num_tasks: int = 1, rows: int = 40):
-    numbers = (EventColumn("hist_action", FLOAT), EventColumn("hist_time", FLOAT))
+    numbers = (EventColumn("hist_action", FLOAT), EventColumn("hist_time", np.dtype(np.int64)))
     spec = spec_of(
         feature("user", 10),
         feature("cross", 20),
@@ -124,8 +126,7 @@ class Samples:
             samples,
             LONGEST,
         )
-        embeddings = PooledEmbeddings.with_rows(self.context, rows_of)
-        return replace(embeddings, sequence_of=lambda name: events)
+        return PooledEmbeddings.with_rows(self.context, rows_of, lambda name: events)
 
     def of(self, number: int) -> dict:
         """Return the arguments of the plain formulas of one sample."""
@@ -230,7 +231,6 @@ def test_the_published_model_has_its_size():
         **{
             "embedding_dim": 512,
             "item_features": ["item", "artist", "album"],
-            "history_features": ["hist_item", "hist_artist", "hist_album"],
             "input_hidden": 256,
             "width": 512,
             "layers": 3,
@@ -247,7 +247,7 @@ def test_the_published_model_has_its_size():
         *(feature(f"hist_{name}", hotness=None, table=name) for name in items),
         numerical=("hour",),
     )
-    numbers = (EventColumn("hist_action", FLOAT), EventColumn("hist_time", FLOAT))
+    numbers = (EventColumn("hist_action", FLOAT), EventColumn("hist_time", np.dtype(np.int64)))
     group = SequenceGroup(
         "history", tuple(f"hist_{name}" for name in items), 4086, numbers, "hist_time"
     )
@@ -267,7 +267,7 @@ def test_the_published_model_has_its_size():
     assert count(model.context) == 2_101_248
     assert model.places.positions.numel() == 4_194_304
     assert model.places.times.numel() == 1_049_088
-    assert count(model.output, model.output_norm) == 265_728
+    assert count(model.user) == 265_728
     assert count(model.candidate) == 1_051_648
     assert count(model.head) == 264_193
     assert count(STULayer(8, 2, 4)) == 512
@@ -431,8 +431,9 @@ def test_a_candidate_sees_no_other_and_no_event_sees_it():
     assert (before[:, 2] != after[:, 2]).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"last_layer_of_candidates": False}])
-def test_dropout_follows_the_sample_and_not_its_place(options):
+def test_dropout_follows_the_sample_and_not_its_place():
+    options: dict[str, bool] = {}
+
     def logits(first_row: int, first: int) -> Tensor:
         model = model_of(
             dropout=0.3, input_dropout=0.2, attention_norm="capacity", **options
@@ -447,35 +448,104 @@ def test_dropout_follows_the_sample_and_not_its_place(options):
     wanted = logits(0, 0)
     torch.testing.assert_close(logits(0, 9), wanted)
     assert (logits(1, 0) != wanted).any()
-    if options:
-        options = {}
-        torch.testing.assert_close(logits(0, 0), wanted)
+    options |= {"last_layer_of_candidates": False}
+    torch.testing.assert_close(logits(0, 0), wanted)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"history": "cart"}, "model.history='cart': the dataset has no such sequence group, only history;"),
-        ({"item_features": ["item"]}, "needs a feature of the events per feature of the candidate, got"),
-        ({"history_features": ["hist_item", "user"]}, "model.history_features names 'user', which the"),
+        ({"sequence": "cart"}, "model.sequence=cart is no sequence group of the dataset; it has history"),
+        ({"item_features": ["item"]}, "needs a candidate for the events of hist_item, hist_artist, got model.item"),
+        ({"item_features": ["item", "user"]}, "'user' needs 1 ids per row, one per candidate, and the table of 'hist_a"),
         ({"action": "rating"}, "model.action names 'rating', which the dataset lacks; it has hist_action,"),
         ({"hour": "minute"}, "model.hour names 'minute', which the dataset lacks; it has hour"),
-        ({"item_features": ["item", "user"]}, "history 'hist_artist' has 40 ids and 'user' 10; they share"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_dataset_is_refused(options, message):
-    with pytest.raises(ValueError, match="model") as refused:
+    with pytest.raises(ValueError, match=r"needs|names|is no sequence") as refused:
         check_model(options_of(**options), hstu_spec())
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hotness": None}, "'artist' needs 1 ids per row, one per candidate, and the table of 'hist_artist', got varying"),
+        ({"table": None}, "'artist' needs 1 ids per row, one per candidate"),
+    ],
+)  # fmt: skip
+def test_a_candidate_that_does_not_fit_is_refused(change, message):
+    spec = hstu_spec()
+    changed = [replace(f, **change) if f.name == "artist" else f for f in spec.categorical]
+    if "table" in change:
+        changed = [replace(f, table="x") if f.name == "hist_artist" else f for f in changed]
+    with pytest.raises(ValueError, match=message):
+        check_model(options_of(), replace(spec, categorical=tuple(changed)))
+
+
 def test_labels_that_are_no_multiple_of_the_candidates_are_refused():
     spec = replace(hstu_spec(3), labels=hstu_spec(2).labels)
-    with pytest.raises(ValueError, match="2 labels are no multiple of 3 candidates; list each"):
+    with pytest.raises(ValueError, match="2 labels are no multiple of 3 candidates; list the"):
         check_model(options_of(), spec)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """256 rows for training, of which some have no events, with a number beside the hour."""
+    root, draw = tmp_path_factory.mktemp("hstu") / "dataset", np.random.default_rng(1)
     spec = hstu_spec()
-    ragged = [replace(f, hotness=None) if f.name == "artist" else f for f in spec.categorical]
-    with pytest.raises(
-        ValueError, match="item feature 'artist' has varying ids per row, and 'item' 1"
+    with write_dataset(
+        root, categorical=spec.categorical, numerical=("hour", "age"), sequences=spec.sequences
+    ) as directory:
+        for split, rows in (("train", 256), ("test", 64)):
+            lengths = np.minimum(draw.geometric(0.2, rows) - 1, LONGEST)
+            count = lengths.sum()
+            items, item = draw.integers(0, 40, count), draw.integers(0, 40, rows)
+            moments = np.full(rows, 10**6)
+            times = [np.sort(draw.integers(0, 10**6, length)) for length in lengths]
+            directory[split].append(
+                numerical=np.stack([draw.integers(0, 200, rows), draw.random(rows)], 1),
+                labels=draw.random(rows) < 0.4,
+                ids={
+                    "user": draw.integers(0, 10, rows),
+                    "cross": draw.integers(0, 20, rows),
+                    "item": item,
+                    "artist": item // 2,
+                    "hist_item": items,
+                    "hist_artist": items // 2,
+                },
+                lengths={"history": lengths},
+                events={
+                    "hist_action": draw.integers(0, 8, count),
+                    "hist_time": np.concatenate(times),
+                },
+                moments={"history": moments},
+            )
+    return root
+
+
+def test_it_trains_alike_on_two_ranks_in_chunks_and_with_every_saving(dataset):
+    options = OPTIONS | {"item_features": "[item,artist]", "dropout": 0.1, "input_dropout": 0.1}
+    case = [
+        *(f"model.{name}={value}" for name, value in options.items()),
+        "model.attention_norm=capacity",
+        f"data.path={dataset}",
+        "train.batch_size=64",
+        "device=cpu",
+        "optimizer.lr=0.02",
+    ]
+    others = [
+        ["train.accumulate=2"],
+        ["sharding.types=[row_wise]"],
+        ["model.last_layer_of_candidates=false", "model.item_mlps=position"],
+        ["model.item_mlps=item"],
+    ]
+    cases = [case, *([*case, *other] for other in others)]
+    wanted, *found = losses_of_cases(cases, 6)
+    assert len(set(wanted)) == 6
+    of_ranks = run_distributed(losses_of_cases, 2, cases[:2], 6)
+    for other, losses in zip(
+        [*others, "2 ranks", "chunks of 2 ranks"], [*found, *of_ranks[0]], strict=True
     ):
-        check_model(options_of(), replace(spec, categorical=tuple(ragged)))
+        np.testing.assert_allclose(losses, wanted, rtol=2e-5, err_msg=str(other))

@@ -20,15 +20,18 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from dataloading.dataset.source import DerivedSource
-from nn.build import open_source
+from nn.build import build_plan, open_source, planned_hardware
 from nn.checkpoint import state as checkpoint
 from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.embedding import declared_tables
-from nn.embedding.declared_tables import embedding_columns, one_table_per_feature
+from nn.embedding.declared_tables import embedding_columns, id_counts, one_table_per_feature
 from nn.embedding.torch_optimizer import TableOptimizer
 from nn.models.description import _parsed, describe_model
-from nn.models.model import Model
+from nn.models.model import Activations, Model
+from nn.planning.memory_estimate import RankMemory, plan_memory, requests_of
 from nn.sharding import request_capacity
+from nn.step_floor import floor_of, power_law_shares, unique_rows
+from nn.tiers.traffic import power_law_share
 from nn.training.prediction_pass import predictions
 from tests.helpers.composed import TINY, Built, build, compose_config
 from tests.helpers.distributed import run_distributed
@@ -87,7 +90,8 @@ class Events(Model):
         """Return what each event adds to its sample."""
         gain = sum(weight * value for weight, value in zip(self.by_number, numbers, strict=False))
         likeness = (rows * candidate).sum(1)
-        return rows.tanh() * ((1 + gain + likeness) * self.places[place])[:, None]
+        of_place = embedding(place, self.places[:, None])
+        return rows.tanh() * (1 + gain + likeness)[:, None] * of_place
 
     def forward(self, numerical, embeddings):
         candidate = embeddings.distinct_rows("item", "item").by_id()
@@ -104,7 +108,7 @@ class Events(Model):
             place = torch.arange(len(samples), device=samples.device) - starts[samples]
             likes = self.likes(
                 rows,
-                candidate[samples],
+                embedding(samples, candidate),
                 place.clamp(0, LONGEST - 1),
                 *found.numbers.values(),
             )
@@ -408,6 +412,57 @@ def test_events_whose_tables_all_pool_are_refused(dataset, monkeypatch):
     monkeypatch.setattr(Events, "tables", pooled)
     with events(), pytest.raises(ValueError, match="the events of 'cart', and all of their tables"):
         built(overrides_of(dataset, "sgd", "replicated")).train(0, 1)
+
+
+def test_plan_and_floor_count_events_and_rows_that_are_handed_out(dataset, monkeypatch):
+    config = compose_config(
+        *overrides_of(dataset, "sgd", "table_wise", "device=cuda", "sharding.hbm_gib=1"),
+        "train.amp=off",
+        "eval.batch_size=64",
+    )
+    source = WithGroups(open_source(config))
+    plan = build_plan(config, source, planned_hardware(config))[1]
+    counts = id_counts(source.spec, 64)
+    history, cart = (counts[name].capacity for name in ("hist_item", "cart_item"))
+
+    def memory(groups: tuple[SequenceGroup, ...] = GROUPS) -> RankMemory:
+        return plan_memory(config, replace(source.spec, sequences=groups), plan, 1, 0)[0]
+
+    counted = memory()
+    without_numbers = tuple(replace(group, numbers=(), time=None) for group in GROUPS)
+    # Three batches, and the graph's input.
+    numbers = 4 * 4 * (2 * history + cart)
+    assert counted.batches - memory(without_numbers).batches == numbers
+    requests = requests_of(config, source.spec, plan, 1)
+    rows = {asked.tables[0]: sum(asked.capacity) * 8 for asked in requests if asked.hands_out}
+    assert rows.keys() == {"item", "hist_genre"}
+    # Pair's vectors, and rows.
+    assert counted.lookups == 4 * (64 * 8 + sum(rows.values()))
+    asked = {asked.tables[0]: asked.keys for asked in requests}
+    assert asked == {"item": 64 + history + cart, "hist_genre": history}
+    # Gradients of all rows, and of each id of the larger table, with torch's sums of parts of a row.
+    by_id = 8 * asked["item"] + rows["item"] + 8 * (asked["item"] // 10)
+    first_layer = 8
+    assert counted.dense_pass == 4 * (64 * (8 + first_layer) + sum(rows.values()) + by_id)
+    kept = Activations(event_columns={"history": 1000})
+    before = memory().dense_pass
+    monkeypatch.setattr(Events, "activations", lambda self: kept)
+    assert memory().dense_pass == pytest.approx(before + 4 * 1000 * history, abs=before)
+
+    hotness = {feature.name: feature.mean_hotness for feature in source.spec.categorical}
+    for world_size in (1, 2):
+        floor = floor_of(config, source.spec, world_size, power_law_shares(0.0))
+        batch = 64 / world_size
+        of_item = 1 + hotness["hist_item"] + hotness["cart_item"]
+        own = unique_rows(ITEMS, batch, of_item, power_law_share(ITEMS, 0.0))
+        own += unique_rows(19, batch, hotness["hist_genre"], power_law_share(19, 0.0))
+        vectors = 5 * (batch * 8 + 8 * own)
+        # Half of the rows, and of the vectors of pair, are on the other rank.
+        sent = (world_size - 1) / 2 * 8 * (own + min(batch, 50 * (1 - 0.98 ** (2 * batch))))
+        assert floor.hbm["embeddings"] == pytest.approx(4 * (vectors + 4 * sent), rel=1e-3)
+        events = 2 * hotness["hist_item"] + hotness["cart_item"]
+        ids = of_item + hotness["hist_genre"] + 2
+        assert floor.hbm["batch"] == pytest.approx(batch * (8 * (2 + events) + 8 + 12 * ids))
 
 
 @pytest.mark.parametrize("world_size", worlds(1, 2))

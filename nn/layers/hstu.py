@@ -1,4 +1,4 @@
-"""Inputs of HSTU: context, events and candidates of a sample as one run of positions, and the vectors of these.
+"""What HSTU has before and behind its STU layers: a sample's parts as one run of positions, their vectors, and the user's.
 
 A sample is [context][events, oldest first][candidates]. B samples with K context vectors and M candidates have room for C + B (K
 + M) positions, if there is room for C events.
@@ -171,13 +171,14 @@ class ActionVectors(nn.Module):
 
 
 class ContextVectors(nn.Module):
-    """Vectors of a sample's other features, each by a matrix of its own, and one of all its numbers, if there are any."""
+    """Vectors of a sample's other features, each by a matrix of its own, and one of its numbers, if some are chosen."""
 
-    def __init__(self, num_features: int, columns: int, num_numbers: int, width: int) -> None:
+    def __init__(self, num_features: int, columns: int, numbers: Sequence[int], width: int) -> None:
         super().__init__()
+        self._numbers = numbers
         self.matrices = nn.Parameter(torch.empty(num_features, columns, width))
         self.biases = nn.Parameter(torch.empty(num_features, width))
-        self.numbers = nn.Linear(num_numbers, width) if num_numbers else None
+        self.numbers = nn.Linear(len(numbers), width) if numbers else None
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -190,13 +191,15 @@ class ContextVectors(nn.Module):
             nn.init.zeros_(self.numbers.bias)
 
     def forward(self, vectors: Tensor | None, numbers: Tensor) -> Tensor:
-        """Map vectors [B, features * columns], None of no feature, and numbers [B, N] to [B, K, D]."""
+        """Map vectors [B, features * columns], None of no feature, and numbers [B, N], of which some are chosen, to [B, K, D]."""
         found = []
         if vectors is not None:
             of_feature = vectors.unflatten(1, self.matrices.shape[:2])
             found.append(torch.einsum("bke,ked->bkd", of_feature, self.matrices) + self.biases)
         if self.numbers is not None:
-            found.append(self.numbers(numbers).unsqueeze(1))
+            # No list of columns: a host's copy cannot be captured.
+            chosen = torch.stack([numbers[:, column] for column in self._numbers], dim=1)
+            found.append(self.numbers(chosen).unsqueeze(1))
         return torch.cat(found, dim=1)
 
 
@@ -269,6 +272,28 @@ def times_of(
     ages = torch.where(parts.is_candidate, of_query, parts.choose(age, 0.0, NO_TIME))
     of_context = NO_TIME if hours is None else 3600 * hours[at.samples]
     return ages, torch.where(parts.is_context, of_context, ages - of_query)
+
+
+class UserVectors(nn.Module):
+    """LN(W [x, clock] + b): the user for each candidate, from its position behind all layers and the query's time."""
+
+    def __init__(self, width: int, *, has_clock: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width + (4 if has_clock else 0), width)
+        self.norm = nn.LayerNorm(width)
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the weight from a CPU generator."""
+        normal_(self.linear.weight, generator)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor, hours: Tensor | None) -> Tensor:
+        """Map [B * M, D], and whole hours [B] with a clock, to [B * M, D]."""
+        if hours is not None:
+            clock = clock_of(hours).repeat_interleave(len(x) // len(hours), dim=0)
+            x = torch.cat([x, clock.to(x.dtype)], dim=1)
+        return self.norm(self.linear(x))
 
 
 def clock_of(hours: Tensor) -> Tensor:
