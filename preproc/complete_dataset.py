@@ -126,10 +126,8 @@ def complete_dataset(
             for split, summary in written.splits.items()
         },
         _metadata(config, written),
-        *(
-            next((column for column in columns if column.channel is channel), None)
-            for channel in (Channel.weight, Channel.keep_rate)
-        ),
+        weight=next((c for c in columns if c.channel is Channel.weight), None),
+        keep_rate=next((c for c in columns if c.channel is Channel.keep_rate), None),
     )
     # Again, hours later: whatever lies there now is replaced.
     output = check_output(config.output, config.overwrite)

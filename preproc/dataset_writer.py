@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from dataloading.dataset.binary import column_file_name
+from dataloading.dataset.column_files import column_file_name
 from dataloading.dataset.dataset_directory import write_spec
 from dataloading.dataset.durable_files import put_in_place, sync_directory, sync_file, sync_stream
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
