@@ -20,11 +20,7 @@ MOMENT = 1_700_000_000
 
 
 def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
-    """Write the stream of `config.data.synthetic` and print its summary.
-
-    Training on the dataset reads the same rows as training on the stream itself, with numericals rounded to
-    `numerical_dtype`.
-    """
+    """Write the stream of `config.data.synthetic`, the rows that training on it reads, and print its summary."""
     assert config.output is not None
     output, stream = Path(config.output), config.data.synthetic
     source = SyntheticSource(

@@ -40,10 +40,7 @@ class Findings:
 
 
 def run_verify(config: PreprocConfig, progress: Progress) -> None:
-    """Verify `config.path` and print the mistakes; SystemExit(1) if there are any.
-
-    Raises ValueError: the spec cannot be read, or a file that it names is missing; no data is read then.
-    """
+    """Verify `config.path` and print the mistakes; SystemExit(1) if there are any, ValueError if the spec cannot be read."""
     assert config.path is not None
     spec = FeatureSpec.load(config.path, measure=False)
     tasks = list(file_tasks(spec))
@@ -121,10 +118,7 @@ def event_mistakes(spec: FeatureSpec) -> Iterator[tuple[Path, str]]:
 
 
 def verify(tasks: list[FileTask], threads: int, advance: Callable[[int], None]) -> Findings:
-    """Read every file of `tasks`, several at a time.
-
-    `tasks`: files to read, each path at most once. `advance`: called with the number of bytes of each chunk.
-    """
+    """Read every file of `tasks`, several at a time; `advance` is called with the bytes of each chunk."""
     findings = Findings()
     with ThreadPoolExecutor(threads) as pool:
         running = {pool.submit(_verify_file, task, advance): task for task in tasks}
