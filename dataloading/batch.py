@@ -93,6 +93,9 @@ class Batch:
     """Layout of `ids`, if batches share it; then only the ids themselves are copied to the device."""
     weights: Tensor | None = None  # float32 [B], 0 of padding rows; None if all rows count alike
     keep_rates: Tensor | None = None  # float32 [B], 1 of padding rows; None without such a column
+    # numbers of events, float32 [events of the group in this batch], in the order of
+    # `FeatureSpec.event_columns`; rows, lengths and order are those of the group's features
+    events: tuple[Tensor, ...] = ()
     # uint8, all tensors of the batch but a shared layout; None if they do not lie in one memory
     memory: Tensor | None = field(default=None, repr=False)
 
@@ -100,13 +103,14 @@ class Batch:
     def columns(self) -> list[Tensor]:
         """The columns that a pass reads beside the ids."""
         weights = [] if self.weights is None else [self.weights]
-        return [self.numerical, self.labels, *weights]
+        return [self.numerical, self.labels, *weights, *self.events]
 
     def with_columns(self, columns: Sequence[Tensor]) -> "Batch":
         """Return the batch with other `columns`."""
-        numerical, labels, *weights = columns
+        numerical, labels, *events = columns
+        weights = None if self.weights is None else events.pop(0)
         return replace(
-            self, numerical=numerical, labels=labels, weights=weights[0] if weights else None
+            self, numerical=numerical, labels=labels, weights=weights, events=tuple(events)
         )
 
     def at(self, memory: Tensor) -> "Batch":
@@ -160,7 +164,7 @@ class Batch:
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until the work queued on `stream` is done; TorchRec's pipelines call this."""
-        for values in (self.numerical, self.labels, self.ids, self.weights, self.keep_rates):
+        for values in (*self.columns, self.ids, self.keep_rates):
             if values is not None:
                 values.record_stream(stream)
 
@@ -177,4 +181,5 @@ class Batch:
             self.layout,
             None if self.weights is None else copy(self.weights),
             None if self.keep_rates is None else copy(self.keep_rates),
+            tuple(map(copy, self.events)),
         )

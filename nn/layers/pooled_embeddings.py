@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nn.layers.distinct_rows import DistinctRows
+from nn.layers.sequence_events import SequenceEvents
 from nn.ops.embedding_layout import EmbeddingLayout
 from nn.ops.table_rows import TableRows
 
@@ -29,6 +30,8 @@ class PooledEmbeddings:
     rows: TableRows | None = None
     # returns the distinct rows of a table, with the positions of a feature's ids
     rows_of: Callable[[str, str], DistinctRows] | None = None
+    # returns the events of a sequence group
+    sequence_of: Callable[[str], SequenceEvents] | None = None
 
     @classmethod
     def of(cls, matrix: Tensor, num_features: int) -> "PooledEmbeddings":
@@ -38,11 +41,14 @@ class PooledEmbeddings:
 
     @classmethod
     def with_rows(
-        cls, matrix: Tensor, rows_of: Callable[[str, str], DistinctRows]
+        cls,
+        matrix: Tensor,
+        rows_of: Callable[[str, str], DistinctRows],
+        sequence_of: Callable[[str], SequenceEvents],
     ) -> "PooledEmbeddings":
         """Wrap a matrix [B, T], as one vector, and rows that tables hand out."""
         layout = EmbeddingLayout.dense((matrix.shape[1],), matrix.device)
-        return cls(layout, lambda _: matrix, rows_of=rows_of)
+        return cls(layout, lambda _: matrix, rows_of=rows_of, sequence_of=sequence_of)
 
     def values(self) -> Tensor:
         """Return the values as one flat tensor, once they have arrived or are looked up."""
@@ -53,6 +59,12 @@ class PooledEmbeddings:
         """Return the distinct rows of a table that hands them out: one without pooling that has a ragged feature."""
         assert self.rows_of is not None, "there is such a table"
         return self.rows_of(table, feature)
+
+    @torch.compiler.disable
+    def sequence(self, group: str) -> SequenceEvents:
+        """Return the events of a sequence group; the tables of its features, or some of them, hand out their rows."""
+        assert self.sequence_of is not None, "there is such a group"
+        return self.sequence_of(group)
 
     @torch.compiler.disable
     def matrix(self, prefix: Tensor | None = None) -> Tensor:

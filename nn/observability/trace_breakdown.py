@@ -26,7 +26,7 @@ PHASES = {
     "all-reduce": r"nccl\w*(AllReduce|ReduceScatter|AllGather|Broadcast)",
     "all-to-all": r"nccl",
     "host rows": r"^_(release|find_missing|count_found|list_found|take_slots|to_slots)\b|^_(exchange|copy)_rows\b",
-    "sort": r"RadixSort|RunLengthEncode|ReduceByKey|find_long_segments|count_unique|linearize_index"
+    "sort": r"(Radix|Bitonic|Merge)Sort|RunLengthEncode|ReduceByKey|find_long_segments|count_unique|linearize_index"
     r"|DeviceScan|DeviceSelect|^_sort",
     "table update": r"^_segment_update|^_table|embedding\w*backward|grad_mean",
     "lookup": r"^_pooled_lookup|embedding\w*forward|bounds_check_indices",
