@@ -103,13 +103,14 @@ class Batch:
     def columns(self) -> list[Tensor]:
         """The columns that a pass reads beside the ids."""
         weights = [] if self.weights is None else [self.weights]
-        return [self.numerical, self.labels, *weights]
+        return [self.numerical, self.labels, *weights, *self.events]
 
     def with_columns(self, columns: Sequence[Tensor]) -> "Batch":
         """Return the batch with other `columns`."""
-        numerical, labels, *weights = columns
+        numerical, labels, *events = columns
+        weights = None if self.weights is None else events.pop(0)
         return replace(
-            self, numerical=numerical, labels=labels, weights=weights[0] if weights else None
+            self, numerical=numerical, labels=labels, weights=weights, events=tuple(events)
         )
 
     def at(self, memory: Tensor) -> "Batch":
@@ -163,7 +164,7 @@ class Batch:
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until the work queued on `stream` is done; TorchRec's pipelines call this."""
-        for values in (self.numerical, self.labels, self.ids, self.weights, self.keep_rates):
+        for values in (*self.columns, self.ids, self.keep_rates):
             if values is not None:
                 values.record_stream(stream)
 
@@ -180,4 +181,5 @@ class Batch:
             self.layout,
             None if self.weights is None else copy(self.weights),
             None if self.keep_rates is None else copy(self.keep_rates),
+            tuple(map(copy, self.events)),
         )

@@ -131,6 +131,7 @@ class BatchReader:
             shared,
             None if columns.weights is None else memory.tensor(columns.weights),
             None if columns.keep_rates is None else memory.tensor(columns.keep_rates),
+            tuple(memory.tensor(numbers) for numbers in columns.events),
         )
 
 

@@ -50,6 +50,11 @@ class Selection:
             yield slice(start, start + last - first), column[first:last]
             start += last - first
 
+    def rows_of(self, column: np.ndarray) -> np.ndarray:
+        """Return all selected rows of `column`; not always a copy."""
+        parts = [piece for _, piece in self.pieces(column)]
+        return parts[0] if len(parts) == 1 else np.concatenate([column[:0], *parts])
+
     def row_at(self, position: int) -> int:
         ends = np.cumsum(self.lengths)
         run = int(np.searchsorted(ends, position, side="right"))

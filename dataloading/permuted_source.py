@@ -15,7 +15,8 @@ BLOCK_ROWS = 1 << 24
 class PermutedSource(DerivedSource):
     """Rows of another source in which one feature is permuted over the rows of a split.
 
-    The permutation is a function of seed and row alone, so every rank sees the same rows.
+    The permutation is a function of seed and row alone, so every rank sees the same rows. Events are permuted as wholes: a
+    feature of a sequence group with all columns of the group, and ages are those of the row that they are from.
     """
 
     def __init__(
@@ -23,6 +24,8 @@ class PermutedSource(DerivedSource):
     ) -> None:
         super().__init__(source)
         self._feature = feature
+        group = source.spec.group_of(feature)
+        self._permuted_with = {feature} if group is None else {*group.columns}
         self._seed = seed
         self._block_rows = block_rows
         # The latest blocks alone: rows are read in the order on disk.
@@ -46,12 +49,16 @@ class PermutedSource(DerivedSource):
         starts = self._permuted(split, rows)
         other = self._source.read(split, np.stack([starts, starts + 1], axis=1))
         spec, feature = self.spec, self._feature
-        names = [categorical.name for categorical in spec.categorical]
-        ids, lengths = list(own.ids), list(own.lengths)
-        if feature in names:
-            index = names.index(feature)
+        ids, lengths, events = list(own.ids), list(own.lengths), list(own.events)
+        permuted = [
+            index for index, f in enumerate(spec.categorical) if f.name in self._permuted_with
+        ]
+        for index in permuted:
             ids[index], lengths[index] = other.ids[index], other.lengths[index]
-        else:
+        for index, number in enumerate(spec.event_columns):
+            if number.name in self._permuted_with:
+                events[index] = other.events[index]
+        if not permuted:
             column = spec.numerical.index(feature)
             own.numerical[:, column] = other.numerical[:, column]
         num_rows = len(rows)
@@ -64,13 +71,15 @@ class PermutedSource(DerivedSource):
             target[:num_rows] = values
         for target, values in zip(out.ids, ids, strict=True):
             target[:] = values
+        for target, values in zip(out.events, events, strict=True):
+            target[:] = values
         for place, counts in zip(out.lengths, lengths, strict=True):
             if place is not None:
                 place[:num_rows] = counts
         return out
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
-        if self.spec.categorical[feature].name == self._feature:
+        if self.spec.categorical[feature].name in self._permuted_with:
             starts = self._permuted(split, expand(runs))
             runs = np.stack([starts, starts + 1], axis=1)
         return self._source.read_keys(split, runs, feature)

@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from configs.messages import shown
-from dataloading.dataset.binary import SplitWriter, file_name
+from dataloading.dataset.column_files import EventWriter, GrowingFile, file_name
 from dataloading.dataset.counted_file import CountedFile
 from dataloading.dataset.documents import YamlDumper, open_regular
 from dataloading.dataset.durable_files import (
@@ -34,9 +34,11 @@ from dataloading.dataset.feature_spec import (
     SPEC_NAME,
     CategoricalFeature,
     FeatureSpec,
+    check_groups,
     features_by_table,
 )
 from dataloading.dataset.row_columns import Channel, RowColumn
+from dataloading.dataset.sequences import EVENTS, SequenceGroup
 from dataloading.dataset.split_files import (
     PARQUET,
     SPLITS,
@@ -45,6 +47,7 @@ from dataloading.dataset.split_files import (
     find_file,
     unnamed_validation,
 )
+from dataloading.dataset.split_writer import SplitWriter
 
 READ_BYTES = 1 << 22
 
@@ -60,9 +63,42 @@ class DatasetWriter:
         self._spec = spec
         self._splits = {split: make(directory, split, spec) for split, make in splits.items()}
         self._copied: dict[str, dict[str, Any]] = {}
+        # Shared with the splits.
+        self._logs: dict[str, EventWriter] = {}
+        for writer in self._splits.values():
+            writer.logs = self._logs
 
     def __getitem__(self, split: str) -> SplitWriter:
         return self._splits[split]
+
+    def append_events(
+        self,
+        *,
+        ids: Mapping[str, np.ndarray],
+        events: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Append events of one or more groups, of which `slices` of any split's rows may then be appended.
+
+        `ids`, `events`: flat, by the columns of a group, all of them. Raises ValueError: a value that a file cannot hold.
+        """
+        known = {name for group in self._spec.sequences for name in group.columns}
+        unknown = sorted({*ids, *(events or {})} - known)
+        if unknown or not all(type(writer) is SplitWriter for writer in self._splits.values()):
+            what = f"no column of events: {unknown}" if unknown else f"got file_format={PARQUET}"
+            raise ValueError(
+                f"append_events: {what}; want columns of sequences, in file_format=binary"
+            )
+        for group in self._spec.sequences:
+            if not {*group.columns}.intersection({*ids, *(events or {})}):
+                continue
+            features = {feature.name: feature for feature in self._spec.categorical}
+            log = self._logs.get(group.name)
+            if log is None:
+                log = EventWriter(group, features, lambda name: self.directory / EVENTS / name)
+                self._logs[group.name] = log
+            first = log.num_events
+            one = np.ones(np.size(ids.get(group.features[0], ())), np.int64)
+            log.append(ids, events or {}, one, None, lambda at, first=first: f"event {first + at}")  # type: ignore[misc]
 
     def copy_file(self, name: str, root: Path) -> None:
         """Copy a file that is none of the splits' own, such as their kept columns, from the dataset in `root`."""
@@ -80,6 +116,10 @@ class DatasetWriter:
         checksums: dict[str, dict[str, Any]] = {}
         for writer in self._splits.values():
             checksums |= writer.checksums(self.directory)
+        for file in self._log_files():
+            file.sync()
+            file.close()
+            checksums[file.path.relative_to(self.directory).as_posix()] = file.record
         checksums |= self._copied
         metadata = self._spec.metadata | {
             "rows": {name: files.num_rows for name, files in splits.items()},
@@ -98,6 +138,11 @@ class DatasetWriter:
         """Close all files without a check."""
         for writer in self._splits.values():
             writer.abandon()
+        for file in self._log_files():
+            file.close()
+
+    def _log_files(self) -> list[GrowingFile]:
+        return [file for log in self._logs.values() for file in log.files.values()]
 
 
 @contextmanager
@@ -116,6 +161,7 @@ def write_dataset(
     overwrite: bool = False,
     absent: Mapping[str, Collection[str]] | None = None,
     part_rows: Mapping[str, Sequence[int]] | None = None,
+    sequences: Sequence[SequenceGroup] = (),
 ) -> Iterator[DatasetWriter]:
     """Write a dataset directory; leaving the block completes it, an exception leaves `root` as it was.
 
@@ -124,7 +170,7 @@ def write_dataset(
     together. `splits`: at least one of `train`, `test` and `validation`, and any other. `metadata`: plain yaml values;
     `rows` and `files` are added. `absent`: per split, names of the labels, the weight and the keep rate that it lacks:
     all labels, or nothing. `part_rows`: of a dataset in Parquet, the rows of each file per split; a file list then
-    names the files. Raises ValueError: at the start, if `root` cannot be written or the features contradict each other;
+    names the files. `sequences`: groups of ragged features of `categorical`. Raises ValueError: at the start, if `root` cannot be written or the features contradict each other;
     at the end, if the columns of a split hold different rows.
     """
     root = check_output(root, overwrite)
@@ -144,6 +190,7 @@ def write_dataset(
         dict(metadata or {}),
         None if weight is None else RowColumn.of(weight, Channel.weight),
         None if keep_rate is None else RowColumn.of(keep_rate, Channel.keep_rate),
+        tuple(sequences),
     )
     _check_spec(spec, splits)
     writer: Callable[..., SplitWriter] = SplitWriter
@@ -193,6 +240,11 @@ def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
     if twice:
         raise ValueError(f"feature '{twice[0]}' is named twice; names are unique over all channels")
     features_by_table(spec.categorical)
+    check_groups(spec.sequences, spec.categorical)
+    if spec.sequences and EVENTS in splits:
+        raise ValueError(
+            f"splits: got '{EVENTS}', the directory of events; name the split otherwise"
+        )
     if not set(SPLITS).intersection(splits):
         raise ValueError(
             f"splits: got {shown(list(splits))}, want at least one of {', '.join(SPLITS)}"
@@ -249,6 +301,7 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
         features[feature.name] = entry
     features |= {name: {"dtype": spec.numerical_dtype.name} for name in spec.numerical}
     features |= {column.name: {"dtype": column.dtype.name} for column in spec.row_columns}
+    features |= {column.name: {"dtype": column.dtype.name} for column in spec.event_columns}
     channels = {
         "categorical": [feature.name for feature in spec.categorical],
         "label": [label.name for label in spec.labels],
@@ -256,9 +309,13 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
     }
     for column in spec.row_columns[len(spec.labels) :]:
         channels[column.channel.value] = [column.name]
+    if spec.event_columns:
+        channels["sequence"] = [column.name for column in spec.event_columns]
+    groups = {"sequence_spec": {group.name: _group(group) for group in spec.sequences}}
     document = {
         "channel_spec": channels,
         "feature_spec": features,
+        **(groups if spec.sequences else {}),
         "metadata": spec.metadata,
         "source_spec": {
             name: _chunks(spec, files, root)
@@ -268,6 +325,17 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
     }
     text = yaml.dump(document, Dumper=YamlDumper, sort_keys=False)
     replace_text(root / SPEC_NAME, text, root / f".{SPEC_NAME}.partial")
+
+
+def _group(group: SequenceGroup) -> dict[str, Any]:
+    """Return an entry of `sequence_spec`."""
+    numbers = [column.name for column in group.numbers]
+    return {
+        "features": list(group.features),
+        **({"numbers": numbers} if numbers else {}),
+        **({} if group.time is None else {"time": group.time}),
+        "max_length": group.max_length,
+    }
 
 
 def _nvidia_reads(spec: FeatureSpec, root: Path) -> bool:
@@ -299,9 +367,16 @@ def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, 
     chunks = [] if files.numerical is None else [chunk(spec.numerical, files.numerical)]
     chunks += [chunk([name], path) for name, path in files.columns.items()]
     for feature in spec.categorical:
-        offsets = [files.offsets[feature.name]] if feature.hotness is None else []
-        chunks.append(chunk([feature.name], files.ids[feature.name], *offsets))
-    return chunks
+        group = spec.group_of(feature.name)
+        if group is not None:
+            second = [files.slices[group.name]]
+        else:
+            second = [files.offsets[feature.name]] if feature.hotness is None else []
+        chunks.append(chunk([feature.name], files.ids[feature.name], *second))
+    for group in spec.sequences:
+        slices = files.slices[group.name]
+        chunks += [chunk([c.name], files.events[c.name], slices) for c in group.numbers]
+    return chunks + [chunk([name], path) for name, path in files.moments.items()]
 
 
 def checksums_of(metadata: object, where: str) -> dict[str, dict[str, Any]]:

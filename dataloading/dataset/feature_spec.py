@@ -17,10 +17,17 @@ import numpy as np
 from configs.messages import shown
 from dataloading.dataset.documents import read_yaml, resolved
 from dataloading.dataset.row_columns import LABEL_DTYPES, Channel, RowColumn
-from dataloading.dataset.sequences import EventColumn, SequenceGroup
+from dataloading.dataset.sequences import (
+    EVENT_DTYPES,
+    MOMENT_DTYPE,
+    EventColumn,
+    SequenceGroup,
+)
 from dataloading.dataset.split_files import (
+    OFFSET_DTYPE,
     SPLITS,
     SplitFiles,
+    check_events,
     count_rows,
     expect,
     names_of,
@@ -33,7 +40,7 @@ RAGGED = "ragged"
 DYNAMIC = "dynamic"
 ID_DTYPES = ("int8", "int16", "int32", "int64")
 NUMERICAL_DTYPES = ("float16", "float32")
-CHANNELS = ("categorical", "label", "numerical", "weight", "keep_rate")
+CHANNELS = ("categorical", "label", "numerical", "weight", "keep_rate", "sequence")
 MAX_HOTNESS = 2**31
 """Lengths of rows are int32."""
 MOST_KEYS = 2**31 - 2
@@ -128,11 +135,18 @@ class FeatureSpec:
         """Numbers of the events of all groups, in the order of a batch."""
         return tuple(column for group in self.sequences for column in group.numbers)
 
+    def group_of(self, name: str) -> SequenceGroup | None:
+        """Return the group of a feature."""
+        return next((group for group in self.sequences if name in group.features), None)
+
     @property
     def names(self) -> list[str]:
-        """Names of all columns: labels, weight, keep rate, numericals, categorical features."""
+        """Names of all columns: labels, weight, keep rate, numericals, categorical features, numbers of events and moments."""
         single = [column.name for column in self.row_columns]
-        return [*single, *self.numerical, *(feature.name for feature in self.categorical)]
+        features = [feature.name for feature in self.categorical]
+        events = [column.name for column in self.event_columns]
+        moments = [group.name for group in self.sequences if group.time is not None]
+        return [*single, *self.numerical, *features, *events, *moments]
 
     @property
     def row_columns(self) -> tuple[RowColumn, ...]:
@@ -167,13 +181,15 @@ class FeatureSpec:
         return features_by_table(self.categorical)
 
     def row_bytes(self, files: SplitFiles) -> dict[Path, int]:
-        """Return the bytes of a row in each file of a split in split binary but those of ragged features."""
+        """Return the bytes of a row in each file of a split in split binary but those of ragged features and events."""
         columns, features = self.row_columns, self.categorical
         widths = {
             files.columns[c.name]: c.stored.itemsize for c in columns if c.name in files.columns
         }
         if files.numerical is not None:
             widths[files.numerical] = len(self.numerical) * self.numerical_dtype.itemsize
+        widths |= {path: 2 * OFFSET_DTYPE.itemsize for path in files.slices.values()}
+        widths |= {path: MOMENT_DTYPE.itemsize for path in files.moments.values()}
         return widths | {
             files.ids[f.name]: f.dtype.itemsize * f.hotness for f in features if f.hotness
         }
@@ -210,7 +226,12 @@ class FeatureSpec:
         ]
         # Of a single binary label the name alone, as in checkpoints of earlier versions.
         names = [label.name if label.is_binary else [label.name] for label in self.labels]
-        facts = [list(self.numerical), names[0] if len(names) == 1 else names, categorical]
+        facts: list[object] = [
+            list(self.numerical),
+            names[0] if len(names) == 1 else names,
+            categorical,
+            *([g.name, *g.columns, g.time, g.max_length] for g in self.sequences),
+        ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @classmethod
@@ -279,6 +300,27 @@ def features_by_table(
     return tables
 
 
+def check_groups(
+    sequences: Sequence[SequenceGroup], categorical: Sequence[CategoricalFeature]
+) -> None:
+    """Raise ValueError unless the features of groups are ragged features of one group each, with the same mean."""
+    known = {feature.name: feature for feature in categorical}
+    taken: dict[str, str] = {}
+    for group in sequences:
+        where = f"sequence_spec.{group.name}"
+        for name in group.columns:
+            other = f"columns of no other group; it is one of {shown(taken.get(name))}"
+            expect(name not in taken, where, name, other)
+            taken[name] = group.name
+        for name in group.features:
+            ragged = name in known and known[name].hotness is None
+            want = f"names of categorical features with hotness: {RAGGED}"
+            expect(ragged, f"{where}.features", name, want)
+            mean, first = (known[n].mean_hotness for n in (name, group.features[0]))
+            same = f"{first}, that of {shown(group.features[0])}, as both have the same events"
+            expect(mean == first, f"feature_spec.{name}.mean_hotness", mean, same)
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -320,7 +362,13 @@ def _parse(root: Path, document: object) -> FeatureSpec:
     ragged = {feature.name: feature.hotness is None for feature in spec.categorical}
     splits = {
         str(split): parse_chunks(
-            root, f"source_spec.{split}", chunks, spec.numerical, columns, ragged
+            root,
+            f"source_spec.{split}",
+            chunks,
+            spec.numerical,
+            columns,
+            ragged,
+            spec.sequences,
         )
         for split, chunks in sources.items()
     }
@@ -334,7 +382,7 @@ def _parse_features(root: Path, document: object) -> FeatureSpec:
     features, channels = _section(document, "feature_spec"), _section(document, "channel_spec")
     metadata = document.get("metadata") or {}  # type: ignore[attr-defined]
     expect(isinstance(metadata, dict), "metadata", metadata, "a mapping")
-    categorical, labels, numerical, weights, keep_rates = _channels(channels, features)
+    categorical, labels, numerical, weights, keep_rates, events = _channels(channels, features)
     row_columns = {
         channel: tuple(_row_column(features, name, channel) for name in names)
         for channel, names in zip(Channel, (labels, weights, keep_rates), strict=True)
@@ -351,6 +399,9 @@ def _parse_features(root: Path, document: object) -> FeatureSpec:
     expect(len(used) == 1, "channel_spec.numerical", used, "one dtype for all numericals")
     tables = tuple(_categorical(features, name) for name in categorical)
     features_by_table(tables)
+    groups = document.get("sequence_spec") or {}  # type: ignore[attr-defined]
+    sequences = _sequences(groups, features, events)
+    check_groups(sequences, tables)
     return FeatureSpec(
         root,
         numerical,
@@ -361,7 +412,45 @@ def _parse_features(root: Path, document: object) -> FeatureSpec:
         metadata,
         weight=next(iter(row_columns[Channel.weight]), None),
         keep_rate=next(iter(row_columns[Channel.keep_rate]), None),
+        sequences=sequences,
     )
+
+
+def _sequences(
+    groups: object, features: Mapping[str, Any], events: Sequence[str]
+) -> tuple[SequenceGroup, ...]:
+    """Return the groups of `sequence_spec`, whose numbers are the channel `sequence`."""
+    expect(isinstance(groups, Mapping), "sequence_spec", groups, "a mapping from group to columns")
+    assert isinstance(groups, Mapping)
+    sequences = []
+    for name, entry in groups.items():
+        where = f"sequence_spec.{name}"
+        is_name = isinstance(name, str) and bool(name) and name not in features
+        expect(is_name, "sequence_spec", name, "names of groups, which no column has")
+        expect(isinstance(entry, Mapping), where, entry, "a mapping with features and max_length")
+        numbers = names_of(entry.get("numbers") or [], f"{where}.numbers")
+        unknown = [number for number in numbers if number not in events]
+        expect(not unknown, f"{where}.numbers", unknown, "columns of channel_spec.sequence")
+        sequences.append(
+            SequenceGroup(
+                name,
+                names_of(entry.get("features"), f"{where}.features"),
+                entry.get("max_length"),
+                tuple(EventColumn(n, _event_dtype(features, n)) for n in numbers),
+                entry.get("time"),
+            )
+        )
+    held = {column.name for group in sequences for column in group.numbers}
+    homeless = [name for name in events if name not in held]
+    expect(not homeless, "sequence_spec", homeless, "a group for every column of events")
+    return tuple(sequences)
+
+
+def _event_dtype(features: Mapping[str, Any], name: str) -> np.dtype:
+    dtype = _dtype(features, name)
+    wanted = f"one of {', '.join(EVENT_DTYPES)}"
+    expect(dtype in EVENT_DTYPES, f"feature_spec.{name}.dtype", dtype, wanted)
+    return np.dtype(dtype)
 
 
 def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -373,7 +462,7 @@ def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[
     ]
     expect(len(listed[0]) > 0, "channel_spec.categorical", [], "at least one feature")
     expect(len(listed[1]) > 0, "channel_spec.label", [], "at least one label")
-    for channel, single in zip(CHANNELS[3:], listed[3:], strict=True):
+    for channel, single in zip(CHANNELS[3:5], listed[3:5], strict=True):
         expect(len(single) < 2, f"channel_spec.{channel}", list(single), "at most one column")
     names = [name for channel in listed for name in channel]
     twice = [name for name, times in Counter(names).items() if times > 1]
@@ -443,6 +532,13 @@ def measured(spec: FeatureSpec) -> FeatureSpec:
         )
         for name, files in spec.splits.items()
     }
+    for files in spec.splits.values():
+        for group in spec.sequences if files.slices else ():
+            paths = [files.ids[name] for name in group.features]
+            widths = [id_bytes[name] for name in group.features]
+            paths += [files.events[column.name] for column in group.numbers]
+            widths += [column.dtype.itemsize for column in group.numbers]
+            check_events(zip(paths, widths, strict=True))
     rows = spec.metadata.get("rows") or {}
     expect(isinstance(rows, Mapping), "metadata.rows", rows, "a mapping from split to rows")
     for name, written in rows.items():
@@ -451,15 +547,16 @@ def measured(spec: FeatureSpec) -> FeatureSpec:
         expect(held == written, f"metadata.rows.{name}", written, want)
     first = splits.get("train") or next(iter(splits.values()))
     tables = tuple(
-        replace(f, mean_hotness=f.mean_hotness or _mean_hotness(first, f.name))
+        replace(f, mean_hotness=f.mean_hotness or _mean_hotness(first, spec, f.name))
         for f in spec.categorical
     )
     return replace(spec, splits=splits, categorical=tables)
 
 
-def _mean_hotness(files: SplitFiles, name: str) -> float:
+def _mean_hotness(files: SplitFiles, spec: FeatureSpec, name: str) -> float:
     if not files.parquet:
-        return files.mean_hotness(name)
+        group = spec.group_of(name)
+        return files.mean_hotness(group.name if group else name)
     from dataloading.dataset.parquet_files import mean_hotness
 
     return mean_hotness(files.parquet, name)
@@ -483,6 +580,12 @@ def parquet_columns(spec: FeatureSpec, files: SplitFiles) -> dict[str, Any]:
         for column in spec.row_columns
         if column.name not in files.absent
     }
+    for group in spec.sequences:
+        kinds |= {
+            c.name: ColumnKind.ids if c.name == group.time else ColumnKind.numbers
+            for c in group.numbers
+        }
+        kinds |= {group.name: ColumnKind.id} if group.time else {}
     return kinds | {
         f.name: ColumnKind.id if f.hotness == 1 else ColumnKind.ids for f in spec.categorical
     }

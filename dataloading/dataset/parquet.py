@@ -17,7 +17,8 @@ from dataloading.dataset.binary import BinarySource, SplitColumns
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import LABEL_DTYPE
 from dataloading.dataset.row_groups import RowGroup, SplitGroups
-from dataloading.dataset.source import Allocate, Columns, Keys, Source
+from dataloading.dataset.sequences import SequenceGroup, ages_of
+from dataloading.dataset.source import Allocate, Columns, Keys, TimedSource
 from dataloading.dataset.split_files import SplitFiles
 
 KEPT_BYTES = 256 << 20
@@ -25,7 +26,7 @@ KEPT_BYTES = 256 << 20
 LEAST_KEPT = 4
 
 
-class ParquetSource(Source):
+class ParquetSource(TimedSource):
     """Source of the rows of a dataset directory in Parquet.
 
     Ids, labels and missing values are checked when a row group is decoded. Safe to call from several threads.
@@ -38,9 +39,10 @@ class ParquetSource(Source):
         }
         largest = max(split.granule for split in self._splits.values())
         ids = sum(feature.mean_hotness for feature in spec.categorical)
-        row_bytes = (
-            4 * (len(spec.row_columns) + len(spec.numerical)) + spec.ids_dtype.itemsize * ids
-        )
+        means = {feature.name: feature.mean_hotness for feature in spec.categorical}
+        events = sum(means[group.features[0]] * len(group.numbers) for group in spec.sequences)
+        row_bytes = 4 * (len(spec.row_columns) + len(spec.numerical) + events)
+        row_bytes += spec.ids_dtype.itemsize * ids
         self._num_kept = max(LEAST_KEPT, int(KEPT_BYTES / (largest * row_bytes)))
         self._groups = _GroupCache(self._num_kept)
         self._fits = {
@@ -80,12 +82,14 @@ class ParquetSource(Source):
         )
         at = 0
         ids_at = [0] * len(num_ids)
+        names = [feature.name for feature in self.spec.categorical]
+        of_groups = [(names.index(g.features[0]), g) for g in self.spec.sequences]
         for group, rows in pieces:
             place = slice(at, at + rows.stop - rows.start)
             for (_, values), numbers in zip(out.row_columns(self.spec), group.columns, strict=True):
                 values[place] = numbers[rows]
-            for column, numbers in enumerate(group.numerical):
-                out.numerical[place, column] = numbers[rows]
+            for position, numbers in enumerate(group.numerical):
+                out.numerical[place, position] = numbers[rows]
             for index, feature in enumerate(self.spec.categorical):
                 ends = group.offsets[index]
                 if ends is None:
@@ -98,6 +102,16 @@ class ParquetSource(Source):
                 if not feature.is_dynamic:
                     out.ids[index][target] = group.ids[index][items]
                 ids_at[index] = target.stop
+            of_events = iter(zip(out.events, group.events, strict=True))
+            for index, sequence in of_groups:
+                ends = group.offsets[index]
+                for column in sequence.numbers:
+                    events, of_group = next(of_events)
+                    part = of_group[ends[rows.start] : ends[rows.stop]]  # type: ignore[index]
+                    if column.name == sequence.time:
+                        lengths = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
+                        part = ages_of(part, group.moments[sequence.name][rows], lengths)
+                    events[ids_at[index] - len(part) : ids_at[index]] = part
             at = place.stop
         return out
 
@@ -119,6 +133,22 @@ class ParquetSource(Source):
             np.concatenate(values).astype(np.int64, copy=False),
             np.concatenate(lengths) if is_ragged else None,
         )
+
+    def read_times(
+        self, split: str, runs: np.ndarray, group: SequenceGroup
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if self._fits[split]:
+            return self._whole(split).read_times(split, runs, group)
+        names = [feature.name for feature in self.spec.categorical]
+        ends_at = names.index(group.features[0])
+        time_at = [column.name for column in self.spec.event_columns].index(group.time or "")
+        times, moments = [], []
+        for rows_of_group, rows in self._pieces(split, runs):
+            ends = rows_of_group.offsets[ends_at]
+            assert ends is not None
+            times.append(rows_of_group.events[time_at][ends[rows.start] : ends[rows.stop]])
+            moments.append(rows_of_group.moments[group.name][rows])
+        return np.concatenate(times), np.concatenate(moments)
 
     def _pieces(self, split: str, runs: np.ndarray) -> list[tuple[RowGroup, slice]]:
         """Return the row groups of the rows of `runs`, and the rows inside them."""
@@ -156,13 +186,25 @@ def joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> Spli
             bounds = [group.offsets[index] for group in groups]
             lengths = np.concatenate([np.diff(ends) for ends in bounds if ends is not None])
             offsets[feature.name] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    slices = {
+        group.name: np.stack([offsets[group.features[0]][:-1], offsets[group.features[0]][1:]], 1)
+        for group in spec.sequences
+    }
+    names = [column.name for column in spec.event_columns]
+    numbers = zip(*(group.events for group in groups), strict=True) if names else ()
+    events = {name: np.concatenate(parts) for name, parts in zip(names, numbers, strict=True)}
     row_columns = {
         column.name: np.concatenate([group.columns[index] for group in groups]).astype(
             LABEL_DTYPE if column.is_binary else np.float32
         )
         for index, column in enumerate(spec.row_columns)
     }
-    return SplitColumns(row_columns, numerical, ids, offsets, files)
+    moments = {
+        group.name: np.concatenate([rows.moments[group.name] for rows in groups])
+        for group in spec.sequences
+        if group.time is not None
+    }
+    return SplitColumns(row_columns, numerical, ids, offsets, files, slices, moments, events)
 
 
 def _num_ids(group: RowGroup, index: int, rows: slice) -> int:

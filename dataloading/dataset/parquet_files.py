@@ -20,12 +20,15 @@ class ColumnKind(Enum):
     number = "bool, integers or floats"
     id = "integers"
     ids = "a list of integers"
+    numbers = "a list of integers or floats"
 
     def accepts(self, kind: pa.DataType) -> bool:
         """Return whether a column of Arrow type `kind` can be read as this."""
-        if self is ColumnKind.ids:
-            lists = pa.ListType, pa.LargeListType, pa.FixedSizeListType
-            return isinstance(kind, lists) and pa.types.is_integer(kind.value_type)
+        if self in (ColumnKind.ids, ColumnKind.numbers):
+            if not isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
+                return False
+            is_float = self is ColumnKind.numbers and pa.types.is_floating(kind.value_type)
+            return is_float or pa.types.is_integer(kind.value_type)
         if self is ColumnKind.id:
             return pa.types.is_integer(kind)
         # Booleans are 0 and 1, as labels and as numericals.

@@ -14,11 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloading.dataset.binary import GrowingFile, SplitWriter
+from dataloading.dataset.column_files import GrowingFile
 from dataloading.dataset.counted_file import CountedFile
 from dataloading.dataset.documents import FILE_LIST, file_list_text
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.split_files import SplitFiles
+from dataloading.dataset.split_writer import SplitWriter
 
 ROW_GROUP_ROWS = 16_384
 """Rows of a row group, which are read together and stay together in a shuffle."""
@@ -128,7 +129,17 @@ class ParquetSplitWriter(SplitWriter):
             numerical = _take(self._numerical, num_rows)
             for index, name in enumerate(self.spec.numerical):
                 columns[name] = pa.array(np.ascontiguousarray(numerical[:, index]))
+        for group in self.spec.sequences:
+            slices = _take(self._slices[group.name], num_rows)
+            ends = np.append(slices[:, 0], slices[-1:, 1]) - slices[0, 0]
+            for name, file in self._events[group.name].files.items():
+                values = pa.array(_take(file, int(ends[-1])))
+                columns[name] = pa.ListArray.from_arrays(ends.astype(np.int32), values)
+            if group.time is not None:
+                columns[group.name] = pa.array(_take(self._moments[group.name], num_rows))
         for feature in self.spec.categorical:
+            if feature.name in columns:
+                continue
             ids = self._ids[feature.name]
             if feature.hotness == 1:
                 columns[feature.name] = pa.array(_take(ids, num_rows).reshape(-1))

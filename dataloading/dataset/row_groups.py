@@ -1,7 +1,7 @@
 """Row groups of Parquet files: decoding, with a check of every value."""
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import local
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from configs.messages import shortened
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.dataset.parquet_files import open_file, read_footer
+from dataloading.dataset.sequences import SequenceGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,9 @@ class RowGroup:
     ids: list[np.ndarray]  # integers, flat, one array per feature, checked against its table
     # int [n + 1] of ragged features, None where the hotness is fixed
     offsets: list[np.ndarray | None]
+    # numbers of events, flat, in the order of `FeatureSpec.event_columns`: float32, but integers of times
+    events: list[np.ndarray]
+    moments: dict[str, np.ndarray]  # integers [n], by group with a time
 
 
 class SplitGroups:
@@ -129,8 +133,17 @@ def decode(
             )
         columns.append(numbers)
     numerical = [where.numbers(table, name) for name in spec.numerical]
-    decoded = [where.ids(table, feature) for feature in spec.categorical]
-    return RowGroup(columns, numerical, [d[0] for d in decoded], [d[1] for d in decoded])
+    decoded = {feature.name: where.ids(table, feature) for feature in spec.categorical}
+    ids, offsets = zip(*decoded.values(), strict=True)
+    lengths = {name: np.diff(ends) for name, (_, ends) in decoded.items() if ends is not None}
+    events: list[np.ndarray] = []
+    moments = {}
+    for group in spec.sequences:
+        if group.time is not None:
+            moments[group.name] = where.whole(table, group.name).to_numpy()
+        of_features = {name: lengths[name] for name in group.features}
+        events += where.events(table, group, of_features, moments.get(group.name))
+    return RowGroup(columns, numerical, list(ids), list(offsets), events, moments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +159,7 @@ class Place:
 
     def numbers(self, table: pa.Table, name: str) -> np.ndarray:
         """Return a column of numbers; ValueError if one is missing, not finite or too large."""
-        values = self._whole(table, name).to_numpy(zero_copy_only=False)
+        values = self.whole(table, name).to_numpy(zero_copy_only=False)
         with np.errstate(over="ignore"):
             is_finite = np.isfinite(values.astype(np.float32, copy=False))
         if not is_finite.all():
@@ -158,11 +171,10 @@ class Place:
     def ids(
         self, table: pa.Table, feature: CategoricalFeature
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        column = self._whole(table, feature.name)
         if feature.hotness == 1:
-            ids, offsets = column.to_numpy(), None
+            ids, offsets = self.whole(table, feature.name).to_numpy(), None
         else:
-            ids, offsets = self._lists(column, feature)
+            ids, offsets = self._lists(table, feature)
         if feature.is_dynamic:
             return ids, offsets
         if int(ids.view(f"u{ids.itemsize}").max(initial=0)) >= feature.cardinality:
@@ -178,16 +190,50 @@ class Place:
             )
         return ids, offsets
 
-    def _whole(self, table: pa.Table, name: str) -> pa.Array:
+    def events(
+        self,
+        table: pa.Table,
+        group: SequenceGroup,
+        lengths: Mapping[str, np.ndarray],
+        moments: np.ndarray | None,
+    ) -> list[np.ndarray]:
+        """Return the numbers of the events of a group, checked; `lengths`: of the rows, by its features."""
+        numbers = {c.name: self.flat(table, c.name, "a number", "numbers") for c in group.numbers}
+        counts = {**lengths, **{name: np.diff(ends) for name, (_, ends) in numbers.items()}}
+        first = group.features[0]
+        if (wrong := group.wrong_length(counts[first])) is not None:
+            raise ValueError(
+                f"feature '{first}': {counts[first][wrong]} events at {self.row(wrong)}; want at most "
+                f"max_length={group.max_length}"
+            )
+        for name, own in counts.items():
+            differs = own != counts[first]
+            if differs.any():
+                row = int(differs.argmax())
+                raise ValueError(
+                    f"feature '{name}': {own[row]} events at {self.row(row)}, and '{first}' has {counts[first][row]}; "
+                    f"want equally many in all columns of group '{group.name}'"
+                )
+        found = []
+        for column in group.numbers:
+            values = numbers[column.name][0].to_numpy()
+            checked = group.checked(column, values, counts[first], moments, self.row)
+            found.append(values if column.name == group.time else checked)
+        return found
+
+    def whole(self, table: pa.Table, name: str) -> pa.Array:
+        """Return a column as one array; ValueError if a value is missing."""
         column = table.column(name)
         if column.null_count:
             row = int(np.asarray(column.is_null()).argmax())
             raise ValueError(f"'{name}' is missing at {self.row(row)}; want a value in every row")
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
-    def _lists(
-        self, column: pa.Array, feature: CategoricalFeature
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    def flat(
+        self, table: pa.Table, name: str, item: str = "an id", wanted: str = "integers"
+    ) -> tuple[pa.Array, np.ndarray]:
+        """Return the items of a column of lists, and the offsets of its rows."""
+        column = self.whole(table, name)
         if pa.types.is_fixed_size_list(column.type):
             offsets = np.arange(len(column) + 1) * column.type.list_size
         else:
@@ -197,9 +243,13 @@ class Place:
         if values.null_count:
             at = int(np.asarray(values.is_null()).argmax())
             row = int(offsets.searchsorted(at, "right")) - 1
-            raise ValueError(
-                f"'{feature.name}' misses an id at {self.row(row)}; want integers only"
-            )
+            raise ValueError(f"'{name}' misses {item} at {self.row(row)}; want {wanted} only")
+        return values, offsets
+
+    def _lists(
+        self, table: pa.Table, feature: CategoricalFeature
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        values, offsets = self.flat(table, feature.name)
         if feature.hotness is None:
             return values.to_numpy(), offsets
         other = np.diff(offsets) != feature.hotness

@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
+from dataloading.dataset.sequences import SequenceGroup
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """(shape, dtype) -> array, not necessarily zeroed. The loader passes a function that returns pinned memory,
@@ -31,6 +32,8 @@ class Columns:
     weights: np.ndarray | None = None  # float32 [B], 0 of padding rows; None without such a column
     # float32 [B], 1 of padding rows; None without such a column
     keep_rates: np.ndarray | None = None
+    # float32 [events of the group], by `FeatureSpec.event_columns`
+    events: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
     def empty(
@@ -61,7 +64,13 @@ class Columns:
             keep_rates[num_valid:] = 1
         ends = np.cumsum(num_ids)
         ids = [values[end - count : end] for end, count in zip(ends, num_ids, strict=True)]
-        return cls(numerical, labels, values, ids, lengths, weights, keep_rates)
+        of_feature = {f.name: count for f, count in zip(spec.categorical, num_ids, strict=True)}
+        events = [
+            allocate((of_feature[group.features[0]],), np.dtype(np.float32))
+            for group in spec.sequences
+            for _ in group.numbers
+        ]
+        return cls(numerical, labels, values, ids, lengths, weights, keep_rates, events)
 
     def row_columns(self, spec: FeatureSpec) -> list[tuple[RowColumn, np.ndarray]]:
         """Return each of `spec.row_columns` with its numbers, a view [B] that may be filled."""
@@ -134,6 +143,16 @@ class Source(ABC):
     @abstractmethod
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         """Return the keys of the rows of `runs`, in that order, of a feature with `vocabulary: dynamic`."""
+
+
+class TimedSource(Source):
+    """Source of rows whose times can be read as they are stored, to write them again."""
+
+    @abstractmethod
+    def read_times(
+        self, split: str, runs: np.ndarray, group: SequenceGroup
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the times of the events of the rows of `runs`, flat, and the moments of the rows, of a group with a time."""
 
 
 class DerivedSource(Source):

@@ -1,16 +1,19 @@
 """Files of one split: their paths inside the dataset directory, and a check of their sizes."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import dirname, join, normpath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from configs.messages import os_error_text, shown
 from dataloading.dataset.documents import check_regular, is_file_list, read_file_list, resolved
+
+if TYPE_CHECKING:
+    from dataloading.dataset.sequences import SequenceGroup
 
 OFFSET_DTYPE = np.dtype("<i8")
 SPLITS = ("train", "test", "validation")
@@ -63,16 +66,27 @@ class SplitFiles:
     # names of the labels, the weight and the keep rate that it lacks: rows to be scored have no
     # labels
     absent: frozenset[str] = frozenset()
+    # by sequence group: int64 [N, 2], first event of each row and the one after its last, in the files of the
+    # group's ids and numbers, which splits may share
+    slices: dict[str, Path] = field(default_factory=dict)
+    moments: dict[str, Path] = field(default_factory=dict)  # int64 [N], of groups with a time
+    events: dict[str, Path] = field(default_factory=dict)  # numbers of events, by name
 
     def paths(self) -> list[Path]:
         single = [] if self.numerical is None else [self.numerical]
-        several = (self.columns, self.ids, self.offsets)
+        several = (self.columns, self.ids, self.offsets, self.slices, self.moments, self.events)
         of_columns = [path for paths in several for path in paths.values()]
         return [*single, *of_columns, *self.parquet, *self.lists]
 
     def mean_hotness(self, name: str) -> float:
-        """Return the mean ids per row of a ragged feature, as `Lengths.mean`."""
-        lengths, offsets = Lengths(), mapped(self.offsets[name], OFFSET_DTYPE)
+        """Return the mean ids per row of a ragged feature, or events of a group, as `Lengths.mean`."""
+        lengths = Lengths()
+        if name in self.slices:
+            slices = mapped(self.slices[name], OFFSET_DTYPE).reshape(-1, 2)
+            for start in range(0, len(slices), CHUNK_ROWS):
+                lengths.add(np.diff(slices[start : start + CHUNK_ROWS])[:, 0].clip(0))
+            return lengths.mean
+        offsets = mapped(self.offsets[name], OFFSET_DTYPE)
         for start in range(0, len(offsets) - 1, CHUNK_ROWS):
             lengths.add(np.diff(offsets[start : start + CHUNK_ROWS + 1]).clip(0))
         return lengths.mean
@@ -98,22 +112,30 @@ def parse_chunks(
     numericals: tuple[str, ...],
     columns: Mapping[str, str],
     ragged: Mapping[str, bool],
+    sequences: Sequence["SequenceGroup"] = (),
 ) -> SplitFiles:
     """Return the files in the `source_spec` of one split, without row counts.
 
     `columns`: channels of labels, weight and keep rate. `ragged`: per categorical feature, whether it is ragged.
     """
+    numbers = [column.name for group in sequences for column in group.numbers]
+    moment_names = [group.name for group in sequences if group.time is not None]
+    group_of = {name: group.name for group in sequences for name in group.columns}
+    wanted = [*ragged, *numbers, *moment_names]
     expect(isinstance(chunks, list), where, chunks, "a list of chunks")
     assert isinstance(chunks, list)
     if any(isinstance(chunk, Mapping) and chunk.get("type") == PARQUET for chunk in chunks):
-        return _parquet_files(root, where, chunks, {*numericals, *ragged}, columns)
+        return _parquet_files(root, where, chunks, {*numericals, *wanted}, columns)
     numerical: Path | None = None
     single: dict[str, Path] = {}
-    ids: dict[str, Path] = {}
     offsets: dict[str, Path] = {}
+    slices: dict[str, Path] = {}
+    of_wanted: dict[str, Path] = {}
+    seconds = dict.fromkeys((name for name, several in ragged.items() if several), "offsets")
+    seconds |= dict.fromkeys(group_of, "slices")
     for number, chunk in enumerate(chunks):
         here = f"{where}[{number}]"
-        names, paths = _parse_chunk(root, here, chunk, ragged)
+        names, paths = _parse_chunk(root, here, chunk, seconds)
         if len(names) == 1 and names[0] in columns:
             channel = columns[names[0]]
             expect(names[0] not in single, here, names, f"the {channel} once in a split")
@@ -122,20 +144,42 @@ def parse_chunks(
             expect(numerical is None, here, names, "the numericals once in a split")
             numerical = paths[0]
         else:
-            alone = len(names) == 1 and names[0] in ragged
+            alone = len(names) == 1 and names[0] in wanted
             want = "all numericals in channel order, or the label alone, or one categorical feature alone"
             expect(alone, f"{here}.features", list(names), want)
-            expect(names[0] not in ids, here, names[0], "every feature once in a split")
-            ids[names[0]] = paths[0]
-            if len(paths) == 2:
-                offsets[names[0]] = paths[1]
+            name = names[0]
+            expect(name not in of_wanted, here, name, "every feature once in a split")
+            of_wanted[name] = paths[0]
+            if name in group_of:
+                first = slices.setdefault(group_of[name], paths[1])
+                expect(
+                    paths[1] == first,
+                    f"{here}.files",
+                    str(paths[1]),
+                    f"{first}, the slices of all columns of '{group_of[name]}'",
+                )
+            elif len(paths) == 2:
+                offsets[name] = paths[1]
     absent = _absent(single, columns)
-    missing = [name for name in ragged if name not in ids]
+    missing = [name for name in wanted if name not in of_wanted]
     missing += [name for name in columns if name not in {*single, *absent}]
     missing += [*numericals] * (numerical is None)
     expect(not missing, where, missing, "a chunk for every feature; these have none")
     held = {name: single[name] for name in columns if name in single}
-    return SplitFiles(0, numerical, held, ids, offsets, absent=absent)
+    ids, events, moments = (
+        {name: of_wanted[name] for name in listed} for listed in (ragged, numbers, moment_names)
+    )
+    return SplitFiles(
+        0,
+        numerical,
+        held,
+        ids,
+        offsets,
+        absent=absent,
+        slices=slices,
+        moments=moments,
+        events=events,
+    )
 
 
 def _absent(held: Collection[str], columns: Mapping[str, str]) -> frozenset[str]:
@@ -145,18 +189,22 @@ def _absent(held: Collection[str], columns: Mapping[str, str]) -> frozenset[str]
 
 
 def _parse_chunk(
-    root: Path, where: str, chunk: Any, ragged: Mapping[str, bool]
+    root: Path, where: str, chunk: Any, seconds: Mapping[str, str]
 ) -> tuple[tuple[str, ...], list[Path]]:
-    """Return the features of one chunk in split binary, and its files: two if the first feature is ragged."""
+    """Return the features of one chunk in split binary, and its files.
+
+    `seconds`: names of the second file, by feature, of those that have one: ragged ones and columns of events.
+    """
     expect(isinstance(chunk, Mapping), where, chunk, "a mapping with type, features and files")
     kind = chunk.get("type")
     expect(kind == "split_binary", f"{where}.type", kind, f"split_binary or {PARQUET}")
     names = names_of(chunk.get("features"), f"{where}.features")
     files = chunk.get("files")
     expect(isinstance(files, list), f"{where}.files", files, "a list of files")
-    num_files = 2 if ragged.get(names[0] if names else "") else 1
-    want = "two files (ids, offsets) for a ragged feature" if num_files == 2 else "one file"
-    expect(len(files) == num_files, f"{where}.files", files, want)
+    second = seconds.get(names[0] if names else "")
+    kinds = {"offsets": "(ids, offsets) for a ragged feature", "slices": "(events, slices)"}
+    want = "one file" if second is None else f"two files {kinds[second]}"
+    expect(len(files) == 1 + (second is not None), f"{where}.files", files, want)
     try:
         return names, [find_file(root, name) for name in files]
     except ValueError as error:
@@ -290,3 +338,20 @@ def count_rows(files: SplitFiles, widths: Mapping[Path, int], id_bytes: Mapping[
                 "one of the two is truncated or belongs elsewhere"
             )
     return num_rows
+
+
+def check_events(widths: Iterable[tuple[Path, int]]) -> None:
+    """Raise ValueError unless the files of a group's ids and numbers hold equally many events.
+
+    `widths`: bytes of an event in each file.
+    """
+    files = list(widths)
+    first, first_width = files[0]
+    num_events = first.stat().st_size // first_width
+    for path, width in files:
+        got, want = path.stat().st_size, num_events * width
+        if got != want:
+            raise ValueError(
+                f"{path} has {got} bytes, want {want} = {num_events} x {width} bytes for the {num_events} events of "
+                f"{first}; one of the two is truncated or belongs elsewhere"
+            )

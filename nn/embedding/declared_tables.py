@@ -156,6 +156,11 @@ def hands_out_rows(table: EmbeddingBagConfig, spec: FeatureSpec) -> bool:
     return table.pooling.name == "NONE" and bool(ragged & {*table.feature_names})
 
 
+def handing_tables(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, str]:
+    """Return the first table that hands out the rows of each feature, if any does."""
+    return table_of_feature([table for table in tables if hands_out_rows(table, spec)])
+
+
 def initial_bound(table: EmbeddingBagConfig) -> float:
     """Return the bound of a table's initial weights, which are uniform: 1/sqrt(rows), or the table's own."""
     return table.num_embeddings**-0.5 if table.weight_init_max is None else table.weight_init_max

@@ -20,17 +20,29 @@ class DistinctRows:
         positions: row of each id, [C]; R behind the last id.
         starts: position of each sample's first id in `positions`, [B].
         lengths: ids of each sample, [B].
+        hotness: ids of every sample; 0 if they differ.
     """
 
     rows: Tensor
     positions: Tensor
     starts: Tensor
     lengths: Tensor
+    hotness: int = 0
 
     def by_id(self) -> Tensor:
         """Return the row of each id, [C, D]; the backward pass adds up the gradients of a row in one order."""
         return embedding(self.positions, self.rows)
 
+    def by_sample(self) -> Tensor:
+        """Return the row of each sample's first id, [B, D]."""
+        return embedding(self.positions.index_select(0, self.starts), self.rows)
+
     def of_samples(self, first: int, end: int) -> "DistinctRows":
-        """Return the same of some samples; all positions are kept."""
-        return replace(self, starts=self.starts[first:end], lengths=self.lengths[first:end])
+        """Return the same of some samples; all positions are kept where samples differ in their number of ids."""
+        lengths, hotness = self.lengths[first:end], self.hotness
+        if not hotness:
+            return replace(self, starts=self.starts[first:end], lengths=lengths)
+        positions = self.positions[hotness * first : hotness * end]
+        return replace(
+            self, positions=positions, starts=self.starts[: end - first], lengths=lengths
+        )

@@ -41,11 +41,14 @@ class PooledEmbeddings:
 
     @classmethod
     def with_rows(
-        cls, matrix: Tensor, rows_of: Callable[[str, str], DistinctRows]
+        cls,
+        matrix: Tensor,
+        rows_of: Callable[[str, str], DistinctRows],
+        sequence_of: Callable[[str], SequenceEvents],
     ) -> "PooledEmbeddings":
         """Wrap a matrix [B, T], as one vector, and rows that tables hand out."""
         layout = EmbeddingLayout.dense((matrix.shape[1],), matrix.device)
-        return cls(layout, lambda _: matrix, rows_of=rows_of)
+        return cls(layout, lambda _: matrix, rows_of=rows_of, sequence_of=sequence_of)
 
     def values(self) -> Tensor:
         """Return the values as one flat tensor, once they have arrived or are looked up."""
@@ -59,7 +62,7 @@ class PooledEmbeddings:
 
     @torch.compiler.disable
     def sequence(self, group: str) -> SequenceEvents:
-        """Return the events of a sequence group, whose features have tables that hand out their rows."""
+        """Return the events of a sequence group; the tables of its features, or some of them, hand out their rows."""
         assert self.sequence_of is not None, "there is such a group"
         return self.sequence_of(group)
 

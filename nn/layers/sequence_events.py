@@ -1,10 +1,12 @@
 """Events of a sequence group, for a dense component: rows of their ids, numbers, and where each sample's lie."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from configs.messages import shown
+from dataloading.dataset.sequences import SequenceGroup
 from nn.layers.distinct_rows import DistinctRows
 
 # B: samples, C: capacity for the events of all samples, D: columns
@@ -14,15 +16,67 @@ from nn.layers.distinct_rows import DistinctRows
 class SequenceEvents:
     """Events of the samples, oldest first, one sample after another in C positions.
 
-    Positions that belong to no sample hold zeros and must not reach a result. No host knows how many are used.
+    Positions that belong to no sample must not reach a result: they hold zeros, or events of other samples if
+    `train.accumulate` cuts a batch. No host knows how many are used.
     """
 
-    rows: Mapping[
-        str, DistinctRows
-    ]  # by feature of the group; all have the same starts and lengths
+    # by feature of the group whose table hands out its rows; all have the same starts and lengths
+    rows: Mapping[str, DistinctRows]
     # float32 [C], by name; of the group's time the age in seconds
     numbers: Mapping[str, Tensor]
     starts: Tensor  # first position of each sample, [B]
     lengths: Tensor  # events of each sample, [B]
     samples: Tensor  # sample of each position, [C]; any sample where a position belongs to none
     max_length: int  # no sample has more events
+
+    def of_samples(self, first: int, end: int) -> "SequenceEvents":
+        """Return the same of some samples; all positions are kept."""
+        if end - first == len(self.starts):
+            return self
+        return replace(
+            self,
+            rows={name: rows.of_samples(first, end) for name, rows in self.rows.items()},
+            starts=self.starts[first:end],
+            lengths=self.lengths[first:end],
+            samples=(self.samples - first).clamp_(0, end - first - 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTables:
+    """The sequence groups of a dataset, with the first table that hands out the rows of each feature."""
+
+    groups: Sequence[SequenceGroup]
+    tables: Mapping[str, str]
+
+    def events(
+        self,
+        name: str,
+        rows_of: Callable[[str, str], DistinctRows],
+        samples_of: Callable[[str, str], Tensor],
+        numbers: Sequence[Tensor],
+    ) -> SequenceEvents:
+        """Return the events of a group.
+
+        `rows_of` and `samples_of` take a table and a feature; `numbers` are those of all groups, as in a batch. Raises
+        ValueError: no table hands out rows of the group.
+        """
+        (group,) = (group for group in self.groups if group.name == name)
+        tables = [(self.tables[name], name) for name in group.features if name in self.tables]
+        if not tables:
+            raise ValueError(
+                f"the model takes the events of {shown(name)}, and all of their tables pool; declare a table of "
+                f"{shown(group.features[0])} without pooling"
+            )
+        rows = {feature: rows_of(table, feature) for table, feature in tables}
+        first = rows[tables[0][1]]
+        columns = [column.name for group in self.groups for column in group.numbers]
+        of_name = dict(zip(columns, numbers, strict=True))
+        return SequenceEvents(
+            rows,
+            {column.name: of_name[column.name] for column in group.numbers},
+            first.starts,
+            first.lengths,
+            samples_of(*tables[0]),
+            group.max_length,
+        )

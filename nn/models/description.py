@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,10 +31,12 @@ from dataloading.dataset.feature_spec import (
     id_dtype,
 )
 from dataloading.dataset.row_columns import Channel, RowColumn
-from nn.embedding.declared_tables import embedding_columns, hands_out_rows
+from dataloading.dataset.sequences import EventColumn, SequenceGroup
+from nn.embedding.declared_tables import embedding_columns, handing_tables, hands_out_rows
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import initialise_dense
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.sequence_events import SequenceEvents, SequenceTables
 from nn.models.ranking_model import RankingModel
 from nn.models.registry import build_dense, declared_tables, model_options
 
@@ -52,7 +54,9 @@ def describe_model(options: ModelConfig, stored: FeatureSpec, spec: FeatureSpec)
     dense = build_dense(options, spec)
     columns = embedding_columns(declared, spec)
     widths = {table.name: table.embedding_dim for table in declared if hands_out_rows(table, spec)}
-    layers, flops = _run_layers(dense, len(spec.numerical), partial(_zeros, columns, widths))
+    sequences = SequenceTables(spec.sequences, handing_tables(declared, spec))
+    zeros = partial(_zeros, columns, widths, sequences)
+    layers, flops = _run_layers(dense, len(spec.numerical), zeros)
     tables = [_table(table) for table in declared]
     return {
         "format": FORMAT,
@@ -87,7 +91,15 @@ def _features(stored: FeatureSpec, spec: FeatureSpec) -> dict[str, Any]:
             }
             for feature in stored.categorical
         ],
+        **(
+            {"sequences": [_group(group) for group in stored.sequences]} if stored.sequences else {}
+        ),
     }
+
+
+def _group(group: SequenceGroup) -> dict[str, Any]:
+    numbers = [{"name": column.name, "dtype": column.dtype.name} for column in group.numbers]
+    return {**asdict(group), "features": list(group.features), "numbers": numbers}
 
 
 def _table(table: EmbeddingBagConfig) -> dict[str, Any]:
@@ -106,8 +118,10 @@ def _count(parameters: Any) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _zeros(columns: int, widths: Mapping[str, int], rows: int) -> Tensor | PooledEmbeddings:
-    """Return embeddings of zeros; of tables that hand out rows of these widths, an id a sample."""
+def _zeros(
+    columns: int, widths: Mapping[str, int], sequences: SequenceTables, rows: int
+) -> Tensor | PooledEmbeddings:
+    """Return embeddings of zeros; of tables that hand out rows of these widths, an id a sample, and of groups an event."""
     matrix = torch.zeros(rows, columns)
     if not widths:
         return matrix
@@ -116,7 +130,11 @@ def _zeros(columns: int, widths: Mapping[str, int], rows: int) -> Tensor | Poole
     def rows_of(table: str, feature: str) -> DistinctRows:
         return DistinctRows(torch.zeros(rows + 1, widths[table]), each, each, torch.ones_like(each))
 
-    return PooledEmbeddings.with_rows(matrix, rows_of)
+    def sequence_of(name: str) -> SequenceEvents:
+        numbers = [torch.zeros(rows) for group in sequences.groups for _ in group.numbers]
+        return sequences.events(name, rows_of, lambda table, feature: each, numbers)
+
+    return PooledEmbeddings.with_rows(matrix, rows_of, sequence_of)
 
 
 def _run_layers(
@@ -203,7 +221,7 @@ class ModelDescription:
         initialise_dense(dense, seed or 0)
         declared = declared_tables(self.options, self.spec)
         handed_out = [table.name for table in declared if hands_out_rows(table, self.spec)]
-        return RankingModel(declared, dense, seed, handed_out)
+        return RankingModel(declared, dense, seed, handed_out, self.spec.sequences)
 
 
 def build_from_json(path: Path | str, *, seed: int = 0, trusted: bool = False) -> RankingModel:
@@ -272,7 +290,13 @@ def _spec_of(features: Mapping[str, Any], hotness: str) -> FeatureSpec:
         metadata={},
         weight=single[Channel.weight],
         keep_rate=single[Channel.keep_rate],
+        sequences=tuple(map(_group_of, features.get("sequences", []))),
     )
+
+
+def _group_of(entry: Mapping[str, Any]) -> SequenceGroup:
+    numbers = tuple(EventColumn(of["name"], np.dtype(str(of["dtype"]))) for of in entry["numbers"])
+    return SequenceGroup(**{**entry, "features": tuple(entry["features"]), "numbers": numbers})
 
 
 def _feature_of(entry: Mapping[str, Any], hotness: str) -> CategoricalFeature:

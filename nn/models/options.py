@@ -279,6 +279,11 @@ class DINOptions(ModelConfig):
     """Options of DIN."""
 
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    sequence: str | None = option(
+        None,
+        "sequence group with the history, whose features pair with item_features in order and share their tables; "
+        "null: history_features",
+    )
     item_features: list[str] = option([], "features of the candidate item, such as [movieId]")
     history_features: list[str] = option(
         [], "their histories, in the same order; each shares its item's table"
@@ -305,6 +310,125 @@ class DINOptions(ModelConfig):
         "activation of the MLP: prelu, or dice, whose step lies at the mean of the global batch",
     )
     dropout: float = rate(0.0, "rate of the dropout after every hidden layer of the MLP")
+
+
+@dataclass(kw_only=True, slots=True)
+class _SequenceOptions(_DeepOptions):
+    """Options of a model that reads the events of a sequence group."""
+
+    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    sequence: str = option("history", "sequence group with the events")
+    item_features: list[str] = option(
+        [],
+        "features of the candidate item, such as [movieId]; each shares its table with a feature of the group, in order",
+    )
+    hidden: list[int] = option([200, 80], "widths of the MLP's hidden layers", most=MOST_WIDTH)
+
+
+class Residual(Enum):
+    """Ways to join a layer F of a transformer block to its input x."""
+
+    post_norm = "post_norm"
+    pre_norm = "pre_norm"
+    gated = "gated"
+
+
+@dataclass(kw_only=True, slots=True)
+class _TransformerOptions(_SequenceOptions):
+    """Options of a model with transformer blocks over events."""
+
+    blocks: int = option(1, "transformer blocks", most=1024, gt=0)
+    heads: int = option(
+        2, "heads of the attention; they divide the columns of an event", most=1024, gt=0
+    )
+    expansion: int = option(
+        1,
+        "hidden columns of a block's network, as a multiple of those of an event",
+        most=1024,
+        gt=0,
+    )
+    residual: Residual = option(
+        Residual.post_norm,
+        "of a block's layers F: post_norm LN(x + F(x)), pre_norm x + F(LN(x)), gated x + sigmoid(W x) F(LN(x)) as in LiGR",
+    )
+    relative_bias: bool = option(
+        False,
+        "add learned biases to attention scores, by the distance of two events and by the time between them",
+    )
+    block_dropout: float = rate(
+        0.0, "rate of the dropout of events, and after every layer of a block"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class SASRecOptions(_TransformerOptions):
+    """Options of SASRec as a ranker."""
+
+    blocks: int = option(2, "transformer blocks", most=1024)
+    heads: int = option(1, "heads of the attention; they divide the columns of an event", most=1024)
+    residual: Residual = option(
+        Residual.pre_norm, "of a block's layers F: post_norm, pre_norm, or gated as in LiGR"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class BSTOptions(_TransformerOptions):
+    """Options of BST."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TransActOptions(_TransformerOptions):
+    """Options of TransAct."""
+
+    recent: int = option(100, "latest events that the transformer reads", most=MOST_COLUMNS, gt=0)
+    outputs: int = option(
+        10, "latest events of which the MLP reads the transformer's outputs", most=1024, gt=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class OneTransOptions(_SequenceOptions):
+    """Options of OneTrans."""
+
+    tokens: int = option(
+        16, "tokens of the candidate and the other features, T", most=MOST_COLUMNS, gt=0
+    )
+    token_dim: int = option(64, "columns of a token, D; a multiple of heads", most=MOST_WIDTH, gt=0)
+    blocks: int = option(2, "transformer blocks", most=1024, gt=0)
+    heads: int = option(4, "heads of the attention", most=1024, gt=0)
+    expansion: int = option(
+        4,
+        "hidden columns of a block's networks, as a multiple of token_dim",
+        most=1024,
+        gt=0,
+    )
+    block_dropout: float = rate(0.0, "rate of the dropout after every layer of a block")
+
+
+class Search(Enum):
+    """Similarities that the events of a long history are searched by."""
+
+    product = "product"
+    hash = "hash"
+
+
+@dataclass(kw_only=True, slots=True)
+class SIMOptions(_SequenceOptions):
+    """Options of SIM and ETA."""
+
+    search: Search = option(
+        Search.product,
+        "similarity of an event and the candidate: product of their vectors (SIM), or equal signs of random projections "
+        "(ETA)",
+    )
+    found: int = option(50, "events that the attention reads", most=MOST_COLUMNS, gt=0)
+    recent: int = option(
+        20, "latest events that DIN's attention reads; 0: none", most=MOST_COLUMNS, ge=0
+    )
+    heads: int = option(
+        2, "heads of the attention; they divide the columns of an event", most=1024, gt=0
+    )
+    hash_bits: int = option(64, "random projections of model.search=hash", most=4096, gt=0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -446,6 +570,95 @@ class PEPNetOptions(ModelConfig):
     )
 
 
+class ItemMLPs(Enum):
+    """Place of the MLPs of HSTU's items."""
+
+    position = "position"
+    row = "row"
+    item = "item"
+
+
+class AttentionNorm(Enum):
+    """Divisor of HSTU's attention."""
+
+    batch_max = "batch_max"
+    capacity = "capacity"
+    length = "length"
+
+
+class QueryTime(Enum):
+    """Moment from which the times of HSTU's events count back."""
+
+    last_event = "last_event"
+    sample = "sample"
+
+
+@dataclass(kw_only=True, slots=True)
+class HSTUOptions(ModelConfig):
+    """Options of HSTU; the defaults are those of MLPerf's dlrm_v4."""
+
+    embedding_dim: int = option(512, "columns of every table", most=MOST_COLUMNS)
+    sequence: str = option("history", "sequence group with the events")
+    item_features: list[str] = option(
+        [],
+        "features of the candidate: the item, then what belongs to it; each shares its table with a feature of the group, "
+        "in order",
+    )
+    action: str | None = option(
+        None, "number of the events whose bits tell what the user did; null: nothing does"
+    )
+    action_bits: list[int] = option(
+        [1, 2, 4], "bits of the action that have vectors", gt=0, filled=True
+    )
+    action_dim: int = option(8, "columns of the vector of a bit", most=MOST_COLUMNS, gt=0)
+    hour: str | None = option(
+        None,
+        "numerical feature with the query's time in whole hours, for the hour of its day and its day of the week; null: none",
+    )
+    query_time: QueryTime = option(
+        QueryTime.last_event,
+        "moment from which the events' times count back: that of the last event, or of the sample",
+    )
+    item_mlps: ItemMLPs = option(
+        ItemMLPs.row,
+        "where the items' MLPs are computed: at every position; the item's once per distinct row; or both once per item, "
+        "whose other features must follow from it",
+    )
+    last_layer_of_candidates: bool = option(
+        True, "compute the last layer for candidates only, of which alone it is used"
+    )
+    input_hidden: int = option(
+        256, "hidden columns of the MLPs of the input", most=MOST_WIDTH, gt=0
+    )
+    width: int = option(512, "columns of a position", most=MOST_WIDTH, gt=0)
+    layers: int = option(3, "STU layers", most=1024, gt=0)
+    heads: int = option(4, "heads of every layer", most=1024, gt=0)
+    head_dim: int = option(128, "columns of a head", most=MOST_COLUMNS, gt=0)
+    positions: int = option(8192, "rows of the table of positions", most=2**24, gt=0)
+    time_buckets: int = option(
+        2048, "last bucket of a time, the root of its minutes", most=2**24, gt=0
+    )
+    input_dropout: float = rate(0.2, "rate of the dropout before the first layer")
+    dropout: float = rate(0.1, "rate of the dropout before the output of every layer")
+    attention_norm: AttentionNorm = option(
+        AttentionNorm.batch_max,
+        "divisor of the attention: the longest sample of this rank's batch, as in the reference; the longest possible; or "
+        "the sample's own length",
+    )
+    silu_all: bool = option(False, "SiLU on values, queries and keys too, as in the paper")
+    concat: bool = option(True, "u and the attention beside their product; false as in the paper")
+    relative_bias: bool = option(
+        False, "add biases by distance and time to the scores, as in the paper; no kernel has them"
+    )
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require(
+            len(self.action_bits) <= 8,
+            f"model.action_bits may be 8, whose combinations are computed, got {len(self.action_bits)}; leave some out",
+        )
+
+
 def without_effect(options: ModelConfig) -> dict[str, str]:
     """Return the options of a model that others of it leave without an effect, each with the reason."""
     found = {}
@@ -458,6 +671,11 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
         hidden = options.top_mlp[:-1]
     elif isinstance(options, _DeepOptions | MaskNetOptions | DINOptions):
         hidden = options.hidden
+    if isinstance(options, DINOptions) and options.sequence is not None:
+        for name in ("history_features", "history_length", "history_positions"):
+            found[name] = "the history is that of model.sequence"
+    if isinstance(options, SIMOptions) and options.search is not Search.hash:
+        found["hash_bits"] = "only model.search=hash hashes"
     if isinstance(options, RankMixerOptions) and options.experts == 1:
         found["active_experts"] = "model.experts=1 needs no routing"
     if isinstance(options, EmbeddingMLPOptions) and options.embedding_dims == SUGGESTED:

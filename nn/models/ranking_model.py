@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
 from dataloading.batch import Batch
-from nn.embedding.declared_tables import initial_bound
+from dataloading.dataset.sequences import SequenceGroup
+from nn.embedding.declared_tables import initial_bound, table_of_feature
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import fill_uniform_
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.sequence_events import SequenceEvents, SequenceTables
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -22,8 +24,8 @@ class RankingModel(nn.Module):
     """Tables and dense component on one device.
 
     `dense`: a `Model`, or a module with the same `forward`. `seed`: seed of the tables' initial weights; None leaves them
-    undefined, for weights that are loaded. `handed_out`: tables whose rows the dense component takes. `tables`: weight of each
-    table, float32 [rows, columns].
+    undefined, for weights that are loaded. `handed_out`: tables whose rows the dense component takes.
+    `sequences`: groups of the dataset. `tables`: weight of each table, float32 [rows, columns].
     """
 
     def __init__(
@@ -32,9 +34,12 @@ class RankingModel(nn.Module):
         dense: nn.Module,
         seed: int | None = 0,
         handed_out: Collection[str] = (),
+        sequences: Sequence[SequenceGroup] = (),
     ) -> None:
         super().__init__()
         self._declared, self._handed_out = list(declared), handed_out
+        handing = [table for table in self._declared if table.name in handed_out]
+        self._sequences = SequenceTables(sequences, table_of_feature(handing))
         self.tables = nn.ParameterDict()
         for table in self._declared:
             weight = torch.empty(table.num_embeddings, table.embedding_dim)
@@ -58,13 +63,23 @@ class RankingModel(nn.Module):
         matrix = torch.cat(vectors, dim=1) if vectors else batch.numerical[:, :0]
         if not self._handed_out:
             return matrix
-        return PooledEmbeddings.with_rows(matrix, partial(self._rows_of, batch))
+        return PooledEmbeddings.with_rows(
+            matrix, partial(self._rows_of, batch), partial(self._sequence_of, batch)
+        )
 
     def _rows_of(self, batch: Batch, table: str, feature: str) -> DistinctRows:
         """Return all rows of a table, of which ids are the positions."""
         ids, rows = batch.ids[feature], self.tables[table]
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         return DistinctRows(rows, ids.values(), ids.offsets()[:-1], ids.lengths())
+
+    def _sequence_of(self, batch: Batch, group: str) -> SequenceEvents:
+        def samples_of(table: str, feature: str) -> Tensor:
+            lengths = batch.ids[feature].lengths()
+            return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+
+        rows_of = partial(self._rows_of, batch)
+        return self._sequences.events(group, rows_of, samples_of, batch.events)
 
     def _look_up(self, table: "EmbeddingBagConfig", feature: str, batch: Batch) -> Tensor:
         """Return the embeddings of one feature: [B, D], or [B, H * D] without pooling."""

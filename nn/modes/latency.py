@@ -41,7 +41,7 @@ def _timed_ms(step: TrainStep, batch: Batch, ranks: Ranks) -> float:
 
 
 def _forward(step: TrainStep, batch: Batch) -> Tensor:
-    return step.predict(batch, step.path.start(batch))
+    return step.predict(*step.path.start(batch))
 
 
 def _synchronize(ranks: Ranks) -> None:

@@ -26,7 +26,7 @@ PHASES = {
     "all-reduce": r"nccl\w*(AllReduce|ReduceScatter|AllGather|Broadcast)",
     "all-to-all": r"nccl",
     "host rows": r"^_(release|find_missing|count_found|list_found|take_slots|to_slots)\b|^_(exchange|copy)_rows\b",
-    "sort": r"RadixSort|RunLengthEncode|ReduceByKey|find_long_segments|count_unique|linearize_index"
+    "sort": r"(Radix|Bitonic|Merge)Sort|RunLengthEncode|ReduceByKey|find_long_segments|count_unique|linearize_index"
     r"|DeviceScan|DeviceSelect|^_sort",
     "table update": r"^_segment_update|^_table|embedding\w*backward|grad_mean",
     "lookup": r"^_pooled_lookup|embedding\w*forward|bounds_check_indices",
@@ -114,10 +114,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def break_down(trace: Trace, num_kernels: int = 20) -> Breakdown:
-    """Attribute the time of a trace to phases.
-
-    Raises ValueError: the trace has no step.
-    """
+    """Attribute the time of a trace to phases. Raises ValueError: the trace has no step."""
     steps = _steps_of(trace)
     on_gpu = bool(trace.kernels)
     annotations = [span for span in trace.annotations if span.name != STEP]

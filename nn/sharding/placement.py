@@ -13,6 +13,7 @@ from nn.embedding.id_blocks import IdCount
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.touched_rows import TouchedRows
+from nn.layers.sequence_events import SequenceTables
 from nn.ops.addresses import joined
 from nn.sharding.owned_shard import ON_DEVICE, OwnedShard
 from nn.sharding.planned_tables import PlacedShard, PlannedTable
@@ -119,14 +120,15 @@ class RankTables:
     """A rank's tables and the settings of their all-to-alls, for any batch size.
 
     `widths` are the columns of every vector in the model's order. `counts` gives, of a batch size and the doublings of the
-    capacities, the ids of each feature before expansion, in the order of the batch; `expansions` the further ids of each id of
-    features that this rank looks up. `scalars` and `touched` are for the update of `placement.owned`; `dtype` is that of
-    embeddings and gradients in the all-to-all.
+    capacities, the ids of each feature before expansion, in the order of the batch; `sequences` are the groups of the dataset.
+    `expansions` has the further ids of each id of features that this rank looks up. `scalars` and `touched` are for the update
+    of `placement.owned`; `dtype` is that of embeddings and gradients in the all-to-all.
     """
 
     placement: Placement
     widths: Sequence[int]
     counts: Callable[[int, int], dict[str, IdCount]]
+    sequences: SequenceTables
     expansions: dict[str, Tensor]
     config: OptimizerConfig
     scalars: UpdateScalars

@@ -174,14 +174,19 @@ class RequestKeys:
         """
         block = self.blocks[self.block_of[feature]]
         positions = local.narrow(0, block.first, block.count)
+        hotness = 0 if block.is_ragged else block.count // block.num_samples
         if block.is_ragged:
             starts = local.narrow(0, block.first_start, block.num_samples)
             lengths = local.narrow(0, block.first_length, block.num_samples)
         else:
-            hotness = block.count // block.num_samples
             starts = torch.arange(0, block.count, hotness, dtype=local.dtype, device=local.device)
             lengths = torch.full_like(starts, hotness)
-        return DistinctRows(rows, positions, starts, lengths)
+        return DistinctRows(rows, positions, starts, lengths, hotness)
+
+    def samples(self, local: Tensor, feature: str) -> Tensor:
+        """Return the sample of each id of a ragged feature, [C]; any sample behind the last id."""
+        block = self.blocks[self.block_of[feature]]
+        return local.narrow(0, block.first_sample, block.count)
 
     def with_row_positions(self, prepared: Tensor, position: Tensor, order: Tensor) -> Tensor:
         """Return prepared ids as the lookups read them: ids replaced by the positions of their rows, in `blocks`.

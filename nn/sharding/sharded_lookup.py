@@ -3,7 +3,7 @@
 Buffers are allocated once per batch size; the host reads nothing back.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import accumulate
@@ -17,6 +17,7 @@ from nn.embedding.id_blocks import IdBlock
 from nn.embedding.local_tables import LocalTable, SortedIds, addition_scalars
 from nn.embedding.optimizer import ADDITION
 from nn.layers.distinct_rows import DistinctRows
+from nn.layers.sequence_events import SequenceEvents
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
@@ -101,7 +102,7 @@ class ShardedLookup:
         placement, ranks = tables.placement, tables.ranks
         num_samples = batch_size * ranks.world_size
         self._ranks, self._channel, self._tier = ranks, tables.channels.embeddings, tables.tier
-        self._id_channel = tables.channels.ids
+        self._id_channel, self._sequences = tables.channels.ids, tables.sequences
         self._capacity = capacity
         counts = tables.counts(batch_size, capacity.doublings)
         self._exchange = IdAllToAll(
@@ -253,8 +254,27 @@ class ShardedLookup:
 
     def distinct_rows(self, ids: LocalIds, rows: Tensor, table: str, feature: str) -> DistinctRows:
         """Return `rows`, which are those of a table of `handed_out`, with the positions of a feature's ids."""
-        number = [group.table for group in self._groups].index(table)
+        number = self._number_of(table)
         return self._groups[number].keys.distinct_rows(rows, ids.requested[number].local, feature)
+
+    def _number_of(self, table: str) -> int:
+        """Return the number of the group of a table that hands out its rows."""
+        return [group.table for group in self._groups].index(table)
+
+    def sequence(
+        self,
+        ids: LocalIds,
+        name: str,
+        rows_of: Callable[[str, str], DistinctRows],
+        numbers: Sequence[Tensor],
+    ) -> SequenceEvents:
+        """Return the events of a sequence group, of which a batch has the `numbers`; `rows_of` takes a table and a feature."""
+
+        def samples_of(table: str, feature: str) -> Tensor:
+            number = self._number_of(table)
+            return self._groups[number].keys.samples(ids.requested[number].local, feature)
+
+        return self._sequences.events(name, rows_of, samples_of, numbers)
 
     def _owned_ids(self, ids: LocalIds) -> Tensor:
         """View the ids of the tables that are looked up here, without the rows that are asked for behind them."""

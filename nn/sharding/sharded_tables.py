@@ -18,12 +18,18 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.keys.new_rows import NewRows, RekeyedRows
 from nn.distributed.process_group import Ranks, open_channel
-from nn.embedding.declared_tables import id_counts, initial_bound, keyed_tables
+from nn.embedding.declared_tables import (
+    handing_tables,
+    id_counts,
+    initial_bound,
+    keyed_tables,
+)
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
 from nn.embedding.torch_optimizer import table_optimizer
 from nn.embedding.touched_rows import TouchedReplicas
+from nn.layers.sequence_events import SequenceTables
 from nn.sharding.owned_shard import adjacent, allocate_shards, fill_shard
 from nn.sharding.placement import Channels, ColumnShard, Placement, RankTables, place, track_rows
 from nn.sharding.planned_tables import PlannedTable, planned_tables, rank_of, shards_by_rank
@@ -82,6 +88,7 @@ class ShardedTables:
             widths=[table.shape[1] for table in tables for _ in range(table.num_vectors)],
             # Of every batch.
             counts=cache(partial(id_counts, spec)),
+            sequences=SequenceTables(spec.sequences, handing_tables(declared, spec)),
             expansions=_expansions(multi_hot, placement, device),
             config=config,
             scalars=self.scalars,

@@ -1,9 +1,11 @@
 """Ids of a batch in the fixed shapes of a step: padding rows, and a capacity for the ids of ragged features."""
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dataloading.batch import Batch
 from nn.distributed.process_group import HostChannel, Ranks
@@ -21,7 +23,7 @@ class BatchIds:
     """
 
     def __init__(self, tables: ShardedTables, ranks: Ranks) -> None:
-        self._counts = tables.rank_tables.counts
+        self._counts, self._groups = tables.rank_tables.counts, tables.rank_tables.sequences.groups
         self._ranks = ranks
         self._is_ragged = any(not count.hotness for count in self._counts(1, 0).values())
         # All ranks must take the same capacity, and the host knows the numbers of ids, so that no GPU waits.
@@ -69,3 +71,17 @@ class BatchIds:
             if not count.hotness:
                 pieces.append(length.to(ids.dtype))
         return torch.cat(pieces)
+
+    def with_padded_events(self, batch: Batch, doublings: int) -> Batch:
+        """Return the batch with the numbers of events in fixed shapes too: zeros up to the capacity of their group's ids."""
+        if not batch.events:
+            return batch
+        counts = self._counts(len(batch.labels), doublings)
+        capacities = [
+            counts[group.features[0]].capacity for group in self._groups for _ in group.numbers
+        ]
+        padded = (
+            pad(values, (0, capacity - len(values)))
+            for values, capacity in zip(batch.events, capacities, strict=True)
+        )
+        return replace(batch, events=tuple(padded))

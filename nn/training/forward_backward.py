@@ -21,6 +21,7 @@ from nn.embedding.local_tables import SortedIds
 from nn.layers.bce_loss import unit_gradient
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.sequence_events import SequenceEvents
 from nn.models.tasks import loss_share
 from nn.observability.annotations import annotate
 from nn.ops.embedding_layout import EmbeddingLayout
@@ -246,22 +247,28 @@ class ForwardBackward:
         def take(is_filled_by_caller: bool) -> Tensor:
             return take_all(is_filled_by_caller)[0]
 
-        def rows_of(table: str, feature: str) -> DistinctRows:
+        def all_rows_of(table: str, feature: str) -> DistinctRows:
             unused.pop(table, None)
             rows = dict(zip(lookup.handed_out, take_all(False)[1:], strict=True))[table]
-            found = lookup.distinct_rows(vectors.ids, rows, table, feature)
-            return found.of_samples(chunk.first, chunk.end)
+            return lookup.distinct_rows(vectors.ids, rows, table, feature)
+
+        def rows_of(table: str, feature: str) -> DistinctRows:
+            return all_rows_of(table, feature).of_samples(chunk.first, chunk.end)
+
+        def sequence_of(group: str) -> SequenceEvents:
+            events = lookup.sequence(vectors.ids, group, all_rows_of, batch.events)
+            return events.of_samples(chunk.first, chunk.end)
 
         if context.layers is not None and context.chunk_rows is not None:
             context.layers.set_chunk(chunk.number, chunk.first, chunk.num_valid, chunk.global_valid)
         with context.autocast(), annotate("dense"):
             layout = chunk.layout or lookup.layout
-            embeddings = PooledEmbeddings(layout, take, vectors.rows, rows_of)
+            embeddings = PooledEmbeddings(layout, take, vectors.rows, rows_of, sequence_of)
             logits = context.dense(_rows(batch.numerical, chunk), embeddings)
         for table in unused:
             raise ValueError(
                 f"table {shown(table)} without pooling has a ragged feature, and the model takes none of its rows; take them by "
-                "embeddings.distinct_rows, or pool them by sum or mean"
+                "embeddings.sequence or embeddings.distinct_rows, or pool them by sum or mean"
             )
         return logits
 
@@ -393,8 +400,11 @@ class Forward:
             of_table = self._lookup.handed_out[table]
             return self._lookup.distinct_rows(ids, of_table, table, feature)
 
+        def sequence_of(group: str) -> SequenceEvents:
+            return self._lookup.sequence(ids, group, rows_of, batch.events)
+
         with self._context.autocast():
-            embeddings = PooledEmbeddings(self._lookup.layout, take, rows, rows_of)
+            embeddings = PooledEmbeddings(self._lookup.layout, take, rows, rows_of, sequence_of)
             return self._context.dense(batch.numerical, embeddings)
 
     def without_updates(self) -> AbstractContextManager:

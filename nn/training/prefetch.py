@@ -70,8 +70,7 @@ class Prefetcher:
             self.data_wait_ms += (time.perf_counter() - start) * 1e3
             if found is not None:
                 host_batch, need = found
-                batch = self._on_device(host_batch)
-                self._next = batch, self._path.start(batch, need)
+                self._next = self._path.start(self._on_device(host_batch), need)
         self._is_started = True
 
     def __iter__(self) -> "Prefetcher":

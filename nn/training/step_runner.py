@@ -22,7 +22,7 @@ from nn.training.step_builder import StepBuilder
 class StepRunner:
     """Exchange of ids, and training of the tables; all ranks must call the methods alike.
 
-    `builder` makes what batches of a size need.
+    `builder` makes what batches of a size need; `request_capacity` is for the distinct rows of a batch.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class StepRunner:
         self._batch_ids = BatchIds(tables, context.ranks)
         self._ids_are_here = _arrive_as_they_are(tables.rank_tables)
         self._no_ids = torch.empty(0, dtype=torch.int32, device=context.ranks.device)
-        self._request_capacity = RequestCapacity(tables.rank_tables)
+        self.request_capacity = RequestCapacity(tables.rank_tables)
         self._has_warned = False
 
     @property
@@ -61,14 +61,14 @@ class StepRunner:
         if own and self._tables.tier is not None and self._tables.tier.stager is not None:
             self._tables.tier.stager.read_ahead(own)
 
-    def start(self, batch: Batch, need: Need | None = None) -> BatchRows:
+    def start(self, batch: Batch, need: Need | None = None) -> tuple[Batch, BatchRows]:
         """Send the ids of a batch on the device to their tables, and fetch the rows of those in host memory.
 
-        `need` is the result of `announce`, if it was called.
+        `need` is the result of `announce`, if it was called. Returns the batch as its pass reads it, with padded events.
         """
         rows = self._send(batch)
         self._fetch(batch, rows, need)
-        return rows
+        return self._batch_ids.with_padded_events(batch, rows.ids.capacity.doublings), rows
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
         """Let the current stream wait for the one on which batches are started."""
@@ -114,13 +114,13 @@ class StepRunner:
             # The ids are those of the batch, so there is nothing to release.
             return BatchRows(LocalIds(ids, self._no_ids), release=lambda: None)
         size = len(batch.labels)
-        return self.builder.exchanged(size, self._request_capacity.usual(size, ids), ids)
+        return self.builder.exchanged(size, self.request_capacity.usual(size, ids), ids)
 
     def _send_exactly(self, batch: Batch, ids: Tensor, doublings: int) -> BatchRows:
         """Send the ids of an unusual batch, with a capacity for them alone."""
         size = len(batch.labels)
         num_valid = None if self._is_full(batch) else batch.global_valid
-        capacity = self._request_capacity.exact(size, ids, doublings, num_valid)
+        capacity = self.request_capacity.exact(size, ids, doublings, num_valid)
         return BatchRows(self.builder.lookup(size, capacity).send_ids(ids, num_valid)[0])
 
     def _fetch(self, batch: Batch, rows: BatchRows, need: Need | None = None) -> None:

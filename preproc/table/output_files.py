@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from configs.table_schema import Categorical
-from dataloading.dataset.binary import column_file_name
+from dataloading.dataset.column_files import column_file_name
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.lineage import RARE, VOCABULARY

@@ -39,9 +39,10 @@ def exact_casts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drawn(*shape: int, device: str, seed: int = 1) -> Tensor:
     """Values of many magnitudes, some too large and some too small for 8 bits."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator)
-    return (values * torch.randn(shape, generator=generator).mul(4).exp()).bfloat16().to(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(shape, generator=generator, device=device)
+    scales = torch.randn(shape, generator=generator, device=device).mul(4).exp()
+    return (values * scales).bfloat16()
 
 
 def a_scale(device: str, factor: float = 4.0) -> Scale:
