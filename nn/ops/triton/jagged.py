@@ -15,16 +15,19 @@ BLOCK_P = 32
 """Positions that a program reads at once."""
 
 
+@torch.compiler.disable
 def expand(values: Tensor, at: SamplePositions) -> Tensor:
     """Map [B, D] to [C, D]."""
     return _Copy.apply(values, (at.starts, at.lengths, at.samples), "sum", True)
 
 
+@torch.compiler.disable
 def pool(values: Tensor, at: SamplePositions, how: Pooling) -> Tensor:
     """Map [C, D] to [B, D]."""
     return _Copy.apply(values, (at.starts, at.lengths, at.samples), how, False)
 
 
+@torch.compiler.disable
 def softmax(scores: Tensor, at: SamplePositions) -> Tensor:
     """Map scores [C] or [C, H] to the same shape."""
     return _Softmax.apply(scores, at.starts, at.lengths)

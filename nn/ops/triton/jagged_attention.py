@@ -69,6 +69,7 @@ class Saved(NamedTuple):
     products: Tensor  # of each query's result and gradient, [H, Q]; `_query_gradient` writes it
 
 
+@torch.compiler.disable
 def attend(
     q: Tensor,
     k: Tensor,
