@@ -290,7 +290,8 @@ class SyntheticConfig(Section):
         for name in made if self.history else ():
             require(
                 name not in self.tables and made.count(name) == 1,
-                f"data.synthetic.names: data.synthetic.history={self.history} makes a column '{name}'; rename the one of that name",
+                f"data.synthetic.names: data.synthetic.history={self.history} makes a column '{name}'; "
+                "rename the one of that name",
             )
         require(
             not self.history or self.history_length < self.history_max_length,
