@@ -81,9 +81,9 @@ def open_transformed_rows(
 
 def refuse_histories(fitted: Path, table: TableConfig) -> None:
     """Raise `ValueError` if a feature of the description needs more rows than its own."""
-    if table.history:
+    if table.pasts:
         raise ValueError(
-            f"{fitted}: the history {shown(table.history[0].name)} of a row takes all rows before it; make a dataset of the "
+            f"{fitted}: the history {shown(table.pasts[0].name)} of a row takes all rows before it; make a dataset of the "
             "new rows with mode=transform, and use that"
         )
 

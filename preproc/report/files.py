@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, RowCounts
+from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, LogCounts, RowCounts
 from preproc.report.plot import ReportFacts
 
 
@@ -17,6 +17,7 @@ def write_report(
     counted: str,
     rows: RowCounts,
     source_columns: Mapping[str, str],
+    logs: Mapping[str, LogCounts],
 ) -> None:
     """Write report.json below `directory`.
 
@@ -31,5 +32,6 @@ def write_report(
         "splits": {name: split.document for name, split in facts.splits.items()},
         "coverage_limits": list(COVERAGE_LIMITS),
         "columns": {name: asdict(column) for name, column in columns.items()},
+        **({"sequences": {name: asdict(log) for name, log in logs.items()}} if logs else {}),
     }
     (directory / "report.json").write_text(json.dumps(document, indent=1) + "\n")

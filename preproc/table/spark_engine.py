@@ -81,6 +81,10 @@ class SparkEngine:
             "CREATE OR REPLACE TEMPORARY FUNCTION text_order(value STRING) RETURNS BINARY "
             "RETURN CAST(value AS BINARY)"
         )
+        self._sql(
+            "CREATE OR REPLACE TEMPORARY FUNCTION whole_seconds(time TIMESTAMP) RETURNS BIGINT "
+            "RETURN unix_seconds(time)"
+        )
         # split() takes a regular expression; \\Q and \\E make it literal.
         self._sql(
             "CREATE OR REPLACE TEMPORARY FUNCTION split_text(value STRING, separator STRING) "

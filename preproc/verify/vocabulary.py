@@ -65,13 +65,14 @@ def _counted_splits(spec: FeatureSpec) -> list[str]:
 def _cut_and_histories(spec: FeatureSpec) -> tuple[set[str], set[str]]:
     """Return the features whose lists are cut or filled, so that they have other ids than were counted, and the histories.
 
-    Values of a history are counted once, in the feature that it is a history of.
+    Values of a history, or of a log, are counted once, in the feature that it is a history of.
     """
     assert spec.root is not None
     try:
         features = read_json(spec.root / "preproc.json")["features"]
         lists = [f["name"] for f in features["categorical"] if f.get("hotness") is not None]
-        return {*lists}, {history["name"] for history in features.get("history", [])}
+        logs = [f"{log['name']}_{of}" for log in features.get("sequence", []) for of in log["of"]]
+        return {*lists}, {*logs, *(history["name"] for history in features.get("history", []))}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {feature.name for feature in spec.categorical}, set()
 
