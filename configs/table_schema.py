@@ -223,6 +223,48 @@ class EventLog:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class EventLists:
+    """A sequence group of lists that a row has, oldest event first: equally many items of each.
+
+    Attributes:
+        lists: categorical features that are ragged lists; an empty item is an event with id 0.
+        length: events that a row sees, the last ones.
+        numbers: columns with lists, of Parquet or of a text with the separator of the features; or `{name, expression}`.
+        time, order_by: the number that is the time of an event, and SQL of the moment of the row, both in whole seconds.
+    """
+
+    name: str
+    lists: list[str]
+    length: int
+    numbers: list[RowNumber] = field(default_factory=list)
+    time: str = ""
+    order_by: str = ""
+
+    @property
+    def features(self) -> list[str]:
+        """Return the names of the features of the events."""
+        return self.lists
+
+    @property
+    def time_name(self) -> str | None:
+        """Return the name of the number with the time."""
+        return self.time or None
+
+    @property
+    def number_names(self) -> list[str]:
+        """Return the names of the numbers."""
+        return [number.name for number in self.numbers]
+
+    def columns(self, number: int) -> dict[str, tuple[str, str]]:
+        """Return key and SQL of the columns of rows that group `number` of `event_lists` needs, by their names."""
+        named = {f"moment{number}_": ("order_by", self.order_by)} if self.time else {}
+        return named | {
+            f"numbers{number}_{j}_": (f"numbers: {shown(n.name)}", n.expression or _identifier(n))
+            for j, n in enumerate(self.numbers)
+        }
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class SplitRule:
     """Division of the rows into splits.
 
@@ -286,7 +328,7 @@ class TableConfig:
     numerical: list[Numerical] = field(default_factory=list)
     categorical: list[Categorical] = field(default_factory=list)
     history: list[History] = field(default_factory=list)
-    sequence: list[EventLog] = field(default_factory=list)
+    sequence: list[EventLog | EventLists] = field(default_factory=list)
     split: SplitRule = field(default_factory=SplitRule)
     weight: RowNumber | None = None
     keep_rate: RowNumber | None = None
@@ -384,7 +426,23 @@ class TableConfig:
     @property
     def pasts(self) -> list[History | EventLog]:
         """Return histories and logs."""
-        return [*self.history, *self.sequence]
+        return [*self.history, *self.logs]
+
+    @property
+    def logs(self) -> list[EventLog]:
+        """Return the sequence groups that are logs."""
+        return [group for group in self.sequence if isinstance(group, EventLog)]
+
+    @property
+    def event_lists(self) -> list[EventLists]:
+        """Return the sequence groups that are lists of the rows."""
+        return [group for group in self.sequence if isinstance(group, EventLists)]
+
+    def drops_empty(self, feature: str) -> bool:
+        """Return whether the empty items of a list are left out."""
+        return self.empty_items == "dropped" and not any(
+            feature in group.lists for group in self.event_lists
+        )
 
     def past_columns(self, number: int) -> dict[str, tuple[str, str]]:
         """Return key and SQL of the columns of rows that number `number` of `pasts` needs, by their names."""
@@ -395,7 +453,7 @@ class TableConfig:
         if past.filter:
             named[f"past{number}_"] = ("filter", past.filter)
         for j, item in enumerate(past.numbers if isinstance(past, EventLog) else []):
-            sql = item.expression or '"' + item.name.replace('"', '""') + '"'
+            sql = item.expression or _identifier(item)
             named[f"event{number}_{j}_"] = (f"numbers: {shown(item.name)}", sql)
         return named
 
@@ -447,8 +505,10 @@ class TableConfig:
         self._check_vocabularies()
         for history in self.history:
             self._check_history(f"table.history: {shown(history.name)}", history)
-        for log in self.sequence:
+        for log in self.logs:
             self._check_log(f"table.sequence: {shown(log.name)}", log)
+        for lists in self.event_lists:
+            self._check_lists(f"table.sequence: {shown(lists.name)}", lists)
         _check_split(self.split)
 
     def _check_keep(self) -> None:
@@ -464,8 +524,9 @@ class TableConfig:
         """Raise ValueError for names of features that cannot name the dataset's files, or the same one."""
         names = [feature.name for feature in self.categorical]
         names += [history.name for history in self.history]
-        for log in self.sequence:
-            names += [log.name, *log.features, *log.number_names]
+        for group in self.sequence:
+            own = group.features if isinstance(group, EventLog) else []
+            names += [group.name, *own, *group.number_names]
         names += [*self.numerical_names, *(n.name for _, n in self.row_numbers.values())]
         for name in names:
             require(
@@ -557,6 +618,29 @@ class TableConfig:
         )
         _check_past(where, log, MOST_HOTNESS)
 
+    def _check_lists(self, where: str, group: EventLists) -> None:
+        """Raise ValueError for a group of other than ragged lists, or with settings of the wrong kind."""
+        ragged = {f.name: f for f in self.categorical if f.is_list and f.hotness is None}
+        several = [name for other in self.event_lists for name in other.lists]
+        for name in group.lists:
+            require(
+                name in ragged and several.count(name) == 1,
+                f"{where}: lists: got {shown(name)}, want a list feature without hotness that is in no other group, one of "
+                f"{', '.join(map(shown, ragged)) or 'none here'}",
+            )
+        for number in group.numbers:
+            _check_text(f"{where}: numbers: {shown(number.name)}: expression", number.expression)
+        require(
+            group.time in ("", *group.number_names),
+            f"{where}: got time {shown(group.time)}, want one of the numbers",
+        )
+        _check_text(f"{where}: order_by", group.order_by)
+        require(
+            bool(group.time) == bool(group.order_by),
+            f"{where}: time, of an event, and order_by, the moment of a row, belong together; set both, or none",
+        )
+        _check_length(where, group.length, MOST_HOTNESS)
+
     def _check_of(self, where: str, of: Any) -> None:
         """Raise ValueError unless `of` is a categorical feature with one value per row."""
         scalars = [feature.name for feature in self.categorical if not feature.is_list]
@@ -570,17 +654,20 @@ class TableConfig:
         )
 
 
+def _check_length(where: str, length: Any, most: int) -> None:
+    require(
+        isinstance(length, int) and not isinstance(length, bool) and 1 <= length <= most,
+        f"{where}: got length {shown(length)}, want a whole number, 1 to {most:,}",
+    )
+
+
 def _check_past(where: str, past: History | EventLog, most: int) -> None:
     for key in ("by", "order_by"):
         value = getattr(past, key)
         _check_text(f"{where}: {key}", value)
         require(bool(value), f"{where}: got {key} {shown(value)}, want SQL, such as a column")
     _check_text(f"{where}: filter", past.filter)
-    length = past.length
-    require(
-        isinstance(length, int) and not isinstance(length, bool) and 1 <= length <= most,
-        f"{where}: got length {shown(length)}, want a whole number, 1 to {most:,}",
-    )
+    _check_length(where, past.length, most)
     require(
         past.rows in HISTORY_ROWS,
         f"{where}: got rows {shown(past.rows)}, want one of {', '.join(HISTORY_ROWS)}",
@@ -831,15 +918,21 @@ def _row_number(content: Mapping[str, Any], key: str) -> RowNumber | None:
     return _make(RowNumber, content[key], f"table.{key}") if content.get(key) else None
 
 
-def _sequence(content: Any, where: str) -> EventLog:
-    log = _make(EventLog, content, where)
+def _sequence(content: Any, where: str) -> EventLog | EventLists:
+    is_lists = isinstance(content, Mapping) and "lists" in content
+    group = _make(EventLists if is_lists else EventLog, content, where)
+    of = group.lists if is_lists else group.of
     require(
-        isinstance(log.of, list) and bool(log.of) and all(isinstance(of, str) for of in log.of),
-        f"{where}: got of {shown(log.of)}, want a list of categorical features with one value per row",
+        isinstance(of, list) and bool(of) and all(isinstance(name, str) for name in of),
+        f"{where}: got {'lists' if is_lists else 'of'} {shown(of)}, want a list of categorical features",
     )
     numbers = _list(content, "numbers", f"{where}.numbers")
     made = [_make(RowNumber, n, f"{where}.numbers[{i}]") for i, n in enumerate(numbers)]
-    return replace(log, numbers=made)
+    return replace(group, numbers=made)
+
+
+def _identifier(number: RowNumber) -> str:
+    return '"' + number.name.replace('"', '""') + '"'
 
 
 def _make(kind: type, content: Any, where: str) -> Any:

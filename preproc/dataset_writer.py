@@ -105,10 +105,13 @@ def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
     """Return the files of a split, by the names that this writer gives them."""
     assert spec.root is not None
     folder, absent = spec.root / split, spec.splits[split].absent
-    events = {name for group in spec.sequences for name in group.columns}
-    ids = {
-        f.name: (spec.root / EVENTS if f.name in events else folder) / f"{f.name}.bin"
-        for f in spec.categorical
+    events = {
+        # Those of a log are shared by the splits.
+        name: next(
+            d / f"{name}.bin" for d in (folder, spec.root / EVENTS) if (d / f"{name}.bin").exists()
+        )
+        for group in spec.sequences
+        for name in group.columns
     }
     return SplitFiles(
         spec.splits[split].num_rows,
@@ -118,7 +121,7 @@ def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
             for c in spec.row_columns
             if c.name not in absent
         },
-        ids,
+        {f.name: events.get(f.name, folder / f"{f.name}.bin") for f in spec.categorical},
         {
             feature.name: folder / f"{feature.name}.offsets.bin"
             for feature in spec.categorical
@@ -127,7 +130,7 @@ def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
         absent=absent,
         slices={g.name: folder / f"{g.name}.slices.bin" for g in spec.sequences},
         moments={g.name: folder / f"{g.name}.moments.bin" for g in spec.sequences if g.time},
-        events={c.name: spec.root / EVENTS / f"{c.name}.bin" for c in spec.event_columns},
+        events={c.name: events[c.name] for c in spec.event_columns},
     )
 
 

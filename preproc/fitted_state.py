@@ -21,6 +21,7 @@ from configs.preproc_schema import Mode, PreprocConfig, VocabularyRows
 from configs.table_schema import (
     EMPTY_ITEMS,
     Categorical,
+    EventLists,
     EventLog,
     History,
     Numerical,
@@ -267,7 +268,7 @@ def load_fitted(
     with_vocabulary = [f.name for f in table.categorical if not (f.is_hashed or f.vocabulary_of)]
     names = [vocabulary_name(name) for name in with_vocabulary]
     more = [rare_name(name) for name in with_vocabulary]
-    more += [latest_name(log.name) for log in table.sequence]
+    more += [latest_name(log.name) for log in table.logs]
     names += [name for name in more if name in listed]
     files = {name: _compared(directory, name, listed.get(name)) for name in [FITTED, *names]}
     saved = _mapping(read_json(path), str(path))
@@ -463,12 +464,18 @@ def _with_defaults(features: object, where: str) -> dict[str, list[dict[str, Any
         if not isinstance(entries, list):
             raise ValueError(f"{where}: features.{key}: got {shown(entries)}, want a list; {AGAIN}")
         completed[key] = [
-            {**_defaults(kind), **_mapping(entry, f"{where}: features.{key}")} for entry in entries
+            {
+                **_defaults(EventLists if "lists" in entry else kind),
+                **_mapping(entry, f"{where}: features.{key}"),
+            }
+            for entry in entries
         ]
     return completed
 
 
-def _defaults(kind: type[Numerical | Categorical | History | EventLog]) -> dict[str, Any]:
+def _defaults(
+    kind: type[Numerical | Categorical | History | EventLog | EventLists],
+) -> dict[str, Any]:
     """Return the default of every option that has one."""
     made = {f.name: f.default_factory for f in fields(kind) if f.default_factory is not MISSING}
     values = {f.name: f.default for f in fields(kind) if f.default is not MISSING}

@@ -381,8 +381,10 @@ def print_changes(console: Console, table: TableConfig, splits: Mapping[str, Spl
         if empty:
             rule = (
                 "are no ids"
-                if table.empty_items == "dropped"
-                else "have id 0, as in the fit of an earlier version; fit again to leave them out"
+                if table.drops_empty(feature.name)
+                else "have id 0"
+                + ", as in the fit of an earlier version; fit again to leave them out"
+                * (table.empty_items == "unknown")
             )
             _line(console, f"note: {empty:,} empty items of {shown(feature.name)} {rule}")
         if cut or filled:
@@ -397,6 +399,14 @@ def print_changes(console: Console, table: TableConfig, splits: Mapping[str, Spl
 def print_events(console: Console, logs: Mapping[str, LogCounts]) -> None:
     """Print two lines per log: what became of the events, and what the rows of each split see."""
     for name, log in logs.items():
+        of_splits = [
+            f"{split}: mean {seen.events / max(seen.rows, 1):.1f}, at most {seen.longest:,}, none in "
+            f"{100 * seen.without_events / max(seen.rows, 1):.1f} % of the rows"
+            for split, seen in log.splits.items()
+        ]
+        _line(console, f"{shown(name)}: events per row of {'; '.join(of_splits)}")
+        if not log.read:  # lists of the rows
+            continue
         parts = [f"{log.events:,} events"]
         parts += [
             f"{count:,} {what}"
@@ -409,12 +419,6 @@ def print_events(console: Console, logs: Mapping[str, LogCounts]) -> None:
         ]
         carried = f" + {log.carried:,} carried from the days before" * bool(log.carried)
         _line(console, f"{shown(name)}: {log.read:,} rows read{carried} = {' + '.join(parts)}")
-        of_splits = [
-            f"{split}: mean {seen.events / max(seen.rows, 1):.1f}, at most {seen.longest:,}, none in "
-            f"{100 * seen.without_events / max(seen.rows, 1):.1f} % of the rows"
-            for split, seen in log.splits.items()
-        ]
-        _line(console, f"{shown(name)}: events per row of {'; '.join(of_splits)}")
 
 
 def _line(console: Console, text: str) -> None:

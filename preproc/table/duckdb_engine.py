@@ -78,6 +78,7 @@ class Engine(Protocol):
     """Interface of an engine. Relations have names, and stored results are directories of Parquet files."""
 
     columns_at_once: int  # threads that may call the engine at the same time
+    doubles: str  # type of lists of doubles
     codes_texts: bool  # whether `stage` writes codes in place of texts
 
     def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
@@ -140,6 +141,7 @@ class DuckDBEngine:
     """
 
     codes_texts = True
+    doubles = "DOUBLE[]"
 
     def __init__(self, config: PreprocConfig, directory: Path, *, may_skip: bool = True) -> None:
         self._may_skip = may_skip

@@ -64,9 +64,9 @@ class FeatureValues(Protocol):
         """Write the files of the ids of a feature."""
 
 
-def items_of(table: TableConfig, items: str) -> str:
+def items_of(table: TableConfig, items: str, feature: str) -> str:
     """Return a query of items, as of `Engine.exploded`, without the empty ones unless they have id 0."""
-    if table.empty_items == "unknown":
+    if not table.drops_empty(feature):
         return items
     return f"SELECT * FROM ({items}) WHERE value IS NOT NULL"
 
@@ -91,7 +91,7 @@ class TextValues:
         if not self._features[number].is_list:
             return f"(SELECT row_, c{number} AS value FROM rows_)"
         items = self._exploded("rows_", "row_", f"c{number}")
-        self._write(f"items_{number}", items_of(self._table, items))
+        self._write(f"items_{number}", items_of(self._table, items, self._features[number].name))
         return f"items_{number}"
 
     def counts(self, number: int, rows: range) -> str:
@@ -134,7 +134,7 @@ class CodedValues:
     ) -> None:
         """Take the description, and the function that returns partial counts (value, count) of a feature."""
         self._features = table.categorical
-        self._drops_empty = table.empty_items == "dropped"
+        self._table = table
         self._write = write
         self._count = count
 
@@ -183,5 +183,9 @@ class CodedValues:
         """Write the ids of the rows' codes."""
         described = self._features[number]
         return files.write_coded(
-            f"c{number}", f"ids_{number}", feature, described, drops_empty=self._drops_empty
+            f"c{number}",
+            f"ids_{number}",
+            feature,
+            described,
+            drops_empty=self._table.drops_empty(feature.name),
         )

@@ -39,7 +39,7 @@ class TableFiles:
 
     def __init__(self, work: Work, dataset: Path, splits: dict[str, range]) -> None:
         self.directory = work.directory
-        self._rows_in = work.state["rows_in"]
+        self.rows_in = work.state["rows_in"]
         self.dataset = dataset
         self.splits = splits
         self.records: dict[str, dict[str, Any]] = {}  # bytes and CRC-32 per written file
@@ -87,17 +87,22 @@ class TableFiles:
                 _expect((np.diff(np.asarray(chunk["row_"])) >= 0).all(), relation)
                 yield range(start, stop), chunk
 
-    def batches(self, relation: str, columns: list[str]) -> Iterator["pa.RecordBatch"]:
-        """Yield columns of all rows of a relation, in the order of `row_`."""
+    def batches(
+        self, relation: str, columns: list[str], rows: range | None = None
+    ) -> Iterator["pa.RecordBatch"]:
+        """Yield columns of rows of a relation, by default of all, in the order of `row_`."""
         files, in_order = self._files(relation), self._in_order(relation, "row_")
         with self._connection.cursor() as cursor:
-            ((stop,),) = cursor.execute(f"SELECT count(*) FROM read_parquet({files})").fetchall()
-            for start in range(0, stop, CHUNK_ROWS):
+            if rows is None:
+                count = f"SELECT count(*) FROM read_parquet({files})"
+                rows = range(cursor.execute(count).fetchall()[0][0])
+            for start in range(rows.start, rows.stop, CHUNK_ROWS):
+                stop = min(start + CHUNK_ROWS, rows.stop)
                 found = cursor.sql(
                     f"SELECT {', '.join(columns)} FROM read_parquet({files}) "
-                    f"WHERE row_ >= {start} AND row_ < {start + CHUNK_ROWS}{in_order}"
+                    f"WHERE row_ >= {start} AND row_ < {stop}{in_order}"
                 ).to_arrow_table()
-                _expect(len(found) == min(CHUNK_ROWS, stop - start), relation)
+                _expect(len(found) == stop - start, relation)
                 yield from found.combine_chunks().to_batches()
 
     def write_row_columns(self, columns: Mapping[str, RowColumn]) -> dict[str, dict[str, LabelSum]]:
@@ -119,7 +124,7 @@ class TableFiles:
         for split, rows in self.splits.items():
             sums[split] = LabelSum(0, column.is_binary)
             with GrowingFile(self.dataset, f"{split}/{file_name}") as file:
-                for part, chunk in self._chunks(self._rows_in, name, rows):
+                for part, chunk in self._chunks(self.rows_in, name, rows):
                     values = np.asarray(chunk[name], column.stored)
                     _expect(len(values) == len(part), name)
                     sums[split].add(values)
@@ -136,7 +141,7 @@ class TableFiles:
 
         assert KEPT_CHUNK_ROWS % ROW_GROUP_ROWS == 0
         columns = ", ".join(f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(names))
-        files = self._files(self._rows_in)
+        files = self._files(self.rows_in)
         for split, rows in self.splits.items():
             writer = None
             for start in range(rows.start, rows.stop, KEPT_CHUNK_ROWS):
@@ -242,7 +247,7 @@ class TableFiles:
                     offsets.append(np.zeros(1, "<i8"))
                     total = 0
                 for codes, lengths in read_codes(
-                    self.directory / self._rows_in, column, rows, is_list
+                    self.directory / self.rows_in, column, rows, is_list
                 ):
                     if is_list and drops_empty:
                         codes, lengths = without_empty(codes, lengths)

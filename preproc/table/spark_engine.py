@@ -45,6 +45,7 @@ class SparkEngine:
     # A small column would leave most of a cluster idle.
     columns_at_once = 8
     codes_texts = False
+    doubles = "ARRAY<DOUBLE>"
 
     def __init__(self, config: PreprocConfig, directory: Path) -> None:
         session = SparkSession.builder.appName("preproc")

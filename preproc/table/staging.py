@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from configs.messages import printable, shown
-from configs.table_schema import Categorical, EventLog, History, Label, Numerical, TableConfig
+from configs.table_schema import (
+    Categorical,
+    EventLists,
+    EventLog,
+    History,
+    Label,
+    Numerical,
+    TableConfig,
+)
 from dataloading.row_sql import COLUMN, KIND, columns_of, unserved
 from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError, StagedRows
 from preproc.table.expressions import (
@@ -69,7 +77,7 @@ ROLES = {
         "n": "feature",
         "c": "feature",
     },
-    **dict.fromkeys(("who", "time", "past", "event"), "history"),
+    **dict.fromkeys(("who", "time", "past", "event", "moment", "numbers"), "history"),
     **{"split": "split", "keep": "kept"},
     "key": "order",
 }
@@ -423,6 +431,9 @@ class Staging:
             of_past, mistakes = self._past_columns(i, kinds)
             columns += of_past
             reasons += mistakes
+        for i, lists in enumerate(table.event_lists):
+            columns += self._list_columns(i, lists, kinds)
+            reasons.append(self._unequal(lists))
         if table.split.by == "column":
             columns.append("CAST(split_ AS STRING) AS split_")
         mistake = f"CASE {' '.join(reasons)} END" if reasons else "CAST(NULL AS STRING)"
@@ -474,6 +485,45 @@ class Staging:
                 "|| ', wanted a number that float32 holds'"
             )
         return columns, mistakes
+
+    def _list_columns(self, number: int, group: EventLists, kinds: dict[str, str]) -> list[str]:
+        """Return the stored columns of a group of lists: the moment of the row, and lists of numbers."""
+        columns = []
+        features = {feature.name: feature for feature in self.table.categorical}
+        separator = features[group.lists[0]].separator
+        for column, (key, sql) in group.columns(number).items():
+            kind, value = kinds[column], column
+            if column.startswith("moment"):
+                columns.append(f"{seconds_of(column, kind)} AS {column}")
+                continue
+            if separator and is_text(kind):
+                value = f"split_text(nullif({column}, ''), {text(separator)})"
+            elif not (kind.startswith("array ") or kind.endswith("]")):
+                raise ValueError(
+                    f"{_where(group)}: {key}: got {shown(sql)}, which is {kind.partition(' ')[0]}; want a list of numbers, or "
+                    f"text with the separator of {shown(group.lists[0])}"
+                )
+            columns.append(f"CAST({value} AS {self._engine.doubles}) AS {column}")
+        return columns
+
+    def _unequal(self, group: EventLists) -> str:
+        """Return the mistake of a row whose lists have different lengths."""
+        features = {f.name: (i, f) for i, f in enumerate(self.table.categorical)}
+        number = self.table.event_lists.index(group)
+        sizes = {}
+        for name in group.lists:
+            i, feature = features[name]
+            value = categorical_value(feature, f"c{i}")
+            sizes[name] = self._engine.num_items(value, whole=False)
+        stored = self._list_columns(number, group, self._kinds)
+        for name, column in zip(group.number_names, stored[bool(group.time) :], strict=True):
+            sizes[name] = self._engine.num_items(column.rpartition(" AS ")[0], whole=False)
+        first, *others = sizes.values()
+        unequal = " OR ".join(f"{size} <> {first}" for size in others) or "false"
+        shown_sizes = " || ', ' || ".join(
+            f"CAST({size} AS STRING) || {text(f' of {name}')}" for name, size in sizes.items()
+        )
+        return f"WHEN {unequal} THEN {text(f'{group.name} has other numbers of items: ')} || {shown_sizes}"
 
     def _refuse_expression(self, base: str, works: Callable[[str], bool]) -> None:
         """Raise ValueError for the first expression for which `works` of its query is false or fails."""
@@ -547,6 +597,9 @@ def _expressions_of(table: TableConfig) -> list[_Expression]:
     for i, past in enumerate(table.pasts):
         for column, (key, sql) in table.past_columns(i).items():
             expressions.append(_Expression(column, f"{_where(past)}: {key}", sql, shown(sql)))
+    for i, lists in enumerate(table.event_lists):
+        for column, (key, sql) in lists.columns(i).items():
+            expressions.append(_Expression(column, f"{_where(lists)}: {key}", sql, shown(sql)))
     if table.split.by == "column":
         expressions.append(_expression("split_", "table.split", "", table.split.expression))
     for i, name in enumerate(table.keep):
@@ -559,7 +612,7 @@ def _expressions_of(table: TableConfig) -> list[_Expression]:
     return expressions
 
 
-def _where(past: History | EventLog) -> str:
+def _where(past: History | EventLog | EventLists) -> str:
     return f"table.{'history' if isinstance(past, History) else 'sequence'}: {shown(past.name)}"
 
 

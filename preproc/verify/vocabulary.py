@@ -71,7 +71,11 @@ def _cut_and_histories(spec: FeatureSpec) -> tuple[set[str], set[str]]:
     try:
         features = read_json(spec.root / "preproc.json")["features"]
         lists = [f["name"] for f in features["categorical"] if f.get("hotness") is not None]
-        logs = [f"{log['name']}_{of}" for log in features.get("sequence", []) for of in log["of"]]
+        logs = [
+            f"{log['name']}_{of}"
+            for log in features.get("sequence", [])
+            for of in log.get("of", [])
+        ]
         return {*lists}, {*logs, *(history["name"] for history in features.get("history", []))}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {feature.name for feature in spec.categorical}, set()

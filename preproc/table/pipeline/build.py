@@ -28,7 +28,7 @@ from preproc.fitted_state import (
     with_place,
 )
 from preproc.raw_files import RawFile, fingerprint, refuse_copies
-from preproc.report.console import Progress, RowCounts, print_result
+from preproc.report.console import LogCounts, Progress, RowCounts, print_result
 from preproc.report.plot import load_library
 from preproc.table.duckdb_engine import DuckDBEngine, Engine
 from preproc.table.feature_values import CodedValues, FeatureValues, TextValues
@@ -67,7 +67,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         if config.mode is Mode.extend:
             config = with_limits_of(fitted, config, table)
             counted = _counted_files(config, table, sources)
-            logs = [log.source for log in table.sequence if log.source]
+            logs = [log.source for log in table.logs if log.source]
             _refuse_same_day(fitted, sources, counted, config.source, logs)
     identity = _identity(config, table, every, fitted)
     with work_directory(config, output, identity, progress) as work:
@@ -91,7 +91,7 @@ def _counted_files(
 ) -> dict[str, list[RawFile]]:
     """Return the files of each source whose values or events count: those that only test may train on a later day."""
     every = {name: files for name, (_, files) in sources.items()}
-    if config.vocabulary is VocabularyRows.all or any(log.rows == "all" for log in table.sequence):
+    if config.vocabulary is VocabularyRows.all or any(log.rows == "all" for log in table.logs):
         return every
     if table.split.by == "last_file" and len(sources) == 1:
         return {name: files[:-1] for name, files in every.items()}
@@ -201,7 +201,7 @@ def _build(journal: Journal) -> int:
         counted="the fitted run's" if config.mode is Mode.transform else config.vocabulary.name,
         rows=RowCounts(rows_read, num_rows, num_bad, rows_read - num_bad - num_rows),
         source_columns=journal.work.state["columns"],
-        logs=dict(zip([log.name for log in table.sequence], transformed.logs, strict=True)),
+        logs=transformed.logs,
         sequences=tuple(map(sequence_group, table.sequence)),
         lineage=journal.lineage,
         read=_read(journal),
@@ -244,14 +244,15 @@ def _transform(
         [of] = [feature for feature in table.categorical if feature.name == history.of]
         shared = of.vocabulary_of or of.name
         categorical.append(encoded[history.name].feature(history.name, history.length, shared))
-    logs = []
-    if table.sequence:
+    logs = {group.name: LogCounts(0, 0, 0, 0) for group in table.event_lists}
+    if table.logs:
         with journal.progress.stage("order events"):
-            logs = [line_up(journal, values, i, split_of_row) for i in range(len(table.sequence))]
+            for number, log in enumerate(table.logs):
+                logs[log.name] = line_up(journal, values, number, split_of_row)
     by_name = {feature.name: feature for feature in table.categorical}
     categorical += [
         encoded[of].feature(name, None, by_name[of].vocabulary_of or of)
-        for log in table.sequence
+        for log in table.logs
         for of, name in zip(log.of, log.features, strict=True)
     ]
     return Transformed(splits, values, numericals, statistics, categorical, encoded, columns, logs)

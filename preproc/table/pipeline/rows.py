@@ -32,6 +32,8 @@ def stage_rows(journal: Journal) -> int:
         more = ["split_"] if table.split.by == "column" else []
         for i in range(len(table.pasts)):
             more += table.past_columns(i)
+        for i, lists in enumerate(table.event_lists):
+            more += lists.columns(i)
         kept = stored_columns(journal, *more)
         query = f"SELECT {kept}, row_ AS all_row_ FROM all_ WHERE bad_ IS NULL"
         journal.once("staged_", lambda path: journal.engine.number(query, ["all_row_"], path))

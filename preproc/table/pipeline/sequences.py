@@ -13,7 +13,7 @@ import numpy as np
 
 from configs.messages import printable, shortened, shown
 from configs.preproc_schema import Mode, OnBad
-from configs.table_schema import EventLog, SplitRule
+from configs.table_schema import EventLists, EventLog, SplitRule
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from preproc.report.console import LogCounts
 from preproc.table.feature_values import FeatureValues, Lookup, look_up
@@ -62,7 +62,7 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
     seconds; `item_`, whether it is an event; of the j-th feature its text `v<j>` and its id `i<j>`; the numbers `m<j>`.
     `split`: the expression of the split of a row of `staged_`.
     """
-    log, past = journal.table.sequence[number], len(journal.table.history) + number
+    log, past = journal.table.logs[number], len(journal.table.history) + number
     features = {f.name: (i, f) for i, f in enumerate(journal.table.categorical)}
     of = [features[name] for name in log.of]
     known = []  # owner of the vocabulary of each feature, and the relation of its ids
@@ -117,11 +117,13 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
     return counts
 
 
-def sequence_group(log: EventLog) -> SequenceGroup:
-    """Return the group of a log as the dataset has it."""
-    dtypes = [np.dtype(np.float32)] * len(log.numbers) + [np.dtype(np.int64)]
-    numbers = map(EventColumn, log.number_names, dtypes)
-    return SequenceGroup(log.name, tuple(log.features), log.length, tuple(numbers), log.time_name)
+def sequence_group(of: EventLog | EventLists) -> SequenceGroup:
+    """Return a group as the dataset has it."""
+    numbers = tuple(
+        EventColumn(name, np.dtype(np.int64 if name == of.time_name else np.float32))
+        for name in of.number_names
+    )
+    return SequenceGroup(of.name, tuple(of.features), of.length, numbers, of.time_name)
 
 
 def _places(journal: Journal) -> str:
@@ -148,7 +150,7 @@ def _counts(journal: Journal, events: _Lines) -> LogCounts:
 
 def _stage_events(journal: Journal, number: int) -> str:
     """Write relation `events_<number>`, the rows of the source of a log; return that of the good ones."""
-    table, log = journal.table, journal.table.sequence[number]
+    table, log = journal.table, journal.table.logs[number]
     features = {feature.name: feature for feature in table.categorical}
     described = replace(
         table,
@@ -180,6 +182,16 @@ def _stage_events(journal: Journal, number: int) -> str:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         journal.engine.number(staging.query, ["file_", "order_"], path)
+        _, files = journal.sources[log.source]
+        named = {str(file.path) for file in files}
+        lines = {item[:3] for item in journal.engine.rejected() if item[0] in named}
+        if lines and journal.config.on_bad is OnBad.fail:
+            file, line, reason = min(lines)
+            raise ValueError(f"{file}, line {line}: {printable(reason)}; correct or remove it")
+        if lines:
+            journal.progress.say(
+                f"note: {where}: {len(lines):,} lines cannot be read and are left out"
+            )
 
     journal.once(name, write)
     first_bad = f"SELECT row_, file_, bad_ FROM {name} WHERE bad_ IS NOT NULL ORDER BY row_ LIMIT 1"
@@ -192,4 +204,7 @@ def _stage_events(journal: Journal, number: int) -> str:
         raise ValueError(
             f"{files[file].path}, row {row - first + 1}: {shortened(printable(reason), 300)}; correct or remove it"
         )
+    if bad:
+        ((count,),) = journal.engine.rows(f"SELECT count(bad_) FROM {name}")
+        journal.progress.say(f"note: {where}: {count:,} bad rows are left out")
     return f"(SELECT * FROM {name} WHERE bad_ IS NULL)"

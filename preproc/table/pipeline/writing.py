@@ -15,6 +15,7 @@ from preproc.table.output_files import TableFiles, WrittenIds
 from preproc.table.pipeline.categoricals import EncodedFeature
 from preproc.table.pipeline.journal import Journal
 from preproc.table.pipeline.numericals import Numericals, write_numericals
+from preproc.table.pipeline.rows import place_of_output
 from preproc.table.pipeline.sequences import sequence_group
 from preproc.table.pipeline.summaries import count_changes, count_unseen
 
@@ -30,7 +31,7 @@ class Transformed:
     categorical: list[CategoricalFeature]  # features, then histories, then those of logs
     encoded: dict[str, EncodedFeature]
     columns: dict[str, ColumnSummary]
-    logs: list[LogCounts]
+    logs: dict[str, LogCounts]  # by sequence group
 
 
 def write_splits(
@@ -53,7 +54,7 @@ def write_splits(
         labels = pool.submit(files.write_row_columns, named)
         kept = pool.submit(files.write_kept, table.keep)
         features = _begin_features(journal, of, files, pool)
-        logs = [pool.submit(_write_log, journal, of, files, i) for i in range(len(of.logs))]
+        logs = [pool.submit(_write_log, journal, of, files, i) for i in range(len(table.logs))]
         ranges = numericals.result()
         summaries = {
             split: SplitSummary(len(rows), labels.result()[split]) for split, rows in splits.items()
@@ -71,6 +72,8 @@ def write_splits(
             for split, (num_nonzero, num_zero) in counts.result().items():
                 nonzeros[split][name] = num_nonzero
                 summaries[split].zero_ids[name] = num_zero
+        for number in range(len(table.event_lists)):
+            _write_lists(journal, of, files, number)
     # A fit that is only applied cannot be changed.
     if config.mode is Mode.fit or config.refit:
         # The length of a list or a history is left as it is.
@@ -113,8 +116,21 @@ def _write_log(journal: Journal, of: Transformed, files: TableFiles, number: int
     # Imported here, since pyarrow takes 25 MB of memory.
     from preproc.table.log_files import write_log
 
-    log = journal.table.sequence[number]
+    log = journal.table.logs[number]
     features = [feature for feature in of.categorical if feature.name in log.features]
     keeps_latest = journal.config.mode is not Mode.transform
     numbers = sequence_group(log).numbers
-    write_log(files, number, log, features, numbers, of.logs[number], keeps_latest=keeps_latest)
+    counts = of.logs[log.name]
+    write_log(files, number, log, features, numbers, counts, keeps_latest=keeps_latest)
+
+
+def _write_lists(journal: Journal, of: Transformed, files: TableFiles, number: int) -> None:
+    # Imported here, since pyarrow takes 25 MB of memory.
+    from preproc.table.list_files import write_lists
+
+    group = sequence_group(journal.table.event_lists[number])
+
+    def place(row: int) -> str:
+        return place_of_output(journal, row)
+
+    write_lists(files, number, group, of.logs[group.name], place)

@@ -251,7 +251,7 @@ def test_times_count_in_whole_seconds_of_utc_in_any_zone(tmp_path, monkeypatch, 
     assert [len(events) for events in seen] == [1] * 5 + [0]
 
 
-def test_events_of_another_source(tmp_path):
+def test_events_of_another_source(tmp_path, capsys):
     rows, views = random_rows(3), random_rows(4, 120)
     table = described(write_rows(tmp_path / "t.csv", rows), source="views", numbers=[])
     halves = [write_rows(tmp_path / f"v{n}.csv", views[60 * n : 60 * n + 60]) for n in range(2)]
@@ -272,6 +272,13 @@ def test_events_of_another_source(tmp_path):
     table["sequence"] = [log | {"numbers": ["rating"]}]
     with pytest.raises(Refused, match=r"v1.csv, row 5: .* 'rating' is good, wanted a number"):
         build(tmp_path / "bad", table)
+    with (tmp_path / "v1.csv").open("a") as stream:
+        stream.write("1,u,a\n")
+    capsys.readouterr()
+    build(tmp_path / "skipped", table, "on_bad=quarantine")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "'views': 1 lines cannot be read and are left out" in printed
+    assert "'views': 1 bad rows are left out" in printed
     (tmp_path / "v1.csv").write_text("y,user,item,time,rating\n1,u,a,7,5\n")
     table["sources"]["views"] = {"files": str(tmp_path / "v1.csv")}
     with pytest.raises(Refused, match=r"'past': source 'views': .*shop"):
