@@ -13,6 +13,8 @@ MODELS = {
     "masknet": "nn.models.masknet:MaskNet",
     "wukong": "nn.models.wukong:WuKong",
     "din": "nn.models.din:DIN",
+    "sasrec": "nn.models.sasrec:SASRec",
+    "bst": "nn.models.bst:BST",
     "shared_bottom": "nn.models.shared_bottom:SharedBottom",
     "mmoe": "nn.models.mmoe:MMoE",
     "ple": "nn.models.ple:PLE",

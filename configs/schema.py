@@ -337,6 +337,13 @@ class SyntheticConfig(Section):
     exponent: float = option(
         1.05, "power-law exponent of the ids; 0 draws them uniformly", most=64, ge=0
     )
+    history: list[str] = option(
+        [],
+        "features whose tables past events have ids of, as the sequence group 'history' of hist_NAME and hist_time; empty: no "
+        "events",
+    )
+    history_length: float = option(20.0, "mean events per row", gt=0)
+    history_max_length: int = option(100, "most events per row", most=MOST_COLUMNS, gt=0)
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -358,6 +365,22 @@ class SyntheticConfig(Section):
                 f"data.synthetic.names has '{name}', which is empty or the name of another column",
             )
             taken.add(name)
+        for name in self.history:
+            require(
+                name in self.tables and self.history.count(name) == 1,
+                f"data.synthetic.history has '{name}'; want names of data.synthetic.names, each once",
+            )
+        made = ["history", "hist_time", *(f"hist_{name}" for name in self.history)]
+        for name in made if self.history else ():
+            require(
+                name not in self.tables and made.count(name) == 1,
+                f"data.synthetic.names: data.synthetic.history={self.history} makes a column '{name}'; rename the one of that name",
+            )
+        require(
+            not self.history or self.history_length < self.history_max_length,
+            f"data.synthetic.history_length={self.history_length:g} is not below "
+            f"data.synthetic.history_max_length={self.history_max_length}; lower it",
+        )
 
     @property
     def tables(self) -> dict[str, int]:

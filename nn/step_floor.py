@@ -9,6 +9,7 @@ power limit of 700 W and lowers its clock: the sustained floor takes the rate of
 is mostly products can only come near the second one.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.schema import Amp, Config, Fp8, TableDtype
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import embedding_columns, ids_per_sample
+from nn.embedding.declared_tables import embedding_columns, hands_out_rows, ids_per_sample
 from nn.embedding.optimizer import table_rule
 from nn.models.registry import build_meta, declared_tables
 from nn.tiers.traffic import IdShare, expected_distinct, power_law_share
@@ -138,11 +139,14 @@ def floor_of(
         }
 
     unique = {name: rows / world_size for name, rows in distinct(config.train.batch_size).items()}
-    own = {} if world_size == 1 else distinct(batch)
+    own = unique if world_size == 1 else distinct(batch)
     sent = sent_elements(tables, spec, batch, world_size, own, replicated)
+    handed_out = sum(
+        own[table.name] * table.embedding_dim for table in tables if hands_out_rows(table, spec)
+    )
     return Floor(
         flops=count_flops(config, spec, batch),
-        hbm=count_hbm(config, spec, batch, unique, sent, expands=expands),
+        hbm=count_hbm(config, spec, batch, unique, sent, handed_out, expands=expands),
         all_to_all=count_all_to_all(config, spec, batch, sent, own, world_size, expands=expands),
         flops_per_s=_flops_per_s(config),
         global_batch_size=config.train.batch_size,
@@ -159,7 +163,9 @@ def sent_elements(
     own: Mapping[str, float],
     replicated: Collection[str] = (),
 ) -> dict[str, float]:
-    """Return the elements of each table that a rank must be sent: the vectors of its samples, or their distinct rows if fewer.
+    """Return the elements of each table that a rank must be sent: the vectors of its samples, or their distinct rows.
+
+    Rows are sent if they are fewer, or if the dense component takes them.
 
     `world_size`: ranks; a share of (W - 1) / W is on others.
     """
@@ -169,7 +175,7 @@ def sent_elements(
     return {
         table.name: remote_share
         * min(
-            batch * embedding_columns([table], spec),
+            math.inf if hands_out_rows(table, spec) else batch * embedding_columns([table], spec),
             own[table.name] * table.embedding_dim,
         )
         for table in tables
@@ -210,21 +216,24 @@ def count_hbm(
     batch: float,
     unique: Mapping[str, float],
     sent: Mapping[str, float],
+    handed_out: float = 0,
     *,
     expands: bool = False,
 ) -> dict[str, float]:
     """Count the bytes that must pass through the memory of one rank.
 
     `unique`: table -> distinct rows that the global batch looks up, of this rank's share of the table.
+    `handed_out`: elements of the distinct rows of this rank's batch that the dense component takes itself.
     `expands`: only the first id of a bag is stored; the others are computed from it (`data.multi_hot`).
 
     Counted per step:
 
-    - batch: numericals, labels and ids are written once by the copy from the host. Numericals and labels are read once, ids
-      twice (lookup and update), whatever number of tables a feature has.
+    - batch: numericals, labels, numbers of events and ids are written once by the copy from the host, and all but ids are read
+      once, ids twice (lookup and update), whatever number of tables a feature has.
     - rows read: each distinct row once, in the table's dtype. Repetitions may come from the cache.
-    - embeddings: written by the lookup, a vector per feature of a table, or one per id without pooling; read forward and
-      backward; their gradients are written and read. What is sent is written and read once more in each direction.
+    - embeddings: written by the lookup, a vector per feature of a table, or one per id without pooling, or the distinct rows that
+      are handed out; read forward and backward; their gradients are written and read. What is sent is written and read once
+      more in each direction.
     - rows updated: each distinct row and its optimizer state, read and written. The row has left the cache since the lookup.
       The sum of a row's gradients stays on chip.
     - activations: the input of each matrix product but embeddings, written forward and read backward. Gradients of activations
@@ -241,16 +250,20 @@ def count_hbm(
     states = dense_rule(config.effective_optimizer).states_per_weight
     elements = sum(unique[table.name] * table.embedding_dim for table in tables)
     ids = sum(1 if expands else feature.mean_hotness for feature in spec.categorical)
+    events = {feature.name: feature.mean_hotness for feature in spec.categorical}
+    numbers = len(spec.numerical) + sum(
+        events[group.features[0]] * len(group.numbers) for group in spec.sequences
+    )
     weight_bytes = FP32_BYTES if config.model.embedding_dtype is TableDtype.fp32 else 2
     activation_bytes = 4 if config.train.amp is Amp.off else 2
     rule = table_rule(config.effective_optimizer.table_name)
     updated = elements * (weight_bytes + rule.bytes_per_element)
     updated += sum(unique.values()) * rule.bytes_per_row
     return {
-        "batch": batch
-        * (2 * (NUMERICAL_BYTES * len(spec.numerical) + LABEL_BYTES) + 3 * ID_BYTES * ids),
+        "batch": batch * (2 * (NUMERICAL_BYTES * numbers + LABEL_BYTES) + 3 * ID_BYTES * ids),
         "rows read": elements * weight_bytes,
-        "embeddings": (5 * batch * columns + 4 * sum(sent.values())) * _embedding_bytes(config),
+        "embeddings": (5 * (batch * columns + handed_out) + 4 * sum(sent.values()))
+        * _embedding_bytes(config),
         "rows updated": 2 * updated,
         "activations": batch * saved * activation_bytes * 2,
         "dense half": model.num_parameters() * FP32_BYTES * (2 + 2 + 2 * states),

@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
-from dataloading.dataset.sequences import MOMENT_DTYPE, row_of
-from dataloading.dataset.source import Allocate, Columns, Keys, Source
+from dataloading.dataset.sequences import MOMENT_DTYPE, SequenceGroup, row_of
+from dataloading.dataset.source import Allocate, Columns, Keys, TimedSource
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, mapped
 from dataloading.gather import Selection
 
 NO_LENGTHS = np.empty(0, np.int64)
 
 
-class BinarySource(Source):
+class BinarySource(TimedSource):
     """Source of the rows of a dataset directory, read through memory maps without a copy of its own.
 
     Ids are checked on every read: one maximum over an unsigned view, in which negative ids are too large as well.
@@ -134,6 +134,15 @@ class BinarySource(Source):
         runs = runs if hotness == 1 else runs * hotness
         return Keys(column.astype(np.int64, copy=False), runs, lengths)
 
+    def read_times(
+        self, split: str, runs: np.ndarray, group: SequenceGroup
+    ) -> tuple[np.ndarray, np.ndarray]:
+        columns, rows = self._columns[split], Selection(runs)
+        events, _ = columns.ragged_ids(self.spec, rows)[group.features[0]]
+        return events.rows_of(columns.events[group.time or ""]), rows.rows_of(
+            columns.moments[group.name]
+        )
+
     @staticmethod
     def out_of_range(ids: np.ndarray, cardinality: int) -> bool:
         unsigned = ids.view(f"<u{ids.itemsize}")
@@ -155,7 +164,7 @@ class SplitColumns:
     files: SplitFiles  # files of the split, for messages
     # int64 [N, 2] per group, first event of each row and the one after its last
     slices: dict[str, np.ndarray] = field(default_factory=dict)
-    # int64 [N] per group with a time, whose numbers are ages already where there are none
+    # integers [N] per group with a time
     moments: dict[str, np.ndarray] = field(default_factory=dict)
     events: dict[str, np.ndarray] = field(default_factory=dict)  # numbers of events, by name
 

@@ -2,10 +2,10 @@
 
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.dataset.source import Source
+from dataloading.dataset.source import TimedSource
 
 
-def open_dataset(spec: FeatureSpec) -> Source:
+def open_dataset(spec: FeatureSpec) -> TimedSource:
     """Return the source of rows of `spec`. Raises ValueError: some splits are Parquet, and others are not."""
     in_parquet = [name for name, files in spec.splits.items() if files.parquet]
     if not in_parquet:

@@ -17,7 +17,8 @@ from dataloading.dataset.binary import BinarySource, SplitColumns
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import LABEL_DTYPE
 from dataloading.dataset.row_groups import RowGroup, SplitGroups
-from dataloading.dataset.source import Allocate, Columns, Keys, Source
+from dataloading.dataset.sequences import SequenceGroup, ages_of
+from dataloading.dataset.source import Allocate, Columns, Keys, TimedSource
 from dataloading.dataset.split_files import SplitFiles
 
 KEPT_BYTES = 256 << 20
@@ -25,7 +26,7 @@ KEPT_BYTES = 256 << 20
 LEAST_KEPT = 4
 
 
-class ParquetSource(Source):
+class ParquetSource(TimedSource):
     """Source of the rows of a dataset directory in Parquet.
 
     Ids, labels and missing values are checked when a row group is decoded. Safe to call from several threads.
@@ -87,8 +88,8 @@ class ParquetSource(Source):
             place = slice(at, at + rows.stop - rows.start)
             for (_, values), numbers in zip(out.row_columns(self.spec), group.columns, strict=True):
                 values[place] = numbers[rows]
-            for column, numbers in enumerate(group.numerical):
-                out.numerical[place, column] = numbers[rows]
+            for position, numbers in enumerate(group.numerical):
+                out.numerical[place, position] = numbers[rows]
             for index, feature in enumerate(self.spec.categorical):
                 ends = group.offsets[index]
                 if ends is None:
@@ -104,9 +105,12 @@ class ParquetSource(Source):
             of_events = iter(zip(out.events, group.events, strict=True))
             for index, sequence in of_groups:
                 ends = group.offsets[index]
-                for _ in sequence.numbers:
+                for column in sequence.numbers:
                     events, of_group = next(of_events)
                     part = of_group[ends[rows.start] : ends[rows.stop]]  # type: ignore[index]
+                    if column.name == sequence.time:
+                        lengths = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
+                        part = ages_of(part, group.moments[sequence.name][rows], lengths)
                     events[ids_at[index] - len(part) : ids_at[index]] = part
             at = place.stop
         return out
@@ -129,6 +133,22 @@ class ParquetSource(Source):
             np.concatenate(values).astype(np.int64, copy=False),
             np.concatenate(lengths) if is_ragged else None,
         )
+
+    def read_times(
+        self, split: str, runs: np.ndarray, group: SequenceGroup
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if self._fits[split]:
+            return self._whole(split).read_times(split, runs, group)
+        names = [feature.name for feature in self.spec.categorical]
+        ends_at = names.index(group.features[0])
+        time_at = [column.name for column in self.spec.event_columns].index(group.time or "")
+        times, moments = [], []
+        for rows_of_group, rows in self._pieces(split, runs):
+            ends = rows_of_group.offsets[ends_at]
+            assert ends is not None
+            times.append(rows_of_group.events[time_at][ends[rows.start] : ends[rows.stop]])
+            moments.append(rows_of_group.moments[group.name][rows])
+        return np.concatenate(times), np.concatenate(moments)
 
     def _pieces(self, split: str, runs: np.ndarray) -> list[tuple[RowGroup, slice]]:
         """Return the row groups of the rows of `runs`, and the rows inside them."""
@@ -179,7 +199,12 @@ def joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> Spli
         )
         for index, column in enumerate(spec.row_columns)
     }
-    return SplitColumns(row_columns, numerical, ids, offsets, files, slices, events=events)
+    moments = {
+        group.name: np.concatenate([rows.moments[group.name] for rows in groups])
+        for group in spec.sequences
+        if group.time is not None
+    }
+    return SplitColumns(row_columns, numerical, ids, offsets, files, slices, moments, events)
 
 
 def _num_ids(group: RowGroup, index: int, rows: slice) -> int:

@@ -26,8 +26,9 @@ class RowGroup:
     ids: list[np.ndarray]  # integers, flat, one array per feature, checked against its table
     # int [n + 1] of ragged features, None where the hotness is fixed
     offsets: list[np.ndarray | None]
-    # numbers of events, float32, flat, in the order of `FeatureSpec.event_columns`; of times the ages
+    # numbers of events, flat, in the order of `FeatureSpec.event_columns`: float32, but integers of times
     events: list[np.ndarray]
+    moments: dict[str, np.ndarray]  # integers [n], by group with a time
 
 
 class SplitGroups:
@@ -135,12 +136,14 @@ def decode(
     decoded = {feature.name: where.ids(table, feature) for feature in spec.categorical}
     ids, offsets = zip(*decoded.values(), strict=True)
     lengths = {name: np.diff(ends) for name, (_, ends) in decoded.items() if ends is not None}
-    events = [
-        numbers
-        for group in spec.sequences
-        for numbers in where.events(table, group, {name: lengths[name] for name in group.features})
-    ]
-    return RowGroup(columns, numerical, list(ids), list(offsets), events)
+    events: list[np.ndarray] = []
+    moments = {}
+    for group in spec.sequences:
+        if group.time is not None:
+            moments[group.name] = where.whole(table, group.name).to_numpy()
+        of_features = {name: lengths[name] for name in group.features}
+        events += where.events(table, group, of_features, moments.get(group.name))
+    return RowGroup(columns, numerical, list(ids), list(offsets), events, moments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ class Place:
 
     def numbers(self, table: pa.Table, name: str) -> np.ndarray:
         """Return a column of numbers; ValueError if one is missing, not finite or too large."""
-        values = self._whole(table, name).to_numpy(zero_copy_only=False)
+        values = self.whole(table, name).to_numpy(zero_copy_only=False)
         with np.errstate(over="ignore"):
             is_finite = np.isfinite(values.astype(np.float32, copy=False))
         if not is_finite.all():
@@ -169,7 +172,7 @@ class Place:
         self, table: pa.Table, feature: CategoricalFeature
     ) -> tuple[np.ndarray, np.ndarray | None]:
         if feature.hotness == 1:
-            ids, offsets = self._whole(table, feature.name).to_numpy(), None
+            ids, offsets = self.whole(table, feature.name).to_numpy(), None
         else:
             ids, offsets = self._lists(table, feature)
         if feature.is_dynamic:
@@ -188,10 +191,14 @@ class Place:
         return ids, offsets
 
     def events(
-        self, table: pa.Table, group: SequenceGroup, lengths: Mapping[str, np.ndarray]
+        self,
+        table: pa.Table,
+        group: SequenceGroup,
+        lengths: Mapping[str, np.ndarray],
+        moments: np.ndarray | None,
     ) -> list[np.ndarray]:
-        """Return the numbers of the events of a group, for a batch; `lengths`: of the rows, by its features."""
-        numbers = {c.name: self._flat(table, c.name, "a number", "numbers") for c in group.numbers}
+        """Return the numbers of the events of a group, checked; `lengths`: of the rows, by its features."""
+        numbers = {c.name: self.flat(table, c.name, "a number", "numbers") for c in group.numbers}
         counts = {**lengths, **{name: np.diff(ends) for name, (_, ends) in numbers.items()}}
         first = group.features[0]
         if (wrong := group.wrong_length(counts[first])) is not None:
@@ -207,24 +214,26 @@ class Place:
                     f"feature '{name}': {own[row]} events at {self.row(row)}, and '{first}' has {counts[first][row]}; "
                     f"want equally many in all columns of group '{group.name}'"
                 )
-        moments = self._whole(table, group.name).to_numpy() if group.time else None
-        return [
-            group.checked(c, numbers[c.name][0].to_numpy(), counts[first], moments, self.row)
-            for c in group.numbers
-        ]
+        found = []
+        for column in group.numbers:
+            values = numbers[column.name][0].to_numpy()
+            checked = group.checked(column, values, counts[first], moments, self.row)
+            found.append(values if column.name == group.time else checked)
+        return found
 
-    def _whole(self, table: pa.Table, name: str) -> pa.Array:
+    def whole(self, table: pa.Table, name: str) -> pa.Array:
+        """Return a column as one array; ValueError if a value is missing."""
         column = table.column(name)
         if column.null_count:
             row = int(np.asarray(column.is_null()).argmax())
             raise ValueError(f"'{name}' is missing at {self.row(row)}; want a value in every row")
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
-    def _flat(
+    def flat(
         self, table: pa.Table, name: str, item: str = "an id", wanted: str = "integers"
     ) -> tuple[pa.Array, np.ndarray]:
         """Return the items of a column of lists, and the offsets of its rows."""
-        column = self._whole(table, name)
+        column = self.whole(table, name)
         if pa.types.is_fixed_size_list(column.type):
             offsets = np.arange(len(column) + 1) * column.type.list_size
         else:
@@ -240,7 +249,7 @@ class Place:
     def _lists(
         self, table: pa.Table, feature: CategoricalFeature
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        values, offsets = self._flat(table, feature.name)
+        values, offsets = self.flat(table, feature.name)
         if feature.hotness is None:
             return values.to_numpy(), offsets
         other = np.diff(offsets) != feature.hotness

@@ -23,14 +23,12 @@ class EventColumn:
     # on disk: int8 to int64, float16 or float32; float32 in a batch
     dtype: np.dtype
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def of(cls, name: str, dtype: str) -> "EventColumn":
+        """Return a column by the name of its dtype; ValueError if it is none of `EVENT_DTYPES`."""
         wanted = f"one of {', '.join(EVENT_DTYPES)}"
-        expect(
-            self.dtype.name in EVENT_DTYPES,
-            f"feature_spec.{self.name}.dtype",
-            self.dtype.name,
-            wanted,
-        )
+        expect(dtype in EVENT_DTYPES, f"feature_spec.{name}.dtype", dtype, wanted)
+        return cls(name, np.dtype(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +83,7 @@ class SequenceGroup:
         """
         times = column.name == self.time and moments is not None
         if times:
-            # In float64, where a difference of int64 keeps its sign.
-            ages = np.subtract(np.repeat(moments, lengths), values, dtype=np.float64)  # type: ignore[arg-type]
+            ages = ages_of(values, moments, lengths)  # type: ignore[arg-type]
             if (ages <= 0).any():
                 at = int((ages <= 0).argmax())
                 row = row_of(lengths, at)
@@ -94,8 +91,7 @@ class SequenceGroup:
                     f"'{column.name}': an event of time {values[at]} at {place(row)}, whose moment is "
                     f"{moments[row]}; want only events before the moment of their row"  # type: ignore[index]
                 )
-            later = np.diff(ages, prepend=np.inf) > 0
-            later[(np.cumsum(lengths) - lengths)[lengths > 0]] = False
+            later = out_of_order(ages, lengths)
             if later.any():
                 at = int(later.argmax())
                 raise ValueError(
@@ -112,6 +108,18 @@ class SequenceGroup:
                 "want a finite number that float32 can hold"
             )
         return numbers
+
+
+def ages_of(times: np.ndarray, moments: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the seconds from events to the moments of their rows, in float64, where a difference of int64 keeps its sign."""
+    return np.subtract(np.repeat(moments, lengths), times, dtype=np.float64)
+
+
+def out_of_order(ages: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return which events are older than the one before in their row."""
+    older = np.diff(ages, prepend=np.inf) > 0
+    older[(np.cumsum(lengths) - lengths)[lengths > 0]] = False
+    return older
 
 
 def row_of(lengths: np.ndarray, index: int) -> int:

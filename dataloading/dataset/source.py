@@ -8,6 +8,7 @@ import numpy as np
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
+from dataloading.dataset.sequences import SequenceGroup
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """(shape, dtype) -> array, not necessarily zeroed. The loader passes a function that returns pinned memory,
@@ -142,6 +143,16 @@ class Source(ABC):
     @abstractmethod
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         """Return the keys of the rows of `runs`, in that order, of a feature with `vocabulary: dynamic`."""
+
+
+class TimedSource(Source):
+    """Source of rows whose times can be read as they are stored, to write them again."""
+
+    @abstractmethod
+    def read_times(
+        self, split: str, runs: np.ndarray, group: SequenceGroup
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the times of the events of the rows of `runs`, flat, and the moments of the rows, of a group with a time."""
 
 
 class DerivedSource(Source):

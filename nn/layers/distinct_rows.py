@@ -33,6 +33,10 @@ class DistinctRows:
         """Return the row of each id, [C, D]; the backward pass adds up the gradients of a row in one order."""
         return embedding(self.positions, self.rows)
 
+    def by_sample(self) -> Tensor:
+        """Return the row of each sample's first id, [B, D]."""
+        return embedding(self.positions.index_select(0, self.starts), self.rows)
+
     def of_samples(self, first: int, end: int) -> "DistinctRows":
         """Return the same of some samples; all positions are kept where samples differ in their number of ids."""
         lengths, hotness = self.lengths[first:end], self.hotness

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from configs.schema import require_rate
 from nn.layers.pass_state import PassLayer, PassState
 from nn.ops.dropout_mask import DropoutMask, dropout_key
+from nn.ops.jagged import SamplePositions, offsets
 
 
 class Dropout(PassLayer):
@@ -43,35 +44,37 @@ class Dropout(PassLayer):
         state = self.pass_state
         return DropoutMask(self._key, self.rate, state.step, state.first_row)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [B, ...] to the same shape and dtype; the first dimension is the rows of this rank."""
-        return self._drop(x) if self.training and self.rate > 0 else x
+    def forward(self, x: Tensor, at: SamplePositions | None = None) -> Tensor:
+        """Map [B, ...] to the same shape and dtype; the first dimension is the rows of this rank, or events, `at` its rows."""
+        if not self.training or self.rate == 0:
+            return x
+        return self._drop(x, None if at is None else (at.samples, offsets(at)[0]))
 
     def extra_repr(self) -> str:
         """Return the rate."""
         return f"rate={self.rate:g}"
 
     @torch.compiler.disable
-    def _drop(self, x: Tensor) -> Tensor:
-        return _Dropout.apply(x, self.mask)
+    def _drop(self, x: Tensor, at: tuple[Tensor, Tensor] | None) -> Tensor:
+        return _Dropout.apply(x, self.mask, at)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: DropoutMask) -> Tensor:
-        ctx.mask = mask
-        return _masked(x, mask)
+    def forward(ctx: Any, x: Tensor, mask: DropoutMask, at: tuple[Tensor, Tensor] | None) -> Tensor:
+        ctx.mask, ctx.at = mask, at
+        return _masked(x, mask, at)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _masked(grad, ctx.mask), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _masked(grad, ctx.mask, ctx.at), None, None
 
 
-def _masked(x: Tensor, mask: DropoutMask) -> Tensor:
+def _masked(x: Tensor, mask: DropoutMask, at: tuple[Tensor, Tensor] | None) -> Tensor:
     if not x.is_cuda:
-        return mask.apply(x)
+        return mask.apply(x, at)
     # Only CUDA builds of torch include Triton.
     from nn.ops.triton.dropout import apply_mask
 
-    return apply_mask(x, mask)
+    return apply_mask(x, mask, at=at)

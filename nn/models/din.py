@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
@@ -14,7 +14,7 @@ from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.model import Activations, Model
 from nn.models.options import AdaptiveActivation, DINOptions
-from nn.models.sequences import find_sequences
+from nn.models.sequences import FixedHistories, SequenceInput, find_history
 from nn.ops.fused_linear import as_autocast
 
 if TYPE_CHECKING:
@@ -28,23 +28,28 @@ class DIN(Model):
 
     logit = MLP([item, sum_j a(e_j, item) e_j, others, x])
 
-    The item and the positions e_j of its history are rows of one table. Several pairs of them (an item's id and category,
-    say) lie side by side. The length of the history is a numerical feature, which the MLP does not read. The paper gives no
-    initial weights; linear layers begin as those of `MLP`, but the attention's last bias as 0 (`TargetAttention`).
+    The item and the events e_j of its history are rows of one table. Several pairs of them (an item's id and category,
+    say) lie side by side. The history is a sequence group; features of an event that the item lacks are zeros in it. Or it has
+    fixed hotness, and its length is a numerical feature that the MLP does not read. The paper gives no initial weights;
+    linear layers begin as those of `MLP`, but the attention's last bias as 0 (`TargetAttention`).
     """
 
     Options = DINOptions
 
     def __init__(self, options: DINOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        sequences = find_sequences(options, spec)
-        pairs, self._positions = len(sequences.items), sequences.positions
-        self._dim, self._length = options.embedding_dim, sequences.length
-        self._pairs, self._columns = pairs, pairs * self._dim
-        self._numbers = [
-            column for column in range(len(spec.numerical)) if column != sequences.length
-        ]
-        self._attended = options.history_positions or self._positions
+        self.history = history = find_history(options, spec)
+        self._attended, self._dim = 0, options.embedding_dim
+        if isinstance(history, SequenceInput):
+            item_columns, self._columns = history.item_columns, history.columns
+            num_others = history.num_others
+        else:
+            self._attended = options.history_positions or history.positions
+            item_columns = self._columns = len(history.items) * self._dim
+            self._numbers = [
+                column for column in range(len(spec.numerical)) if column != history.length
+            ]
+            num_others = len(history.others) * self._dim + len(self._numbers)
         self.attention = TargetAttention(
             self._columns,
             self._attended,
@@ -52,7 +57,7 @@ class DIN(Model):
             options.attention_pooling.value,
         )
         self.top = AdaptiveMLP(
-            2 * self._columns + len(sequences.others) * self._dim + len(self._numbers),
+            item_columns + self._columns + num_others,
             options.hidden,
             dice=options.activation is AdaptiveActivation.dice,
             dropout=options.dropout,
@@ -66,38 +71,58 @@ class DIN(Model):
         """
         from torchrec.modules.embedding_configs import PoolingType
 
-        sequences = find_sequences(options, spec)
+        history = find_history(options, spec)
+        if isinstance(history, SequenceInput):
+            return history.declare(options, spec)
         tables = []
-        for item, history in zip(sequences.items, sequences.histories, strict=True):
+        for item, past in zip(history.items, history.histories, strict=True):
             (table,) = one_table_per_feature(options, spec, features=[item])
-            table.feature_names.append(history)
+            table.feature_names.append(past)
             table.pooling = PoolingType.NONE
             tables.append(table)
-        return tables + one_table_per_feature(options, spec, features=sequences.others)
+        return tables + one_table_per_feature(options, spec, features=history.others)
 
     def activations(self) -> Activations:
         """Return what the attention keeps per position: history, its unit's input and hidden layers, and the weight."""
         widths = [layer.in_features for layer in self.attention.layers]
         per_position = 2 * self._columns + widths[0] + 2 * sum(widths[1:]) + 1
+        if isinstance(self.history, SequenceInput):
+            return Activations(
+                event_columns={self.history.group.name: per_position + self._columns},
+                products={"attention": round(2 * self.history.mean_events * self._columns)},
+            )
         return Activations(
             backward_columns=self._attended * per_position,
             products={"attention": 2 * self._attended * self._columns},
         )
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, H*(1+L)*D + others] to logits [B] in float32."""
-        x = join(None, embeddings)
-        both = self._pairs * (1 + self._positions) * self._dim
+        """Map numerical [B, N] and embeddings, [B, H*(1+L)*D + others] without a sequence group, to float32 logits [B]."""
+        if isinstance(self.history, SequenceInput):
+            parts = self.history.read(numerical, embeddings)
+            item, others = parts.candidate, parts.others
+            query = nn.functional.pad(item, (0, self._columns - item.shape[1]))
+            pooled = self.attention.of_events(query, parts.vectors, parts.events)
+        else:
+            item, pooled, others = self._fixed(self.history, numerical, join(None, embeddings))
+        return self.top(torch.cat([item, pooled.to(item.dtype), others], dim=1)).float()
+
+    def _fixed(
+        self, history: FixedHistories, numerical: Tensor, x: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return items, pooled histories, and the other inputs of the MLP."""
+        pairs = len(history.items)
+        both = pairs * (1 + history.positions) * self._dim
         # Per pair the item comes first, then the positions of its history.
-        pairs = x[:, :both].unflatten(1, (self._pairs, 1 + self._positions, self._dim))
-        vectors = pairs.transpose(1, 2).flatten(2)  # [B, 1 + L, H * D]
-        item, history = vectors[:, 0], vectors[:, 1 : 1 + self._attended]
-        if self._length is None:
+        by_pair = x[:, :both].unflatten(1, (pairs, 1 + history.positions, self._dim))
+        vectors = by_pair.transpose(1, 2).flatten(2)  # [B, 1 + L, H * D]
+        item, past = vectors[:, 0], vectors[:, 1 : 1 + self._attended]
+        if history.length is None:
             lengths = numerical.new_full((x.shape[0],), self._attended)
         else:
-            lengths = numerical[:, self._length]
-        parts = [item, self.attention(item, history, lengths).to(x.dtype), x[:, both:]]
+            lengths = numerical[:, history.length]
+        others = [x[:, both:]]
         if self._numbers:
             numbers = [numerical[:, column : column + 1] for column in self._numbers]
-            parts.append(as_autocast(torch.cat(numbers, dim=1)))
-        return self.top(torch.cat(parts, dim=1)).float()
+            others.append(as_autocast(torch.cat(numbers, dim=1)))
+        return item, self.attention(item, past, lengths), torch.cat(others, dim=1)

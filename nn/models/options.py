@@ -279,6 +279,11 @@ class DINOptions(ModelConfig):
     """Options of DIN."""
 
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    sequence: str | None = option(
+        None,
+        "sequence group with the history, whose features pair with item_features in order and share their tables; "
+        "null: history_features",
+    )
     item_features: list[str] = option([], "features of the candidate item, such as [movieId]")
     history_features: list[str] = option(
         [], "their histories, in the same order; each shares its item's table"
@@ -305,6 +310,80 @@ class DINOptions(ModelConfig):
         "activation of the MLP: prelu, or dice, whose step lies at the mean of the global batch",
     )
     dropout: float = rate(0.0, "rate of the dropout after every hidden layer of the MLP")
+
+
+@dataclass(kw_only=True, slots=True)
+class _SequenceOptions(_DeepOptions):
+    """Options of a model that reads the events of a sequence group."""
+
+    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    sequence: str = option("history", "sequence group with the events")
+    item_features: list[str] = option(
+        [],
+        "features of the candidate item, such as [movieId]; each shares its table with a feature of the group, in order",
+    )
+    hidden: list[int] = option([200, 80], "widths of the MLP's hidden layers", most=MOST_WIDTH)
+
+
+class Residual(Enum):
+    """Ways to join a layer F of a transformer block to its input x."""
+
+    post_norm = "post_norm"
+    pre_norm = "pre_norm"
+    gated = "gated"
+
+
+@dataclass(kw_only=True, slots=True)
+class _TransformerOptions(_SequenceOptions):
+    """Options of a model with transformer blocks over events."""
+
+    blocks: int = option(1, "transformer blocks", most=1024, gt=0)
+    heads: int = option(
+        2, "heads of the attention; they divide the columns of an event", most=1024, gt=0
+    )
+    expansion: int = option(
+        1,
+        "hidden columns of a block's network, as a multiple of those of an event",
+        most=1024,
+        gt=0,
+    )
+    residual: Residual = option(
+        Residual.post_norm,
+        "of a block's layers F: post_norm LN(x + F(x)), pre_norm x + F(LN(x)), gated x + sigmoid(W x) F(LN(x)) as in LiGR",
+    )
+    relative_bias: bool = option(
+        False,
+        "add learned biases to attention scores, by the distance of two events and by the time between them",
+    )
+    block_dropout: float = rate(
+        0.0, "rate of the dropout of events, and after every layer of a block"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class SASRecOptions(_TransformerOptions):
+    """Options of SASRec as a ranker."""
+
+    blocks: int = option(2, "transformer blocks", most=1024)
+    heads: int = option(1, "heads of the attention; they divide the columns of an event", most=1024)
+    residual: Residual = option(
+        Residual.pre_norm, "of a block's layers F: post_norm, pre_norm, or gated as in LiGR"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class BSTOptions(_TransformerOptions):
+    """Options of BST."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TransActOptions(_TransformerOptions):
+    """Options of TransAct."""
+
+    recent: int = option(100, "latest events that the transformer reads", most=MOST_COLUMNS, gt=0)
+    outputs: int = option(
+        10, "latest events of which the MLP reads the transformer's outputs", most=1024, gt=0
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -458,6 +537,9 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
         hidden = options.top_mlp[:-1]
     elif isinstance(options, _DeepOptions | MaskNetOptions | DINOptions):
         hidden = options.hidden
+    if isinstance(options, DINOptions) and options.sequence is not None:
+        for name in ("history_features", "history_length", "history_positions"):
+            found[name] = "the history is that of model.sequence"
     if isinstance(options, RankMixerOptions) and options.experts == 1:
         found["active_experts"] = "model.experts=1 needs no routing"
     if isinstance(options, EmbeddingMLPOptions) and options.embedding_dims == SUGGESTED:

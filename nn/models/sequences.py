@@ -1,15 +1,147 @@
-"""Histories of items among the features of a dataset."""
+"""Inputs of a model of histories: events of a sequence group, or histories of fixed hotness."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from configs.messages import shown
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.sequences import SequenceGroup
+from nn.embedding.declared_tables import one_table_per_feature, table_name
+from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.sequence import pool
+from nn.layers.sequence_events import SequenceEvents
 from nn.models.features import chosen_features
 from nn.models.options import DINOptions
+from nn.ops.fused_linear import as_autocast
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, N: numerical features, C: positions of the events of all samples, D: columns of a table
 
 
-class Sequences(NamedTuple):
-    """An item's features, their histories and the features beside them."""
+class SequenceParts(NamedTuple):
+    """Inputs of a model of events, cast as autocast would."""
+
+    candidate: Tensor  # vectors of the candidate's features side by side, [B, P * D]
+    events: SequenceEvents
+    # vectors of the group's features side by side, of which the candidate's come first, [C, columns]
+    vectors: Tensor
+    times: Tensor | None  # ages of the events in seconds, if the group has times, float32 [C]
+    others: Tensor  # vectors of all other features, then the numerical features, [B, num_others]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInput:
+    """Candidate, events and other features of a model with a sequence group.
+
+    Tables of the group's features have no pooling; item feature i looks up that of the group's feature i. A further feature of
+    such a table is pooled here: one with an id per row, or a feature of another group, whose events are summed.
+    """
+
+    group: SequenceGroup
+    items: Sequence[str]
+    tables: Mapping[str, str]  # by feature, those without pooling
+    beside: Mapping[str, str | None]  # further features of `tables`, with their groups
+    item_columns: int  # P * D
+    columns: int  # of an event
+    num_pooled: int  # vectors of the tables that pool
+    num_others: int
+    mean_events: float  # per sample
+
+    @classmethod
+    def of(cls, options: Any, spec: FeatureSpec) -> SequenceInput:
+        """Return what `options` names. Raises ValueError: the dataset lacks it, or candidate and events do not fit."""
+        groups = {group.name: group for group in spec.sequences}
+        if options.sequence not in groups:
+            raise ValueError(
+                f"model.sequence={options.sequence} is no sequence group of the dataset; it has {', '.join(groups) or 'none'}"
+            )
+        group = groups[options.sequence]
+        by_name = {feature.name: feature for feature in spec.categorical}
+        items = chosen_features("model.item_features", options.item_features, list(by_name))
+        if not 0 < len(items) <= len(group.features):
+            raise ValueError(
+                f"model.name={options.name} needs a candidate for the events of {', '.join(group.features)}, got "
+                f"model.item_features={items}; name features of {', '.join(by_name)} in this order"
+            )
+        table_of = {
+            feature.name: table for table, names in spec.table_features.items() for feature in names
+        }
+        for item, feature in zip(items, group.features, strict=False):
+            if by_name[item].hotness != 1 or table_of[item] != table_of[feature]:
+                raise ValueError(
+                    f"item feature {shown(item)} needs one id per row and the table of {shown(feature)}, got "
+                    f"{by_name[item].hotness or 'varying'} ids and table {shown(table_of[item])}; set table: "
+                    f"{table_of[feature]} in the feature spec"
+                )
+        handed_out = {table_of[feature] for feature in group.features}
+        group_of = {name: each.name for each in spec.sequences for name in each.features}
+        tables = {name: table for name, table in table_of.items() if table in handed_out}
+        beside = {
+            name: group_of.get(name) for name in tables if name not in (*items, *group.features)
+        }
+        for name, of_group in beside.items():
+            if of_group is None and by_name[name].hotness != 1:
+                raise ValueError(
+                    f"feature {shown(name)} shares the table of {shown(group.name)} and has several ids per row; make it a "
+                    "sequence group, or give it a table of its own"
+                )
+        dim, num_pooled = options.embedding_dim, len(by_name) - len(tables)
+        return cls(
+            group=group,
+            items=items,
+            tables={name: table_name(table) for name, table in tables.items()},
+            beside=beside,
+            item_columns=len(items) * dim,
+            columns=len(group.features) * dim,
+            num_pooled=num_pooled,
+            num_others=len(spec.numerical) + (num_pooled + len(beside)) * dim,
+            mean_events=by_name[group.features[0]].mean_hotness,
+        )
+
+    def declare(self, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return a table per feature, of which those of `tables` have no pooling."""
+        from torchrec.modules.embedding_configs import PoolingType
+
+        declared = one_table_per_feature(options, spec)
+        for table in declared:
+            if table.name in self.tables.values():
+                table.pooling = PoolingType.NONE
+        return declared
+
+    def read(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> SequenceParts:
+        """Return the inputs of a batch."""
+        assert isinstance(embeddings, PooledEmbeddings), "a table hands out rows"
+        events = embeddings.sequence(self.group.name)
+
+        def vector(name: str) -> Tensor:
+            return as_autocast(embeddings.distinct_rows(self.tables[name], name).by_sample())
+
+        others = [as_autocast(embeddings.matrix())] if self.num_pooled else []
+        for name, group in self.beside.items():
+            if group is None:
+                others.append(vector(name))
+            else:
+                found = embeddings.sequence(group)
+                others.append(pool(as_autocast(found.rows[name].by_id()), found, "sum"))
+        return SequenceParts(
+            torch.cat([vector(name) for name in self.items], dim=1),
+            events,
+            torch.cat([as_autocast(events.rows[name].by_id()) for name in self.group.features], 1),
+            None if self.group.time is None else events.numbers[self.group.time],
+            torch.cat([*others, as_autocast(numerical)], dim=1),
+        )
+
+
+class FixedHistories(NamedTuple):
+    """An item's features, their histories of fixed hotness and the features beside them."""
 
     items: list[str]  # names of the candidate's features
     histories: list[str]  # names of their histories, in the same order
@@ -19,11 +151,13 @@ class Sequences(NamedTuple):
     length: int | None
 
 
-def find_sequences(options: DINOptions, spec: FeatureSpec) -> Sequences:
+def find_history(options: DINOptions, spec: FeatureSpec) -> SequenceInput | FixedHistories:
     """Return the features that the options name.
 
     Raises ValueError: they name no history, or one that the dataset lacks or that does not fit its item.
     """
+    if options.sequence is not None:
+        return SequenceInput.of(options, spec)
     by_name = {feature.name: feature for feature in spec.categorical}
     items = chosen_features("model.item_features", options.item_features, list(by_name))
     histories = chosen_features("model.history_features", options.history_features, list(by_name))
@@ -46,7 +180,7 @@ def find_sequences(options: DINOptions, spec: FeatureSpec) -> Sequences:
         chosen_features("model.history_length", [options.history_length], spec.numerical)
         length = spec.numerical.index(options.history_length)
     others = [name for name in by_name if name not in (*items, *histories)]
-    return Sequences(items, histories, positions, others, length)
+    return FixedHistories(items, histories, positions, others, length)
 
 
 def _check_pair(
@@ -59,7 +193,8 @@ def _check_pair(
         )
     if history.hotness is None:
         raise ValueError(
-            f"{where} is ragged; din requires fixed hotness, and the true length as a numerical feature"
+            f"{where} is ragged; name its sequence group by model.sequence, or give it fixed hotness and the true length as "
+            "a numerical feature"
         )
     if history.hotness != first.hotness:
         raise ValueError(

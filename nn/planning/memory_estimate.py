@@ -35,6 +35,8 @@ REQUEST_BYTES = 64
 MAPPED_ID_BYTES = 64
 """Per id of a table in host memory: position and bounds in the batches of training and evaluation, its slot in three copies, and
 the rows that one mapping moves."""
+IDS_OF_A_PART = 10
+"""Torch's gradient of an embedding adds up that many ids of a row at once, and then their sums."""
 LISTED_BYTES = 12
 """Row, column and factor of each key's gradient, listed where a table has several lookups or a ragged one."""
 
@@ -80,15 +82,25 @@ def plan_memory(
     model = build_meta(config.model, seen)
     dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
     batch_bytes, arrived_bytes = _bytes_of_batches(spec, seen, plan, batch, world_size)
+    counts = id_counts(seen, batch)
+    # Events have room for the capacity of their group; the graph has a copy of their numbers.
+    capacity = {group.name: counts[group.features[0]].capacity for group in seen.sequences}
+    numbers = sum(capacity[group.name] * len(group.numbers) for group in seen.sequences)
+    batch_bytes += (BATCHES_ON_DEVICE + 1) * 4 * numbers
+    event_columns = model.activations().event_columns
+    event_bytes = activation_bytes * sum(
+        capacity[name] * event_columns[name] for name in event_columns
+    )
     declared = declared_tables(config.model, seen)
     # Of an element that is looked up; fp16 is sent as fp32.
     sent_bytes = 2 if amp is Amp.bf16 else 4
     embedding_bytes = embedding_columns(declared, seen) * sent_bytes
     local = batch * embedding_bytes
-    dense_pass = _dense_pass(config, model, batch, embedding_bytes, world_size == 1)
     eval_batch = config.eval.batch_size // world_size
     features = _ids_of_tables(declared, seen, batch)
     requests = requests_of(config, seen, plan, world_size)
+    handed_out = _HandedOut.of(requests, sent_bytes, event_bytes)
+    dense_pass = _dense_pass(config, model, batch, embedding_bytes, handed_out, world_size == 1)
     eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
     others = not_requested(plan, requests)
     # Vectors of which each rank computes a part.
@@ -138,6 +150,7 @@ class Requests:
     keys: int  # ids of all lookups of a rank's samples
     capacity: tuple[int, ...]  # rows that a rank can ask of each owner
     tiers: frozenset[str]  # memories that their rows lie in
+    hands_out: bool = False  # whether the dense component takes the rows
 
     @property
     def is_sent(self) -> bool:
@@ -149,14 +162,14 @@ class Requests:
         return len(self.capacity) * self.capacity[rank if self.is_sent else 0]
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
-        """Return the memory of the rows that are sent and received, and of their gradients' sums in float32.
+        """Return the memory of the rows that are sent and received, and of the sums of their gradients in float32, if pooled.
 
         The sums that are sent, and those that arrive, take memory of the dense pass, which is behind its peak then.
         """
         asked, own = self.is_sent * self.asked_of(rank), sum(self.capacity)
         # Rows of one of several memories are looked up beside those that are sent.
         looked_up = asked * (1 + (len(self.tiers) > 1))
-        return self.columns * (sent_bytes * (looked_up + own) + 4 * own)
+        return self.columns * (sent_bytes * (looked_up + own) + (not self.hands_out) * 4 * own)
 
     def key_bytes(self, rank: int) -> int:
         """Return the memory of keys: of this rank's ids, and of the rows that are asked of it."""
@@ -190,6 +203,10 @@ def requests_of(
     """
     batch = config.train.batch_size // world_size if batch is None else batch
     asked = [table for table in plan if table.exchange == "rows"]
+    of_tables = _ids_of_tables(declared_tables(config.model, spec), spec, batch)
+    keys = {
+        name: sum(ids.keys for ids in of_table.values()) for name, of_table in of_tables.items()
+    }
     requests = []
     # A replicated table, and one whose rows the dense component takes, is alone.
     groups: dict[tuple[int, str], list[TablePlan]] = {}
@@ -216,9 +233,10 @@ def requests_of(
             Requests(
                 tuple(table.table for table in group),
                 columns,
-                round(batch * sum(table.hotness for table in group)),
+                round(batch * sum(keys[table.table] for table in group)),
                 tuple(capacity_for(rows) for rows in capacity),
                 frozenset(table.tier for table in group),
+                not group[0].num_vectors,
             )
         )
     return requests
@@ -353,21 +371,50 @@ def _work_of(
     return _SparseWork(round(elements), round(ids), round(keys), round(size), round(mapping))
 
 
+@dataclass(frozen=True, slots=True)
+class _HandedOut:
+    """Bytes of a pass that chunks of a batch do not divide: rows that are handed out, and events."""
+
+    gradients: int  # of all rows, in the dtype of the rows
+    sums: int  # the same in float32, to which chunks add
+    by_id: int  # of the largest table: the gradient of each id, and torch's sums of parts of a row
+    events: int  # activations
+
+    @classmethod
+    def of(cls, requests: Sequence[Requests], sent_bytes: int, events: int) -> "_HandedOut":
+        """Return those of the requests whose rows are handed out."""
+        tables = [asked for asked in requests if asked.hands_out]
+        rows = sum(asked.columns * sum(asked.capacity) for asked in tables)
+        by_id = (
+            asked.columns
+            * (sent_bytes * asked.keys + 4 * (sum(asked.capacity) + asked.keys // IDS_OF_A_PART))
+            for asked in tables
+        )
+        return cls(sent_bytes * rows, 4 * rows, max(by_id, default=0), events)
+
+
 def _dense_pass(
-    config: Config, model: Model, batch: int, embedding_bytes: int, is_alone: bool
+    config: Config,
+    model: Model,
+    batch: int,
+    embedding_bytes: int,
+    handed_out: _HandedOut,
+    is_alone: bool,
 ) -> int:
     """Return the bytes of the dense component's pass over a rank's batch, whose rows have `embedding_bytes` of vectors."""
     if config.train.accumulate == 1:
-        return _pass_over(config, model, batch, batch * embedding_bytes, is_alone)
+        return _pass_over(config, model, batch, batch * embedding_bytes, handed_out, is_alone)
     chunk, local = -(-batch // config.train.accumulate), batch * embedding_bytes
-    of_chunk = _pass_over(config, model, chunk, chunk * embedding_bytes, is_alone)
+    of_chunk = _pass_over(config, model, chunk, chunk * embedding_bytes, handed_out, is_alone)
     # Between ranks a chunk's vectors are copied out of the batch's.
     of_chunk += 0 if is_alone else chunk * embedding_bytes
     # The gradients of all vectors are kept until the last chunk, and are checked together under fp16.
-    return local + max(of_chunk, _checked_bytes(config, local))
+    return local + handed_out.sums + max(of_chunk, _checked_bytes(config, local))
 
 
-def _pass_over(config: Config, model: Model, rows: int, local: int, is_alone: bool) -> int:
+def _pass_over(
+    config: Config, model: Model, rows: int, local: int, handed_out: _HandedOut, is_alone: bool
+) -> int:
     """Return the bytes of the fullest of three moments; memory of the first is reused by the later ones.
 
     `local`: gradients of the embeddings of this rank's rows, bytes. `is_alone`: whether there is one rank.
@@ -388,8 +435,9 @@ def _pass_over(config: Config, model: Model, rows: int, local: int, is_alone: bo
         saved -= reread
         first, *others = layers
         gradients = max(sum(first), *(2 * max(layer) for layer in others))
-    top = (saved + gradients) * column_bytes
+    top = (saved + gradients) * column_bytes + handed_out.events
     interaction = local + (layers[0][1] if layers else 0) * column_bytes
+    interaction += handed_out.gradients + handed_out.by_id
     return max(top, interaction, _checked_bytes(config, local))
 
 

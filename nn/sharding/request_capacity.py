@@ -1,7 +1,9 @@
 """Capacity for the distinct rows that a batch asks of their owners: measured, with a reserve for the batches that follow."""
 
 import math
+from collections.abc import Mapping
 from itertools import islice
+from typing import Any
 
 from torch import Tensor
 
@@ -38,6 +40,20 @@ class RequestCapacity:
             with_reserve = tuple(tuple(map(capacity_for, group)) for group in needed)
             self._usual[batch_size] = Capacity(0, with_reserve)
         return self._usual[batch_size]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the usual capacities as a checkpoint holds them: of every batch size so far, and for which shards."""
+        rows = {str(size): capacity.requests for size, capacity in self._usual.items()}
+        return {"shards": self._shards(), "rows": rows}
+
+    def take(self, facts: Mapping[str, Any]) -> None:
+        """Take over the capacities of `facts` if they are for the same shards, so that a resumed run has the same shapes."""
+        if facts["shards"] == self._shards():
+            for size, rows in facts["rows"].items():
+                self._usual[int(size)] = Capacity(0, tuple(map(tuple, rows)))
+
+    def _shards(self) -> list[Any]:
+        return [[group.names, group.rows_by_rank] for group in self._tables.placement.requested]
 
     def exact(
         self, batch_size: int, ids: Tensor, doublings: int = 0, num_valid: int | None = None

@@ -38,6 +38,8 @@ class LoopState:
     loss_sum: float = 0.0  # since the latest record
     loss_steps: int = 0
     key_counts: dict[str, int] | None = None  # of raw keys, since the latest record
+    # for distinct rows (`RequestCapacity.facts`); shapes of a step, and so its bits, depend on it
+    row_capacity: dict[str, Any] | None = None
     last_record: int | None = None
     first_auc: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(FIRST_AUC))
     test: dict[str, Any] = field(default_factory=dict)  # the latest evaluation
@@ -56,6 +58,7 @@ class LoopState:
             "loss_sum": self.loss_sum,
             "loss_steps": self.loss_steps,
             **({} if self.key_counts is None else {"key_counts": dict(self.key_counts)}),
+            **({} if self.row_capacity is None else {"row_capacity": self.row_capacity}),
             "test": plain_numbers(self.test),
             **self.first_auc,
             "best_metric": self.best_metric,
@@ -97,6 +100,7 @@ class LoopState:
             loss_sum=facts["loss_sum"],
             loss_steps=facts["loss_steps"],
             key_counts=facts.get("key_counts"),
+            row_capacity=facts.get("row_capacity"),
             test=facts["test"],
             other_days=dict(facts.get("other_days", {})),
             best_metric=facts.get("best_metric", AUC.name),

@@ -22,7 +22,7 @@ from nn.training.step_builder import StepBuilder
 class StepRunner:
     """Exchange of ids, and training of the tables; all ranks must call the methods alike.
 
-    `builder` makes what batches of a size need.
+    `builder` makes what batches of a size need; `request_capacity` is for the distinct rows of a batch.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class StepRunner:
         self._batch_ids = BatchIds(tables, context.ranks)
         self._ids_are_here = _arrive_as_they_are(tables.rank_tables)
         self._no_ids = torch.empty(0, dtype=torch.int32, device=context.ranks.device)
-        self._request_capacity = RequestCapacity(tables.rank_tables)
+        self.request_capacity = RequestCapacity(tables.rank_tables)
         self._has_warned = False
 
     @property
@@ -114,13 +114,13 @@ class StepRunner:
             # The ids are those of the batch, so there is nothing to release.
             return BatchRows(LocalIds(ids, self._no_ids), release=lambda: None)
         size = len(batch.labels)
-        return self.builder.exchanged(size, self._request_capacity.usual(size, ids), ids)
+        return self.builder.exchanged(size, self.request_capacity.usual(size, ids), ids)
 
     def _send_exactly(self, batch: Batch, ids: Tensor, doublings: int) -> BatchRows:
         """Send the ids of an unusual batch, with a capacity for them alone."""
         size = len(batch.labels)
         num_valid = None if self._is_full(batch) else batch.global_valid
-        capacity = self._request_capacity.exact(size, ids, doublings, num_valid)
+        capacity = self.request_capacity.exact(size, ids, doublings, num_valid)
         return BatchRows(self.builder.lookup(size, capacity).send_ids(ids, num_valid)[0])
 
     def _fetch(self, batch: Batch, rows: BatchRows, need: Need | None = None) -> None:

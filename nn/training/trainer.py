@@ -100,6 +100,8 @@ class Trainer:
         if step.key_maps is not None:
             step.key_maps.counts.update(state.key_counts or {})
             state.key_counts = step.key_maps.counts
+        if state.row_capacity is not None:
+            step.path.request_capacity.take(state.row_capacity)
         self._train_metrics = TaskMetrics(
             step.tasks,
             ranks.device,
@@ -144,6 +146,8 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Return the state of the loop as a checkpoint holds it."""
+        capacity = self._step.path.request_capacity.facts()
+        self.state.row_capacity = capacity if capacity["shards"] else None
         return self.state.facts(ends_stage=self.ends_stage)
 
     def take_rows(self, rows: Mapping[str, Tensor]) -> None:

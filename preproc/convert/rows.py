@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.dataset.source import Source, read_with_keys
+from dataloading.dataset.source import TimedSource, read_with_keys
 from dataloading.dataset.split_files import expect
 
 CHUNK_ROWS = 1 << 16
@@ -28,6 +28,9 @@ class Chunk:
     lengths: Mapping[str, np.ndarray]  # ids per row, [n], of each ragged feature
     weights: np.ndarray | None = None  # numbers [n]; None without such a column
     keep_rates: np.ndarray | None = None  # numbers [n]; None without such a column
+    # numbers of events by name, flat, as they are stored, and moments [n] by group; `lengths` has the groups'
+    events: Mapping[str, np.ndarray] = field(default_factory=dict)
+    moments: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class Rows(Protocol):
@@ -42,9 +45,9 @@ class Rows(Protocol):
 
 
 class SourceRows:
-    """Rows of a dataset directory, or of any other source with random access."""
+    """Rows of a dataset directory."""
 
-    def __init__(self, source: Source, kind: str, left_out: Sequence[str] = ()) -> None:
+    def __init__(self, source: TimedSource, kind: str, left_out: Sequence[str] = ()) -> None:
         self.spec = source.spec
         self.kind = kind
         self.left_out = left_out
@@ -64,8 +67,23 @@ class SourceRows:
                 else:
                     ids[feature.name], lengths[feature.name] = values, counts
             numerical = columns.numerical if self.spec.numerical else None
+            names = [column.name for column in self.spec.event_columns]
+            events, moments = dict(zip(names, columns.events, strict=True)), {}
+            for group in self.spec.sequences:
+                lengths[group.name] = lengths[group.features[0]]
+                if group.time is not None:
+                    runs = np.array([[start, stop]])
+                    times, moments[group.name] = self._source.read_times(split, runs, group)
+                    events[group.time] = times
             yield Chunk(
-                columns.labels, numerical, ids, lengths, columns.weights, columns.keep_rates
+                columns.labels,
+                numerical,
+                ids,
+                lengths,
+                columns.weights,
+                columns.keep_rates,
+                events,
+                moments,
             )
 
 

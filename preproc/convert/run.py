@@ -106,6 +106,7 @@ def _write_dataset(
         overwrite=config.overwrite,
         absent={split: files.absent for split, files in spec.splits.items()},
         part_rows=part_rows,
+        sequences=spec.sequences,
     ) as dataset:
         for split, files in spec.splits.items():
             if (spec.root / kept_file_name(split)).exists():
@@ -122,6 +123,8 @@ def _write_dataset(
                         keep_rates=chunk.keep_rates if _has(spec.keep_rate, files) else None,
                         ids=chunk.ids,
                         lengths=chunk.lengths,
+                        events=chunk.events,
+                        moments=chunk.moments,
                     )
                     summary.rows += len(chunk.labels)
                     for label, values in zip(

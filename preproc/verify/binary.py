@@ -1,7 +1,7 @@
 """Expected content per file of a dataset: size, checksum and valid values."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,23 @@ from dataloading.dataset.documents import resolved
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, expect
-from preproc.verify.column import Column
-from preproc.verify.sequences import event_checks
 
 _UNLISTED = (None, None)
 NO_KEY = -1
 """Padding of ragged requests, which no key may be."""
+
+Wrong = Callable[[np.ndarray], np.ndarray]
+"""Items of a chunk -> bool per item, True where it is invalid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Check of the items of a file."""
+
+    dtype: np.dtype  # of one item
+    wrong: Wrong  # function that marks invalid items
+    kind: str  # description of such items, such as `ids outside [0, 10)`
+    place: Callable[[int], str]  # index of an item -> its place, for messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,7 @@ class FileTask:
 
 def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
     """Yield every file that the spec names, or for which it lists a checksum."""
-    listed, seen = _listed_files(spec), set[Path]()
+    listed = _listed_files(spec)
     for split, files in spec.splits.items():
         for path in files.parquet:
             num_bytes, crc32 = listed.pop(path, _UNLISTED)
@@ -53,24 +64,18 @@ def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
             checks[files.numerical] = _numerical(spec)
         for feature in spec.categorical:
             ids, ends = files.ids[feature.name], None
-            if feature.name in files.offsets:
+            if spec.group_of(feature.name) is not None:
+                continue  # `preproc.verify.run.event_mistakes` reads them row by row
+            if feature.hotness is None:
                 offsets = files.offsets[feature.name]
                 ends = _mapped(offsets)
                 num_ids = int(ends[-1]) if len(ends) else 0
                 num_bytes_of[ids] = num_ids * feature.dtype.itemsize
                 num_bytes_of[offsets] = (num_rows + 1) * OFFSET_DTYPE.itemsize
                 checks[offsets] = _offsets()
-            elif feature.hotness is None:
-                num_bytes_of[ids] = ids.stat().st_size
             checks[ids] = _ids(feature, ends)
-        for path, (num_bytes, check) in event_checks(spec, files, num_rows).items():
-            num_bytes_of[path], checks[path] = num_bytes, check
         labels = {files.columns.get(label.name): label for label in spec.labels}
-        # Splits share the events of a log.
         for path, check in checks.items():
-            if path in seen:
-                continue
-            seen.add(path)
             crc32 = listed.pop(path, _UNLISTED)[1]
             task = FileTask(path, num_bytes_of[path], crc32, check)
             is_label = path in labels

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from nn.layers.initialization import initialise_linear_
+from nn.layers.sequence import SamplePositions, expand, pool, softmax
 
-# B: samples, L: positions of a history, D: columns of a vector
+# B: samples, L: positions of a history, C: positions of the events of all samples, D: columns of a vector
 
 
 class TargetAttention(nn.Module):
@@ -62,11 +63,7 @@ class TargetAttention(nn.Module):
         """
         is_item = (self.positions < lengths.unsqueeze(1)).unsqueeze(2)
         history = torch.where(is_item, history, 0)
-        query = query.unsqueeze(1).expand_as(history)
-        x = torch.cat([query, history, query - history, query * history], dim=2)
-        for layer in self.layers[:-1]:
-            x = torch.sigmoid(layer(x))
-        weights = self.layers[-1](x)
+        weights = self._weights(query.unsqueeze(1).expand_as(history), history)
         if self.pooling == "softmax":
             # The least finite number, since a history without items has no other: -inf would make its gradients NaN.
             least = torch.finfo(weights.dtype).min
@@ -76,3 +73,17 @@ class TargetAttention(nn.Module):
             num_items = is_item.sum(1)
             pooled = pooled / num_items.clamp(min=1).to(pooled.dtype)
         return pooled
+
+    def of_events(self, query: Tensor, events: Tensor, at: SamplePositions) -> Tensor:
+        """Return the same of ragged histories, [B, D], from candidates [B, D] and events [C, D]."""
+        weights = self._weights(expand(query, at), events)
+        if self.pooling == "softmax":
+            weights = softmax(weights, at)
+        return pool(weights * events, at, "mean" if self.pooling == "mean" else "sum")
+
+    def _weights(self, query: Tensor, item: Tensor) -> Tensor:
+        """Return the weights of items [..., D] for their candidates [..., D], [..., 1]."""
+        x = torch.cat([query, item, query - item, query * item], dim=-1)
+        for layer in self.layers[:-1]:
+            x = torch.sigmoid(layer(x))
+        return self.layers[-1](x)

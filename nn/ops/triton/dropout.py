@@ -14,10 +14,15 @@ COLUMN: tl.constexpr = tl.constexpr(COLUMN_FACTOR)
 BLOCKS = {"BLOCK_B": 16, "BLOCK_C": 128}
 
 
-def apply_mask(x: Tensor, mask: DropoutMask, out: Tensor | None = None) -> Tensor:
+def apply_mask(
+    x: Tensor,
+    mask: DropoutMask,
+    out: Tensor | None = None,
+    at: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Compute `DropoutMask.apply` with the same bits.
 
-    `x`: [B, ...]. `out`: contiguous, receives the result; may be `x`. None allocates it.
+    `x`: [B, ...], or [C, ...] with `at`. `out`: contiguous, receives the result; may be `x`. None allocates it.
     """
     x = x.contiguous()
     if out is None:
@@ -36,6 +41,8 @@ def apply_mask(x: Tensor, mask: DropoutMask, out: Tensor | None = None) -> Tenso
             mask.scale,
             rows,
             columns,
+            *((x, x) if at is None else at),
+            HAS_PLACES=at is not None,
             **BLOCKS,
         )
     return out
@@ -52,15 +59,24 @@ def _dropout(
     scale,
     rows,
     columns,
+    samples,
+    places,
+    HAS_PLACES: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     of_step = step_bits(key, tl.load(step))
-    global_row = (tl.load(first_row) + row).to(tl.uint32)
+    sample = row
+    of_row = column[None, :]
+    if HAS_PLACES:
+        sample = tl.load(samples + row, mask=row < rows, other=0).to(tl.int64)
+        place = tl.load(places + row, mask=row < rows, other=0).to(tl.int32)
+        of_row = of_row + place[:, None] * columns
+    global_row = (tl.load(first_row) + sample).to(tl.uint32)
     row_bits = mix(of_step + global_row * ROW)
-    bits = mix(row_bits[:, None] + (column.to(tl.uint32) * COLUMN)[None, :])
+    bits = mix(row_bits[:, None] + of_row.to(tl.uint32) * COLUMN)
     is_kept = (bits >> 1) >= threshold.to(tl.uint32)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     offset = row[:, None] * columns + column[None, :]

@@ -6,6 +6,7 @@ import torch
 from nn.layers.dropout import Dropout
 from nn.layers.mlp import MLP
 from nn.layers.pass_state import PassState, attach
+from nn.ops.jagged import Positions
 from tests.helpers.gpus import needs_one_gpu
 
 CPU = torch.device("cpu")
@@ -195,3 +196,29 @@ def test_on_a_gpu_a_replayed_graph_has_the_mask_of_its_step():
         layer.pass_state.set(step, 64, 64, 64)
         graph.replay()
         assert torch.equal(out.cpu(), layer_at(0.5, step=step)(torch.ones(64, 40)))
+
+
+def test_an_event_is_dropped_by_its_sample_and_its_place():
+    """Wherever it lies, so for any number of ranks and any cut of a batch."""
+    lengths = torch.tensor([3, 0, 5, 2])
+    starts = lengths.cumsum(0) - lengths
+    samples = torch.arange(4).repeat_interleave(lengths)
+    at = Positions(starts, lengths, torch.cat([samples, samples.new_zeros(2)]), 5)
+    found = layer_at(0.5, rows=4)(torch.ones(12, 8), at) != 0
+    whole = kept(layer_at(0.5, rows=4), 4, 5 * 8).view(4, 5, 8)
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        assert torch.equal(found[start : start + length], whole[row, :length])
+    later = Positions(starts[2:] + 4, lengths[2:], torch.tensor([0] * 7 + [0] * 5 + [1] * 2), 5)
+    moved = layer_at(0.5, rows=2, rank=1)(torch.ones(14, 8), later) != 0
+    assert torch.equal(moved[7:], found[3:10])
+
+
+@needs_one_gpu
+def test_events_are_dropped_alike_on_a_gpu():
+    lengths = torch.tensor([3, 0, 70, 2])
+    starts = lengths.cumsum(0) - lengths
+    at = Positions(starts, lengths, torch.arange(4).repeat_interleave(lengths), 70)
+    there = Positions(*(each.cuda() for each in (starts, lengths, at.samples)), 70)
+    x = torch.randn(75, 136)
+    layer = layer_at(0.3, rows=4, device=torch.device("cuda"))
+    assert torch.equal(layer(x.cuda(), there).cpu(), layer_at(0.3, rows=4)(x, at))

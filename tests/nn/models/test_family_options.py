@@ -17,6 +17,8 @@ from configs.overrides import to_section
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
+from dataloading.dataset.sequences import SequenceGroup
+from nn.embedding.declared_tables import embedding_columns, hands_out_rows
 from nn.layers.mlp import MLP
 from nn.models.features import suggested_columns
 from nn.models.options import DLRMOptions
@@ -27,6 +29,7 @@ from nn.models.registry import (
     declared_tables,
     find_options,
 )
+from tests.helpers.events import embeddings_with_events
 from tests.helpers.specs import feature, sized_spec, spec_of
 
 OPTIONS = {name: find_options(name) for name in MODELS}
@@ -49,6 +52,28 @@ ON_CRITEO: dict[str, dict[str, Any]] = {
     "pepnet": {"domain_features": ["C1"], "prior_features": ["C2", "C3"]},
 }
 HISTORY = {"item_features": ["item"], "history_features": ["history"]}
+
+
+# Histories of PAIRS, and the first two features of CRITEO, as sequence groups.
+RAGGED_PAIRS = replace(
+    spec_of(
+        *(
+            replace(of, hotness=None) if of.hotness == 7 else replace(of, table=None)
+            for of in PAIRS.categorical
+        )
+    ),
+    sequences=(SequenceGroup("history", ("history",), 7), SequenceGroup("kinds", ("kinds",), 7)),
+)
+CRITEO_EVENTS = replace(
+    CRITEO,
+    categorical=tuple(
+        replace(of, hotness=None, table="C1") if of.name == "C2" else of
+        for of in CRITEO.categorical
+    ),
+    sequences=(SequenceGroup("history", ("C2",), 100),),
+)
+OF_EVENTS = [name for name, kind in OPTIONS.items() if getattr(kind(), "sequence", None)]
+ON_CRITEO |= {name: {"item_features": ["C1"]} for name in OF_EVENTS}
 
 
 def of_labels(name: str, spec: FeatureSpec) -> FeatureSpec:
@@ -110,7 +135,7 @@ def test_a_model_is_one_short_file(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_page_has_every_model_with_its_parameters(name):
     options = options_of(name, **ON_CRITEO.get(name, {}))
-    spec = of_labels(name, CRITEO)
+    spec = CRITEO_EVENTS if name in OF_EVENTS else of_labels(name, CRITEO)
     check_model(options, spec)
     (row,) = re.findall(rf"^\| `{name}` \|.*", PAGE, re.MULTILINE)
     assert f"| {num_used(build_meta(options, spec)):,} |" in row
@@ -214,6 +239,7 @@ OTHER_VALUES: dict[str, Any] = {
     "domain_features": ["item"],
     "prior_features": ["item"],
     "feature_order": ["kinds", "age"],
+    "sequence": "kinds",
 }
 BOTTOM = {"embedding_dim": 8, "bottom_mlp": [8]}
 # What a model needs, and what an option needs to have an effect.
@@ -225,13 +251,20 @@ NEEDED: dict[str, dict[str, Any]] = {
     "wide_deep.deep_features": {"wide_features": ["kind", "kinds"]},
     "rankmixer.active_experts": {"experts": 2},
     "masknet.hidden": {"structure": "parallel"},
+    **{name: {"item_features": ["item"], "embedding_dim": 20} for name in OF_EVENTS},
 }
 # What changes with an option.
 TOGETHER: dict[str, dict[str, Any]] = {
     "dlrm.embedding_dim": {"bottom_mlp": [32]},
     "din.item_features": {"history_features": ["kinds"]},
     "din.history_features": {"item_features": ["kind"]},
+    "din.sequence": {"item_features": ["kind"]},
+    **{f"{name}.sequence": {"item_features": ["kind"]} for name in OF_EVENTS},
+    **{f"{name}.item_features": {"sequence": "kinds"} for name in OF_EVENTS},
 }
+
+
+FLOAT32_ONLY = {(name, "embedding_dtype") for name in OF_EVENTS}
 
 
 def of_each_option() -> Iterator[tuple[str, str, Any]]:
@@ -255,39 +288,48 @@ def of_each_option() -> Iterator[tuple[str, str, Any]]:
                     for below in fields(default)
                     for value in changed(getattr(default, below.name))
                 )
-            elif item.name != "name":
+            # Rows that a table hands out are float32, which another test shows.
+            elif item.name != "name" and (name, item.name) not in FLOAT32_ONLY:
                 other = OTHER_VALUES.get(item.name)
                 values = [other] if item.name in OTHER_VALUES else changed(default)
                 yield from ((name, item.name, value) for value in values)
 
 
+def pairs_for(options: ModelConfig) -> FeatureSpec:
+    return RAGGED_PAIRS if getattr(options, "sequence", None) else of_labels(options.name, PAIRS)
+
+
 def described(name: str, **options: object) -> str:
     """Return the tables of a model, its layers and their sizes."""
     typed = options_of(name, **options)
-    dense = build_meta(typed, of_labels(name, PAIRS))
+    spec = pairs_for(typed)
+    dense = build_meta(typed, spec)
     shapes = [(key, value.shape) for key, value in dense.state_dict().items()]
-    return f"{declared_tables(typed, PAIRS)} {dense} {shapes}"
+    return f"{declared_tables(typed, spec)} {dense} {shapes}"
 
 
 def computed(name: str, **options: object) -> list[float]:
     """Return the logits of a model for inputs and weights that do not depend on its options."""
     typed = options_of(name, **options)
-    dense = build_dense(typed, of_labels(name, PAIRS)).eval()
+    spec = pairs_for(typed)
+    dense = build_dense(typed, spec).eval()
     with torch.no_grad():
         for parameter in dense.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).sin().view_as(parameter))
-    columns = sum(lookup_columns(declared_tables(typed, PAIRS), PAIRS))
-    numerical = torch.linspace(0, 20, 2 * len(PAIRS.numerical)).view(2, -1)
-    return dense(numerical, torch.linspace(-1, 1, 2 * columns).view(2, -1)).tolist()
-
-
-def lookup_columns(tables: list[Any], spec: FeatureSpec) -> list[int]:
-    hotness = {of.name: of.hotness for of in spec.categorical}
-    return [
-        table.embedding_dim * (hotness[name] if table.pooling.name == "NONE" else 1)
+            parameter.copy_(torch.linspace(-9, 9, parameter.numel()).sin().view_as(parameter) / 4)
+    tables = declared_tables(typed, spec)
+    matrix = torch.linspace(-1, 1, 2 * embedding_columns(tables, spec)).view(2, -1)
+    numerical = torch.linspace(0, 20, 2 * len(spec.numerical)).view(2, -1)
+    handed_out = {
+        table.name: torch.linspace(-9, 9, table.num_embeddings * table.embedding_dim)
+        .sin()
+        .view(-1, table.embedding_dim)
         for table in tables
-        for name in table.feature_names
-    ]
+        if hands_out_rows(table, spec)
+    }
+    if handed_out:
+        ids = {of.name: [[3], [5]] if of.hotness else [[1, 2, 4], [7]] for of in spec.categorical}
+        return dense(numerical, embeddings_with_events(spec, handed_out, ids, {}, matrix)).tolist()
+    return dense(numerical, matrix).tolist()
 
 
 @pytest.mark.parametrize(("name", "option", "value"), list(of_each_option()))
@@ -410,7 +452,8 @@ RAGGED = spec_of(feature("item"), feature("history", 50, None), feature("old", 5
         (
             "din",
             HISTORY,
-            "history 'history' is ragged; din requires fixed hotness, and the true length as a numerical feature",
+            "history 'history' is ragged; name its sequence group by model.sequence, or give it fixed hotness and the true "
+            "length as a numerical feature",
         ),
     ],
 )

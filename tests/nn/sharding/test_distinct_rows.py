@@ -15,11 +15,13 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from configs.schema import ModelConfig
 from nn.build import open_source
+from nn.checkpoint.directory import read_facts
 from nn.embedding.declared_tables import embedding_columns, one_table_per_feature
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.models.description import describe_model
 from nn.models.model import Model
 from nn.sharding import request_capacity
+from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import ON_GPU, worlds
@@ -177,6 +179,25 @@ def test_chunks_of_a_batch_add_their_gradients_of_a_row_up(dataset, num_ranks): 
 def test_a_restored_run_resumes_bit_by_bit(dataset, num_ranks, tmp_path):  # noqa: F811
     """The capacity for rows is measured again, at another batch."""
     assert resumes_bit_by_bit(tmp_path, taker(dataset), num_ranks)
+
+
+def test_a_resumed_run_has_the_capacity_of_the_run(dataset, tmp_path, monkeypatch):  # noqa: F811
+    of_run = []
+    options = [option for option in taker(dataset) if "_mlp=" not in option]
+    for steps in (4, 8):
+        ended = run_command(
+            *options,
+            f"run_dir={tmp_path}",
+            f"train.max_steps={steps}",
+            "train.epochs=9",
+            "checkpoint.save_every=4",
+        )
+        assert ended.exit_code == 0, ended.err
+        facts = read_facts(tmp_path / f"checkpoints/step_{steps}")
+        of_run.append(facts["trainer"]["row_capacity"])
+        monkeypatch.setattr(request_capacity, "RESERVE", 9.0)
+    assert "64" in of_run[0]["rows"]
+    assert of_run[0] == of_run[1]
 
 
 def test_the_loss_scale_is_divided_out_once(dataset, monkeypatch):  # noqa: F811

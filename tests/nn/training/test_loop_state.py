@@ -15,6 +15,7 @@ def trained() -> LoopState:
     state.compare_by(AUC, SCORED)
     state.take_evaluation({"step": 12, "test_auc": 0.7, "test_log_loss": math.nan}, AUC)
     state.other_days = {"next_auc": 0.6}
+    state.row_capacity = {"shards": [[["item"], [40]]], "rows": {"64": [[21]]}}
     return state
 
 

@@ -1,5 +1,8 @@
 """Events of sequence groups in the step, against plain PyTorch: at any fill of their capacity, and beyond it."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,18 +20,29 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from dataloading.dataset.source import DerivedSource
-from nn.build import open_source
+from nn.build import build_plan, open_source, planned_hardware
+from nn.checkpoint import state as checkpoint
+from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.embedding import declared_tables
-from nn.embedding.declared_tables import embedding_columns, one_table_per_feature
+from nn.embedding.declared_tables import embedding_columns, id_counts, one_table_per_feature
 from nn.embedding.torch_optimizer import TableOptimizer
-from nn.models.model import Model
+from nn.models.description import _parsed, describe_model
+from nn.models.model import Activations, Model
+from nn.planning.memory_estimate import RankMemory, plan_memory, requests_of
 from nn.sharding import request_capacity
-from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
+from nn.step_floor import floor_of, power_law_shares, unique_rows
+from nn.tiers.traffic import power_law_share
+from nn.training.prediction_pass import predictions
+from tests.helpers.composed import TINY, Built, build, compose_config
 from tests.helpers.distributed import run_distributed
+from tests.helpers.gpus import ON_GPU, worlds
+from tests.nn.checkpoint.test_state import save
+from tests.nn.training.plain_training import local_state
 
 HERE = "tests.nn.training.test_sequences"
 NUM_STEPS = 6
 LONGEST = 9
+ITEMS = 8000
 FLOAT = np.dtype(np.float32)
 GROUPS = (
     SequenceGroup(
@@ -76,7 +90,8 @@ class Events(Model):
         """Return what each event adds to its sample."""
         gain = sum(weight * value for weight, value in zip(self.by_number, numbers, strict=False))
         likeness = (rows * candidate).sum(1)
-        return rows.tanh() * ((1 + gain + likeness) * self.places[place])[:, None]
+        of_place = embedding(place, self.places[:, None])
+        return rows.tanh() * (1 + gain + likeness)[:, None] * of_place
 
     def forward(self, numerical, embeddings):
         candidate = embeddings.distinct_rows("item", "item").by_id()
@@ -93,7 +108,7 @@ class Events(Model):
             place = torch.arange(len(samples), device=samples.device) - starts[samples]
             likes = self.likes(
                 rows,
-                candidate[samples],
+                embedding(samples, candidate),
                 place.clamp(0, LONGEST - 1),
                 *found.numbers.values(),
             )
@@ -161,20 +176,15 @@ def with_events(make):
     return as_batch
 
 
-def built(overrides: list[str]) -> Built:
-    config = compose_config(*overrides)
-    return build(config, WithGroups(open_source(config)))
-
-
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
     """197 rows for training; some rows have no events."""
     root = tmp_path_factory.mktemp("sequences") / "dataset"
     features = [
-        CategoricalFeature.of("item", 300),
-        replace(CategoricalFeature.of("hist_item", 300, None), table="item"),
+        CategoricalFeature.of("item", ITEMS),
+        replace(CategoricalFeature.of("hist_item", ITEMS, None), table="item"),
         CategoricalFeature.of("hist_genre", 19, None),
-        replace(CategoricalFeature.of("cart_item", 300, None), table="item"),
+        replace(CategoricalFeature.of("cart_item", ITEMS, None), table="item"),
         CategoricalFeature.of("pair", 50, 2),
     ]
     generator = np.random.default_rng(1)
@@ -186,7 +196,7 @@ def dataset(tmp_path_factory) -> Path:
                 "hist_genre": history,
                 "cart_item": generator.integers(0, 4, rows),
             }
-            sizes = {"hist_item": 300, "hist_genre": 19, "cart_item": 300}
+            sizes = {"hist_item": ITEMS, "hist_genre": 19, "cart_item": ITEMS}
             directory[split].append(
                 numerical=generator.normal(size=(rows, 2)),
                 labels=generator.random(rows) < 0.4,
@@ -195,7 +205,7 @@ def dataset(tmp_path_factory) -> Path:
                     for name, count in lengths.items()
                 }
                 | {
-                    "item": generator.integers(0, 300, rows),
+                    "item": generator.integers(0, ITEMS, rows),
                     "pair": generator.integers(0, 50, (rows, 2)),
                 },
                 lengths=lengths,
@@ -204,16 +214,33 @@ def dataset(tmp_path_factory) -> Path:
 
 
 RULES = {"sgd": 0.3, "adagrad": 0.05, "adam": 0.01}
+L2 = "optimizer.embedding_l2=0.2"
+CHUNKS = "train.accumulate=3"
+
+
+def tiered(layout: str, tier: str) -> list[str]:
+    item = f"item: {{type: {layout}, tier: {tier}, cache: 0.5}}"
+    return [f"sharding.tables={{hist_genre: data_parallel, {item}}}"]
+
+
 LAYOUTS = {
     "table_wise": ["sharding.types=[table_wise]"],
     "row_wise": ["sharding.types=[row_wise]"],
     "replicated": ["sharding.types=[data_parallel]"],
     "mixed": ["sharding.tables={item: row_wise, hist_genre: data_parallel, pair: table_wise}"],
+    "host": tiered("row_wise", "host"),
+    "disk": [*tiered("table_wise", "disk"), "sharding.staged_gib=0.001"],
 }
 CASES = [
-    *zip(["sgd", "adagrad", "adam", "adagrad"], LAYOUTS, strict=True),
+    ("sgd", "table_wise"),
+    ("adagrad", "row_wise"),
+    ("adam", "replicated"),
+    ("adagrad", "mixed", CHUNKS),
     ("adam", "row_wise"),
-    ("sgd", "replicated"),
+    ("sgd", "replicated", CHUNKS),
+    ("adagrad", "host"),
+    ("adam", "disk"),
+    ("sgd", "mixed", L2),
 ]
 
 
@@ -222,6 +249,8 @@ def overrides_of(data: Path, rule: str, layout: str, *others: str) -> list[str]:
         *TINY,
         f"model.name={HERE}:Events",
         f"data.path={data}",
+        "eval.batch_size=32",
+        f"sharding.disk_path={data / 'disk'}",
         f"optimizer.name={rule}",
         f"optimizer.lr={RULES[rule]}",
         "optimizer.eps=0.01",
@@ -230,17 +259,38 @@ def overrides_of(data: Path, rule: str, layout: str, *others: str) -> list[str]:
     ]
 
 
-def plain(overrides: list[str]) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses of plain PyTorch, and the tables after them."""
-    with ranks_of_cpu(), pytest.MonkeyPatch.context() as patched:
+@contextmanager
+def events(reserve: float = 1.125, spread: float = 6.0, device: str = "cpu") -> Iterator[None]:
+    """Open the ranks' group; batches have events, and the step room for `reserve` of those that are expected."""
+    group = process_group(ranks_from_environment(device))
+    with group, pytest.MonkeyPatch.context() as patched:
         patched.setattr(BatchReader, "_as_batch", with_events(BatchReader._as_batch))
+        for module, name in ((declared_tables, "CAPACITY"), (request_capacity, "RESERVE")):
+            patched.setattr(module, name, reserve)
+            patched.setattr(module, "SPREAD", spread)
+        yield
+
+
+def built(overrides: list[str]) -> Built:
+    config = compose_config(*overrides)
+    return build(config, WithGroups(open_source(config)))
+
+
+@dataclass
+class Plain:
+    """Results of plain PyTorch."""
+
+    losses: list[float]
+    scores: Tensor  # of the test rows
+    tables: dict[str, Tensor]
+
+
+def plain(overrides: list[str]) -> Plain:
+    with events():
         run = built(overrides)
         tables = {
-            name: nn.Parameter(value.local_shards()[0].tensor.clone())
-            for name, value in (
-                (name.removesuffix(".weight"), value)
-                for name, value in run.step.tables.weights().items()
-            )
+            name.removesuffix(".weight"): nn.Parameter(value.local_shards()[0].tensor.clone())
+            for name, value in run.step.tables.weights().items()
         }
         dense = Events.build(run.config.model, run.source.spec)
         dense.load_state_dict(run.step.dense.state_dict())
@@ -262,29 +312,35 @@ def plain(overrides: list[str]) -> tuple[list[float], dict[str, Tensor]]:
             for update in updates:
                 update.step()
             losses.append(loss.item())
-        return losses, {name: table.detach() for name, table in tables.items()}
+        with torch.no_grad():
+            scores = [plain_logits(dense, tables, b) for b in run.test_loader.batches(0, 2)]
+        weights = {name: table.detach() for name, table in tables.items()}
+        return Plain(losses, torch.cat(scores), weights)
 
 
 @pytest.fixture(scope="module")
-def wanted(dataset):
-    return {rule: plain(overrides_of(dataset, rule, "table_wise")) for rule in RULES}
+def wanted(dataset) -> dict[tuple, Plain]:
+    """By rule and L2."""
+    kinds = [(rule,) for rule in RULES] + [("sgd", L2)]
+    return {
+        (rule, *l2): plain(overrides_of(dataset, rule, "table_wise", *l2)) for rule, *l2 in kinds
+    }
 
 
-def trained(cases: list[list[str]], reserve: float = 1.125, spread: float = 6.0) -> list:
-    """Return losses, logits of an evaluation, and this rank's shards of the tables, of each case."""
-    declared_tables.CAPACITY, declared_tables.SPREAD = reserve, spread
-    request_capacity.RESERVE, request_capacity.SPREAD = reserve, spread
+def trained(cases: list[list[str]], reserve: float, spread: float) -> list:
+    """Return losses, scores of this rank's test rows, and its shards of the tables, of each case."""
     found = []
-    with ranks_of_cpu(), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(BatchReader, "_as_batch", with_events(BatchReader._as_batch))
+    with events(reserve, spread):
         for overrides in cases:
             run = built(overrides)
             losses = run.train(0, NUM_STEPS)
+            passed = predictions(run.step, run.test_loader.batches(0, 2), run.ranks.device)
+            scores = torch.stack([logits.clone() for _, logits in passed])
             shards = [
                 (shard.table, shard.row_offset, shard.column_offset, shard.weight.clone())
                 for shard in run.step.tables.shards()
             ]
-            found.append((losses, shards))
+            found.append((losses, scores, shards))
             run.step.close()
     return found
 
@@ -294,18 +350,148 @@ def trained(cases: list[list[str]], reserve: float = 1.125, spread: float = 6.0)
 )
 def test_it_trains_as_plain_pytorch_at_any_fill(dataset, wanted, world_size, reserve, spread):
     """With 0.3 of the expected ids every batch takes a larger capacity."""
-    chunks = [
-        ("adagrad", "mixed", "train.accumulate=2"),
-        ("adam", "replicated", "train.accumulate=3"),
-    ]
-    cases = [*CASES, *chunks]
-    all_overrides = [overrides_of(dataset, *case) for case in cases]
-    for of_rank in run_distributed(trained, world_size, all_overrides, reserve, spread):
-        for case, (losses, shards) in zip(cases, of_rank, strict=True):
-            expected, tables = wanted[case[0]]
-            assert losses == pytest.approx(expected, rel=1e-6), case
+    cases = [overrides_of(dataset, *case) for case in CASES]
+    for rank, of_rank in enumerate(run_distributed(trained, world_size, cases, reserve, spread)):
+        for case, (losses, scores, shards) in zip(CASES, of_rank, strict=True):
+            expected = wanted[(case[0], *(option for option in case[2:] if option == L2))]
+            assert losses == pytest.approx(expected.losses, rel=1e-6), case
             assert losses[-1] != losses[0]
+            of_ranks = expected.scores.view(2, world_size, -1)
+            torch.testing.assert_close(scores, of_ranks[:, rank], rtol=2e-5, atol=2e-5)
             for table, row, column, weight in shards:
                 rows, columns = weight.shape
-                whole = tables[table][row : row + rows, column : column + columns]
+                whole = expected.tables[table][row : row + rows, column : column + columns]
                 torch.testing.assert_close(weight, whole, rtol=2e-5, atol=2e-5, msg=str(case))
+
+
+def resumed(directory: Path, overrides: list[str]) -> tuple[list[float], list[float], bool]:
+    """Return the losses of an uninterrupted run and of one in two parts, and whether their states are the same."""
+    half = NUM_STEPS // 2
+    with events():
+        whole, first, second = (built(overrides) for _ in range(3))
+        losses = whole.train(0, NUM_STEPS)
+        parts = first.train(0, half)
+        checkpoint.restore(save(directory, first, half), second.step, with_optimizer=True)
+        facts = json.loads(json.dumps(first.step.path.request_capacity.facts()))
+        second.step.path.request_capacity.take(facts)
+        parts += second.train(half, NUM_STEPS - half)
+        wanted, got = local_state(whole), local_state(second)
+        return losses, parts, all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_resumed_run_has_the_same_shapes_and_bits(dataset, num_ranks, tmp_path):
+    """A product over the rows of a batch has other bits with another capacity for them."""
+    for whole, parts, is_same in run_distributed(
+        resumed, num_ranks, tmp_path, overrides_of(dataset, "adam", "mixed")
+    ):
+        assert whole == parts
+        assert is_same
+
+
+def test_the_model_is_described_and_built_again_with_its_events(dataset):
+    with events():
+        run = built(overrides_of(dataset, "sgd", "mixed"))
+        content = json.loads(json.dumps(describe_model(run.config.model, *[run.source.spec] * 2)))
+        model = _parsed(content, trusted=True).build(run.config.seed)
+        model.dense.load_state_dict(run.step.dense.state_dict())
+        (batch,) = run.test_loader.batches(0, 1)
+        (predicted,) = predictions(run.step, run.test_loader.batches(0, 1), run.ranks.device)
+        torch.testing.assert_close(model(batch), predicted[1], rtol=1e-5, atol=1e-6)
+
+
+def test_events_whose_tables_all_pool_are_refused(dataset, monkeypatch):
+    tables = Events.tables
+
+    def pooled(options, spec):
+        pair, item, genre = tables(options, spec)
+        item = replace(item, feature_names=["item", "hist_item"])
+        cart = replace(item, name="cart", feature_names=["cart_item"], pooling=PoolingType.SUM)
+        return [pair, item, genre, cart]
+
+    monkeypatch.setattr(Events, "tables", pooled)
+    with events(), pytest.raises(ValueError, match="the events of 'cart', and all of their tables"):
+        built(overrides_of(dataset, "sgd", "replicated")).train(0, 1)
+
+
+def test_plan_and_floor_count_events_and_rows_that_are_handed_out(dataset, monkeypatch):
+    config = compose_config(
+        *overrides_of(dataset, "sgd", "table_wise", "device=cuda", "sharding.hbm_gib=1"),
+        "train.amp=off",
+        "eval.batch_size=64",
+    )
+    source = WithGroups(open_source(config))
+    plan = build_plan(config, source, planned_hardware(config))[1]
+    counts = id_counts(source.spec, 64)
+    history, cart = (counts[name].capacity for name in ("hist_item", "cart_item"))
+
+    def memory(groups: tuple[SequenceGroup, ...] = GROUPS) -> RankMemory:
+        return plan_memory(config, replace(source.spec, sequences=groups), plan, 1, 0)[0]
+
+    counted = memory()
+    without_numbers = tuple(replace(group, numbers=(), time=None) for group in GROUPS)
+    # Three batches, and the graph's input.
+    numbers = 4 * 4 * (2 * history + cart)
+    assert counted.batches - memory(without_numbers).batches == numbers
+    requests = requests_of(config, source.spec, plan, 1)
+    rows = {asked.tables[0]: sum(asked.capacity) * 8 for asked in requests if asked.hands_out}
+    assert rows.keys() == {"item", "hist_genre"}
+    # Pair's vectors, and rows.
+    assert counted.lookups == 4 * (64 * 8 + sum(rows.values()))
+    asked = {asked.tables[0]: asked.keys for asked in requests}
+    assert asked == {"item": 64 + history + cart, "hist_genre": history}
+    # Gradients of all rows, and of each id of the larger table, with torch's sums of parts of a row.
+    by_id = 8 * asked["item"] + rows["item"] + 8 * (asked["item"] // 10)
+    first_layer = 8
+    assert counted.dense_pass == 4 * (64 * (8 + first_layer) + sum(rows.values()) + by_id)
+    kept = Activations(event_columns={"history": 1000})
+    before = memory().dense_pass
+    monkeypatch.setattr(Events, "activations", lambda self: kept)
+    assert memory().dense_pass == pytest.approx(before + 4 * 1000 * history, abs=before)
+
+    hotness = {feature.name: feature.mean_hotness for feature in source.spec.categorical}
+    for world_size in (1, 2):
+        floor = floor_of(config, source.spec, world_size, power_law_shares(0.0))
+        batch = 64 / world_size
+        of_item = 1 + hotness["hist_item"] + hotness["cart_item"]
+        own = unique_rows(ITEMS, batch, of_item, power_law_share(ITEMS, 0.0))
+        own += unique_rows(19, batch, hotness["hist_genre"], power_law_share(19, 0.0))
+        vectors = 5 * (batch * 8 + 8 * own)
+        # Half of the rows, and of the vectors of pair, are on the other rank.
+        sent = (world_size - 1) / 2 * 8 * (own + min(batch, 50 * (1 - 0.98 ** (2 * batch))))
+        assert floor.hbm["embeddings"] == pytest.approx(4 * (vectors + 4 * sent), rel=1e-3)
+        events = 2 * hotness["hist_item"] + hotness["cart_item"]
+        ids = of_item + hotness["hist_genre"] + 2
+        assert floor.hbm["batch"] == pytest.approx(batch * (8 * (2 + events) + 8 + 12 * ids))
+
+
+@pytest.mark.parametrize("world_size", worlds(1, 2))
+def test_the_captured_step_trains_as_the_launched_one_and_as_cpus(dataset, world_size):
+    """With a capacity for every batch, and for none."""
+    kinds = [("adagrad", "mixed"), ("adam", "host"), ("sgd", "row_wise", CHUNKS)]
+    both = [overrides_of(dataset, *kind) for kind in kinds]
+    cases = [
+        [*case, *ON_GPU, f"train.capture={captured}"]
+        for case in both
+        for captured in ("true", "false")
+    ]
+    for reserve in (1.125, 0.3):
+        found = run_distributed(on_gpus, world_size, cases, reserve)[0]
+        wanted = run_distributed(trained, world_size, both, 1.125, 6.0)[0]
+        for captured, launched, cpu in zip(found[::2], found[1::2], wanted, strict=True):
+            assert captured == launched
+            assert captured[0] == pytest.approx(cpu[0], rel=1e-4)
+            assert captured[1] == pytest.approx(cpu[1].flatten().tolist(), rel=1e-3, abs=1e-4)
+
+
+def on_gpus(cases: list[list[str]], reserve: float) -> list[tuple[list[float], list[float]]]:
+    """Return the losses of each case, and the scores of this rank's test rows."""
+    found = []
+    with events(reserve, 6.0 if reserve > 1 else 0.0, "cuda"):
+        for overrides in cases:
+            run = built(overrides)
+            losses = run.train(0, NUM_STEPS)
+            passed = predictions(run.step, run.test_loader.batches(0, 2), run.ranks.device)
+            found.append((losses, [x for _, logits in passed for x in logits.tolist()]))
+            run.step.close()
+    return found

@@ -1,0 +1,146 @@
+"""Transformer blocks over the events of each sample, and the tokens that they read."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from dataloading.dataset.sequences import SequenceGroup
+from nn.layers.dropout import Dropout
+from nn.layers.initialization import truncated_normal_
+from nn.layers.sequence import SamplePositions, ScoreBias, attend
+from nn.layers.sequence_events import SequenceEvents
+from nn.ops.jagged import offsets
+from nn.ops.jagged_attention import time_bucket
+
+# B: samples, C: positions of the events of all samples, D: columns of a token, H: heads
+
+TIME_BUCKETS = 64
+"""Half doublings of a second that ages, and times between events, are told apart by."""
+TOKEN_INIT = 0.02
+ACTIVATIONS = {
+    "relu": torch.relu,
+    "gelu": nn.functional.gelu,
+    "leaky_relu": nn.functional.leaky_relu,
+}
+
+
+class EventTokens(nn.Module):
+    """Tokens of events, x_j = e_j + P[d_j] + A[b_j] + sum_k n_jk v_k, and dropout.
+
+    e_j is an event's vector, d_j the events behind it in its sample, b_j the bucket of its age if the group has times
+    (BST, section 2.1, takes the age for the position), n_jk its other numbers.
+    """
+
+    def __init__(self, columns: int, group: SequenceGroup, dropout: float = 0.0) -> None:
+        super().__init__()
+        self._time = group.time
+        self._names = [column.name for column in group.numbers if column.name != group.time]
+        self.places = nn.Parameter(torch.empty(group.max_length, columns))
+        self.ages = nn.Parameter(torch.empty(TIME_BUCKETS, columns)) if group.time else None
+        self.numbers = nn.Parameter(torch.empty(len(self._names), columns)) if self._names else None
+        self.dropout = Dropout(dropout)
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw all vectors from a CPU generator."""
+        for parameter in self.parameters():
+            truncated_normal_(parameter, TOKEN_INIT, generator)
+
+    def forward(self, vectors: Tensor, events: SequenceEvents) -> Tensor:
+        """Map [C, D] to [C, D] in the same dtype."""
+        offset, is_event = offsets(events)
+        behind = events.lengths[events.samples] - 1 - offset
+        x = vectors + embedding(behind.clamp(0, len(self.places) - 1), self.places)
+        if self._time is not None and self.ages is not None:
+            x = x + embedding(time_bucket(events.numbers[self._time], TIME_BUCKETS), self.ages)
+        if self.numbers is not None:
+            numbers = torch.stack([events.numbers[name] for name in self._names], dim=1)
+            x = x + torch.where(is_event[:, None], numbers, 0).to(x.dtype) @ self.numbers
+        return self.dropout(x.to(vectors.dtype), events)
+
+
+class TransformerBlock(nn.Module):
+    """Two layers F, self-attention (multi-head, with an output product) and W' f(W x + b) + b', each joined to its input.
+
+    post_norm: LN(x + F(x)); pre_norm: x + F(LN(x)); gated: x + sigmoid(V x + c) F(LN(x)) (LiGR, arXiv:2502.03417). Dropout
+    follows F. A relative bias is added to the scores of attention by the distance of two positions and, if they have
+    times, by the time between them; it begins at 0.
+    """
+
+    def __init__(
+        self,
+        columns: int,
+        *,
+        heads: int,
+        expansion: int,
+        residual: Literal["post_norm", "pre_norm", "gated"],
+        activation: Literal["relu", "gelu", "leaky_relu"] = "relu",
+        dropout: float = 0.0,
+        causal: bool = False,
+        longest: int | None = None,
+        has_times: bool = False,
+    ) -> None:
+        """`longest`: most positions of a sample if there is a relative bias.
+
+        Raises ValueError: the heads do not divide the columns.
+        """
+        super().__init__()
+        if columns % heads:
+            raise ValueError(
+                f"model.heads must divide the {columns} columns of an event, got {heads}; model.embedding_dim changes them"
+            )
+        self._heads, self._causal, self._residual = heads, causal, residual
+        self._activation = ACTIVATIONS[activation]
+        self.projections = nn.Linear(columns, 3 * columns)
+        self.attended = nn.Linear(columns, columns)
+        self.hidden = nn.Linear(columns, expansion * columns)
+        self.output = nn.Linear(expansion * columns, columns)
+        self.norms = nn.ModuleList(nn.LayerNorm(columns) for _ in range(2))
+        self.dropouts = nn.ModuleList(Dropout(dropout) for _ in range(2))
+        gates = 2 if residual == "gated" else 0
+        self.gates = nn.ModuleList(nn.Linear(columns, columns) for _ in range(gates))
+        self.place_bias = self.time_bias = None
+        if longest is not None:
+            distances = longest if causal else 2 * longest - 1
+            self.place_bias = nn.Parameter(torch.zeros(heads, distances))
+            if has_times:
+                self.time_bias = nn.Parameter(torch.zeros(heads, TIME_BUCKETS))
+        self.kept_per_position = (10 + 2 * expansion + 2 * gates) * columns
+
+    def flops(self, positions: float) -> float:
+        """Return the operations of a sample with so many positions."""
+        columns = self.attended.in_features
+        products = sum(
+            layer.weight.numel() for layer in self.modules() if isinstance(layer, nn.Linear)
+        )
+        pairs = positions**2 / (2 if self._causal else 1)
+        return 2 * positions * products + 4 * pairs * columns
+
+    def forward(self, x: Tensor, at: SamplePositions, times: Tensor | None = None) -> Tensor:
+        """Map [C, D] to [C, D]. `times`: of every position, in seconds, float32 [C]."""
+        x = self._joined(x, 0, partial(self._attend, at=at, times=times), at)
+        return self._joined(x, 1, self._network, at)
+
+    def _attend(self, x: Tensor, at: SamplePositions, times: Tensor | None) -> Tensor:
+        query, key, value = self.projections(x).unflatten(1, (3, self._heads, -1)).unbind(1)
+        bias = ScoreBias(self.place_bias, self.time_bias, None if self.time_bias is None else times)
+        attended = attend(query, key, value, at, causal=self._causal, bias=bias)
+        return self.attended(attended.flatten(1))
+
+    def _network(self, x: Tensor) -> Tensor:
+        return self.output(self._activation(self.hidden(x)))
+
+    def _joined(
+        self, x: Tensor, number: int, layer: Callable[[Tensor], Tensor], at: SamplePositions
+    ) -> Tensor:
+        norm, dropout = self.norms[number], self.dropouts[number]
+        if self._residual == "post_norm":
+            return norm(x + dropout(layer(x), at)).to(x.dtype)
+        change = dropout(layer(norm(x).to(x.dtype)), at)
+        if self.gates:
+            change = torch.sigmoid(self.gates[number](x)) * change
+        return x + change

@@ -1,0 +1,82 @@
+"""Common parts of models of a sequence group: tables, transformer blocks, the last MLP, and their memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.layers.interactions.transformer import TransformerBlock
+from nn.layers.mlp import MLP
+from nn.models.features import rates
+from nn.models.model import Activations, Model
+from nn.models.sequences import SequenceInput, SequenceParts
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+
+class SequenceModel(Model):
+    """Model that reads a candidate and the events of a sequence group.
+
+    `blocks` are transformer blocks, of which `tokens_per_event` and `tokens_per_sample` are read: what they keep and compute
+    follows. `top` is the MLP behind them.
+    """
+
+    tokens_per_event = 1
+    tokens_per_sample = 0
+
+    def __init__(self, options: Any, spec: FeatureSpec) -> None:
+        super().__init__()
+        self.inputs = SequenceInput.of(options, spec)
+        self.blocks = nn.ModuleList()
+
+    @classmethod
+    def tables(cls, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return a table per feature; those of events have no pooling."""
+        return SequenceInput.of(options, spec).declare(options, spec)
+
+    def add_blocks(self, options: Any, columns: int, longest: int, **of_model: Any) -> None:
+        """Add the blocks of the options for samples of at most `longest` tokens."""
+        for _ in range(options.blocks):
+            self.blocks.append(
+                TransformerBlock(
+                    columns,
+                    heads=options.heads,
+                    expansion=options.expansion,
+                    residual=options.residual.value,
+                    dropout=options.block_dropout,
+                    longest=longest if options.relative_bias else None,
+                    has_times=self.inputs.group.time is not None,
+                    **of_model,
+                )
+            )
+
+    def add_top(self, options: Any, columns: int) -> None:
+        """Add the MLP of the candidate, `columns` that were found in the events, and the other features."""
+        self.top = MLP(
+            self.inputs.item_columns + columns + self.inputs.num_others,
+            [*options.hidden, 1],
+            final_activation=False,
+            **rates(options),
+        )
+
+    def activations(self) -> Activations:
+        """Return what events and blocks keep, and the operations of the blocks."""
+        blocks = cast("list[TransformerBlock]", list(self.blocks))
+        kept = sum(block.kept_per_position for block in blocks)
+        tokens = self.inputs.mean_events * self.tokens_per_event + self.tokens_per_sample
+        return Activations(
+            backward_columns=self.tokens_per_sample * kept,
+            event_columns={
+                self.inputs.group.name: 3 * self.inputs.columns + self.tokens_per_event * kept
+            },
+            products={"transformer": round(sum(block.flops(tokens) for block in blocks))},
+        )
+
+    def logits(self, parts: SequenceParts, *found: Tensor) -> Tensor:
+        """Return the logits of the MLP, [B] in float32."""
+        x = torch.cat([parts.candidate, *found, parts.others], dim=1)
+        return self.top(x).squeeze(1).float()
