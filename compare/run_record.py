@@ -9,17 +9,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from configs.schema import Mode
 from dataloading.dataset.documents import read_json, read_yaml
-from nn.models.metric import (
-    METRIC_FACTS,
-    Metric,
-    best_of,
-    metric_of_key,
-    metrics_of_facts,
-)
+from nn.loggers.run_logger import flat_options
+from nn.models.metric import METRIC_FACTS, Metric, best_of, metric_of_key, metrics_of_facts
 from nn.observability.records import (
     CONFIG,
     DATA_IDENTITY,
@@ -74,9 +70,7 @@ class RunRecord:
     def read(cls, path: Path) -> "RunRecord":
         """Read a run directory.
 
-        Raises:
-            ValueError: a line of metrics.jsonl is no record.
-            OSError: a file cannot be read.
+        Raises ValueError: a line of metrics.jsonl is no record. Raises OSError: a file cannot be read.
         """
         header: dict[str, Any] = {}
         records: list[dict[str, Any]] = []
@@ -87,7 +81,7 @@ class RunRecord:
             path,
             _state(path, summary, ended),
             str(ended.get("message", "")),
-            dict(flattened(_mapping(path / CONFIG))),
+            dict(flat_options(_mapping(path / CONFIG))),
             header,
             records,
             summary,
@@ -96,7 +90,6 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """Steps of the latest record."""
         steps = (_number(record.get("step")) or 0 for record in self.records)
         return int(max(steps, default=0))
 
@@ -149,12 +142,10 @@ class RunRecord:
         }
 
     def metrics(self) -> list[Metric]:
-        """Return the metrics of the evaluations, in the order of the records."""
         keys = dict.fromkeys(key for record in self.records for key in record)
         return [metric for metric in map(self.metric_of, keys) if metric is not None]
 
     def metric_of(self, key: str) -> Metric | None:
-        """Return the metric of a key of a record; None if it is of none."""
         starts = [self.header, *self.restarts]
         further = [m for start in starts for m in metrics_of_facts(start.get(METRIC_FACTS))]
         return metric_of_key(key, further)
@@ -167,7 +158,6 @@ class RunRecord:
 
     @property
     def split(self) -> str:
-        """The split that is evaluated."""
         return str(self.options.get("eval.split", "test"))
 
     def last(self, metric: Metric) -> float | None:
@@ -187,7 +177,8 @@ class RunRecord:
     def speed(self) -> float | None:
         """Return samples/s: of the summary, or the median of the records."""
         measured = _number(self.summary.get("samples_per_s"))
-        return measured if measured is not None else _median(self._values("samples_per_s"))
+        measured_at = self._values("samples_per_s")
+        return measured or (median_high(measured_at) if measured_at else None)
 
     def memory_bytes(self) -> float | None:
         """Return the peak memory of tensors on the GPU of rank 0; None on CPUs."""
@@ -213,8 +204,7 @@ class RunRecord:
 def find_runs(paths: Sequence[str]) -> list[Path]:
     """Return the run directories among `paths` and below them, sorted, without duplicates.
 
-    Raises:
-        ValueError: a path is no directory, or there is no run below it.
+    Raises ValueError: a path is no directory, or there is no run below it.
     """
     found: dict[Path, Path] = {}
     for text in paths:
@@ -239,15 +229,6 @@ def _runs_below(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
             yield from _runs_below(path)
-
-
-def flattened(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings by dotted key."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def differing(runs: Iterable[RunRecord], ignored: Iterable[str] = ("run_dir",)) -> list[str]:
@@ -282,7 +263,3 @@ def _mapping(path: Path) -> dict[str, Any]:
 def _number(value: object) -> float | None:
     """Return a finite number, or None."""
     return value if is_finite(value) else None
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None

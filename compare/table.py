@@ -94,8 +94,7 @@ def title_of(group: Sequence[RunRecord]) -> str:
 def choose_metric(runs: Sequence[RunRecord], name: str | None) -> Metric | None:
     """Return the metric that runs are sorted by: the named one, or the first run's own.
 
-    Raises:
-        ValueError: no run has a metric of that name.
+    Raises ValueError: no run has a metric of that name.
     """
     measured = list(dict.fromkeys(metric for run in runs for metric in run.metrics()))
     if name is None:
@@ -238,9 +237,8 @@ def _width(columns: dict[str, list[str]]) -> int:
     )
 
 
-def as_csv(runs: Sequence[RunRecord]) -> str:
-    """Return the rows as CSV with a header."""
-    rows = rows_of(runs)
+def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows with the same columns as CSV with a header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()

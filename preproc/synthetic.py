@@ -1,10 +1,7 @@
 """The built-in click stream as a dataset directory. It needs numpy only."""
 
 import os
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.source import Columns
 from dataloading.synthetic import SyntheticSource
+from preproc.ordered_map import ordered_map
 from preproc.report.console import LabelSum, Progress, SplitSummary, print_result, print_splits
 
 # Rows per thread and chunk: about 10 MB for 26 tables.
@@ -22,11 +20,7 @@ MOMENT = 1_700_000_000
 
 
 def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
-    """Write the stream of `config.data.synthetic` and print its summary.
-
-    Training on the dataset reads the same rows as training on the stream itself, with numericals rounded to
-    `numerical_dtype`.
-    """
+    """Write the stream of `config.data.synthetic`, the rows that training on it reads, and print its summary."""
     assert config.output is not None
     output, stream = Path(config.output), config.data.synthetic
     source = SyntheticSource(
@@ -43,25 +37,27 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
     )
     threads = config.threads or os.cpu_count() or 1
     summaries = {}
-    with (
-        write_dataset(
-            output,
-            categorical=source.spec.categorical,
-            numerical=source.spec.numerical,
-            label=source.spec.labels,
-            numerical_dtype=config.numerical_dtype.name,
-            metadata={"synthetic": {"exponent": stream.exponent, "seed": config.seed}},
-            overwrite=config.overwrite,
-            sequences=source.spec.sequences,
-        ) as dataset,
-        ThreadPoolExecutor(threads) as pool,
-    ):
+    with write_dataset(
+        output,
+        categorical=source.spec.categorical,
+        numerical=source.spec.numerical,
+        label=source.spec.labels,
+        numerical_dtype=config.numerical_dtype.name,
+        metadata={"synthetic": {"exponent": stream.exponent, "seed": config.seed}},
+        overwrite=config.overwrite,
+        sequences=source.spec.sequences,
+    ) as dataset:
         for split in source.spec.splits:
             labels = LabelSum()
             name = source.spec.labels[0].name
             summary = summaries[split] = SplitSummary(source.num_rows(split), {name: labels})
+            starts = range(0, summary.rows, CHUNK_ROWS)
+            chunks = [
+                np.array([[start, min(start + CHUNK_ROWS, summary.rows)]]) for start in starts
+            ]
+            read = partial(source.read, split)
             with progress.stage(f"make and write {split}: {summary.rows:,} rows"):
-                for columns in _chunks(source, split, pool, ahead=2 * threads):
+                for columns in ordered_map(read, chunks, threads, ahead=2 * threads):
                     dataset[split].append(
                         numerical=columns.numerical if source.spec.numerical else None,
                         labels=columns.labels,
@@ -91,23 +87,3 @@ def _events(source: SyntheticSource, columns: Columns) -> dict[str, Any]:
         "events": {"hist_time": MOMENT - columns.events[0].astype(np.int64)},
         "moments": {group.name: np.full(len(lengths), MOMENT)},
     }
-
-
-def _chunks(
-    source: SyntheticSource, split: str, pool: ThreadPoolExecutor, ahead: int
-) -> Iterator[Columns]:
-    """Yield the rows of `split` in order; at most `ahead` chunks are made at a time."""
-    num_rows = source.num_rows(split)
-    starts = iter(range(0, num_rows, CHUNK_ROWS))
-    making: deque[Future[Columns]] = deque()
-
-    def make(start: int) -> Future[Columns]:
-        return pool.submit(
-            source.read, split, np.array([[start, min(start + CHUNK_ROWS, num_rows)]])
-        )
-
-    making.extend(make(start) for start in islice(starts, ahead))
-    while making:
-        columns = making.popleft().result()
-        making.extend(make(start) for start in islice(starts, 1))
-        yield columns

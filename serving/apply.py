@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
+from configs.command_line import NO_OUTPUT, command, errors_end_command
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import ApplyConfig
@@ -37,8 +37,7 @@ def run(composed: DictConfig) -> None:
 def places(config: ApplyConfig) -> tuple[Path, Path]:
     """Return the model directory to begin at, and the one to write.
 
-    Raises:
-        ValueError: there is no version to begin at, or no directory to write.
+    Raises ValueError: there is no version to begin at, or no directory to write.
     """
     assert config.model is not None, "checked by the options"
     model = Path(config.model)
@@ -58,7 +57,4 @@ def places(config: ApplyConfig) -> tuple[Path, Path]:
 
 
 if __name__ == "__main__":
-    try:
-        composed_command(run, ApplyConfig, "serving_apply_schema", "serving_apply")()
-    except ValueError as error:
-        end_command(f"error: {error}")
+    command(run, ApplyConfig, "serving_apply")

@@ -29,7 +29,7 @@ import numpy as np
 from configs.messages import shortened, shown
 from configs.table_schema import MOST_HOTNESS
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
-from serving.raw_description import check_raw
+from serving.raw_description import check_raw, is_finite
 
 MANIFEST = "model.json"
 DENSE = "dense.pt2"
@@ -124,13 +124,11 @@ class FileState:
 class Manifest:
     """Content of `model.json`.
 
-    `keep_rate`: name of the column of keep rates that rows of the dataset have; None without.
-    `dtype`: of the tables, a key of `TABLE_BYTES`.
-    `keys`: file of the rows of raw keys by feature; features that are not named have ids.
-    `raw`: how raw values become features (`serving.inference.raw_values`); None if only ids are served.
-    `source`: checkpoint, step, fingerprint of the features, versions of the libraries.
-    `proof`: rows that were compared with the training path, and the largest difference; likewise of machine code.
-    `files`: bytes and SHA-256 of every other file.
+    `keep_rate`: name of the column of keep rates that rows of the dataset have; None without. `dtype`: of the tables, a key of
+    `TABLE_BYTES`. `keys`: file of the rows of raw keys by feature; features that are not named have ids. `raw`: how raw values
+    become features (`serving.inference.raw_values`); None if only ids are served. `source`: checkpoint, step, fingerprint of
+    the features, versions of the libraries. `proof`: rows that were compared with the training path, and the largest
+    difference; likewise of machine code. `files`: bytes and SHA-256 of every other file.
     """
 
     name: str
@@ -219,8 +217,7 @@ class Manifest:
     def read(cls, directory: Path) -> Self:
         """Read and check the manifest of a model directory; no other file is opened.
 
-        Raises:
-            ModelError: there is none, or it is malformed.
+        Raises ModelError: there is none, or it is malformed.
         """
         path = directory / MANIFEST
         try:
@@ -257,8 +254,7 @@ class Manifest:
     def check_sizes(self, directory: Path) -> None:
         """Compare the size of every file, which tells whether the directory is complete.
 
-        Raises:
-            ModelError: a file is missing or differs.
+        Raises ModelError: a file is missing or differs.
         """
         for name, wanted in self.files.items():
             try:
@@ -271,8 +267,7 @@ class Manifest:
     def verify(self, directory: Path, threads: int = 1) -> None:
         """Compare size and SHA-256 of every file, `threads` of them at a time.
 
-        Raises:
-            ModelError: a file is missing or differs, or a table has a number that is not finite.
+        Raises ModelError: a file is missing or differs, or a table has a number that is not finite.
         """
         self.check_sizes(directory)
         # In the same pass: to read a table takes longer than to look at its numbers.
@@ -360,7 +355,7 @@ def _check(directory: Path, manifest: Manifest) -> None:
             _count(feature.hotness, MOST_HOTNESS)
         rows[feature.name] = feature.cardinality
     for output in manifest.outputs:
-        if type(output.is_binary) is not bool or not _is_finite(output.shift):
+        if type(output.is_binary) is not bool or not is_finite(output.shift):
             raise ValueError(f"output {shown(output.name)} is malformed")
     if manifest.dtype not in TABLE_BYTES:
         raise ValueError(
@@ -422,10 +417,6 @@ def _texts(values: list[Any]) -> None:
 def _count(value: Any, most: int = 2**48 - 1) -> None:
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(f"got {shown(value)}, want a positive number of at most {most:,}")
-
-
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _are_finite(value: Any) -> bool:

@@ -21,11 +21,8 @@ def check_raw(
 ) -> None:
     """Raise ValueError unless a description makes the features of a model, with ids of their tables.
 
-    `keys`: those that have raw keys.
-
-    Raises:
-        ValueError: it does not.
-        LookupError, TypeError, AttributeError: it lacks a part, or has one of another type.
+    `keys`: those that have raw keys. Raises ValueError: it does not. Raises LookupError, TypeError, AttributeError: it lacks a
+    part, or has one of another type.
     """
     columns: Mapping[str, Any] = raw["columns"]
     if not all(name and type(size) is int and size in (1, 2) for name, size in columns.items()):
@@ -96,7 +93,7 @@ def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> 
         check_transform(where, transform, imports=False)
     wanted = [num_fitted(transform) for transform in transforms]
     numbers = [number for entry in fitted for number in entry]
-    good = [len(entry) for entry in fitted] == wanted and all(map(_is_finite, numbers))
+    good = [len(entry) for entry in fitted] == wanted and all(map(is_finite, numbers))
     _require(good, f"{where}: fitted", fitted, f"{wanted} finite numbers")
     column = feature["column"]
     is_sql = bool(feature.get("expression"))
@@ -112,7 +109,6 @@ def _check_categorical(
     keys: Mapping[str, Any],
     files: Collection[str],
 ) -> set[str]:
-    """Return the columns of a categorical feature."""
     name, cross, separator = feature["name"], feature["cross"], feature["separator"] or ""
     where, is_list = f"categorical {shown(name)}", feature["list"]
     cardinality, hotness = features[name]
@@ -158,7 +154,8 @@ def _check_ids(
     _require(good, where, size, wanted)
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Return whether a value of a document is a number, and finite."""
     return type(value) in (int, float) and math.isfinite(value)
 
 

@@ -63,10 +63,7 @@ class NewerFormatError(ValueError):
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Convert an error of the system, other than an absent file, to `UnreadableError`, which names the path.
-
-    The error of a read, unlike that of an open, does not name its file.
-    """
+    """Convert an error of a read, which does not name its file, to `UnreadableError`; an absent file stays what it is."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -76,15 +73,11 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def unfinished(directory: Path, num_steps: int) -> Path:
-    """Return the directory of a checkpoint until it is complete."""
     return directory / f".step_{num_steps}.unfinished"
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a directory, newest first; the directory may be missing.
-
-    Raises UnreadableError: the directory cannot be listed. `Path.glob` would return an empty list.
-    """
+    """Return the checkpoints of a directory, if it exists, newest first; UnreadableError, where `Path.glob` sees nothing."""
     try:
         with _reading(directory):
             names = os.listdir(directory)
@@ -95,11 +88,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
-    """Write run.json and rename the directory of a step, which completes the checkpoint.
-
-    `prune` syncs the new name: if that fails, the checkpoint is complete nevertheless. Raises OSError: the directory cannot be
-    written.
-    """
+    """Write run.json and rename the directory of a step, which completes the checkpoint, whether or not `prune` syncs it."""
     source, target = unfinished(directory, num_steps), directory / f"step_{num_steps}"
     write_facts(source, facts, sorted(path.name for path in source.iterdir()))
     sync_directory(source)
@@ -114,11 +103,7 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
 
 
 def finish_commits(directory: Path) -> None:
-    """Complete the checkpoints that had every file when their run was killed, where no other one of their step is left.
-
-    A second checkpoint of a step replaces the first, which is removed a moment before. A run may also be killed while it
-    writes run.json, which is the last file, or while it removes the files of an older checkpoint.
-    """
+    """Complete the checkpoints that had every file when their run was killed, where no other one of their step is left."""
     for path in directory.glob(".step_*.unfinished"):
         target = directory / path.name.removeprefix(".").removesuffix(".unfinished")
         if target.exists():
@@ -139,11 +124,7 @@ def write_facts(directory: Path, facts: dict[str, Any], files: Sequence[str]) ->
 
 
 def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> None:
-    """Remove all checkpoints but the latest `keep` up to `num_steps` and the best, which `best` then points to.
-
-    Without a best one, as before the first evaluation of a day, `best` keeps that of the day before. Names of new
-    checkpoints are synced before older ones are removed.
-    """
+    """Remove all checkpoints up to `num_steps` but the latest `keep` and the best; without one, `best` stays what it was."""
     if directory.exists():
         sync_directory(directory)
     present = [path for path in list_checkpoints(directory) if step_of(path) <= num_steps]
@@ -178,7 +159,6 @@ def mark_damaged(path: Path) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """Return N of `step_N`."""
     return int(path.name.removeprefix("step_"))
 
 
@@ -243,20 +223,17 @@ def read_facts(path: Path, *, of_delta: bool = False) -> dict[str, Any]:
 
 
 def find_damage(path: Path, facts: dict[str, Any], rank: int, num_ranks: int) -> str | None:
-    """Compare the checksums of every `num_ranks`-th block from block `rank` on; return the first damage, or None.
-
-    Raises UnreadableError: a file exists and cannot be read.
-    """
+    """Compare every `num_ranks`-th block from block `rank` on; return the first damage, or None. UnreadableError: no access."""
     try:
         with _reading(path / INDEX_FILE):
             data = read_regular(path / INDEX_FILE)
         if zlib.crc32(data) != facts["index_crc32"]:
             return f"{INDEX_FILE} is damaged (its checksum differs)"
         blocks = [
-            (chunk.file, name, start, num_bytes, crc32)
+            (chunk, name, tensor.dtype, number, crc32)
             for name, tensor in parse_index(path, data).tensors.items()
             for chunk in tensor.chunks
-            for start, num_bytes, crc32 in _blocks_of(chunk, tensor.dtype)
+            for number, crc32 in enumerate(chunk.crc32)
         ][rank::num_ranks]
         with ThreadPoolExecutor(THREADS) as pool:
             return next((damage for damage in pool.map(_damage_of_block, blocks) if damage), None)
@@ -269,25 +246,20 @@ def find_damage(path: Path, facts: dict[str, Any], rank: int, num_ranks: int) ->
         return str(error)
 
 
-def _blocks_of(chunk: Chunk, dtype: str) -> list[tuple[int, int, int]]:
-    """Return (first byte, bytes, CRC-32) of each block of a chunk."""
-    num_bytes = math.prod(chunk.sizes) * DTYPES[dtype].itemsize
-    return [
-        (chunk.start + at, min(CHECKSUM_BYTES, num_bytes - at), crc32)
-        for at, crc32 in zip(range(0, num_bytes, CHECKSUM_BYTES), chunk.crc32, strict=True)
-    ]
-
-
-def _damage_of_block(block: tuple[Path, str, int, int, int]) -> str | None:
-    path, name, start, num_bytes, crc32 = block
-    data = bytearray(num_bytes)
-    with _reading(path), open_regular(path) as stream:
-        if os.fstat(stream.fileno()).st_size < start + num_bytes:
-            return f"{path.name} is truncated ({name} ends at byte {start + num_bytes})"
+def _damage_of_block(block: tuple[Chunk, str, str, int, int]) -> str | None:
+    """Return the damage of one of the blocks of a chunk that have a checksum each."""
+    chunk, name, dtype, number, crc32 = block
+    chunk_bytes = math.prod(chunk.sizes) * DTYPES[dtype].itemsize
+    start = chunk.start + number * CHECKSUM_BYTES
+    end = min(start + CHECKSUM_BYTES, chunk.start + chunk_bytes)
+    with _reading(chunk.file), open_regular(chunk.file) as stream:
+        if os.fstat(stream.fileno()).st_size < end:
+            return f"{chunk.file.name} is truncated ({name} ends at byte {end})"
+        data = bytearray(end - start)
         stream.seek(start)
-        if read_into(stream, data) == num_bytes and zlib.crc32(data) == crc32:
+        if read_into(stream, data) == len(data) and zlib.crc32(data) == crc32:
             return None
-    return f"{path.name} is damaged ({name}, bytes {start} to {start + num_bytes}: the checksum differs)"
+    return f"{chunk.file.name} is damaged ({name}, bytes {start} to {end}: the checksum differs)"
 
 
 def remove(path: Path) -> None:

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from logging import Logger
 from pathlib import Path
 from threading import Thread
@@ -42,11 +43,6 @@ BYTES_PER_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """Facts of the run for its checkpoints.
-
-    `mirror`: of the run directory, on rank 0; None without.
-    """
-
     facts: Mapping[str, Any]
     spec: FeatureSpec
     mirror: CheckpointMirror | None = None
@@ -75,10 +71,7 @@ class Pause:
 
 
 class CheckpointManager:
-    """Writer of one checkpoint at a time; all ranks must call its methods in the same order.
-
-    If a checkpoint cannot be written, one line reports it, and the run continues. The next save tries again.
-    """
+    """Writer of one checkpoint at a time, by all ranks alike; one that fails is reported, and the next save tries again."""
 
     def __init__(
         self,
@@ -101,9 +94,8 @@ class CheckpointManager:
         self._heartbeat = heartbeat or Heartbeat()
         self._channel = HostChannel()
         self.copy = StagingBuffer(ranks.device)
-        self.write_s = (
-            0.0  # of the latest checkpoint, or what the first is expected to take; on rank 0
-        )
+        # Of the latest checkpoint, or what the first is expected to take; on rank 0.
+        self.write_s = 0.0
         self._has_room: bool | None = None
         self._thread: Thread | None = None
         self._problem: str | None = None
@@ -111,10 +103,7 @@ class CheckpointManager:
         self._error: BaseException | None = None
 
     def check_room(self) -> None:
-        """Print a warning if the disk has no room for one checkpoint; all ranks must call it.
-
-        A quota is not visible here.
-        """
+        """Print a warning if the disk has no room for one checkpoint, a quota apart; all ranks must call it."""
         needed = sum(self._channel.gather(num_bytes(self._step.state_dict())))
         if not self._ranks.is_rank0:
             return
@@ -147,10 +136,19 @@ class CheckpointManager:
         pause = pause or Pause(time.perf_counter())
         self.wait()
         self._is_last = is_last
-        try:
-            self._ranks.run_on_rank0(self._check_data)
-        except ValueError as error:
-            raise SharedError(str(error)) from None
+
+        def changes() -> list[str]:
+            try:
+                return changed_files(self._facts["data_files"], file_states(self._spec))
+            except OSError as error:
+                return [str(error)]
+
+        if changed := self._ranks.run_on_rank0(changes):
+            raise SharedError(
+                f"files of {self._spec.root} were changed while the run was reading them: "
+                f"{', '.join(changed[:3])}; nothing was saved since. Restore the files (their times may differ), and "
+                "rerun the same command"
+            )
         state = self._step.state_dict()
         state |= {f"{TRAINER}{name}": value for name, value in tensors.items()}
         in_background = not is_last and self._fits(state)
@@ -171,20 +169,14 @@ class CheckpointManager:
             self._join()
 
     def wait(self) -> str | None:
-        """Wait for the checkpoint that is being written; return why it could not be written, or None.
-
-        Raises RuntimeError: another rank has ended.
-        """
+        """Wait for the checkpoint that is being written; return why it could not be, or None. RuntimeError: a rank has ended."""
         self._join()
         if self._error is not None:
             raise self._error
         return self._problem
 
     def load_best(self, best_step: int) -> bool:
-        """Load the checkpoint of the best evaluation; print a warning and return False if there is none.
-
-        All ranks must call it, and `wait` before. Raises SharedError: it cannot be read.
-        """
+        """Load the checkpoint of the best evaluation after `wait`, on all ranks; warn and return False if there is none."""
         path = self.directory / f"step_{best_step}"
         if not self._ranks.run_on_rank0(path.exists):
             if self._ranks.is_rank0:
@@ -259,7 +251,15 @@ class CheckpointManager:
             self._error = error
             return
         if self._problem is not None and self._ranks.is_rank0:
-            self._discard_failed(num_steps)
+            shutil.rmtree(unfinished(self.directory, num_steps), ignore_errors=True)
+            latest = self.latest
+            fallback = "there is none yet"
+            if latest is not None:
+                fallback = f"the latest is of step {step_of(latest)}"
+            further = "" if self._is_last else ". The run continues, and the next save tries again"
+            self._logger.warning(
+                f"the checkpoint of step {num_steps} could not be written: {self._problem}; {fallback}{further}"
+            )
 
     def _commit(
         self,
@@ -276,12 +276,13 @@ class CheckpointManager:
         except (OSError, ValueError) as error:
             return str(error)
         best = facts["trainer"]["best_step"]
+        removal = partial(prune, self.directory, num_steps, self._config.keep, best)
         try:
             try:
-                prune(self.directory, num_steps, self._config.keep, best)
+                removal()
             except OSError:
                 # An error may pass, and no later save would repeat this after the last one.
-                prune(self.directory, num_steps, self._config.keep, best)
+                removal()
             record |= _longest([record, pause.seconds])
             append_line(self.directory / SAVED, json.dumps(record))
         except (OSError, UnreadableError) as error:
@@ -293,23 +294,15 @@ class CheckpointManager:
             self._mirror.start()
         return None
 
-    def _discard_failed(self, num_steps: int) -> None:
-        shutil.rmtree(unfinished(self.directory, num_steps), ignore_errors=True)
-        latest = self.latest
-        fallback = (
-            "there is none yet" if latest is None else f"the latest is of step {step_of(latest)}"
-        )
-        further = "" if self._is_last else ". The run continues, and the next save tries again"
-        self._logger.warning(
-            f"the checkpoint of step {num_steps} could not be written: {self._problem}; {fallback}{further}"
-        )
-
     def _fits(self, state: State) -> bool:
         """Return whether every node has memory for the copies; checked once, before any rank allocates them."""
         if self._has_room is None:
             copied = num_bytes(state, with_files=False)
             needed = copied * self._ranks.local_world_size
-            self._has_room = all(self._channel.gather(needed < SPARE_MEMORY * _free_bytes()))
+            with open("/proc/meminfo") as stream:  # the file cache included
+                (line,) = [line for line in stream if line.startswith("MemAvailable:")]
+            free = int(line.split()[1]) * 1024
+            self._has_room = all(self._channel.gather(needed < SPARE_MEMORY * free))
             if not self._has_room and self._ranks.is_rank0:
                 self._logger.info(
                     f"checkpoints: no room in host memory for a copy of {needed / 2**30:,.1f} GiB, so that "
@@ -317,26 +310,7 @@ class CheckpointManager:
                 )
         return self._has_room
 
-    def _check_data(self) -> None:
-        try:
-            changed = changed_files(self._facts["data_files"], file_states(self._spec))
-        except OSError as error:
-            changed = [str(error)]
-        if changed:
-            raise ValueError(
-                f"files of {self._spec.root} were changed while the run was reading them: "
-                f"{', '.join(changed[:3])}; nothing was saved since. Restore the files (their times may differ), and "
-                "rerun the same command"
-            )
-
 
 def _longest(pauses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the longest seconds of each kind; the last pause has all kinds, and no others."""
     return {name: max(pause[name] for pause in pauses) for name in pauses[-1]}
-
-
-def _free_bytes() -> int:
-    """Return the available memory of this node, file cache included."""
-    with open("/proc/meminfo") as stream:
-        (line,) = [line for line in stream if line.startswith("MemAvailable:")]
-    return int(line.split()[1]) * 1024

@@ -27,11 +27,7 @@ FOLDERS = (DELTAS, CHECKPOINTS)
 
 
 class CheckpointMirror:
-    """Uploads of checkpoints and deltas by a thread of rank 0, while the training continues.
-
-    One that is replaced before it has been uploaded is skipped. An upload that fails is reported in one line, and
-    the next save tries again.
-    """
+    """Uploads of checkpoints and deltas by a thread of rank 0; replaced ones are skipped, and the next save tries again."""
 
     def __init__(self, run_dir: Path, address: str, logger: Logger) -> None:
         self._run_dir = run_dir
@@ -46,10 +42,7 @@ class CheckpointMirror:
         self._removed: set[str] = set()
 
     def check(self) -> None:
-        """Upload the configuration of the run, so that an address that cannot be written is refused at the start.
-
-        Raises ValueError: it cannot be written.
-        """
+        """Upload the configuration, so that an address that cannot be written is refused at the start, by a ValueError."""
         for path in self._run_dir.glob("config.yaml"):
             self._store.upload(path, path.name)
 
@@ -84,10 +77,19 @@ class CheckpointMirror:
         # The oldest first: a chain with a gap leads nowhere.
         deltas = list_checkpoints(self._run_dir / DELTAS)[::-1]
         # Before these checkpoints: a run that resumes cuts records beyond its checkpoint, and cannot make those that lack.
-        self._upload_records()
+        for path in sorted(self._run_dir.iterdir()):
+            if path.is_file() and not path.name.startswith("."):
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    self._store.upload(path, path.name)
         for folder, paths in zip(FOLDERS, (deltas, checkpoints), strict=True):
             self._upload_steps(folder, {f"{folder}/{path.name}": path for path in paths})
-        self._upload_best()
+        best = self._run_dir / CHECKPOINTS / BEST
+        if best.is_symlink():
+            # As a file with its name: an object store has no links.
+            with TemporaryDirectory() as directory:
+                named = Path(directory) / BEST
+                named.write_text(os.readlink(best) + "\n")
+                self._store.upload(named, f"{CHECKPOINTS}/{BEST}")
 
     def _upload_steps(self, folder: str, local: dict[str, Path]) -> None:
         self._removed -= local.keys()
@@ -107,12 +109,6 @@ class CheckpointMirror:
             self._removed.add(name)
             self._uploaded.pop(name, None)
 
-    def _upload_records(self) -> None:
-        for path in sorted(self._run_dir.iterdir()):
-            if path.is_file() and not path.name.startswith("."):
-                with suppress(FileNotFoundError):  # removed meanwhile
-                    self._store.upload(path, path.name)
-
     def _is_same(self, name: str, path: Path) -> bool:
         """Return whether the mirror's checkpoint or delta is that of the run directory, which may have saved it again."""
         try:
@@ -126,16 +122,6 @@ class CheckpointMirror:
             self._uploaded[name] = own
         return True
 
-    def _upload_best(self) -> None:
-        """Upload which checkpoint `best` links to, as a file with its name: an object store has no links."""
-        best = self._run_dir / CHECKPOINTS / BEST
-        if not best.is_symlink():
-            return
-        with TemporaryDirectory() as folder:
-            named = Path(folder) / BEST
-            named.write_text(os.readlink(best) + "\n")
-            self._store.upload(named, f"{CHECKPOINTS}/{BEST}")
-
 
 def complete_steps(store: ObjectStore, folder: str) -> list[str]:
     """Return the complete checkpoints or deltas of a mirror, as `FOLDER/step_N`, oldest first."""
@@ -145,10 +131,7 @@ def complete_steps(store: ObjectStore, folder: str) -> list[str]:
 
 
 def catch_up(run_dir: Path, address: str | None, logger: Logger) -> None:
-    """Complete what a killed run has committed, and copy what a run directory lacks from its mirror, if it has one.
-
-    The run directory must be locked. Raises ValueError: the mirror cannot be read.
-    """
+    """Complete what a killed run has committed, and copy what the locked run directory lacks from its mirror, if it has one."""
     finish_commits(run_dir / CHECKPOINTS)
     step = None if address is None else fetch_run(run_dir, address)
     if step is not None:
@@ -156,11 +139,7 @@ def catch_up(run_dir: Path, address: str | None, logger: Logger) -> None:
 
 
 def fetch_run(run_dir: Path, address: str) -> int | None:
-    """Copy checkpoints and records from a mirror that is ahead of the run directory.
-
-    Returns the step of the newest checkpoint that was copied; None if the run directory is not behind. Raises ValueError: the
-    mirror cannot be read.
-    """
+    """Copy checkpoints and records from a mirror that is ahead; return the step of the newest one, None if it is not."""
     store, checkpoints = ObjectStore(address), run_dir / CHECKPOINTS
     stored = {folder: complete_steps(store, folder) for folder in FOLDERS}
     newest = max((step_of(Path(name)) for name in stored[CHECKPOINTS]), default=-1)

@@ -40,15 +40,8 @@ THREADS = 4
 DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
-        "float64",
-        "float32",
-        "float16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
+        *("float64", "float32", "float16"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
     )
 } | {"bfloat16": np.dtype("<u2")}
 
@@ -81,10 +74,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor on disk; its chunks cover every element once.
-
-    `dtype`: a key of `DTYPES`.
-    """
+    """Tensor on disk; its chunks cover every element once, and its dtype is a key of `DTYPES`."""
 
     dtype: str
     size: tuple[int, ...]
@@ -92,7 +82,6 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the complete tensor."""
         return math.prod(self.size) * DTYPES[self.dtype].itemsize
 
     def array(self) -> np.ndarray:
@@ -102,7 +91,7 @@ class StoredTensor:
         return complete.reshape(self.size)
 
     def blocks(self) -> "Iterator[np.ndarray]":
-        """Yield the rows in order; see the function of this name."""
+        """Yield the rows in order, as a `ReplayedTable` does."""
         return blocks(self)
 
 
@@ -112,21 +101,14 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Tables and tensors of a checkpoint.
-
-    `tables`: names of the tables, in the order of the features.
-    """
+    """Tables of a checkpoint, in the order of the features, and its tensors."""
 
     tables: tuple[str, ...]
     tensors: dict[str, StoredTensor]
 
 
 def read_index(directory: Path) -> TensorIndex:
-    """Read and check `tensors.json`.
-
-    Raises ValueError: it is missing, malformed, of a newer format, or names a file that does not lie in the directory. Raises
-    UnreadableError: it exists and cannot be read.
-    """
+    """Read and check `tensors.json`; ValueError if it is missing, malformed or newer, UnreadableError without access."""
     path = directory / INDEX_FILE
     try:
         data = read_regular(path)
@@ -139,10 +121,7 @@ def read_index(directory: Path) -> TensorIndex:
 
 
 def parse_index(directory: Path, data: bytes) -> TensorIndex:
-    """Return the checked content of the `tensors.json` of a directory; no file that it names is opened.
-
-    Raises ValueError: it is malformed, of a newer format, or names a file that does not lie in the directory.
-    """
+    """Return the checked content of a `tensors.json`; ValueError if it is malformed, newer or leads out of the directory."""
     path = directory / INDEX_FILE
     document = parse_json(data, str(path))
     try:
@@ -159,7 +138,17 @@ def parse_index(directory: Path, data: bytes) -> TensorIndex:
         tables = tuple(_checked(name, str) for name in document["tables"])
         if len(set(tables)) < len(tables):
             raise ValueError("it lists a table twice")
-        _check_trainer_rows(tensors)
+        # The rows that the training loop has collected, if any, have a logit and a label per task.
+        sizes = [tensors[name].size for name in TRAINER_ROWS if name in tensors]
+        weights = tensors[TRAINER_WEIGHTS].size if TRAINER_WEIGHTS in tensors else None
+        if sizes and (len(sizes) < 2 or sizes[0] != sizes[1] or len(sizes[0]) not in (1, 2)):
+            raise ValueError(
+                f"{' and '.join(TRAINER_ROWS)} have the sizes {sizes}; want one length"
+            )
+        if weights is not None and (not sizes or weights != sizes[0][:1]):
+            raise ValueError(
+                f"{TRAINER_WEIGHTS} have the size {weights} for rows of {sizes}; want one length"
+            )
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no index of tensors: {shown(error)}") from None
     except ValueError as error:
@@ -210,9 +199,12 @@ def _any_overlap(chunks: Sequence[Chunk]) -> bool:
     if not chunks or not chunks[0].sizes:
         return len(chunks) > 1
     if len(chunks[0].sizes) > 2:
-        return len(chunks) > MAX_BLOCKS or any(
-            _overlap(one, two) for one, two in combinations(chunks, 2)
-        )
+
+        def overlap(one: Chunk, two: Chunk) -> bool:
+            sides = zip(one.offsets, one.sizes, two.offsets, two.sizes, strict=True)
+            return all(max(a, b) < min(a + size, b + other) for a, size, b, other in sides)
+
+        return len(chunks) > MAX_BLOCKS or any(overlap(*pair) for pair in combinations(chunks, 2))
     # End before begin: neighbours do not overlap.
     events = [(chunk.offsets[0], 1, index) for index, chunk in enumerate(chunks)]
     events += [(chunk.offsets[0] + chunk.sizes[0], 0, i) for i, chunk in enumerate(chunks)]
@@ -228,27 +220,6 @@ def _any_overlap(chunks: Sequence[Chunk]) -> bool:
             return True
         columns.insert(at, (first, last))
     return False
-
-
-def _overlap(one: Chunk, two: Chunk) -> bool:
-    return all(
-        max(first, second) < min(first + length, second + other)
-        for first, length, second, other in zip(
-            one.offsets, one.sizes, two.offsets, two.sizes, strict=True
-        )
-    )
-
-
-def _check_trainer_rows(tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError unless the rows that the training loop has collected, if any, have a logit and a label per task."""
-    sizes = [tensors[name].size for name in TRAINER_ROWS if name in tensors]
-    if sizes and (len(sizes) < 2 or sizes[0] != sizes[1] or len(sizes[0]) not in (1, 2)):
-        raise ValueError(f"{' and '.join(TRAINER_ROWS)} have the sizes {sizes}; want one length")
-    weights = tensors[TRAINER_WEIGHTS].size if TRAINER_WEIGHTS in tensors else None
-    if weights is not None and (not sizes or weights != sizes[0][:1]):
-        raise ValueError(
-            f"{TRAINER_WEIGHTS} have the size {weights} for rows of {sizes}; want one length"
-        )
 
 
 def _counts(values: Any) -> tuple[int, ...]:
@@ -274,10 +245,7 @@ def check_plain_name(name: object) -> str:
 
 
 def file_inside(directory: Path, name: object) -> Path:
-    """Return the file `name` of `directory`.
-
-    Raises ValueError: the name contains a folder, or the file is a link that leads out of the directory.
-    """
+    """Return the file `name` of `directory`; ValueError if the name has a folder, or the file links out of the directory."""
     path = directory / check_plain_name(name)
     if not resolved(path).is_relative_to(resolved(directory)):
         raise ValueError(f"file {shown(name)} is a link that leads out of {directory}")
@@ -285,10 +253,7 @@ def file_inside(directory: Path, name: object) -> Path:
 
 
 class ChunkReader:
-    """Reader of one chunk, which compares the checksum of every block that is read completely.
-
-    Rows are rows of the chunk; a tensor without dimensions has one row.
-    """
+    """Reader of the rows of a chunk; compares the checksum of every block that is read completely. A scalar has one row."""
 
     def __init__(self, chunk: Chunk, dtype: str) -> None:
         self._chunk, self._dtype = chunk, DTYPES[dtype]
@@ -299,10 +264,7 @@ class ChunkReader:
         self._crc_begin = self._crc_end = 0
 
     def read(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (row, array [n, ...]) block by block for the rows `first` to `last` - 1 (None: to the end).
-
-        Raises ValueError: the file is truncated, or a checksum differs.
-        """
+        """Yield (row, array [n, ...]) block by block for the rows `first` to `last` - 1; ValueError if a checksum differs."""
         last = self._rows if last is None else last
         if first >= last or not self._row_bytes:
             return
@@ -377,10 +339,7 @@ def rows_per_block(size: Sequence[int], dtype: str, block_bytes: int = BLOCK_BYT
 
 
 def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
-    """Yield the rows of a tensor in order, whatever its chunks, as arrays [n, ...] of about `block_bytes`.
-
-    Raises ValueError: a file cannot be read.
-    """
+    """Yield the rows of a tensor in order, whatever its chunks, as arrays [n, ...] of about `block_bytes`."""
     num_rows = tensor.size[0] if tensor.size else 1
     rows_at_once = rows_per_block(tensor.size, tensor.dtype, block_bytes)
     reader = RowReader(tensor)

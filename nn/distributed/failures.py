@@ -17,10 +17,7 @@ from nn.distributed.process_group import (
 
 @contextmanager
 def report_lost_rank(ranks: Ranks) -> Iterator[None]:
-    """Convert the failure of a collective in this context to `LostRankError`.
-
-    Raises LostRankError: a collective failed because another rank has exited.
-    """
+    """Convert the failure of a collective whose other rank has exited to `LostRankError`."""
     try:
         yield
     except RuntimeError as error:
@@ -62,7 +59,6 @@ def report_faults(ranks: Ranks) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether a device or the host ran out of memory."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 

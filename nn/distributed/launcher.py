@@ -16,7 +16,6 @@ PR_SET_PDEATHSIG = 1
 
 
 def is_launched() -> bool:
-    """Return whether a launcher started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -26,7 +25,6 @@ def node_name() -> str:
 
 
 def is_single_node() -> bool:
-    """Return whether all ranks run on this node."""
     return os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
 
 
@@ -36,10 +34,7 @@ def is_node_leader() -> bool:
 
 
 def check_variables() -> None:
-    """Check the variables with which a launcher numbers its ranks; a job or a shell may have left some of them.
-
-    Raises ValueError: they are not those of one rank: it would train something else, or wait for others without end.
-    """
+    """Raise ValueError unless the variables are those of one rank: others would train something else, or wait without end."""
     problems = []
     counts = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     for name, default in counts.items():
@@ -56,9 +51,8 @@ def check_variables() -> None:
     if counts["LOCAL_WORLD_SIZE"] > world_size:
         problems.append("LOCAL_WORLD_SIZE is larger than WORLD_SIZE")
     if world_size > 1:
-        missing = [
-            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-        ]
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in os.environ]
         problems += [f"WORLD_SIZE is {world_size}, and {name} is not set" for name in missing]
         if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
             # On all ranks alike: one that passes would wait for those that do not.
@@ -95,10 +89,7 @@ def refuse_elastic_nodes(launcher: Path = Path(f"/proc/{PARENT_PID}/cmdline")) -
 
 
 def end_with_launcher() -> None:
-    """Request SIGTERM for this process when the launcher dies, so that the run saves a checkpoint and exits (Linux only).
-
-    Otherwise the ranks would continue unnoticed, and the next start would find the run directory in use.
-    """
+    """Request SIGTERM when the launcher dies (Linux only); the ranks would continue unnoticed and hold the run directory."""
     if not is_launched() or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -114,12 +105,7 @@ def ask_launcher_to_end() -> None:
 
 
 def leave_launcher(exit_code: int = 0) -> NoReturn:
-    """Exit a rank that torchrun started without Python's shutdown; all files must be closed.
-
-    Threads of torch may still run during Python's shutdown and abort the process ("terminate called without an active
-    exception", 2 of 14 two-rank CPU runs). torchrun would report that as a failure of the run. After a failure, threads
-    may also wait for lost ranks.
-    """
+    """Exit a rank, whose files are closed, without Python's shutdown, in which threads of torch may abort or wait for others."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -40,10 +40,7 @@ slurm_multinode.sh starts it once per node; on one machine torchrun is sufficien
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the ranks of this node.
-
-    Returns 0 on success, an exit code of `configs.exit_codes` for a known reason, 1 for any other failure.
-    """
+    """Run the ranks of this node; return 0, a code of `configs.exit_codes` for a known reason, or 1."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -66,10 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(logs: Path, node: str, binding: str, arguments: Sequence[str]) -> int:
-    """Check what the node has, and run its ranks; arguments and result are those of `main`.
-
-    Raises ValueError: the ranks cannot be started, now or later.
-    """
+    """Check what the node has, and run its ranks as `main`; ValueError if they cannot be started, now or later."""
     require_stack()
     for module in ("hydra", "omegaconf"):
         if find_spec(module) is None:
@@ -103,15 +97,13 @@ def shows_progress(arguments: Sequence[str]) -> bool:
     saved = ""
     with suppress(OSError):  # the recipe reports a file that cannot be read
         saved = Path(named.get("config", "").strip("'\"")).read_text(errors="replace")
-    options = (
-        ("mode", r"^mode: *(\S+)", "train"),
-        ("checkpoint.mirror", r"^ +mirror: *(\S+)", "null"),
-    )
-    for name, line, default in options:
+
+    def chosen(name: str, line: str, default: str) -> str:
         found = re.search(line, saved, re.MULTILINE)
-        if named.get(name, found[1] if found else default).strip("'\"") != default:
-            return False
-    return True
+        return named.get(name, found[1] if found else default).strip("'\"")
+
+    mirror = chosen("checkpoint.mirror", r"^ +mirror: *(\S+)", "null")
+    return chosen("mode", r"^mode: *(\S+)", "train") == "train" and mirror == "null"
 
 
 def newest_step(arguments: Sequence[str]) -> int:
@@ -144,10 +136,7 @@ def count_start(folder: Path, step: int, max_requeues: int) -> None:
 
 
 def numa_options(binding: str, node: str) -> list[str]:
-    """Return torchrun's options that bind ranks to the CPUs near their GPUs; none without GPUs or numactl.
-
-    Raises ValueError: there is no such binding.
-    """
+    """Return torchrun's options that bind ranks to the CPUs near their GPUs, if there are any; ValueError for other bindings."""
     if binding not in BINDINGS:
         raise ValueError(f"NUMA_BINDING={binding}: expected one of {', '.join(BINDINGS)}")
     from nn.distributed.node_agent import has_gpus

@@ -34,7 +34,6 @@ class Heartbeat:
         self.last = time.monotonic()
 
     def beat(self) -> None:
-        """Record the current time."""
         self.last = time.monotonic()
 
 
@@ -80,10 +79,7 @@ class StopRequest:
         self.signum = signum
 
     def _watch(self) -> None:
-        """End the process if the loop is stuck; runs in a thread, which the interpreter wakes through the pipe.
-
-        Python runs the handlers only after the main thread returns from a collective.
-        """
+        """End the process if the loop is stuck, where Python runs no handler; in a thread that the pipe wakes."""
         while signums := os.read(self._pipe[0], 16):
             if not set(signums) & set(SIGNALS):
                 continue
@@ -98,8 +94,6 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision of all ranks after a step."""
-
     signum: int  # number of a signal that asks a rank to stop, or 0
     is_time_to_save: bool  # whether the interval of checkpoints has passed on rank 0
 

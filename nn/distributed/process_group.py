@@ -52,9 +52,9 @@ class Ranks:
         """Gather tensors of one shape on rank 0; return None on other ranks."""
         if self.world_size == 1:
             return [tensor]
-        gathered = (
-            [torch.empty_like(tensor) for _ in range(self.world_size)] if self.is_rank0 else None
-        )
+        gathered = None
+        if self.is_rank0:
+            gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.gather(tensor.contiguous(), gathered, dst=0)
         return gathered
 
@@ -83,7 +83,6 @@ class Ranks:
         return tensor
 
     def broadcast_object(self, value: Any) -> Any:
-        """Broadcast a picklable value from rank 0."""
         if self.world_size == 1:
             return value
         objects = [value]
@@ -91,11 +90,7 @@ class Ranks:
         return objects[0]
 
     def run_on_rank0(self, function: Callable[[], Any]) -> Any:
-        """Run `function` on rank 0 and return its result on every rank.
-
-        Raises Rank0Error: on all ranks with rank 0's message, if `function` raised ValueError or an error of the system,
-        such as a full disk. Otherwise the other ranks would wait in the next collective until it times out.
-        """
+        """Run `function` on rank 0 and return its result on every rank; its ValueError or OSError is a Rank0Error on each."""
         outcome: tuple[Any, str | None] | None = None
         if self.is_rank0:
             try:
@@ -110,7 +105,6 @@ class Ranks:
         return value
 
     def barrier(self) -> None:
-        """Wait until all ranks arrive."""
         if self.world_size > 1:
             self.all_reduce_sum(torch.zeros(1, device=self.device)).item()
 
@@ -131,10 +125,7 @@ def launcher_restarts() -> int:
 
 
 def ranks_from_environment(device_type: str) -> Ranks:
-    """Read ranks and device from torchrun's environment; one rank without torchrun.
-
-    Raises ValueError: the variables are not those of a rank, or the node has fewer GPUs than ranks.
-    """
+    """Read ranks and device from torchrun's environment; ValueError for other variables, or fewer GPUs than ranks."""
     check_variables()
     rank = process_rank()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -174,38 +165,29 @@ def store_of_start(name: str) -> dist.Store:
 
 
 def is_first_reporter(key: str) -> bool:
-    """Return whether this rank is the first to call with `key`, so that an error of several ranks is reported once.
-
-    The count is in the launcher's store, which outlives the ranks. Without a launcher every rank is the first.
-    """
+    """Return whether this rank is the first to call with `key`, by the launcher's store; without a launcher every rank is."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     return dist.distributed_c10d._get_default_store().add(key, 1) == 1
 
 
 class HostChannel:
-    """Gloo group for collectives on host memory, independent of the GPU and of other threads' collectives.
-
-    Only one thread may use a channel at a time. All ranks must open their channels in the same order.
-    """
+    """Gloo group for collectives of one thread on host memory, opened by all ranks in one order."""
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
 
     def maximum(self, values: list[float]) -> list[float]:
-        """Return the elementwise maximum over ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor.tolist()
 
     def broadcast(self, value: Any) -> Any:
-        """Broadcast a picklable value from rank 0."""
         objects = [value]
         dist.broadcast_object_list(objects, src=0, group=self.group, device=torch.device("cpu"))
         return objects[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gather picklable values."""
         values = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -218,9 +200,9 @@ def process_group(ranks: Ranks) -> Iterator[None]:
     After an error the NCCL communicators are aborted: destroying them would wait for collectives that other ranks have
     started and this rank will never join. The launcher ends the other ranks.
 
-    Raises RankError: NCCL found too little room in /dev/shm.
+    Raises RankError: NCCL found too little room in /dev/shm, which containers limit to 64 MiB by default.
     """
-    with _shared_memory_named():
+    try:
         _open(ranks)
         try:
             yield
@@ -237,6 +219,14 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         # A graph that somebody still refers to, or a cycle that is not collected yet, would hold this rank here without end.
         close_graphs()
         dist.destroy_process_group()
+    except dist.DistBackendError as error:
+        line = next((line for line in str(error).splitlines() if SHARED_MEMORY in line), None)
+        if line is None:
+            raise
+        raise RankError(
+            f"NCCL has too little shared memory ({line}); give the container a larger {SHARED_MEMORY} (docker run --shm-size=1g, "
+            "or in Kubernetes an emptyDir of medium Memory mounted there), or share the host's (--ipc=host)"
+        ) from error
 
 
 def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -252,7 +242,6 @@ def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _open(ranks: Ranks) -> None:
-    """Open the default process group."""
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
         options: dict[str, Any] = {"backend": "nccl", "device_id": ranks.device}
@@ -271,27 +260,8 @@ def _open(ranks: Ranks) -> None:
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT, **options)
 
 
-@contextmanager
-def _shared_memory_named() -> Iterator[None]:
-    """Convert NCCL's error about its shared memory, which containers limit to 64 MiB by default."""
-    try:
-        yield
-    except dist.DistBackendError as error:
-        line = next((line for line in str(error).splitlines() if SHARED_MEMORY in line), None)
-        if line is None:
-            raise
-        raise RankError(
-            f"NCCL has too little shared memory ({line}); give the container a larger {SHARED_MEMORY} (docker run --shm-size=1g, "
-            "or in Kubernetes an emptyDir of medium Memory mounted there), or share the host's (--ipc=host)"
-        ) from error
-
-
 def open_channel(ranks: Ranks, name: str) -> dist.ProcessGroup | None:
-    """Open a communicator for collectives that must not wait for those of another stream; all ranks must call it.
-
-    NCCL runs the collectives of one communicator in order. On CPUs collectives do not overlap, so the default group is
-    used and the result is None.
-    """
+    """Open a communicator of GPUs for collectives beside those of another stream, on all ranks; None on CPUs."""
     if ranks.world_size == 1 or ranks.device.type != "cuda":
         return None
     if name not in _channels:

@@ -14,7 +14,6 @@ the directory.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,23 +24,12 @@ import numpy as np
 
 from configs.export_schema import ExportFormat
 from configs.schema import Component
-from dataloading.dataset.durable_files import (
-    clear_leftovers,
-    hold,
-    new_directory,
-    partial_sibling,
-    write_synced,
-)
+from dataloading.dataset.durable_files import new_output, require_absent, write_synced
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import is_weight, vocabulary_mismatch
 from nn.checkpoint.directory import write_facts
 from nn.checkpoint.saved import SavedModel
-from nn.checkpoint.tensor_index import (
-    BLOCK_BYTES,
-    DTYPES,
-    FORMAT,
-    INDEX_FILE,
-)
+from nn.checkpoint.tensor_index import BLOCK_BYTES, DTYPES, FORMAT, INDEX_FILE
 from nn.checkpoint.tf2 import CONFIG_FILE, FOLDER, tf2_config, tf2_file_name
 from nn.export.array_files import Array, ArraySource, WrittenArray, write_npy, write_safetensors
 
@@ -87,7 +75,7 @@ def export_tables(
     names of the files by table, `dense` those of the dense component. Raises ValueError: `output` exists or another process
     writes it, the checkpoint or a table does not exist, a file cannot be read, or a vocabulary is of another table.
     """
-    check_output(output)
+    require_absent(output)
     saved = SavedModel.open(checkpoint, "checkpoint")
     index = saved.index
     unknown = [name for name in selection.tables if name not in index.tables]
@@ -119,29 +107,16 @@ def write_export(
         )
     names = list(selection.tables or exported.tables)
     names = names if Component.tables in selection.parts else []
-    with hold(output, f"is writing {output}") as alone:
-        check_output(output)  # again: another process may have written it meanwhile
-        if alone:
-            clear_leftovers(output)
-        with new_directory(output, partial_sibling(output)) as unfinished:
-            record: dict[str, Any] = {
-                "checkpoint": exported.name,
-                "format": format.name,
-            }
-            if format is ExportFormat.tf2:
-                record["tables"] = _write_tf2(unfinished, exported)
-            else:
-                record |= _write(unfinished, exported, names, selection, format)
-            if fitted is not None:
-                _write_values(unfinished, exported, record["tables"], fitted)
-            (unfinished / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    record: dict[str, Any] = {"checkpoint": exported.name, "format": format.name}
+    with new_output(output) as unfinished:
+        if format is ExportFormat.tf2:
+            record["tables"] = _write_tf2(unfinished, exported)
+        else:
+            record |= _write(unfinished, exported, names, selection, format)
+        if fitted is not None:
+            _write_values(unfinished, exported, record["tables"], fitted)
+        (unfinished / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
     return record
-
-
-def check_output(output: Path) -> None:
-    """Raise ValueError if the output exists."""
-    if os.path.lexists(output):
-        raise ValueError(f"output={output} exists; name a new directory, or remove that one")
 
 
 def _write(
@@ -156,7 +131,14 @@ def _write(
     written: dict[str, WrittenArray] = {}
     for table in tables:
         arrays = _arrays(index, table, selection.optimizer)
-        of_table = _write_arrays(directory, file_stem(table), arrays, format)
+        stem = file_stem(table)
+        if format is ExportFormat.safetensors:
+            of_table = write_safetensors(directory / f"{stem}.safetensors", arrays)
+        else:
+            of_table = {
+                kind: write_npy(directory / f"{stem}.{file_stem(kind)}.npy", array)
+                for kind, array in arrays.items()
+            }
         record["tables"][table] = list(dict.fromkeys(array.file for array in of_table.values()))
         written |= {f"tables.{table}.{kind}": a for kind, a in of_table.items() if kind != ID}
     is_all = not selection.tables and set(selection.parts) == set(Component) and selection.optimizer
@@ -216,17 +198,6 @@ def _ids(rows: int) -> Iterator[np.ndarray]:
 def file_stem(table: str) -> str:
     """Return the table's name for use in file names: characters except letters, digits and `_-.~` become %XX."""
     return quote(table, safe="")
-
-
-def _write_arrays(
-    directory: Path, stem: str, arrays: dict[str, Array], format: ExportFormat
-) -> dict[str, WrittenArray]:
-    if format is ExportFormat.safetensors:
-        return write_safetensors(directory / f"{stem}.safetensors", arrays)
-    return {
-        kind: write_npy(directory / f"{stem}.{file_stem(kind)}.npy", array)
-        for kind, array in arrays.items()
-    }
 
 
 def _write_values(

@@ -28,7 +28,6 @@ def pr_auc(rows: MeasuredRows) -> float:
 
 
 def normalised_entropy(rows: MeasuredRows) -> float:
-    """Return the log loss divided by the entropy of the label."""
     rate = rows.totals["label_mean"]
     return loss_over_entropy(
         rows.totals["log_loss"], rate, rows.totals.get("others_mean", 1 - rate)
@@ -43,22 +42,17 @@ def calibration(rows: MeasuredRows) -> float:
 
 
 def rmse(rows: MeasuredRows) -> float:
-    """Return the root of the mean squared error."""
     weight = rows.totals["weight"]
     return math.sqrt(rows.totals["squares"] / weight) if weight > 0 else math.nan
 
 
 def mae(rows: MeasuredRows) -> float:
-    """Return the mean absolute error."""
     weight = rows.totals["weight"]
     return rows.totals["absolute"] / weight if weight > 0 else math.nan
 
 
 def loss_over_entropy(loss: float, rate: float, others: float) -> float:
-    """Compute the log loss divided by the entropy of the label (He et al. 2014, equation 1); nan if all labels are the same.
-
-    `rate` is the mean label, and `others` 1 - rate.
-    """
+    """Compute log loss / entropy of a label (He et al. 2014, equation 1) with mean `rate`, 1 - `others`; nan if either is 0."""
     if not (rate > 0 and others > 0):
         return math.nan
     return loss / -(rate * _log(rate, others) + others * _log(others, rate))

@@ -96,12 +96,11 @@ def to_json_value(value: Any) -> Any:
 class RunDirectory:
     """Writer of the run directory; every method is a no-op on ranks other than 0.
 
-    Every file is complete or absent: a start that is killed, or that fills the disk, leaves no part of a file.
-
-    `run_dir`: an existing directory; `nn.observability.run_lock` keeps other runs out of it. `logger`: prints a warning if
-    the curves cannot be drawn. `loggers`: get the records too; None for none. They are started here, and closed with the
-    directory. `kept`: what a run that resumes keeps of its records. None starts from nothing, and removes what is there.
-    Raises OSError: a file cannot be written.
+    Every file is complete or absent: a start that is killed, or that fills the disk, leaves no part of a file. `run_dir`: an
+    existing directory; `nn.observability.run_lock` keeps other runs out of it. `logger`: prints a warning if the curves cannot
+    be drawn. `loggers`: get the records too; None for none. They are started here, and closed with the directory. `kept`: what
+    a run that resumes keeps of its records. None starts from nothing, and removes what is there. Raises OSError: a file cannot
+    be written.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class RunDirectory:
                 LoggedRun(
                     directory=run_dir,
                     key=hashlib.sha256((run_dir.name + first_line).encode()).hexdigest()[:16],
-                    config=_options(config_yaml),
+                    config=parse_yaml(config_yaml, CONFIG),
                     config_yaml=config_yaml,
                     environment=environment,
                     first_step=0 if kept is None else kept.step + 1,
@@ -274,12 +273,6 @@ def write_plan(directory: Path, rows: Sequence[TablePlan], memory: Sequence[Rank
     if memory:
         content = [asdict(rank) | {"total": rank.total} for rank in memory]
         _write_json(directory / "memory.json", content)
-
-
-def _options(config_yaml: str) -> dict[str, Any]:
-    """Return the options in the text of a configuration, by section."""
-    options = parse_yaml(config_yaml, CONFIG)
-    return options if isinstance(options, dict) else {}
 
 
 def draw_missing_pictures(run_dir: Path, logger: Logger) -> None:

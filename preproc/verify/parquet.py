@@ -16,11 +16,7 @@ from preproc.verify.binary import NO_KEY, mistakes, wrong_ids
 def check_values(
     path: Path, spec: FeatureSpec, split: str
 ) -> tuple[int, dict[str, LabelSum], list[tuple[str, int]]]:
-    """Check all values of a file.
-
-    Returns rows, sums of the labels (none without labels), and per kind of mistake (description with the first place,
-    number of mistakes).
-    """
+    """Return rows, sums of the labels, and per kind of mistake its description and number."""
     counts: dict[str, int] = {}
     firsts: dict[str, str] = {}
     num_rows = 0

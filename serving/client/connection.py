@@ -30,10 +30,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str, token: str | None = None) -> "Address":
-        """Return the address of a URL.
-
-        Raises ValueError: it is none of http or https.
-        """
+        """Return the address of a URL. Raises ValueError: it is none of http or https."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -56,7 +53,6 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """Text of an error."""
         try:
             return str(decode_json(self.body)["error"])
         except (ValueError, LookupError, TypeError):
@@ -88,7 +84,6 @@ class Connection:
             raise ServerError(f"no answer from {where}: {reason}; is the server ready?") from None
 
     def head(self, path: str, body: bytes | None, header_length: int | None = None) -> bytes:
-        """Return request line and headers."""
         address = self._address
         lines = [
             f"{'GET' if body is None else 'POST'} {address.prefix}{path} HTTP/1.1",
@@ -124,17 +119,13 @@ class Connection:
         return Reply(status, headers, content)
 
     def close(self) -> None:
-        """Close the connection."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
 
 
 async def get_json(connection: Connection, path: str) -> Any:
-    """Return the JSON of a path.
-
-    Raises ServerError: the server refuses it, or answers something else.
-    """
+    """Return the JSON of a path. Raises ServerError: the server refuses it, or answers something else."""
     reply = await connection.call(path)
     if reply.status != 200:
         raise ServerError(f"{path}: the server answers {reply.status}, {reply.message}")

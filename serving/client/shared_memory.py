@@ -45,10 +45,7 @@ class SharedInputs:
         return {"name": name, "datatype": datatype, "shape": shape, "parameters": parameters}
 
     async def register(self, connection: Connection) -> None:
-        """Tell the server about the region.
-
-        Raises ServerError: it has no such extension, or runs on another machine.
-        """
+        """Tell the server about the region. Raises ServerError: it has no such extension, or runs on another machine."""
         document = {"key": f"/{self._name}", "offset": 0, "byte_size": self._size}
         path = f"{PATH}/{self._name}/register"
         reply = await connection.call(path, json.dumps(document).encode())
@@ -58,7 +55,6 @@ class SharedInputs:
             )
 
     async def close(self, connection: Connection) -> None:
-        """Withdraw the region and free it."""
         try:
             await connection.call(f"{PATH}/{self._name}/unregister", b"")
         finally:

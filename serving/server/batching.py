@@ -43,9 +43,8 @@ class Batcher:
     """Queue of one thread, which scores one batch at a time.
 
     A batch has the rows of one version, so a response is that of the version it names. The thread takes what waits as soon as
-    it is free, without a turn of the event loop: a batch is handed over twice, once from the loop and once back.
-
-    `measure`: called in the loop with the rows and the seconds of every batch.
+    it is free, without a turn of the event loop: a batch is handed over twice, once from the loop and once back. `measure`:
+    called in the loop with the rows and the seconds of every batch.
     """
 
     def __init__(self, limits: BatchLimits, measure: Callable[[int, float], None]) -> None:
@@ -58,7 +57,6 @@ class Batcher:
 
     @property
     def queued_rows(self) -> int:
-        """Rows that wait."""
         return self._rows_put - self._rows_taken
 
     def start(self) -> None:
@@ -93,8 +91,7 @@ class Batcher:
         """Return the scores of rows, float32 [B, O]; more rows than a batch has are split.
 
         B is `num_rows`. `read`: returns the rows. It is called in the thread that scores: checks of every id are a third of
-        the loop's time. Raises RequestError: the queue is full, or the rows have waited too long. Raises Exception: as
-        `read`.
+        the loop's time. Raises RequestError: the queue is full, or the rows have waited too long. Raises Exception: as `read`.
         """
         self.check(num_rows)
         size = self._limits.max_batch
@@ -102,7 +99,7 @@ class Batcher:
             return await self._put(version, num_rows, read)
         rows = read()
         parts = [rows.part(i, min(i + size, num_rows)) for i in range(0, num_rows, size)]
-        waiting = [self._put(version, len(part), partial(_same, part)) for part in parts]
+        waiting = [self._put(version, len(part), partial(Rows.joined, [part])) for part in parts]
         # Of all parts, even after an error: their rows are in memory until then.
         found = await asyncio.gather(*waiting, return_exceptions=True)
         for result in found:
@@ -200,10 +197,6 @@ class Batcher:
             if not part.answer.done():
                 part.answer.set_result(scores[first:last])
             first = last
-
-
-def _same(rows: Rows) -> Rows:
-    return rows
 
 
 def _fail(parts: list[_Waiting], error: Exception) -> None:

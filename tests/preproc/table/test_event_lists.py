@@ -82,7 +82,10 @@ def test_rows_see_their_last_events(tmp_path, is_text):
     )
     items, shops = ids_of(output, "item"), ids_of(output, "shops")
     assert stored_lists(output) == [
-        [(items.get(i, 0), shops.get(s, 0), p, t) for i, s, p, t in zip(*(row[k] for k in ("items", "shops", "prices", "times")), strict=True)][-4:]
+        [
+            (items.get(i, 0), shops.get(s, 0), p, t)
+            for i, s, p, t in zip(row["items"], row["shops"], row["prices"], row["times"], strict=True)
+        ][-4:]
         for row in rows
     ]  # fmt: skip
     spec = FeatureSpec.load(output)
@@ -137,7 +140,10 @@ def test_a_bad_row_is_named(tmp_path, change, message, is_text):
         ({"time": ""}, "'past': time, of an event, and order_by, the moment of a row, belong together; set both, or none"),
         ({"length": 0}, "'past': got length 0, want a whole number, 1 to 1,048,576"),
         ({"numbers": ["y"], "time": "", "order_by": ""}, "table: feature ['y'] is named twice"),
-        ({"numbers": [{"name": "n", "expression": "length(items)"}], "time": "", "order_by": ""}, "'past': numbers: 'n': got 'length(items)', which is bigint; want a list of numbers"),
+        (
+            {"numbers": [{"name": "n", "expression": "length(items)"}], "time": "", "order_by": ""},
+            "'past': numbers: 'n': got 'length(items)', which is bigint; want a list of numbers",
+        ),
         ({"by": "user"}, "table.sequence[0].by: no such key; want one of name, lists, length, numbers, time, order_by"),
     ],
 )  # fmt: skip

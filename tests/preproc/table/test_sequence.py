@@ -354,10 +354,11 @@ def test_hashed_and_sharing_features(tmp_path):
     assert tables["item"] == ["item", "again", "past_again"]
     assert tables["hashed"] == ["hashed", "past_hashed"]
     columns = {"hashed": "i1", "key": "<i8"}
-    of_item = {
-        name: dict(zip((r.item for r in rows), np.concatenate([np.fromfile(tmp_path / f"out/{s}/{name}.bin", dtype) for s in SPLITS]).tolist(), strict=True))
-        for name, dtype in columns.items()
-    }  # fmt: skip
+    of_item = {}
+    for name, dtype in columns.items():
+        ids = [np.fromfile(tmp_path / f"out/{s}/{name}.bin", dtype) for s in SPLITS]
+        items = [row.item for row in rows]
+        of_item[name] = dict(zip(items, np.concatenate(ids).tolist(), strict=True))
     of_item["again"] = ids_of(tmp_path / "out", "item")
     wanted = [
         [(*(of_item[name][item] for name in ("again", "hashed", "key")), *more) for item, _, *more in events]
@@ -417,7 +418,10 @@ def test_the_events_of_movielens_are_those_of_one_pass_in_the_order_of_time(tmp_
         ({"of": ["tags"]}, "of: got 'tags', which is a list; want"),
         ({"of": ["item", "item"]}, "table: feature ['past_item'] is named twice"),
         ({"numbers": ["stars"]}, "table.sequence: 'past': numbers: 'stars': got '\"stars\"': no column \"stars\""),
-        ({"numbers": [{"name": "r", "expression": "item"}]}, "row 1: table.sequence: 'past': numbers: 'r' is a, wanted a number that float32 holds"),
+        (
+            {"numbers": [{"name": "r", "expression": "item"}]},
+            "row 1: table.sequence: 'past': numbers: 'r' is a, wanted a number that float32 holds",
+        ),
         ({"numbers": [{"name": "r", "expression": "1e39"}]}, "numbers: 'r' is 1e+39, wanted a number that float32 holds"),
         ({"numbers": ["time"]}, "table: feature ['past_time'] is named twice"),
         ({"numbers": "rating"}, "table.sequence[0].numbers: got 'rating', want a list"),

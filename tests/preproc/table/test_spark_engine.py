@@ -13,6 +13,7 @@ import yaml
 
 from tests.helpers.preproc_command import Refused, data_files, preproc, write_lines
 from tests.preproc.criteo.test_pipeline import random_lines, reference
+from tests.preproc.table import test_event_lists as event_lists
 from tests.preproc.table import test_sequence as sequences
 from tests.preproc.table.test_extension import table_of, write_day
 from tests.preproc.table.test_history import described, random_rows, write_rows
@@ -214,6 +215,14 @@ def test_sequences_of_two_days(tmp_path, spark):
     assert (tmp_path / "fit1/events/viewed_item.bin").stat().st_size > 20
 
 
+@pytest.mark.parametrize("is_text", [True, False])
+def test_lists_of_events(tmp_path, spark, is_text):
+    path = event_lists.write(tmp_path, event_lists.random_rows(3), is_text=is_text)
+    table = event_lists.described(path, is_text=is_text)
+    files = both(tmp_path, "dataset=any", f"table={_hydra(table)}", "shuffle=true")
+    assert np.frombuffer(files["train/times.bin"], "<i8").all()
+
+
 def test_rows_of_a_file_in_many_blocks_keep_their_order(tmp_path, spark):
     for part in range(2):
         lines = ["y,n", *(f"{i % 2},{i:06}" for i in range(600 * part, 600 * part + 600))]
@@ -272,7 +281,6 @@ def test_nan_of_parquet_and_texts_that_are_missing(tmp_path, spark):
 
 def test_raw_criteo_logs(tmp_path, spark, monkeypatch):
     # Two of the 26 categories, since every category takes the same dozen queries.
-    # benchmarks/preproc_equality.py compares all of them, on real logs.
     monkeypatch.setattr("preproc.criteo.as_table.CATEGORICAL", ("cat_0", "cat_25"))
     lines = random_lines(200)
     source = write_lines(tmp_path / "raw.tsv", lines)
