@@ -198,6 +198,15 @@ class TableDtype(Enum):
     fp16 = "fp16"
 
 
+class EventPooling(Enum):
+    """Pooling of the events of a feature."""
+
+    sum = "sum"
+    mean = "mean"
+    last = "last"
+    attention = "attention"
+
+
 class DecayShape(Enum):
     """Curve of the learning rate's decay."""
 
@@ -469,6 +478,11 @@ class ModelConfig(Section):
         None,
         "bound of the tables' initial weights, which are uniform in +-embedding_init; null: 1/sqrt(rows) of each table",
         gt=0,
+    )
+    sequence_pooling: EventPooling = option(
+        EventPooling.sum,
+        "vector of a feature of a sequence group that the model does not read event by event: sum or mean of its events, the "
+        "last one, or their mean weighted by a learned attention",
     )
 
 
