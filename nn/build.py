@@ -53,10 +53,7 @@ TRAIN_SPLIT = "train"
 
 
 def open_source(config: Config) -> Source:
-    """Open the dataset directory, or synthetic clicks without one, with a validation split if one is held out.
-
-    Scores of new rows need no training rows, from which it would be held out. Raises ValueError: no rows can be held out.
-    """
+    """Open the dataset directory, or synthetic clicks; with a validation split held out, unless scores of new rows need none."""
     data = config.data
     source: Source
     if data.path is not None:
@@ -70,6 +67,9 @@ def open_source(config: Config) -> Source:
             hotness=data.synthetic.hotness,
             exponent=data.synthetic.exponent,
             seed=config.seed,
+            history=data.synthetic.history,
+            history_length=data.synthetic.history_length,
+            history_max_length=data.synthetic.history_max_length,
         )
     fraction = data.validation_fraction
     scores_others = config.mode is Mode.predict and config.predict.split != VALIDATION
@@ -77,10 +77,7 @@ def open_source(config: Config) -> Source:
 
 
 def device_type(config: Config) -> str:
-    """Return `cpu` or `cuda`.
-
-    Raises ValueError: device=cuda on a machine without a GPU, or a precision that the device lacks.
-    """
+    """Return `cpu` or `cuda`; ValueError for device=cuda without a GPU, or a precision that the device lacks."""
     has_gpu = torch.cuda.is_available()
     if config.device is Device.cuda and not has_gpu:
         raise ValueError(
@@ -94,10 +91,7 @@ def device_type(config: Config) -> str:
 
 
 def global_batch_size(config: Config) -> int:
-    """Return the rows of a step over all ranks: those of the launcher, or with mode=plan those to plan for.
-
-    Raises ValueError: `train.batch_size_per_rank` times the ranks is no number of rows.
-    """
+    """Return the rows of a step over all ranks: those of the launcher, or with mode=plan those to plan for."""
     per_rank = config.train.batch_size_per_rank
     if per_rank is None:
         return config.train.batch_size
@@ -115,10 +109,7 @@ def global_batch_size(config: Config) -> int:
 def hardware_of(
     config: Config, device_kind: str, world_size: int, local_world_size: int
 ) -> Hardware:
-    """Describe the hardware to plan for: this machine, unless the configuration overrides it.
-
-    Raises ValueError: a plan for GPUs on a machine without, and `sharding.hbm_gib` not set.
-    """
+    """Describe the hardware to plan for: this machine, unless the options override it; ValueError without GPU and hbm_gib."""
     sharding = config.sharding
     hbm_bytes = 0
     if device_kind == "cuda":
@@ -136,10 +127,7 @@ def hardware_of(
 
 
 def planned_hardware(config: Config) -> Hardware:
-    """Describe the hardware of `mode=plan`: ranks and GPUs need not exist (`sharding.world_size`, `sharding.hbm_gib`).
-
-    Raises ValueError: nodes of unequal size.
-    """
+    """Describe the hardware of `mode=plan`: ranks and GPUs need not exist; ValueError for nodes of unequal size."""
     started, started_local = launched_world()
     world_size = config.sharding.world_size or started
     local = config.sharding.local_world_size or (
@@ -158,11 +146,7 @@ def planned_hardware(config: Config) -> Hardware:
 def build_plan(
     config: Config, source: Source, hardware: Hardware
 ) -> tuple[TieredPlan, list[TablePlan]]:
-    """Plan the sharding of the tables.
-
-    Raises ValueError: the tables do not fit, an override is invalid, data.multi_hot is not for these features, or the batch
-    does not divide over the ranks.
-    """
+    """Plan the sharding of the tables; ValueError: they do not fit, an override is invalid, or the batch is indivisible."""
     if config.train.batch_size % hardware.world_size:
         raise ValueError(
             f"train.batch_size={config.train.batch_size} must be divisible by "
@@ -224,10 +208,7 @@ def checked_plan(
 
 
 def id_share(config: Config, source: Source, features: Sequence[str], cardinality: int) -> IdShare:
-    """Return how often the rows of a table occur: as synthetic clicks are drawn, as counted, or else all alike.
-
-    `features`: of the table; the first one decides.
-    """
+    """Return how often the rows of a table occur: as synthetic clicks are drawn, as its first feature was counted, or alike."""
     if config.data.path is None:
         return power_law_share(cardinality, config.data.synthetic.exponent)
     feature = next(known for known in source.spec.categorical if known.name == features[0])
@@ -237,10 +218,7 @@ def id_share(config: Config, source: Source, features: Sequence[str], cardinalit
 
 
 def live_samples(config: Config) -> int:
-    """Return the rows of all batches that may be at work at once.
-
-    One trains or is scored while the next one is prefetched; a training batch waits beside them while an evaluation runs.
-    """
+    """Return the rows of all batches at work: one beside a prefetched one, and another that waits for an evaluation."""
     train, scored = config.train.batch_size, config.eval.batch_size
     if config.mode is Mode.inference:
         scored = max(config.inference.batch_sizes)
@@ -248,10 +226,7 @@ def live_samples(config: Config) -> int:
 
 
 def build_multi_hot(config: Config, source: Source) -> MultiHot:
-    """Build the expansion of one-hot ids; without data.multi_hot it expands none.
-
-    Raises ValueError: data.multi_hot is not for these features.
-    """
+    """Build the expansion of one-hot ids, of none without data.multi_hot; ValueError if it is not for these features."""
     return MultiHot(source.spec, config.data.multi_hot, config.data.workers or READERS)
 
 
@@ -270,10 +245,7 @@ def build_key_maps(config: Config, spec: FeatureSpec, ranks: Ranks) -> "KeyMaps 
 
 
 def stored_key_maps(config: Config, spec: FeatureSpec, index: TensorIndex) -> "KeyMaps | None":
-    """Return maps with the keys of a checkpoint, for scores; None for a dataset without raw keys.
-
-    Raises ValueError: the checkpoint has no keys.
-    """
+    """Return maps with the keys of a checkpoint, for scores; None without raw keys, ValueError if the checkpoint has no keys."""
     if not spec.dynamic_tables:
         return None
     from dataloading.keys.key_maps import KeyMaps
@@ -325,11 +297,7 @@ def build_step(
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
-    """This rank's loaders; a context manager that ends their readers.
-
-    `train`: of the training split; None in modes that do not train.
-    `test`: of the split to evaluate on; None in modes that do not evaluate.
-    """
+    """This rank's loaders of the training split and of the one to evaluate, if the mode has them; ends their readers."""
 
     train: Loader | None
     test: Loader | None
@@ -359,10 +327,7 @@ class Loaders:
 def build_loaders(
     config: Config, source: Source, ranks: Ranks, key_maps: "KeyMaps | None" = None
 ) -> Loaders:
-    """Build the loaders that `config.mode` needs.
-
-    Raises ValueError: a split does not exist or cannot fill a batch, or a batch does not divide over the ranks.
-    """
+    """Build the loaders that `config.mode` needs; ValueError for a split that is missing or too small."""
     train = test = None
     if config.mode is Mode.train:
         train = build_train_loader(config, source, ranks, key_maps)

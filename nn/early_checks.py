@@ -23,12 +23,7 @@ LABELLED = (Mode.train, Mode.eval, Mode.importance)
 
 
 def check_inputs(config: Config) -> None:
-    """Check that the dataset, the checkpoint and the run directory of a run can be used.
-
-    Raises:
-        ValueError: an option names something that is missing, not installed or of another kind; raised on all ranks.
-        OSError: something cannot be read.
-    """
+    """Check that dataset, checkpoint and run directory of a run can be used; ValueError on all ranks, or OSError."""
     if config.data.path is not None:
         _check_dataset(config)
     if config.fitted is not None:
@@ -36,12 +31,24 @@ def check_inputs(config: Config) -> None:
     if config.mode is Mode.plan:
         if config.run_dir is not None:
             _check_run_dir(config)
-            _check_plan_dir(Path(config.run_dir))
+            if (Path(config.run_dir) / "metrics.jsonl").exists():
+                raise ValueError(
+                    f"run_dir={config.run_dir} holds a run, whose plan.json it has already; set another directory for the plan, "
+                    "or leave run_dir out"
+                )
         return
     check_loggers(config.log.loggers)
     further_metrics(config.eval.metrics)
-    if config.checkpoint.restore is not None and not _may_resume(config):
-        _check_checkpoint(local_path(config.checkpoint.restore))
+    # A run with checkpoints of its own ignores the option.
+    own = Path(config.run_dir or "") / "checkpoints"
+    may_resume = config.mode is Mode.train and config.run_dir and any(own.glob("step_*"))
+    if config.checkpoint.restore is not None and not may_resume:
+        path = local_path(config.checkpoint.restore)
+        if not (path / "run.json").exists() and find_tf2_tables(path) is None:
+            missing = f"there is no {'run.json in it' if path.is_dir() else 'such directory'}"
+            raise ValueError(
+                f"checkpoint.restore={path} is not a checkpoint ({missing}); name a step_N directory in a run's checkpoints/"
+            )
     if not is_single_node():
         return  # other nodes would wait for the node of rank 0, which writes
     if config.mode is Mode.predict:
@@ -82,31 +89,6 @@ def _evaluated_split(config: Config) -> str:
     """Return the split of the dataset that has the rows to evaluate on: those held out are training rows."""
     is_held_out = config.data.validation_fraction is not None
     return TRAIN if is_held_out and config.eval.split == VALIDATION else config.eval.split
-
-
-def _may_resume(config: Config) -> bool:
-    """Return whether a run has checkpoints of its own, and ignores `checkpoint.restore`."""
-    if config.mode is not Mode.train or config.run_dir is None:
-        return False
-    return any((Path(config.run_dir) / "checkpoints").glob("step_*"))
-
-
-def _check_checkpoint(path: Path) -> None:
-    if (path / "run.json").exists() or find_tf2_tables(path) is not None:
-        return
-    missing = f"there is no {'run.json in it' if path.is_dir() else 'such directory'}"
-    raise ValueError(
-        f"checkpoint.restore={path} is not a checkpoint ({missing}); name a step_N directory in a run's checkpoints/"
-    )
-
-
-def _check_plan_dir(run_dir: Path) -> None:
-    """Raise `ValueError` if a plan would replace that of a run."""
-    if (run_dir / "metrics.jsonl").exists():
-        raise ValueError(
-            f"run_dir={run_dir} holds a run, whose plan.json it has already; set another directory for the plan, or leave "
-            "run_dir out"
-        )
 
 
 def _check_run_dir(config: Config) -> None:

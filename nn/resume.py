@@ -67,11 +67,7 @@ MISSING = "nothing"
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The point at which a run begins.
-
-    `facts`: its run.json; empty without a checkpoint.
-    `is_continuation`: whether the checkpoint is one of this `run_dir`, whose records are kept.
-    """
+    """The point at which a run begins, its run.json if it is a checkpoint, and whether that is one of this `run_dir`."""
 
     path: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -90,11 +86,7 @@ class ResumePoint:
 
 
 def named_resume_point(config: Config, source: Source) -> ResumePoint:
-    """Check the checkpoint that `checkpoint.restore` names, before any process group exists.
-
-    A run that has checkpoints of its own ignores it. Raises ValueError: mode=eval without a checkpoint; or a path that is no
-    checkpoint, or one of another dataset.
-    """
+    """Check the checkpoint that `checkpoint.restore` names, which a run with its own ignores, before any process group exists."""
     if _has_own_checkpoint(config):
         return ResumePoint()
     return _named_start(config, source)
@@ -103,10 +95,7 @@ def named_resume_point(config: Config, source: Source) -> ResumePoint:
 def own_resume_point(
     config: Config, source: Source, ranks: Ranks, logger: Logger
 ) -> ResumePoint | None:
-    """Find the checkpoint of its own run directory that a run resumes from; all ranks must call it.
-
-    Raises ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
-    """
+    """Find the checkpoint of its own that a run resumes from; all ranks must call it, and raise ValueError if it is another's."""
     start = ResumePoint()
     if ranks.run_on_rank0(lambda: _has_own_checkpoint(config)):
         start = _latest_intact(config, model_spec(config, source), ranks, HostChannel(), logger)
@@ -124,10 +113,7 @@ def own_resume_point(
 def finished_run(
     config: Config, loader: Loader | None, ranks: Ranks, start: ResumePoint
 ) -> str | None:
-    """Return the message that the run directory holds the complete result already, or None; all ranks must call it.
-
-    Raises ValueError: on all ranks, if the run starts from nothing there, and the directory holds records of another run.
-    """
+    """Return the message that the directory has the complete result, or None, on all ranks; ValueError for another run's."""
     if config.run_dir is None:
         return None
     if start.is_continuation:
@@ -163,10 +149,7 @@ def finished_run(
 
 
 def load(config: Config, start: ResumePoint, step: Trained, logger: Logger) -> None:
-    """Load the checkpoint that a run starts from; one of its own is always loaded completely.
-
-    Raises SharedError: the checkpoint is of another model or optimizer, or cannot be read.
-    """
+    """Load the checkpoint that a run starts from, one of its own completely; SharedError if it does not fit."""
     if start.path is None:
         return
     parts = config.checkpoint
@@ -189,10 +172,7 @@ def load(config: Config, start: ResumePoint, step: Trained, logger: Logger) -> N
 def kept_records(
     config: Config, run_dir: Path, start: ResumePoint, logger: Logger
 ) -> KeptRecords | None:
-    """Return the records that a run keeps: None for one that starts from nothing; only rank 0 may call it.
-
-    Raises ValueError: a line of metrics.jsonl that should be kept is no record. Raises OSError: metrics.jsonl cannot be read.
-    """
+    """Return the records that a run keeps, None for one that starts from nothing; only rank 0 may call it."""
     if not start.is_continuation:
         return None
     stored = start.facts["trainer"].get("last_record")
@@ -224,10 +204,7 @@ def can_restart(run_dir: Path, config: Config) -> bool:
 
 
 def _is_repeated(config: Config, run_dir: Path) -> bool:
-    """Tell whether a run that starts from nothing has its complete result already, as an evaluation may.
-
-    Raises ValueError: the directory holds records of another run.
-    """
+    """Tell whether a run without a start has its complete result, as an evaluation may; ValueError for another run's records."""
     path = run_dir / METRICS
     is_finished = path.exists() and _mapping(read_json, run_dir / SUMMARY) is not None
     # A start that was killed, or had no room, before its first record left nothing to lose.
@@ -281,10 +258,7 @@ def _has_own_checkpoint(config: Config) -> bool:
 
 
 def _named_start(config: Config, source: Source) -> ResumePoint:
-    """Return the start of a run at a checkpoint that it names: at its place in the data that it was trained on.
-
-    Other data begin with their first row, and are trained completely.
-    """
+    """Return the start at a checkpoint that a run names, at its place in its data; other data begin with their first row."""
     parts, stage = config.checkpoint, first_stage(source)
     is_training = config.mode is Mode.train
     if parts.restore is None:
@@ -320,10 +294,7 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
 def _latest_intact(
     config: Config, spec: FeatureSpec, ranks: Ranks, channel: HostChannel, logger: Logger
 ) -> ResumePoint:
-    """Find the latest intact checkpoint of `config.run_dir`; all ranks must call it, and share the reading of its bytes.
-
-    Raises ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
-    """
+    """Find the latest intact checkpoint of `config.run_dir`; all ranks must call it, and share the reading of its bytes."""
     while True:
         latest = ranks.run_on_rank0(lambda: _latest(config, logger))
         if latest is None:
@@ -388,11 +359,7 @@ def _check_same_run(
     facts: dict[str, Any],
     logger: Logger,
 ) -> Stage:
-    """Refuse to resume with other data or settings; return the stage to train.
-
-    Files of the dataset may have other times, as restored files and copies have: their sizes, samples and the checksums of
-    the spec are compared, and every byte of the smallest ones.
-    """
+    """Refuse to resume with other data, whatever the times of its files, or other settings; return the stage to train."""
     now = facts_of(config, spec, ranks)
     stage = stage_to_train(config, spec, facts, now)
     if config.checkpoint.allow_changes:
@@ -440,10 +407,7 @@ def _check_same_run(
 def _differences(
     before: dict[str, Any], config: Config, changes: tuple[str, ...] = ()
 ) -> list[str]:
-    """Describe the settings of an earlier start that differ from those of this one and change what is learnt.
-
-    `changes`: settings that may differ, beside those of `FREE`.
-    """
+    """Describe what differs from an earlier start and changes what is learnt, but for `FREE` and `changes`."""
     old, new = _complete(before, config), dict(flat_options(plain_values(config)))
     # Runs of earlier versions recorded the options of all models of the project.
     name = old.get("model.name")

@@ -88,10 +88,7 @@ SYNTHETIC = "built-in synthetic clicks"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The objects of a run that every mode works with.
-
-    `teacher_auc`: the best AUC that any model can reach, if known.
-    """
+    """The objects of a run that every mode works with."""
 
     config: Config
     source: Source
@@ -131,10 +128,7 @@ class Session:
         self.conclude(summary)
 
     def conclude(self, summary: dict[str, Any], problem: str | None = None) -> None:
-        """Print the summary.
-
-        Raises SharedError: `problem`, why a file of the run could not be written; DivergedError: the metrics are undefined.
-        """
+        """Print the summary; SharedError for a `problem` with a file, DivergedError if the metrics are undefined."""
         print_summary(self.console, summary, self.metrics, self.recorder.run_dir)
         if problem is not None:
             raise SharedError(problem)
@@ -223,10 +217,7 @@ def open_session(
 
 @contextmanager
 def _errors_of_own_model(name: str) -> Iterator[None]:
-    """Report an error in the code of a model outside the project, `package.module:Class`, in one line.
-
-    Raises RankError: that code, or what it called, has raised an error.
-    """
+    """Report an error in the code of a model outside the project, `package.module:Class`, as a RankError of one line."""
     try:
         yield
     except ENDS_OF_RUNS:

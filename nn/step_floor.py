@@ -122,7 +122,10 @@ def floor_of(
     expands = config.data.multi_hot.hotness is not None
     batch = config.train.batch_size / world_size
     tables = declared_tables(config.model, spec)
-    ids, cardinality = ids_per_sample(tables, spec), table_cardinality(tables, spec)
+    ids = ids_per_sample(tables, spec)
+    # Different ids of a table: the most that one of its features has.
+    of_feature = {feature.name: feature.cardinality for feature in spec.categorical}
+    cardinality = {table.name: max(of_feature[f] for f in table.feature_names) for table in tables}
     shares = {
         table.name: share_of(table.feature_names, cardinality[table.name]) for table in tables
     }
@@ -134,6 +137,9 @@ def floor_of(
             for name in ids
         }
 
+    is_plain = config.train.amp is Amp.off and not config.train.tf32
+    flops_per_s = TF32_FLOPS_PER_S if config.train.amp is Amp.off else BF16_FLOPS_PER_S
+    flops_per_s = FP32_FLOPS_PER_S if is_plain else flops_per_s
     unique = {name: rows / world_size for name, rows in distinct(config.train.batch_size).items()}
     own = unique if world_size == 1 else distinct(batch)
     sent = sent_elements(tables, spec, batch, world_size, own, replicated)
@@ -144,9 +150,9 @@ def floor_of(
         flops=count_flops(config, spec, batch),
         hbm=count_hbm(config, spec, batch, unique, sent, handed_out, expands=expands),
         all_to_all=count_all_to_all(config, spec, batch, sent, own, world_size, expands=expands),
-        flops_per_s=_flops_per_s(config),
+        flops_per_s=flops_per_s,
         global_batch_size=config.train.batch_size,
-        sustained_share=1 if _is_plain_fp32(config) else SUSTAINED_SHARE,
+        sustained_share=1 if is_plain else SUSTAINED_SHARE,
         hbm_bytes_per_s=HBM_BYTES_PER_S[card],
     )
 
@@ -162,8 +168,6 @@ def sent_elements(
     """Return the elements of each table that a rank must be sent: the vectors of its samples, or their distinct rows.
 
     Rows are sent if they are fewer, or if the dense component takes them.
-
-    `world_size`: ranks; a share of (W - 1) / W is on others.
     """
     remote_share = (world_size - 1) / world_size
     if not remote_share:
@@ -304,12 +308,6 @@ def count_all_to_all(
     }
 
 
-def table_cardinality(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, int]:
-    """Return the number of different ids that the features of every table have; the largest if they share it."""
-    cardinality = {feature.name: feature.cardinality for feature in spec.categorical}
-    return {table.name: max(cardinality[name] for name in table.feature_names) for table in tables}
-
-
 def power_law_shares(exponent: float) -> ShareOf:
     """Return how often ids occur that `dataloading.randomness.power_law` draws for tables."""
     return lambda _, cardinality: power_law_share(cardinality, exponent)
@@ -335,13 +333,3 @@ def unique_rows(
 
 def _embedding_bytes(config: Config) -> int:
     return 2 if config.train.amp is Amp.bf16 else 4  # the all-to-all of fp16 is in fp32
-
-
-def _flops_per_s(config: Config) -> float:
-    if config.train.amp is not Amp.off:
-        return BF16_FLOPS_PER_S
-    return FP32_FLOPS_PER_S if _is_plain_fp32(config) else TF32_FLOPS_PER_S
-
-
-def _is_plain_fp32(config: Config) -> bool:
-    return config.train.amp is Amp.off and not config.train.tf32

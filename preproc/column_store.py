@@ -57,10 +57,7 @@ class StoredColumn:
 
 
 class ColumnAppender:
-    """Appends rows to the files of several columns, and keeps their sizes and checksums.
-
-    A thread syncs them all the time, so that `sync` waits for the latest rows only.
-    """
+    """Appends rows to the files of columns and keeps their checksums; a thread syncs, so that `sync` waits for few."""
 
     def __init__(self, columns: list[StoredColumn], parts: list[tuple[int, int]]) -> None:
         """Open the columns, each truncated to the bytes of its part: bytes and CRC-32."""

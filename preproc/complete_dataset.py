@@ -87,10 +87,7 @@ def draw_report(
     config: PreprocConfig,
     table: TableConfig,
 ) -> None:
-    """Draw report.png, with `plot`, and add the distributions of the written numericals to their summaries.
-
-    `splits`: rows and labels per split; ids that are 0 may be missing.
-    """
+    """Draw report.png, with `plot`, and add the distributions of the written numericals to their summaries."""
     distributions = read_distributions(
         numerical_bin,
         list(table.numerical_names),

@@ -142,10 +142,7 @@ def with_place(files: Any, source: Any) -> Any:
 
 
 def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
-    """Return the description of rows in `sources` as the dataset in `directory` had been described when it was fitted.
-
-    Raises ValueError: there is no fit, or one of an earlier version, or its sources are not replaced by these.
-    """
+    """Return the description of the fitted rows with these `sources`; ValueError without a fit that names its source."""
     path, table = directory / FITTED, fitted_description(directory)
     replaced = {
         name: replace(source, files=_in_place(source.files, sources, f"{path}: {name}"))
@@ -157,10 +154,7 @@ def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
 
 
 def fitted_description(directory: Path) -> TableConfig:
-    """Return the description of rows of the dataset in `directory` as it was fitted, before `${source}` is replaced.
-
-    Raises ValueError: there is no fit, or one of an earlier version.
-    """
+    """Return the description of rows as it was fitted, before `${source}` is replaced; ValueError if there is none."""
     path = directory / FITTED
     if not path.exists():
         raise ValueError(_no_fit(directory))
@@ -196,10 +190,7 @@ def _in_place(files: Any, sources: Sequence[str], where: str) -> Any:
 def load_fitted(
     directory: Path | None, table: TableConfig, warn: Callable[[str], None]
 ) -> FittedState:
-    """Return the fitted state of an earlier run, compared with the spec of its dataset.
-
-    Raises ValueError: `fitted` holds no fitted state, one of other features, or one that is not as it was written.
-    """
+    """Return the fitted state of an earlier run, compared with its spec; ValueError unless it is of these features and intact."""
     if directory is None or not all((directory / n).exists() for n in (FITTED, SPEC_NAME)):
         raise ValueError(_no_fit(directory))
     path = directory / FITTED
@@ -262,10 +253,7 @@ def load_fitted(
 
 
 def with_missing_of(fitted: FittedState, table: TableConfig) -> TableConfig:
-    """Return the description of new rows with the missing texts of the fit too, and its empty items.
-
-    What was no value there is none here.
-    """
+    """Return the description of new rows with the missing texts and empty items of the fit: no value there is none here."""
     more = [value for value in fitted.missing if value not in table.missing]
     return replace(table, missing=[*table.missing, *more], empty_items=fitted.empty_items)
 
@@ -335,10 +323,7 @@ def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfi
 
 
 def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
-    """Return a fitted state with the features that it says it is of, for who has no description of their own.
-
-    Of the description only features and missing texts are known. Raises ValueError: as of `load_fitted`.
-    """
+    """Return a fitted state with the features and missing texts that it names itself; ValueError as `load_fitted`."""
     path = Path(fitted) / FITTED
     saved = _mapping(read_json(path), str(path)) if path.exists() else {}
     features = _mapping(saved.get("features", {}), f"{path}: features")

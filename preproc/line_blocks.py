@@ -19,15 +19,12 @@ GZIP_ERRORS = (gzip.BadGzipFile, cast("type[Exception]", isal_zlib.error))
 
 
 def blocks(file: RawFile, offset: int, size: int = 1 << 19) -> Iterator[bytes]:
-    """Yield the text of `file` from byte `offset` of the plain text, in complete lines.
-
-    The last line gets a line end if it has none. Raises ValueError: a compressed file is truncated or damaged, or a
-    line has no end.
-    """
+    """Yield the text of `file` from byte `offset` of the plain text, in complete lines; ValueError if it is damaged."""
     try:
         with _open(file) as stream:
             if file.compression == "zstd":
-                _read_away(stream, offset)
+                while offset and (data := stream.read(min(offset, 1 << 20))):
+                    offset -= len(data)
             else:
                 stream.seek(offset)
             rest = b""
@@ -64,12 +61,6 @@ def _open(file: RawFile) -> BinaryIO:
 
         return pa.CompressedInputStream(str(file.path), "zstd")
     return file.path.open("rb", buffering=0)
-
-
-def _read_away(stream: BinaryIO, offset: int) -> None:
-    """Skip the first `offset` bytes of a stream that cannot seek."""
-    while offset and (data := stream.read(min(offset, 1 << 20))):
-        offset -= len(data)
 
 
 def mistake_in(line: bytes) -> str | None:

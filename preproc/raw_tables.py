@@ -37,11 +37,7 @@ ROWS = "rows"
 
 
 class RawTables:
-    """The fit of a dataset, applied to tables.
-
-    `fitted`: a dataset with its fit; the files of its rows need not exist. Raises ValueError: there is no fit, or its
-    features have histories.
-    """
+    """The fit of a dataset, whose rows need not exist, applied to tables; ValueError without one, or with histories."""
 
     def __init__(self, fitted: Path) -> None:
         table = fitted_description(fitted)

@@ -143,10 +143,7 @@ class TransformedRows:
         self._directory.cleanup()
 
     def __iter__(self) -> Iterator[RowBatch]:
-        """Yield all rows, once.
-
-        Raises ValueError: a row that cannot be read or stored, with its place; or there are none.
-        """
+        """Yield all rows, once; ValueError names a row that cannot be read or stored, or says that there are none."""
         query = self._staging.query
         if self._table.query:
             query = f"SELECT * FROM ({query}) ORDER BY {nulls_first(self._staging.order_by)}"

@@ -22,11 +22,7 @@ COLUMNS = (LABEL, *NUMERICAL, *CATEGORICAL)
 
 
 def numerical(column: str) -> str:
-    """Return the expression of a transformed numerical column.
-
-    The logarithm is taken in double precision and rounded to single, as Spark does before the
-    values are stored.
-    """
+    """Return the expression of a transformed numerical column; its logarithm is of double precision, as Spark's."""
     return (
         f"CAST(CASE WHEN {column} > -3 THEN ln(CAST({column} AS DOUBLE) + 3) ELSE 0 END AS FLOAT)"
     )

@@ -167,10 +167,7 @@ def work_directory(
 
 
 def finish_killed_run(config: PreprocConfig, output: Path) -> bool:
-    """Remove the work directory that a run left which was killed after it had completed `output`.
-
-    Returns whether there was such a run of the same command, so that nothing is left to do.
-    """
+    """Remove the work directory of a run killed after it had completed `output`; return whether it was of this command."""
     directory = work_directory_of(config, output)
     if not directory.is_dir():
         return False
@@ -302,10 +299,7 @@ def _delete(path: Path) -> None:
 
 
 def memory_bytes(config: PreprocConfig) -> int:
-    """Return `memory_limit` in bytes; without one, 80 % of the machine's memory.
-
-    Raises ValueError: the option is no size.
-    """
+    """Return `memory_limit` in bytes, or 80 % of the machine's memory; ValueError if it is no size."""
     if config.memory_limit is None:
         return int(DEFAULT_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B", config.memory_limit.upper())
@@ -323,10 +317,7 @@ def is_small(config: PreprocConfig) -> bool:
 
 
 def connected(settings: Settings, path: str = ":memory:") -> duckdb.DuckDBPyConnection:
-    """Return a connection whose queries, and those of its cursors, compute in UTC.
-
-    DuckDB takes the zone of the machine: the hour of a TIMESTAMP WITH TIME ZONE would depend on the variable TZ.
-    """
+    """Return a connection that computes in UTC, not in the zone of the machine, on which the hour of a timestamp would depend."""
     connection = duckdb.connect(path, config=settings)
     # Not one of the settings: `connect` reads these before the extension is there that knows time zones.
     connection.execute("SET GLOBAL TimeZone = 'UTC'")

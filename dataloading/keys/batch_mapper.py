@@ -25,19 +25,12 @@ SHARED_KEYS = 2048
 
 @dataclass(frozen=True, slots=True)
 class BatchChange:
-    """Changes that one batch makes to maps."""
-
     seen: np.ndarray  # memory of the slots that the parts of columns have seen, int32 [keys, 3]
     tables: np.ndarray  # of the parts, int64 [P]
     spans: np.ndarray  # half-open parts of `seen` that are used, int64 [P, 2]
     changed: dict[int, MapChange] = field(default_factory=dict)  # keys that tables got, by table
     # keys that find no row in a table that is full, by table, int64 [n]
     left_out: dict[int, np.ndarray] = field(default_factory=dict)
-
-    @classmethod
-    def none(cls) -> "BatchChange":
-        """Return that of a batch that is not mapped."""
-        return cls(np.zeros((0, 3), np.int32), np.zeros(0, np.int64), np.zeros((0, 2), np.int64))
 
     def of(self, table: int) -> MapChange:
         spans = self.spans[self.tables == table].tolist()
@@ -46,8 +39,6 @@ class BatchChange:
 
 
 class BatchMapper:
-    """Maps keys of batches to rows."""
-
     def __init__(self, maps: Sequence[KeyMap], policy: DynamicConfig, workers: int) -> None:
         self._maps = maps
         self._policy = policy
@@ -62,12 +53,7 @@ class BatchMapper:
         self._free: list[np.ndarray] = []
 
     def map(self, keys: DescribedKeys, batch: int) -> BatchChange:
-        """Write the rows of the keys of a batch, and return what changed.
-
-        All keys of a batch are counted first; then those with `admit_after` sightings get rows, in the order in which
-        the batch has them. A key has the same row in the complete batch. `batch`: its number, from 1; larger than that
-        of the batch before.
-        """
+        """Write the rows of the keys of a batch, whose numbers ascend from 1, and return what changed; see `KeyMap`."""
         seen = self._memory(keys.count)
         parts = self._see(keys, batch, seen)
         of_parts = keys.columns[parts[:, Part.COLUMN]]
@@ -130,7 +116,15 @@ class BatchMapper:
             for key_table in of_job:
                 key_table.prepare(num_keys)
         before = [[(table.used, table.leaving) for table in of_job] for of_job in tables]
-        new = self._do((jobs, keys.columns, parts), batch)
+        count = int(jobs[:, Job.KEYS].sum())
+        new = NewKeys.empty(count)
+        memory = (self._missing, np.empty(count, np.int64), *new.arrays())
+        inputs = (jobs, keys.columns, parts, self._fields, (batch, self._policy.admit_after))
+        if count < SHARED_KEYS:
+            do_jobs((0, 1), *inputs, memory, DRAWN)
+        else:
+            with numba_threads(self._workers):
+                share_jobs(self._workers, *inputs, memory, DRAWN)
         for own, job, was in zip(maps, jobs.tolist(), before, strict=True):
             table, first = job[Job.TABLE], job[Job.OFFSET]
             rows = change_of(new.rows, first, job[Job.ROWS_CHANGED], *was[Kind.ROWS])
@@ -147,16 +141,3 @@ class BatchMapper:
                 # The batch may have keys again that found a row.
                 left = new.keys[first + job[Job.DONE] : first + job[Job.DUE]]
                 change.left_out[table] = left[own.rows.look_up(left) == 0]
-
-    def _do(self, described_jobs: tuple[np.ndarray, ...], batch: int) -> NewKeys:
-        """Do jobs, which come with the columns and their parts; return what they have written."""
-        count = int(described_jobs[0][:, Job.KEYS].sum())
-        new = NewKeys.empty(count)
-        rules = batch, self._policy.admit_after
-        memory = (self._missing, np.empty(count, np.int64), *new.arrays())
-        if count < SHARED_KEYS:
-            do_jobs((0, 1), *described_jobs, self._fields, rules, memory, DRAWN)
-        else:
-            with numba_threads(self._workers):
-                share_jobs(self._workers, *described_jobs, self._fields, rules, memory, DRAWN)
-        return new

@@ -31,40 +31,26 @@ def described(columns: Columns) -> DescribedKeys:
     held: list[np.ndarray] = []
     numbers: list[list[int]] = []
     counts: list[int] = []
-    # Features of one hotness have the same runs.
-    runs_of: dict[int, _Runs] = {}
+    # Features of one hotness have the same runs, int64 [K, 2]: with the number of their keys, first position, and last end.
+    runs_of: dict[int, tuple[np.ndarray, int, int, int]] = {}
     for table, features in columns.items():
         for feature in features:
             key = id(feature.keys.runs)
             if key not in runs_of:
-                runs_of[key] = _Runs.of(feature.keys.runs)
-                held += [feature.keys.runs, runs_of[key].array]
-            runs = runs_of[key]
+                runs = np.ascontiguousarray(feature.keys.runs, np.int64)
+                count = int((runs[:, 1] - runs[:, 0]).sum())
+                runs_of[key] = runs, count, int(runs.min(initial=0)), int(runs.max(initial=0))
+                held += [feature.keys.runs, runs]
+            runs, count, least, most = runs_of[key]
             keys = np.ascontiguousarray(feature.keys.column, np.int64)
-            assert runs.least >= 0, "runs lie in the column"
-            assert runs.most <= len(keys), "runs lie in the column"
+            assert least >= 0, "runs lie in the column"
+            assert most <= len(keys), "runs lie in the column"
             held += [keys, feature.rows]
-            start = [table, address_of(keys), len(keys), address_of(runs.array), len(runs.array)]
+            start = [table, address_of(keys), len(keys), address_of(runs), len(runs)]
             numbers.append([*start, *_rows(feature.rows), feature.first, sum(counts)])
-            counts.append(runs.count)
+            counts.append(count)
     array = np.array(numbers, np.int64).reshape(-1, len(Column))
     return DescribedKeys(columns, array, counts, held)
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Runs of keys in a column, of one or several features."""
-
-    array: np.ndarray  # int64 [K, 2]
-    count: int  # keys
-    least: int  # first position
-    most: int  # end of the last one
-
-    @classmethod
-    def of(cls, runs: np.ndarray) -> "_Runs":
-        array = np.ascontiguousarray(runs, np.int64)
-        count = int((array[:, 1] - array[:, 0]).sum())
-        return cls(array, count, int(array.min(initial=0)), int(array.max(initial=0)))
 
 
 def _rows(rows: np.ndarray) -> list[int]:

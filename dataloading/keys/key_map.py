@@ -28,8 +28,6 @@ Seen = Sequence[np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class MapChange:
-    """Changes that one batch makes to a map."""
-
     seen: Seen  # keys with rows
     rows: TableChange | None = None  # keys that got rows; None if none did
     candidates_seen: Seen = ()  # keys that are counted until they are admitted
@@ -54,10 +52,7 @@ class KeyMap:
         self.candidates = KeyTable(size, Evict.age, counts_sightings=True)
 
     def before(self, keys: np.ndarray, rows: np.ndarray, pending: Iterable[MapChange]) -> None:
-        """Replace the present rows of keys, integers [K], by those before the latest changes.
-
-        `keys`: int64 [K]. `rows`: of the keys; they are changed.
-        """
+        """Replace the present rows of int64 keys [K] by those before the latest changes, in place."""
         changed = [
             part
             for change in pending

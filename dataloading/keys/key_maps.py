@@ -17,7 +17,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.batch_mapper import BatchChange, BatchMapper
 from dataloading.keys.described_keys import DescribedKeys, described
-from dataloading.keys.key_map import KeyMap, MapChange
+from dataloading.keys.key_map import KeyMap
 from dataloading.keys.new_rows import KEYS, NewRows, TableFullError
 
 KeysOf = Callable[[int], BatchKeys]
@@ -53,10 +53,6 @@ class KeyMaps:
         return [*self._features]
 
     def describe(self, keys_of: KeysOf) -> DescribedKeys:
-        """Describe the keys of a batch, beside `map` and `look_up` in another thread.
-
-        Raises ValueError: the keys are invalid.
-        """
         return described(
             {
                 table: [*map(keys_of, features)]
@@ -80,12 +76,17 @@ class KeyMaps:
         with self._lock:
             self._check_whole()
             self._batch += 1
-            change = BatchChange.none()
+            no_tables, no_spans = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
+            change = BatchChange(np.zeros((0, 3), np.int32), no_tables, no_spans)
             if self._failed is not None:
                 error = RuntimeError("an earlier batch of keys has failed")
                 error.__cause__ = self._failed
             elif keys is not None:
-                change = self._map(keys)
+                try:
+                    change = self._mapper.map(keys, self._batch)
+                except BaseException as failed:
+                    self._broken = failed
+                    raise
                 for table, left_out in change.left_out.items():
                     error = TableFullError(self._maps[table].is_full(left_out, self._batch))
                     break
@@ -93,13 +94,6 @@ class KeyMaps:
             self._failed = self._failed or error
         if error is not None:
             raise error
-
-    def _map(self, keys: DescribedKeys) -> BatchChange:
-        try:
-            return self._mapper.map(keys, self._batch)
-        except BaseException as error:
-            self._broken = error
-            raise
 
     def look_up(self, take: Callable[[], DescribedKeys]) -> None:
         """Write the rows of keys in the state of the step; nothing is counted or admitted."""
@@ -115,11 +109,6 @@ class KeyMaps:
                 for column in own if changes else ():
                     values = column.keys.values()[column.first :][: len(column.rows)]
                     self._maps[table].before(values, column.rows, changes)
-
-    def _changes(self, table: int) -> list[MapChange]:
-        """Return the changes of a table in the pending batches."""
-        self._check_whole()
-        return [change.of(table) for change in self._pending]
 
     def _check_whole(self) -> None:
         """Raise RuntimeError if mapping a batch has ended midway."""
@@ -143,11 +132,7 @@ class KeyMaps:
         return found
 
     def take_counts(self, steps: int) -> dict[str, float]:
-        """Return what the map did per step since the last call, for a record.
-
-        Returns `keys_new` and `keys_evicted`, keys that got a row and that lost theirs; `key_rows_used`, the share of
-        rows that have a key.
-        """
+        """Return keys that got a row and that lost theirs, per step since the last call, and the share of rows in use."""
         rows = sum(own.capacity - 1 for own in self._maps)
         taken = {name: count / steps for name, count in self.counts.items()}
         self.counts.update(dict.fromkeys(self.counts, 0))
@@ -161,12 +146,14 @@ class KeyMaps:
     def state(self) -> dict[str, np.ndarray]:
         """Return a copy of the state of the step, in arrays of constant shapes by `<table>.<name>`."""
         with self._lock:
+            self._check_whole()
             batch = self._batch - len(self._pending)
-            return {
-                f"{own.name}.{name}": values
-                for table, own in enumerate(self._maps)
-                for name, values in own.state(batch, self._changes(table)).items()
-            }
+            state = {}
+            for table, own in enumerate(self._maps):
+                changes = [change.of(table) for change in self._pending]
+                for name, values in own.state(batch, changes).items():
+                    state[f"{own.name}.{name}"] = values
+            return state
 
     def keys_of_rows(self) -> dict[str, np.ndarray]:
         """Return the keys of the rows of each table, int64 [rows]; 0 of rows without a key."""

@@ -48,8 +48,6 @@ class TableChange:
 
 @dataclass(slots=True)
 class TableState:
-    """Content of a table after a batch."""
-
     keys: np.ndarray  # of each slot, int64 [C]; 0 of free slots and of slot 0
     # sightings, 0 if they do not matter, and batch that saw the key last, int32 [C, 2]
     facts: np.ndarray
@@ -71,10 +69,7 @@ class TableState:
         return None
 
     def take_back(self, seen: Sequence[np.ndarray], change: TableChange | None) -> None:
-        """Take the latest batch back.
-
-        `seen`: slots whose key the batch has seen, and their facts before, parts of int32 [n, 3].
-        """
+        """Take the latest batch back; `seen` has slots and their facts before, parts of int32 [n, 3]."""
         for part in seen:
             self.facts[part[:, 0]] = part[:, 1:]
         if change is not None:
@@ -84,10 +79,7 @@ class TableState:
 
 
 class KeyTable:
-    """Slots 1 to C - 1 for keys; slot 0 is that of all others. Kernels read and write it by its `fields`.
-
-    `capacity`: C, at least 2.
-    """
+    """Slots 1 to C - 1 for keys; slot 0 is that of all others. Kernels read and write it by its `fields`."""
 
     def __init__(self, capacity: int, evict: Evict, *, counts_sightings: bool) -> None:
         self._evict = evict
@@ -123,7 +115,6 @@ class KeyTable:
 
     @property
     def leaving(self) -> Leaving:
-        """Slots that are evicted next."""
         memory = self._spare if self._spare is not None and self._has_marked else self._leaving
         count, at, batch = self.fields[[Field.NUM_MARKED, Field.NEXT, Field.MARKED_IN]].tolist()
         return Leaving(memory[:count], at, batch)

@@ -41,7 +41,6 @@ class NewKeys:
 
 
 def change_of(changed: Arrays, first: int, count: int, used: int, leaving: Leaving) -> TableChange:
-    """Return what a job has changed, in the same memory."""
     slots, keys, old_keys, old_facts = (array[first : first + count] for array in changed)
     return TableChange(slots, keys, old_keys, old_facts, used, leaving)
 

@@ -33,7 +33,6 @@ class RekeyedRows:
         return {name: len(keys) for name, keys in self._keys.items()}
 
     def add(self, new_rows: Mapping[str, NewRows]) -> None:
-        """Note the rows that a step gives to other keys."""
         for name, new in new_rows.items():
             self._keys[name][new.rows] = new.keys
 

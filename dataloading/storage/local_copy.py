@@ -36,16 +36,12 @@ DISK_SHARE = 0.8
 
 
 def cache_directory() -> Path:
-    """Return the folder of all copies."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hybrid-parallel-recsys"
 
 
 def local_path(path: str | Path) -> Path:
-    """Return a path of this machine as it is, and the local copy of an address of an object store.
-
-    Raises ValueError: there is nothing at the address, it cannot be read, or the disk has no room for it.
-    """
+    """Return a path of this machine as it is, or the local copy of an address; ValueError if there is none, or no room for it."""
     return _local_copy(str(path)) if is_remote(str(path)) else Path(path)
 
 
@@ -60,7 +56,8 @@ def _local_copy(address: str) -> Path:
     store = ObjectStore(address)
     files = store.list_files()
     name = store.path.rpartition("/")[2]
-    content = json.dumps([address, sorted((key, *_of(file)) for key, file in files.items())])
+    states = sorted((key, file.size, file.mtime_ns) for key, file in files.items())
+    content = json.dumps([address, states])
     target = cache_directory() / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
     copied = target / name if "" in files else target
     while not _use(target):
@@ -100,10 +97,7 @@ def _use(copy: Path) -> bool:
 
 
 def _make_room(needed: int, address: str) -> None:
-    """Remove the copies that were used last longest ago until `needed` bytes are within the bound and fit on the disk.
-
-    Raises ValueError: they are not, even so.
-    """
+    """Remove the copies last used longest ago until `needed` bytes are within the bound and fit; ValueError if they never do."""
     cache = cache_directory()
     disk, gib = shutil.disk_usage(cache), os.environ.get("RECSYS_CACHE_GIB")
     most = float(gib) * 2**30 if gib else disk.total * DISK_SHARE
@@ -128,21 +122,13 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _of(file: StoredFile) -> tuple[int, int]:
-    return file.size, file.mtime_ns
-
-
 def partial_of(target: Path) -> Path:
     """Return where a copy lies until it is complete."""
     return target.with_name(f".{target.name}.partial")
 
 
 def download_folder(store: ObjectStore, files: dict[str, StoredFile], target: Path) -> None:
-    """Copy files of a store into the new folder `target`, complete or absent.
-
-    `target`: to write; a copy of these files that was interrupted is continued. Raises ValueError: the store cannot be
-    read, or the disk has no room.
-    """
+    """Copy files of a store into the new folder `target`, complete or absent; continues what was interrupted."""
     partial = partial_of(target)
     partial.mkdir(parents=True, exist_ok=True)
     missing = {name: file for name, file in files.items() if not (partial / name).exists()}

@@ -17,7 +17,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyarrow import NativeFile
+    pass
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs")
 # Long enough for a large file's part, short enough to see a wrong endpoint.
@@ -32,24 +32,18 @@ ATTEMPTS = 3
 
 
 def is_remote(path: str) -> bool:
-    """Return whether `path` is the address of an object store."""
     return path.partition("://")[0] in SCHEMES and "://" in path
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of an object store."""
-
     path: str  # in its file system, with the bucket
     size: int  # bytes
     mtime_ns: int  # time of its last change, nanoseconds since 1970
 
 
 class ObjectStore:
-    """A folder or file of an object store.
-
-    `address`: as `s3://bucket/folder`. Raises ValueError: the address names no bucket, or its library is missing.
-    """
+    """A folder or file of an object store; ValueError: the address names no bucket, or its library is missing."""
 
     def __init__(self, address: str) -> None:
         self.address = shown_address(address).removesuffix("/")
@@ -61,10 +55,7 @@ class ObjectStore:
             raise ValueError(f"{address} names no bucket; write it as s3://BUCKET/FOLDER")
 
     def list_files(self) -> dict[str, StoredFile]:
-        """Return the files below the folder by their relative paths; a file itself has the path "".
-
-        Raises ValueError: there is nothing at the address, or it cannot be read.
-        """
+        """Return the files below the folder by their relative paths, a file itself as ""; ValueError if there is nothing."""
         from pyarrow.fs import FileSelector, FileType
 
         info = self._ask(self.files.get_file_info, self.path)
@@ -107,26 +98,23 @@ class ObjectStore:
     def download(self, file: StoredFile, target: Path) -> None:
         """Copy a file of the store to `target`, whose folder exists."""
         stream = self._ask(self.files.open_input_stream, file.path)
+
+        def read() -> bytes:
+            with _errors_of(self.address):
+                return stream.read(CHUNK_BYTES)
+
         # An error of the local disk is not one of the store.
         with stream, target.open("wb") as out:
-            while chunk := self._read(stream):
+            while chunk := read():
                 out.write(chunk)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small file of the folder."""
         stream = self._ask(self.files.open_input_stream, self._at(name))
         with _errors_of(self.address), stream:
             return stream.read()
 
-    def _read(self, stream: "NativeFile") -> bytes:
-        with _errors_of(self.address):
-            return stream.read(CHUNK_BYTES)
-
     def upload(self, source: Path, name: str) -> None:
-        """Copy the file `source` to `name` in the folder; an empty name is the address itself.
-
-        Raises FileNotFoundError: there is no such file, or no longer.
-        """
+        """Copy a file to `name` in the folder; an empty name is the address itself. FileNotFoundError: it was removed."""
         from pyarrow.fs import LocalFileSystem, copy_files
 
         target = self._at(name)
@@ -144,7 +132,6 @@ class ObjectStore:
             raise
 
     def remove(self, name: str) -> None:
-        """Remove a file of the folder, if it is there."""
         if self.has(name):
             self._ask(self.files.delete_file, self._at(name))
 
@@ -157,18 +144,13 @@ class ObjectStore:
                 self.files.delete_dir(self._at(name))
         except ValueError:
             # Servers other than AWS may lack the request that removes many files.
-            for info in self._ask(
-                self.files.get_file_info, FileSelector(self._at(name), recursive=True)
-            ):
+            selector = FileSelector(self._at(name), recursive=True)
+            for info in self._ask(self.files.get_file_info, selector):
                 if info.type is FileType.File:
                     self._ask(self.files.delete_file, info.path)
 
     def _ask(self, request: Callable[[Any], Any], of: Any) -> Any:
-        """Return the answer to a small request; repeat it while the server is away, and say so.
-
-        The libraries of some stores wait for minutes, so a thread waits for them. Raises ValueError: there is no such
-        answer, or none within GIVE_UP_AFTER_S.
-        """
+        """Return the answer to a small request, for which a thread waits; repeat it while the server is away, and say so."""
         answers: list[Any] = []
         began = time.monotonic()
 
@@ -221,19 +203,13 @@ def _file_system(address: str) -> tuple[Any, str]:
     if files.type_name == "s3":
         # Addresses have no parameters for these.
         make, (options,) = files.__reduce__()
-        files = make(
-            options
-            | TIMEOUTS_S
-            | {"retry_strategy": AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS)}
-        )
+        strategy = AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS)
+        files = make(options | TIMEOUTS_S | {"retry_strategy": strategy})
     return files, path
 
 
 def matching_addresses(pattern: str) -> list[str]:
-    """Return the addresses of the files that a pattern with `*`, `?` or `[` matches; of others, the pattern itself.
-
-    Raises ValueError: nothing matches, or the store cannot be read.
-    """
+    """Return the addresses of the files that a pattern matches, of others the pattern itself; ValueError if nothing matches."""
     scheme, _, rest = pattern.partition("://")
     parts = rest.split("/")
     is_magic = [bool(re.search(r"[*?\[]", part)) for part in parts]
@@ -242,12 +218,9 @@ def matching_addresses(pattern: str) -> list[str]:
     first = is_magic.index(True)
     base = f"{scheme}://{'/'.join(parts[:first])}"
     wanted = "/".join(parts[first:])
-    names = ObjectStore(base).list_files()
-    found = [
-        f"{base}/{name}"
-        for name in names
-        if name.count("/") == wanted.count("/") and fnmatch.fnmatchcase(name, wanted)
-    ]
+    depth = wanted.count("/")
+    names = [name for name in ObjectStore(base).list_files() if name.count("/") == depth]
+    found = [f"{base}/{name}" for name in names if fnmatch.fnmatchcase(name, wanted)]
     if not found:
         raise ValueError(f"{shown_address(pattern)}: no file matches")
     return found
@@ -262,10 +235,7 @@ def shown_address(address: str) -> str:
 
 @contextmanager
 def _errors_of(address: str) -> Iterator[None]:
-    """Convert pyarrow's errors to one line that names the address.
-
-    Raises ValueError: with the text of the library, without the number of its request.
-    """
+    """Convert pyarrow's errors to a ValueError of one line, with the address and without the number of the request."""
     try:
         yield
     except (OSError, NotImplementedError, ValueError) as error:

@@ -112,10 +112,7 @@ def remedy(
     grow: bool,
     is_own: bool,
 ) -> str:
-    """Return what the user can do about `differences`.
-
-    `is_own`: whether the checkpoint is the run's own; such a run can only be resumed without changes.
-    """
+    """Return what the user can do about `differences`; a run's own checkpoint (`is_own`) can only be resumed without changes."""
     new_run = (
         f"start a new run: checkpoint.restore={path} with another run_dir and " if is_own else ""
     )
@@ -153,10 +150,7 @@ def feature_mismatch(
     grow: bool,
     how_to_grow: str = "set checkpoint.grow=true",
 ) -> str | None:
-    """Return why a checkpoint cannot be loaded for a dataset, with the remedy; None if it can.
-
-    `how_to_grow`: remedy if larger tables are the only difference.
-    """
+    """Return why a checkpoint cannot be loaded for a dataset, with the remedy; `how_to_grow` if only tables are larger."""
     if fingerprint == spec.fingerprint():
         return None
     weights = {
@@ -192,10 +186,7 @@ def feature_mismatch(
 
 
 def vocabulary_mismatch(facts: Mapping[str, Any], metadata: Mapping[str, Any]) -> str | None:
-    """Return why a dataset gives other values the ids that a model has learnt; None if nothing shows that it does.
-
-    `facts`: run.json of the checkpoint; those of earlier versions list no vocabularies.
-    """
+    """Return why a dataset gives other values the ids that a model has learnt; None if run.json shows nothing of the kind."""
     here = vocabularies(metadata)
     learnt = facts.get("vocabularies", {})
     other = [name for name, checksum in learnt.items() if here.get(name, checksum) != checksum]

@@ -58,20 +58,14 @@ class FileRange(NamedTuple):
 
 
 class DcpWriter(dcp.StorageWriter):
-    """Writer of `rank_<rank>.bin` on every rank and `tensors.json` on rank 0, synced.
-
-    `tables`: names of the tables for the index, in the order of the features.
-    """
+    """Writer of `rank_<rank>.bin` on every rank and `tensors.json` on rank 0, synced."""
 
     def __init__(self, directory: Path, tables: Sequence[str]) -> None:
         self._directory = directory
         self._tables = list(tables)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks.
-
-        Raises OSError: the file cannot be written, for example on a full disk; it is then incomplete.
-        """
+        """Write this rank's chunks; OSError, as of a full disk, leaves the file incomplete."""
         path = self._directory / plan.storage_data
         results, jobs, start = [], [], 0
         with closing(ArrayFile(path)) as file, ThreadPoolExecutor(THREADS) as pool:
@@ -155,10 +149,7 @@ class ArrayFile:
 
 
 def in_host_memory(block: Tensor) -> Tensor:
-    """Return a tensor, or its copy if it is on a GPU, made on the current stream.
-
-    A copy to pages that are not pinned goes through the driver's own buffers, under a lock that launches of other threads need.
-    """
+    """Return a tensor, or a copy through pinned memory: one of other pages takes a lock that launches of other threads need."""
     if block.device.type != "cuda":
         return block
     try:

@@ -63,10 +63,7 @@ class NewerFormatError(ValueError):
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Convert an error of the system, other than an absent file, to `UnreadableError`, which names the path.
-
-    The error of a read, unlike that of an open, does not name its file.
-    """
+    """Convert an error of a read, which does not name its file, to `UnreadableError`; an absent file stays what it is."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -80,10 +77,7 @@ def unfinished(directory: Path, num_steps: int) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a directory, newest first; the directory may be missing.
-
-    Raises UnreadableError: the directory cannot be listed. `Path.glob` would return an empty list.
-    """
+    """Return the checkpoints of a directory, if it exists, newest first; UnreadableError, where `Path.glob` sees nothing."""
     try:
         with _reading(directory):
             names = os.listdir(directory)
@@ -94,11 +88,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
-    """Write run.json and rename the directory of a step, which completes the checkpoint.
-
-    `prune` syncs the new name: if that fails, the checkpoint is complete nevertheless. Raises OSError: the directory cannot be
-    written.
-    """
+    """Write run.json and rename the directory of a step, which completes the checkpoint, whether or not `prune` syncs it."""
     source, target = unfinished(directory, num_steps), directory / f"step_{num_steps}"
     write_facts(source, facts, sorted(path.name for path in source.iterdir()))
     sync_directory(source)
@@ -113,11 +103,7 @@ def commit(directory: Path, num_steps: int, facts: dict[str, Any]) -> Path:
 
 
 def finish_commits(directory: Path) -> None:
-    """Complete the checkpoints that had every file when their run was killed, where no other one of their step is left.
-
-    A second checkpoint of a step replaces the first, which is removed a moment before. A run may also be killed while it
-    writes run.json, which is the last file, or while it removes the files of an older checkpoint.
-    """
+    """Complete the checkpoints that had every file when their run was killed, where no other one of their step is left."""
     for path in directory.glob(".step_*.unfinished"):
         target = directory / path.name.removeprefix(".").removesuffix(".unfinished")
         if target.exists():
@@ -138,11 +124,7 @@ def write_facts(directory: Path, facts: dict[str, Any], files: Sequence[str]) ->
 
 
 def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> None:
-    """Remove all checkpoints but the latest `keep` up to `num_steps` and the best, which `best` then points to.
-
-    Without a best one, as before the first evaluation of a day, `best` keeps that of the day before. Names of new
-    checkpoints are synced before older ones are removed.
-    """
+    """Remove all checkpoints up to `num_steps` but the latest `keep` and the best; without one, `best` stays what it was."""
     if directory.exists():
         sync_directory(directory)
     present = [path for path in list_checkpoints(directory) if step_of(path) <= num_steps]
@@ -241,10 +223,7 @@ def read_facts(path: Path, *, of_delta: bool = False) -> dict[str, Any]:
 
 
 def find_damage(path: Path, facts: dict[str, Any], rank: int, num_ranks: int) -> str | None:
-    """Compare the checksums of every `num_ranks`-th block from block `rank` on; return the first damage, or None.
-
-    Raises UnreadableError: a file exists and cannot be read.
-    """
+    """Compare every `num_ranks`-th block from block `rank` on; return the first damage, or None. UnreadableError: no access."""
     try:
         with _reading(path / INDEX_FILE):
             data = read_regular(path / INDEX_FILE)

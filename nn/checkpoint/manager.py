@@ -43,11 +43,6 @@ BYTES_PER_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """Facts of the run for its checkpoints.
-
-    `mirror`: of the run directory, on rank 0; None without.
-    """
-
     facts: Mapping[str, Any]
     spec: FeatureSpec
     mirror: CheckpointMirror | None = None
@@ -76,10 +71,7 @@ class Pause:
 
 
 class CheckpointManager:
-    """Writer of one checkpoint at a time; all ranks must call its methods in the same order.
-
-    If a checkpoint cannot be written, one line reports it, and the run continues. The next save tries again.
-    """
+    """Writer of one checkpoint at a time, by all ranks alike; one that fails is reported, and the next save tries again."""
 
     def __init__(
         self,
@@ -111,10 +103,7 @@ class CheckpointManager:
         self._error: BaseException | None = None
 
     def check_room(self) -> None:
-        """Print a warning if the disk has no room for one checkpoint; all ranks must call it.
-
-        A quota is not visible here.
-        """
+        """Print a warning if the disk has no room for one checkpoint, a quota apart; all ranks must call it."""
         needed = sum(self._channel.gather(num_bytes(self._step.state_dict())))
         if not self._ranks.is_rank0:
             return
@@ -147,10 +136,19 @@ class CheckpointManager:
         pause = pause or Pause(time.perf_counter())
         self.wait()
         self._is_last = is_last
-        try:
-            self._ranks.run_on_rank0(self._check_data)
-        except ValueError as error:
-            raise SharedError(str(error)) from None
+
+        def changes() -> list[str]:
+            try:
+                return changed_files(self._facts["data_files"], file_states(self._spec))
+            except OSError as error:
+                return [str(error)]
+
+        if changed := self._ranks.run_on_rank0(changes):
+            raise SharedError(
+                f"files of {self._spec.root} were changed while the run was reading them: "
+                f"{', '.join(changed[:3])}; nothing was saved since. Restore the files (their times may differ), and "
+                "rerun the same command"
+            )
         state = self._step.state_dict()
         state |= {f"{TRAINER}{name}": value for name, value in tensors.items()}
         in_background = not is_last and self._fits(state)
@@ -171,20 +169,14 @@ class CheckpointManager:
             self._join()
 
     def wait(self) -> str | None:
-        """Wait for the checkpoint that is being written; return why it could not be written, or None.
-
-        Raises RuntimeError: another rank has ended.
-        """
+        """Wait for the checkpoint that is being written; return why it could not be, or None. RuntimeError: a rank has ended."""
         self._join()
         if self._error is not None:
             raise self._error
         return self._problem
 
     def load_best(self, best_step: int) -> bool:
-        """Load the checkpoint of the best evaluation; print a warning and return False if there is none.
-
-        All ranks must call it, and `wait` before. Raises SharedError: it cannot be read.
-        """
+        """Load the checkpoint of the best evaluation after `wait`, on all ranks; warn and return False if there is none."""
         path = self.directory / f"step_{best_step}"
         if not self._ranks.run_on_rank0(path.exists):
             if self._ranks.is_rank0:
@@ -317,18 +309,6 @@ class CheckpointManager:
                     "training waits while they are written"
                 )
         return self._has_room
-
-    def _check_data(self) -> None:
-        try:
-            changed = changed_files(self._facts["data_files"], file_states(self._spec))
-        except OSError as error:
-            changed = [str(error)]
-        if changed:
-            raise ValueError(
-                f"files of {self._spec.root} were changed while the run was reading them: "
-                f"{', '.join(changed[:3])}; nothing was saved since. Restore the files (their times may differ), and "
-                "rerun the same command"
-            )
 
 
 def _longest(pauses: Sequence[Mapping[str, Any]]) -> dict[str, float]:

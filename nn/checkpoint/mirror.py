@@ -27,11 +27,7 @@ FOLDERS = (DELTAS, CHECKPOINTS)
 
 
 class CheckpointMirror:
-    """Uploads of checkpoints and deltas by a thread of rank 0, while the training continues.
-
-    One that is replaced before it has been uploaded is skipped. An upload that fails is reported in one line, and
-    the next save tries again.
-    """
+    """Uploads of checkpoints and deltas by a thread of rank 0; replaced ones are skipped, and the next save tries again."""
 
     def __init__(self, run_dir: Path, address: str, logger: Logger) -> None:
         self._run_dir = run_dir
@@ -46,10 +42,7 @@ class CheckpointMirror:
         self._removed: set[str] = set()
 
     def check(self) -> None:
-        """Upload the configuration of the run, so that an address that cannot be written is refused at the start.
-
-        Raises ValueError: it cannot be written.
-        """
+        """Upload the configuration, so that an address that cannot be written is refused at the start, by a ValueError."""
         for path in self._run_dir.glob("config.yaml"):
             self._store.upload(path, path.name)
 
@@ -138,10 +131,7 @@ def complete_steps(store: ObjectStore, folder: str) -> list[str]:
 
 
 def catch_up(run_dir: Path, address: str | None, logger: Logger) -> None:
-    """Complete what a killed run has committed, and copy what a run directory lacks from its mirror, if it has one.
-
-    The run directory must be locked. Raises ValueError: the mirror cannot be read.
-    """
+    """Complete what a killed run has committed, and copy what the locked run directory lacks from its mirror, if it has one."""
     finish_commits(run_dir / CHECKPOINTS)
     step = None if address is None else fetch_run(run_dir, address)
     if step is not None:
@@ -149,11 +139,7 @@ def catch_up(run_dir: Path, address: str | None, logger: Logger) -> None:
 
 
 def fetch_run(run_dir: Path, address: str) -> int | None:
-    """Copy checkpoints and records from a mirror that is ahead of the run directory.
-
-    Returns the step of the newest checkpoint that was copied; None if the run directory is not behind. Raises ValueError: the
-    mirror cannot be read.
-    """
+    """Copy checkpoints and records from a mirror that is ahead; return the step of the newest one, None if it is not."""
     store, checkpoints = ObjectStore(address), run_dir / CHECKPOINTS
     stored = {folder: complete_steps(store, folder) for folder in FOLDERS}
     newest = max((step_of(Path(name)) for name in stored[CHECKPOINTS]), default=-1)

@@ -92,10 +92,7 @@ _REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")
 
 
 def check_facts(facts: Mapping[str, Any]) -> None:
-    """Check the types and ranges of the values in run.json.
-
-    Raises ValueError: one is missing or is not what a checkpoint has; the message names it.
-    """
+    """Check types and ranges of the values in run.json; ValueError names one that is missing or wrong."""
     _check("", facts, _CHECKS, _REQUIRED)
     for name in facts["files"]:
         check_plain_name(name)
@@ -111,10 +108,7 @@ def check_facts(facts: Mapping[str, Any]) -> None:
 
 
 def check_resumable(facts: Mapping[str, Any], num_steps: int) -> None:
-    """Check that run.json has all that the run of this checkpoint needs to resume.
-
-    Raises ValueError: something is missing, or the checkpoint is of another step.
-    """
+    """Check that run.json has all that the run of this checkpoint needs to resume; ValueError if not."""
     if facts["num_steps"] != num_steps:
         raise ValueError(f"it is of step {facts['num_steps']}")
     _check("", facts, _CHECKS, _REQUIRED_TO_RESUME)

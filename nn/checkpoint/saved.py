@@ -32,10 +32,7 @@ class SavedModel:
 
     @classmethod
     def open(cls, path: Path, option: str) -> Self:
-        """Open a checkpoint, or an export of one, that the user named with an option.
-
-        Raises ValueError: it is none; an UnreadableError if that is not known.
-        """
+        """Open a checkpoint or an export named by an option; ValueError if it is none, UnreadableError if nobody knows."""
         try:
             facts = read_facts(path)
             return cls(path, facts, read_index(path))
@@ -47,11 +44,7 @@ class SavedModel:
             ) from None
 
     def fill(self, weights: "Mapping[str, Tensor]") -> None:
-        """Copy the weights of evaluation into tensors: `tables.<table>` [rows, columns] and `dense.<name>`.
-
-        A weight of the dense component is its average, where the checkpoint has one. Raises ValueError: the checkpoint has
-        other weights, or a file is damaged.
-        """
+        """Copy the weights of evaluation, averages where there are some, into `tables.<table>` and `dense.<name>`."""
         import torch  # which an export of tables does without
 
         stored = {name: tensor for name in weights if (tensor := self._stored(name)) is not None}

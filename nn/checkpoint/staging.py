@@ -72,10 +72,7 @@ def in_file(tensor: Tensor) -> bool:
 
 
 def num_bytes(state: State, *, with_files: bool = True) -> int:
-    """Return the bytes of this rank's shards and tensors.
-
-    `with_files`: count those in mapped files too.
-    """
+    """Return the bytes of this rank's shards and tensors, with or without those in mapped files."""
     return sum(
         tensor.nbytes * (with_files or not in_file(tensor))
         for value in state.values()

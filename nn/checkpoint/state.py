@@ -94,11 +94,7 @@ def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
 def write(
     directory: Path, num_steps: int, state: State, tables: Sequence[str], channel: HostChannel
 ) -> None:
-    """Write the tensors of a checkpoint to its unfinished directory; all ranks must call it.
-
-    `tables`: names of the tables, in the order of the features. Raises ValueError: a rank could not write its shards; raised on
-    all ranks. Raises RuntimeError: another rank has ended.
-    """
+    """Write the tensors of a checkpoint to its unfinished directory, on all ranks; ValueError on all if one cannot."""
     writer = DcpWriter(unfinished(directory, num_steps), tables)
     try:
         dcp.save(state, storage_writer=writer, process_group=channel.group)
@@ -128,11 +124,7 @@ def check(
     grow: bool = False,
     allow_changes: bool = False,
 ) -> dict[str, Any]:
-    """Return run.json of a checkpoint after checking that it fits this dataset.
-
-    `path`: a `step_N` directory, or a checkpoint of the TF2 recipe, which has no steps. Raises ValueError: `path` is no
-    checkpoint or unreadable, has a newer format, or was trained on other features.
-    """
+    """Return run.json of a checkpoint that fits this dataset, `num_steps` of the TF2 recipe's; ValueError if it does not."""
     if find_tf2_tables(path) is not None:
         if set(components) != {Component.tables}:
             raise ValueError(

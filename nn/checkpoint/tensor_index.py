@@ -74,10 +74,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor on disk; its chunks cover every element once.
-
-    `dtype`: a key of `DTYPES`.
-    """
+    """Tensor on disk; its chunks cover every element once, and its dtype is a key of `DTYPES`."""
 
     dtype: str
     size: tuple[int, ...]
@@ -104,21 +101,14 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Tables and tensors of a checkpoint.
-
-    `tables`: names of the tables, in the order of the features.
-    """
+    """Tables of a checkpoint, in the order of the features, and its tensors."""
 
     tables: tuple[str, ...]
     tensors: dict[str, StoredTensor]
 
 
 def read_index(directory: Path) -> TensorIndex:
-    """Read and check `tensors.json`.
-
-    Raises ValueError: it is missing, malformed, of a newer format, or names a file that does not lie in the directory. Raises
-    UnreadableError: it exists and cannot be read.
-    """
+    """Read and check `tensors.json`; ValueError if it is missing, malformed or newer, UnreadableError without access."""
     path = directory / INDEX_FILE
     try:
         data = read_regular(path)
@@ -131,10 +121,7 @@ def read_index(directory: Path) -> TensorIndex:
 
 
 def parse_index(directory: Path, data: bytes) -> TensorIndex:
-    """Return the checked content of the `tensors.json` of a directory; no file that it names is opened.
-
-    Raises ValueError: it is malformed, of a newer format, or names a file that does not lie in the directory.
-    """
+    """Return the checked content of a `tensors.json`; ValueError if it is malformed, newer or leads out of the directory."""
     path = directory / INDEX_FILE
     document = parse_json(data, str(path))
     try:
@@ -258,10 +245,7 @@ def check_plain_name(name: object) -> str:
 
 
 def file_inside(directory: Path, name: object) -> Path:
-    """Return the file `name` of `directory`.
-
-    Raises ValueError: the name contains a folder, or the file is a link that leads out of the directory.
-    """
+    """Return the file `name` of `directory`; ValueError if the name has a folder, or the file links out of the directory."""
     path = directory / check_plain_name(name)
     if not resolved(path).is_relative_to(resolved(directory)):
         raise ValueError(f"file {shown(name)} is a link that leads out of {directory}")
@@ -269,10 +253,7 @@ def file_inside(directory: Path, name: object) -> Path:
 
 
 class ChunkReader:
-    """Reader of one chunk, which compares the checksum of every block that is read completely.
-
-    Rows are rows of the chunk; a tensor without dimensions has one row.
-    """
+    """Reader of the rows of a chunk; compares the checksum of every block that is read completely. A scalar has one row."""
 
     def __init__(self, chunk: Chunk, dtype: str) -> None:
         self._chunk, self._dtype = chunk, DTYPES[dtype]
@@ -283,10 +264,7 @@ class ChunkReader:
         self._crc_begin = self._crc_end = 0
 
     def read(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (row, array [n, ...]) block by block for the rows `first` to `last` - 1 (None: to the end).
-
-        Raises ValueError: the file is truncated, or a checksum differs.
-        """
+        """Yield (row, array [n, ...]) block by block for the rows `first` to `last` - 1; ValueError if a checksum differs."""
         last = self._rows if last is None else last
         if first >= last or not self._row_bytes:
             return
@@ -361,10 +339,7 @@ def rows_per_block(size: Sequence[int], dtype: str, block_bytes: int = BLOCK_BYT
 
 
 def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
-    """Yield the rows of a tensor in order, whatever its chunks, as arrays [n, ...] of about `block_bytes`.
-
-    Raises ValueError: a file cannot be read.
-    """
+    """Yield the rows of a tensor in order, whatever its chunks, as arrays [n, ...] of about `block_bytes`."""
     num_rows = tensor.size[0] if tensor.size else 1
     rows_at_once = rows_per_block(tensor.size, tensor.dtype, block_bytes)
     reader = RowReader(tensor)

@@ -33,11 +33,7 @@ def find_tf2_tables(path: Path) -> Path | None:
 
 
 def tf2_index(folder: Path, tables: Sequence[str]) -> TensorIndex:
-    """Build the index of the tables from the headers of their files.
-
-    `tables`: names of the tables in this recipe, in the order of the features. Raises ValueError: a file is missing,
-    unexpected, malformed or not a float32 matrix.
-    """
+    """Build the index of the tables, in the order of the features, from the headers of their files; ValueError if one is odd."""
     if (folder / tf2_file_name(len(tables))).exists():
         raise ValueError(
             f"{folder} has more tables than the {len(tables)} of this dataset "

@@ -17,10 +17,7 @@ from nn.distributed.process_group import (
 
 @contextmanager
 def report_lost_rank(ranks: Ranks) -> Iterator[None]:
-    """Convert the failure of a collective in this context to `LostRankError`.
-
-    Raises LostRankError: a collective failed because another rank has exited.
-    """
+    """Convert the failure of a collective whose other rank has exited to `LostRankError`."""
     try:
         yield
     except RuntimeError as error:

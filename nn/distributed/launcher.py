@@ -34,10 +34,7 @@ def is_node_leader() -> bool:
 
 
 def check_variables() -> None:
-    """Check the variables with which a launcher numbers its ranks; a job or a shell may have left some of them.
-
-    Raises ValueError: they are not those of one rank: it would train something else, or wait for others without end.
-    """
+    """Raise ValueError unless the variables are those of one rank: others would train something else, or wait without end."""
     problems = []
     counts = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     for name, default in counts.items():
@@ -92,10 +89,7 @@ def refuse_elastic_nodes(launcher: Path = Path(f"/proc/{PARENT_PID}/cmdline")) -
 
 
 def end_with_launcher() -> None:
-    """Request SIGTERM for this process when the launcher dies, so that the run saves a checkpoint and exits (Linux only).
-
-    Otherwise the ranks would continue unnoticed, and the next start would find the run directory in use.
-    """
+    """Request SIGTERM when the launcher dies (Linux only); the ranks would continue unnoticed and hold the run directory."""
     if not is_launched() or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -111,10 +105,7 @@ def ask_launcher_to_end() -> None:
 
 
 def leave_launcher(exit_code: int = 0) -> NoReturn:
-    """Exit a rank that torchrun started without Python's shutdown; all files must be closed.
-
-    Threads of torch may abort the process during it, which torchrun would report as a failure, or wait for lost ranks.
-    """
+    """Exit a rank, whose files are closed, without Python's shutdown, in which threads of torch may abort or wait for others."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

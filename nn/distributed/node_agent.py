@@ -51,11 +51,7 @@ class NodeAgent(LocalElasticAgent):
 
 
 def run_node(options: Sequence[str]) -> int:
-    """Run the ranks of this node.
-
-    Returns 0 on success, an exit code of `configs.exit_codes` for a known reason. Raises ValueError: torchrun refuses an
-    option.
-    """
+    """Run the ranks of this node; return 0, or a code of `configs.exit_codes`. ValueError: torchrun refuses an option."""
     node = node_name()
     # Otherwise restarted ranks reuse the store of their first start with its stale entries, and hang (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

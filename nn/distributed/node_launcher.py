@@ -40,10 +40,7 @@ slurm_multinode.sh starts it once per node; on one machine torchrun is sufficien
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the ranks of this node.
-
-    Returns 0 on success, an exit code of `configs.exit_codes` for a known reason, 1 for any other failure.
-    """
+    """Run the ranks of this node; return 0, a code of `configs.exit_codes` for a known reason, or 1."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -66,10 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(logs: Path, node: str, binding: str, arguments: Sequence[str]) -> int:
-    """Check what the node has, and run its ranks; arguments and result are those of `main`.
-
-    Raises ValueError: the ranks cannot be started, now or later.
-    """
+    """Check what the node has, and run its ranks as `main`; ValueError if they cannot be started, now or later."""
     require_stack()
     for module in ("hydra", "omegaconf"):
         if find_spec(module) is None:
@@ -142,10 +136,7 @@ def count_start(folder: Path, step: int, max_requeues: int) -> None:
 
 
 def numa_options(binding: str, node: str) -> list[str]:
-    """Return torchrun's options that bind ranks to the CPUs near their GPUs; none without GPUs or numactl.
-
-    Raises ValueError: there is no such binding.
-    """
+    """Return torchrun's options that bind ranks to the CPUs near their GPUs, if there are any; ValueError for other bindings."""
     if binding not in BINDINGS:
         raise ValueError(f"NUMA_BINDING={binding}: expected one of {', '.join(BINDINGS)}")
     from nn.distributed.node_agent import has_gpus

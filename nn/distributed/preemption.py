@@ -79,10 +79,7 @@ class StopRequest:
         self.signum = signum
 
     def _watch(self) -> None:
-        """End the process if the loop is stuck; runs in a thread, which the interpreter wakes through the pipe.
-
-        Python runs the handlers only after the main thread returns from a collective.
-        """
+        """End the process if the loop is stuck, where Python runs no handler; in a thread that the pipe wakes."""
         while signums := os.read(self._pipe[0], 16):
             if not set(signums) & set(SIGNALS):
                 continue

@@ -90,11 +90,7 @@ class Ranks:
         return objects[0]
 
     def run_on_rank0(self, function: Callable[[], Any]) -> Any:
-        """Run `function` on rank 0 and return its result on every rank.
-
-        Raises Rank0Error: on all ranks with rank 0's message, if `function` raised ValueError or an error of the system,
-        such as a full disk. Otherwise the other ranks would wait in the next collective until it times out.
-        """
+        """Run `function` on rank 0 and return its result on every rank; its ValueError or OSError is a Rank0Error on each."""
         outcome: tuple[Any, str | None] | None = None
         if self.is_rank0:
             try:
@@ -129,10 +125,7 @@ def launcher_restarts() -> int:
 
 
 def ranks_from_environment(device_type: str) -> Ranks:
-    """Read ranks and device from torchrun's environment; one rank without torchrun.
-
-    Raises ValueError: the variables are not those of a rank, or the node has fewer GPUs than ranks.
-    """
+    """Read ranks and device from torchrun's environment; ValueError for other variables, or fewer GPUs than ranks."""
     check_variables()
     rank = process_rank()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -172,20 +165,14 @@ def store_of_start(name: str) -> dist.Store:
 
 
 def is_first_reporter(key: str) -> bool:
-    """Return whether this rank is the first to call with `key`, so that an error of several ranks is reported once.
-
-    The count is in the launcher's store, which outlives the ranks. Without a launcher every rank is the first.
-    """
+    """Return whether this rank is the first to call with `key`, by the launcher's store; without a launcher every rank is."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     return dist.distributed_c10d._get_default_store().add(key, 1) == 1
 
 
 class HostChannel:
-    """Gloo group for collectives on host memory, independent of the GPU and of other threads' collectives.
-
-    Only one thread may use a channel at a time. All ranks must open their channels in the same order.
-    """
+    """Gloo group for collectives of one thread on host memory, opened by all ranks in one order."""
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
@@ -274,11 +261,7 @@ def _open(ranks: Ranks) -> None:
 
 
 def open_channel(ranks: Ranks, name: str) -> dist.ProcessGroup | None:
-    """Open a communicator for collectives that must not wait for those of another stream; all ranks must call it.
-
-    NCCL runs the collectives of one communicator in order. On CPUs collectives do not overlap, so the default group is
-    used and the result is None.
-    """
+    """Open a communicator of GPUs for collectives beside those of another stream, on all ranks; None on CPUs."""
     if ranks.world_size == 1 or ranks.device.type != "cuda":
         return None
     if name not in _channels:

@@ -15,10 +15,7 @@ from nn.ops.addresses import are_adjacent, joined
 
 @dataclass(frozen=True, slots=True)
 class AdjacentTables:
-    """Consecutive local tables with one lookup each, of one kind, whose rows are adjacent in memory.
-
-    They are those from `first` to before `end` of their group; `joined` has the rows of all, and the lookups of the first.
-    """
+    """Local tables `first` to before `end` of a group, adjacent in memory and with one lookup each of one kind, joined."""
 
     first: int
     end: int
@@ -26,41 +23,34 @@ class AdjacentTables:
 
     @property
     def num_tables(self) -> int:
-        """Return the number of tables."""
         return self.end - self.first
 
 
 def adjacent_tables(tables: Sequence[LocalTable], ids: Sequence[IdBlock]) -> list[AdjacentTables]:
-    """Join the tables of a group into as few `AdjacentTables` as their memory and ids allow, in the order of the group.
-
-    `ids` are those of each table's first lookup.
-    """
+    """Join the tables of a group as far as memory and the ids of their first lookups allow, in the order of the group."""
 
     def follows(position: int) -> bool:
         before, table = tables[position - 1], tables[position]
         next_id = ids[position - 1].first + ids[position - 1].count
-        return ids[position].first == next_id and _follows(before, table)
+        # 16-bit tables cannot be joined, since each has its own rounding.
+        return (
+            ids[position].first == next_id
+            and table.weight.dtype is torch.float32
+            and not (before.is_bounded or table.is_bounded)
+            and before.slots is table.slots is None
+            and len(before.lookups) == len(table.lookups) == 1
+            and table.lookups[0].hotness == before.lookups[0].hotness
+            and table.lookups[0].pooling == before.lookups[0].pooling
+            and table.weight.shape[1] == before.weight.shape[1]
+            and are_adjacent(before.weight, table.weight)
+            and all(are_adjacent(before.state[name], table.state[name]) for name in table.state)
+        )
 
     starts = [position for position in range(len(tables)) if position == 0 or not follows(position)]
     return [
         AdjacentTables(first, end, _joined(tables[first:end]))
         for first, end in zip(starts, [*starts[1:], len(tables)], strict=False)
     ]
-
-
-def _follows(before: LocalTable, table: LocalTable) -> bool:
-    """Return whether a table can be joined to the one before it; 16-bit tables cannot, since each has its own rounding."""
-    return (
-        table.weight.dtype is torch.float32
-        and not (before.is_bounded or table.is_bounded)
-        and before.slots is table.slots is None
-        and len(before.lookups) == len(table.lookups) == 1
-        and table.lookups[0].hotness == before.lookups[0].hotness
-        and table.lookups[0].pooling == before.lookups[0].pooling
-        and table.weight.shape[1] == before.weight.shape[1]
-        and are_adjacent(before.weight, table.weight)
-        and all(are_adjacent(before.state[name], table.state[name]) for name in table.state)
-    )
 
 
 def _joined(tables: Sequence[LocalTable]) -> LocalTable:

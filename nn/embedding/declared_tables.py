@@ -40,30 +40,23 @@ def one_table_per_feature(
     for table, sharing in spec.table_features.items():
         names = [of.name for of in sharing if features is None or of.name in features]
         if names:
-            tables.append(
-                EmbeddingBagConfig(
-                    name=table_name(prefix + table),
-                    embedding_dim=options.embedding_dim if columns is None else columns,
-                    num_embeddings=max(rows[name] for name in names),
-                    feature_names=names,
-                    pooling=PoolingType.SUM,
-                    data_type=DataType[options.embedding_dtype.name.upper()],
-                    weight_init_max=options.embedding_init,
-                )
+            declared = EmbeddingBagConfig(
+                name=table_name(prefix + table),
+                embedding_dim=options.embedding_dim if columns is None else columns,
+                num_embeddings=max(rows[name] for name in names),
+                feature_names=names,
+                pooling=PoolingType.SUM,
+                data_type=DataType[options.embedding_dtype.name.upper()],
+                weight_init_max=options.embedding_init,
             )
+            tables.append(declared)
     return tables
 
 
 def check_tables(
     tables: Sequence[EmbeddingBagConfig], options: ModelConfig, spec: FeatureSpec
 ) -> None:
-    """Check that the tables match the features of the dataset and that the training step supports them.
-
-    Names differ, every feature has a table with enough rows, and widths are positive.
-
-    Raises:
-        ValueError: the first table or feature that is wrong.
-    """
+    """Check that the tables match the dataset's features and that the step supports them; ValueError for the first."""
     problem = _contradiction(tables, spec) or _unsupported(tables, options, spec)
     if problem is not None:
         raise ValueError(f"model.name={options.name}: {problem}")
@@ -76,7 +69,11 @@ def _contradiction(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> s
         if not table.feature_names:
             return f"table {shown(table.name)} has no feature; name the features that look it up"
         if table.name in by_name:
-            return _shared_name(by_name[table.name], table)
+            first, second = by_name[table.name].feature_names[0], table.feature_names[0]
+            return (
+                f"the tables of features {shown(first)} and {shown(second)} have one name, {shown(table.name)}; rename a "
+                "feature in the feature spec, or name them apart, such as by the prefix of one_table_per_feature"
+            )
         by_name[table.name] = table
         if table.embedding_dim < 1:
             return (
@@ -107,20 +104,6 @@ def _contradiction(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> s
     return None
 
 
-def _shared_name(one: EmbeddingBagConfig, other: EmbeddingBagConfig) -> str:
-    """Describe two tables of one name."""
-    first, second = one.feature_names[0], other.feature_names[0]
-    if first == second:
-        return (
-            f"two tables of feature {shown(first)} have the name {shown(one.name)}; name them apart, such as by the prefix "
-            "of one_table_per_feature"
-        )
-    return (
-        f"features {shown(first)} and {shown(second)} would share the table name {shown(one.name)}; rename one of them in "
-        "the feature spec, or name the tables apart"
-    )
-
-
 def _unsupported(
     tables: Sequence[EmbeddingBagConfig], options: ModelConfig, spec: FeatureSpec
 ) -> str | None:
@@ -148,10 +131,7 @@ def _unsupported(
 
 
 def hands_out_rows(table: EmbeddingBagConfig, spec: FeatureSpec) -> bool:
-    """Return whether the dense component takes a table's distinct rows: it has no pooling, and a ragged feature.
-
-    No lookup of such a table has vectors (`nn.layers.distinct_rows`).
-    """
+    """Return whether the dense component takes a table's distinct rows: without pooling, a ragged feature has no vectors."""
     ragged = {feature.name for feature in spec.categorical if feature.hotness is None}
     return table.pooling.name == "NONE" and bool(ragged & {*table.feature_names})
 
@@ -169,24 +149,15 @@ def initial_bound(table: EmbeddingBagConfig) -> float:
 def lookups_of(
     tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec
 ) -> dict[str, tuple[Lookup, ...]]:
-    """Return the lookups of every table, one per feature.
-
-    `spec` has the hotness after the expansion of ids.
-    """
+    """Return the lookups of every table, one per feature; `spec` has the hotness after the expansion of ids."""
     hotness = {feature.name: feature.hotness or 0 for feature in spec.categorical}
-    return {
-        table.name: tuple(
-            Lookup(
-                feature,
-                hotness[feature],
-                Pooling.rows
-                if hands_out_rows(table, spec)
-                else Pooling[table.pooling.name.lower()],
-            )
-            for feature in table.feature_names
-        )
-        for table in tables
-    }
+    found = {}
+    for table in tables:
+        pooling = Pooling[table.pooling.name.lower()]
+        if hands_out_rows(table, spec):
+            pooling = Pooling.rows
+        found[table.name] = tuple(Lookup(f, hotness[f], pooling) for f in table.feature_names)
+    return found
 
 
 CAPACITY = 1.125
@@ -236,25 +207,15 @@ def tables_of_feature(tables: Sequence[EmbeddingBagConfig]) -> dict[str, list[st
 
 
 def ids_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, float]:
-    """Return the mean number of ids that a sample looks up in every table.
-
-    `spec` has the hotness after the expansion of ids.
-    """
+    """Return the mean number of ids that a sample looks up in every table; `spec` has the hotness after the expansion of ids."""
     hotness = {feature.name: feature.mean_hotness for feature in spec.categorical}
-    return {
-        table.name: sum(hotness[feature] for feature in table.feature_names) for table in tables
-    }
+    return {table.name: sum(map(hotness.__getitem__, table.feature_names)) for table in tables}
 
 
 def vectors_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, float]:
-    """Return the vectors that a sample looks up in every table: one per feature, or per id without pooling.
-
-    `spec` has the hotness after the expansion of ids.
-    """
-    return {
-        name: sum(lookup.num_vectors for lookup in lookups)
-        for name, lookups in lookups_of(tables, spec).items()
-    }
+    """Return the vectors that a sample looks up in every table: one per feature, or per id without pooling."""
+    found = lookups_of(tables, spec).items()
+    return {name: sum(lookup.num_vectors for lookup in lookups) for name, lookups in found}
 
 
 def embedding_columns(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> int:

@@ -112,14 +112,11 @@ class LocalEmbeddingBags:
 
     def _keys(self, ids: Tensor) -> Tensor:
         """Return the keys [K] of ids [N]: an id has one per lookup of its feature."""
-        if all(placed.ids.first == placed.first_key for placed in self._lookups) and len(
-            ids
-        ) == len(self._base_of_key):
-            rows = ids
-        else:
-            rows = torch.cat(
-                [ids.narrow(0, placed.ids.first, placed.ids.count) for placed in self._lookups]
-            )
+        rows = ids
+        in_place = all(placed.ids.first == placed.first_key for placed in self._lookups)
+        if not in_place or len(ids) != len(self._base_of_key):
+            parts = [ids.narrow(0, placed.ids.first, placed.ids.count) for placed in self._lookups]
+            rows = torch.cat(parts)
         if self._is_bounded:
             first_row, num_rows = self._rows_of_key
             rows = rows - first_row
@@ -139,15 +136,17 @@ class LocalEmbeddingBags:
             lookups = self._lookups_of(adjacent)
             if adjacent.joined.is_bounded:
                 for placed in lookups:
-                    out.narrow(
-                        1, placed.first_column, placed.lookup.num_vectors * placed.width
-                    ).copy_(_looked_up_bounded(adjacent.joined, placed, ids, self.num_samples))
+                    vectors = _looked_up_bounded(adjacent.joined, placed, ids, self.num_samples)
+                    out.narrow(1, placed.first_column, vectors.shape[1]).copy_(vectors)
                 continue
             for placed in lookups[:1] if adjacent.num_tables > 1 else lookups:
                 lookup, count = placed.lookup, placed.ids.count
                 rows = ids.narrow(0, placed.ids.first, count * adjacent.num_tables)
                 if adjacent.num_tables > 1:
-                    rows = rows + self._row_of_adjacent(adjacent, count)
+                    # The first row of each table in the joined table, for each of its ids.
+                    first = self._first_keys[adjacent.first]
+                    bases = self._base_of_key[first : first + count * adjacent.num_tables]
+                    rows = rows + (bases - self._key_bases[adjacent.first])
                 vectors = _looked_up(adjacent.joined, lookup, rows)
                 vectors = vectors.view(adjacent.num_tables, self.num_samples, -1)
                 self._columns_of(out, placed, adjacent).copy_(vectors)
@@ -160,7 +159,6 @@ class LocalEmbeddingBags:
 
     @cached_property
     def _row_places(self) -> tuple[Tensor, int] | None:
-        """Places and alignment of `TableRows`."""
         widths = {placed.width for placed in self._lookups}
         are_rows = all(placed.lookup.hotness == 1 for placed in self._lookups)
         if self._kernels is None or self._is_bounded or len(widths) > 1 or not are_rows:
@@ -173,10 +171,7 @@ class LocalEmbeddingBags:
         return places, gcd(16, *distances, *widths)
 
     def sort(self, ids: Tensor) -> SortedIds:
-        """Sort the keys of ids [N] for `update`; the sort is stable, so that sums have one order too.
-
-        Slots are sorted by the rows in them: sums then do not depend on who has which slot.
-        """
+        """Sort the keys of ids [N] for `update`, stably; slots by the rows in them: sums do not depend on who has which slot."""
         keys = self._keys(ids)
         if self._sources is not None:
             self._sources.set(ids)
@@ -197,7 +192,6 @@ class LocalEmbeddingBags:
 
     @cached_property
     def _row_bases(self) -> list[int]:
-        """Row keys of all tables before each table."""
         return row_bases(self.tables)
 
     @cached_property
@@ -226,10 +220,7 @@ class LocalEmbeddingBags:
         return SortedIds(keys, order, keys)
 
     def update(self, ids: SortedIds, gradients: Tensor, is_good: Tensor) -> None:
-        """Update every row that was looked up, once, by the sum of its gradients.
-
-        Gradients are those of the embeddings, [G, T], any row stride; `is_good`, int32 [1], of 0 leaves everything unchanged.
-        """
+        """Update every looked-up row once, by the sum of gradients [G, T], any row stride, unless `is_good`, int32 [1], is 0."""
         if self._kernels is not None:
             mask = None if self.touched is None else self.touched.mask
             self._kernels.update(ids, gradients, self._scalars, is_good, mask)
@@ -282,12 +273,6 @@ class LocalEmbeddingBags:
 
     def _lookups_of(self, adjacent: AdjacentTables) -> list[PlacedLookup]:
         return [placed for placed in self._lookups if adjacent.first <= placed.table < adjacent.end]
-
-    def _row_of_adjacent(self, adjacent: AdjacentTables, count: int) -> Tensor:
-        """Return the first row of each table in the joined table, for each of its `count` ids."""
-        first = self._first_keys[adjacent.first]
-        bases = self._base_of_key[first : first + count * adjacent.num_tables]
-        return bases - self._key_bases[adjacent.first]
 
     def _columns_of(self, matrix: Tensor, placed: PlacedLookup, adjacent: AdjacentTables) -> Tensor:
         """Return the columns of a lookup in a matrix [G, T], and those of the adjacent tables after it: [S, G, V * D]."""

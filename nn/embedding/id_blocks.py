@@ -68,10 +68,7 @@ class IdBlock:
 def id_blocks(
     counts: Mapping[str, IdCount], num_sources: int, batch_size: int
 ) -> dict[str, IdBlock]:
-    """Return the positions of features that lie one after the other.
-
-    `counts` are per source, after the expansion of ids.
-    """
+    """Return the positions of features that lie one after the other, by their counts per source after the expansion."""
     blocks, first = {}, 0
     for feature, count in counts.items():
         block = IdBlock(
@@ -85,10 +82,7 @@ def id_blocks(
 def with_positions(
     arrived: Tensor, capacities: Sequence[int], num_sources: int, batch_size: int
 ) -> Tensor:
-    """Add starts and samples to the ids and lengths of ragged features; see `IdBlock` for the order.
-
-    `arrived` has ids [W, C] and lengths [W, B], feature after feature; `capacities` has the C of each.
-    """
+    """Add starts and samples, as in `IdBlock`, to ids [W, C] and lengths [W, B], feature after feature."""
     sources = torch.arange(num_sources, device=arrived.device).unsqueeze(1)
     sizes = [num_sources * (capacity + batch_size) for capacity in capacities]
     pieces = []

@@ -9,11 +9,7 @@ from nn.embedding.multi_hot import expand
 
 
 class IdExpansion:
-    """Expansion of the ids of some features for a fixed number of samples.
-
-    `stored` is the number of input ids per sample and feature; `tables` has the additional ids of every id of features that are
-    expanded, int32 [num_embeddings, hotness - 1].
-    """
+    """Expansion of the ids of some features, stored so often per sample, by `tables`, int32 [num_embeddings, hotness - 1]."""
 
     def __init__(
         self,

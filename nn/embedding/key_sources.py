@@ -13,10 +13,7 @@ from nn.embedding.lookups import Pooling
 
 
 class KeySources:
-    """Sources of all keys; those of ragged features change with every batch, in the same memory.
-
-    The memory is allocated on first use: an evaluation uses none.
-    """
+    """Sources of all keys in memory allocated on first use; those of ragged features change with every batch."""
 
     def __init__(
         self, lookups: Sequence[PlacedLookup], num_samples: int, device: torch.device

@@ -19,23 +19,13 @@ from nn.ops.host_copy import DeviceValues
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """The rows that an arena holds, if a table's ids are slots of one (`nn.tiers`).
+    """The rows that an arena holds for a table whose ids are slots; tables of a group number their rows table after table."""
 
-    Tables of a group share an arena and number their rows table after table.
-
-    Attributes:
-        rows: row of the group in each slot, int32 [C + 1]; the last one is greater than all rows.
-        group: position of the group.
-        first_row: row of the table at which its rows on this rank begin.
-        num_rows: of the table on this rank.
-        offset: number of the table's row 0 in the group.
-    """
-
-    rows: Tensor
-    group: int
-    first_row: int
-    num_rows: int
-    offset: int
+    rows: Tensor  # row of the group in each slot, int32 [C + 1]; the last one is greater than all rows
+    group: int  # position of the group
+    first_row: int  # row of the table at which its rows on this rank begin
+    num_rows: int  # of the table on this rank
+    offset: int  # number of the table's row 0 in the group
 
     def rows_here(self, slots: Tensor) -> Tensor:
         """Return the rows in slots, counted from `first_row`; `num_rows` for the slot behind the last one, int32."""
@@ -45,24 +35,16 @@ class SlotRows:
 
 @dataclass(frozen=True, slots=True)
 class LocalTable:
-    """A table, or a range of its columns, on this rank.
+    """A table, or a range of its columns, on this rank."""
 
-    Attributes:
-        lookups: in the order of their columns in the embeddings of a sample; at least one.
-        weight: [rows, D], contiguous.
-        state: optimizer state by name, float32; the optimizer's `TableRule` has names and shapes.
-        first_column: column of the table at which `weight` begins; even.
-        rounding_key: key of the table (`nn.ops.stochastic_rounding`); ignored for float32 weights.
-        first_row: row of the table at which `weight` begins, if ranks share its rows; None: it has all rows.
-        slots: the rows in `weight`, if that is an arena; `first_row` is then None or 0.
-    """
-
-    lookups: tuple[Lookup, ...]
-    weight: Tensor
-    state: dict[str, Tensor]
-    first_column: int = 0
-    rounding_key: int = 0
+    lookups: tuple[Lookup, ...]  # in the order of their columns in the embeddings of a sample
+    weight: Tensor  # [rows, D], contiguous
+    state: dict[str, Tensor]  # by name, float32; the optimizer's `TableRule` has the shapes
+    first_column: int = 0  # of the table, at which `weight` begins; even
+    rounding_key: int = 0  # `nn.ops.stochastic_rounding`; ignored for float32 weights
+    # row of the table at which `weight` begins, if ranks share its rows; None: it has all rows
     first_row: int | None = None
+    # the rows in `weight`, if that is an arena; `first_row` is then None or 0
     slots: SlotRows | None = None
 
     @property
@@ -88,10 +70,7 @@ class LocalTable:
 
 
 def key_bases(tables: Sequence[LocalTable]) -> list[int]:
-    """Return the number of keys of all tables before each table, and of all tables.
-
-    A table has a key per row. One with ids that have no row here has one key more, the last one, for all of them.
-    """
+    """Return the keys of all tables before each: one per row, and a last one for all ids that have no row here."""
     return list(accumulate([len(t.weight) + t.is_bounded for t in tables], initial=0))
 
 
@@ -134,38 +113,23 @@ def place_lookups(
 
 @dataclass(frozen=True, slots=True)
 class SortedIds:
-    """Ids in ascending order of their rows, ready for an update.
+    """Ids in ascending order of their rows, ready for an update; all [N]."""
 
-    Attributes:
-        keys: row or slot + rows of all tables before, one per id and table that it is looked up in, [N].
-        order: position of each key before sorting, [N].
-        row_keys: keys that the rows would have without slots, [N], ascending; the same as `keys` without slots.
-    """
-
-    keys: Tensor
-    order: Tensor
-    row_keys: Tensor
+    keys: Tensor  # row or slot + rows of all tables before, one per id and table that it is looked up in
+    order: Tensor  # position of each key before sorting
+    row_keys: Tensor  # keys that the rows would have without slots, ascending
 
 
 class UpdateScalars:
     """Scalars of an update that change from step to step; in device memory, where each replay of a CUDA graph reads them.
 
-    Args:
-        config: optimizer of the tables.
-        gradient_scale: factor of gradients.
-        device: of the tables.
-
-    Attributes:
-        values: float32 [5 or more]: learning rate, 1 / (1 - beta1 ** step) and 1 / (1 - beta2 ** step) if the optimizer uses
-            the step, the factor of gradients, `optimizer.embedding_l2`, and the options that the `TableRule` names.
-        step: number of updates before this one, int32 [1].
+    `values`: float32 [5 or more]: learning rate, 1 / (1 - beta1 ** step) and 1 / (1 - beta2 ** step) if the optimizer uses the
+    step, the factor of gradients, `optimizer.embedding_l2`, and the options that the `TableRule` names. `step`: number of updates
+    before this one, int32 [1].
     """
 
     def __init__(
-        self,
-        config: OptimizerConfig,
-        gradient_scale: float,
-        device: torch.device,
+        self, config: OptimizerConfig, gradient_scale: float, device: torch.device
     ) -> None:
         rule, settings = table_rule(config.table_name), update_settings(config)
         self._beta1, self._beta2 = settings["beta1"], settings["beta2"]

@@ -27,7 +27,6 @@ class Lookup:
 
     @property
     def num_vectors(self) -> int:
-        """Vectors per sample."""
         return {Pooling.none: self.hotness, Pooling.rows: 0}.get(self.pooling, 1)
 
     @property

@@ -23,14 +23,12 @@ State = dict[str, Any]
 
 
 def generator_at(state: State) -> np.random.RandomState:
-    """Return a new generator with state `state`."""
     generator = np.random.RandomState(0)
     generator.set_state(state)
     return generator
 
 
 def words(generator: np.random.RandomState, count: int) -> np.ndarray:
-    """Return the next 32-bit words: uint32 [count]."""
     return generator.randint(0, 2**32, size=count, dtype=np.uint32)
 
 
@@ -41,7 +39,6 @@ class Jump:
         self.num_words = num_words
 
     def __call__(self, state: State) -> State:
-        """Return the state `num_words` words after `state`."""
         generator = generator_at(state)
         blocks = [state["state"]["key"]]
         for _ in range(DEGREE // STATE_WORDS + 2):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import MultiHotConfig
-from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.mt19937 import Jump, State, generator_at, words
 
 Picked = tuple[np.ndarray, int, State]
@@ -40,10 +40,8 @@ SURE = 0.995
 class MultiHot:
     """Multi-hot expansion of one dataset by the options `data.multi_hot`.
 
-    `threads` draw additional ids. `hotness` is that after expansion, of features that are expanded.
-
-    Raises:
-        ValueError: the number of entries differs from that of features, or a feature to expand is not stored one-hot.
+    `threads` draw additional ids. `hotness` is that after expansion, of features that are expanded. Raises ValueError: the number
+    of entries differs from that of features, or a feature to expand is not stored one-hot.
     """
 
     def __init__(self, spec: FeatureSpec, config: MultiHotConfig, threads: int = 1) -> None:
@@ -59,7 +57,15 @@ class MultiHot:
             if hotness > 1
         ]
         for feature, hotness in self._features:
-            _check_expandable(feature, hotness)
+            problem = ""
+            if feature.hotness != 1:
+                problem = "which is not stored one-hot, as only expanded features are"
+            elif feature.cardinality > 2**31:
+                problem = f"which has {feature.cardinality} rows, and additional ids are int32"
+            if problem:
+                raise ValueError(
+                    f"data.multi_hot.hotness is {hotness} for '{feature.name}', {problem}; set its entry to 1"
+                )
         self.hotness = {feature.name: hotness for feature, hotness in self._features}
         self._threads = threads
         # State of the generator at the first word of each table, for the tables drawn or skipped so far and the next one.
@@ -83,11 +89,7 @@ class MultiHot:
         }
 
     def lookup_table(self, feature: str, device: torch.device) -> Tensor:
-        """Return the additional ids of every id of `feature`: int32 [num_embeddings, hotness - 1].
-
-        Calls in the order of the spec take one pass over the random stream, skipped features included. Host memory stays
-        below 64 MiB per thread.
-        """
+        """Return the additional ids of `feature`, int32 [num_embeddings, hotness - 1]; features in order take one pass."""
         index = list(self.hotness).index(feature)
         for skipped in range(len(self._starts) - 1, index):
             for _ in self._draw(skipped, keep=False):
@@ -101,10 +103,7 @@ class MultiHot:
         return table
 
     def _draw(self, index: int, *, keep: bool) -> Iterator[np.ndarray]:
-        """Draw the ids of table `index` and store the generator's state after them.
-
-        Ids are int32, valid until the next iteration, and empty unless `keep`.
-        """
+        """Draw the ids of a table, int32, valid until the next iteration, empty unless `keep`; store the state after them."""
         feature, hotness = self._features[index]
         rows, state = feature.cardinality, self._starts[index]
         # randint draws nothing for a table of one row.
@@ -137,20 +136,6 @@ class MultiHot:
 def expand(ids: Tensor, lookup_table: Tensor) -> Tensor:
     """Append the additional ids to every id: [n] to int32 [n, hotness]."""
     return torch.cat([ids.int().unsqueeze(1), lookup_table.index_select(0, ids)], dim=1)
-
-
-def _check_expandable(feature: CategoricalFeature, hotness: int) -> None:
-    if feature.hotness != 1:
-        stored = "ragged" if feature.hotness is None else f"stored with hotness {feature.hotness}"
-        raise ValueError(
-            f"data.multi_hot.hotness is {hotness} for '{feature.name}', which is {stored}; only one-hot "
-            "features can be expanded, so set its entry to 1"
-        )
-    if feature.cardinality > 2**31:
-        raise ValueError(
-            f"data.multi_hot.hotness is {hotness} for '{feature.name}' with {feature.cardinality} rows; "
-            "additional ids are int32, so set its entry to 1"
-        )
 
 
 def _power_of_two(rows: int) -> int:

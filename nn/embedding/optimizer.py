@@ -20,7 +20,10 @@ from torchrec.optim import RowWiseAdagrad
 from configs.schema import OptimizerConfig, table_optimizers
 from configs.user_objects import load_user_object
 
-Update = Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], dict[str, Any]], None]
+Tensors = list[Tensor]
+States = list[dict[str, Tensor]]
+Group = dict[str, Any]
+Update = Callable[[Tensors, Tensors, States, Group], None]
 """Change tables [rows, columns] and their states in place by gradients of the same shape, all float32.
 
 The last argument is that of `update_settings`. A state has the fields of the record, and where the optimizer uses the step
@@ -90,12 +93,10 @@ class TableRule:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Return the names of the states in checkpoints."""
         return tuple(field.name for field in self.states)
 
     @property
     def bytes_per_element(self) -> int:
-        """Return the bytes of state per element of a table."""
         return FP32_BYTES * sum(not field.per_row for field in self.states)
 
     @property
@@ -128,10 +129,7 @@ ADDITION = OptimizerConfig(name="sgd")
 
 
 def update_settings(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the last argument of `TableRule.update`: `lr` (the peak), `eps`, `beta1`, `beta2` and the rule's options.
-
-    Raises ValueError: `optimizer.embedding_options` names others.
-    """
+    """Return the last argument of `TableRule.update`: `lr` (the peak), `eps`, `beta1`, `beta2` and the rule's options."""
     rule = table_rule(config.table_name)
     names = ("eps", "beta1", "beta2", *rule.options)
     chosen = config.embedding_options or {}
@@ -147,10 +145,7 @@ def update_settings(config: OptimizerConfig) -> dict[str, Any]:
 
 @cache
 def table_rule(name: str) -> TableRule:
-    """Return the record of a built-in table optimizer, or of `package.module:NAME`.
-
-    Raises ValueError: the name cannot be imported, or is no `TableRule`.
-    """
+    """Return the record of a built-in table optimizer, or of `package.module:NAME`; ValueError if that is no `TableRule`."""
     if name in table_optimizers():
         return import_module(f"nn.embedding.rules.{name}").RULE
     rule = load_user_object(name, "optimizer.embedding_name")

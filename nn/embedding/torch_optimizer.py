@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from configs.schema import OptimizerConfig
 from nn.embedding.local_tables import LocalTable
-from nn.embedding.optimizer import table_rule, update_settings
+from nn.embedding.optimizer import Group, States, Tensors, table_rule, update_settings
 from nn.ops.stochastic_rounding import random_bits, round_stochastically
 
 
@@ -40,10 +40,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Apply one update to every table that has a gradient; return nothing, as without a closure there is no loss.
-
-        L2 is added to the gradients in place: a second gradient would take as much memory as the table.
-        """
+        """Update every table that has a gradient; L2 is added in place, since a second gradient is as large as the table."""
         assert closure is None, (
             "a closure would evaluate the model again, which no optimizer here needs"
         )
@@ -67,11 +64,7 @@ class TableOptimizer(torch.optim.Optimizer):
                 state["iter"].fill_(step)
 
     def _update_touched(
-        self,
-        tables: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
-        group: dict[str, Any],
+        self, tables: Tensors, gradients: Tensors, states: States, group: Group
     ) -> None:
         """Update all rows, then restore those without a gradient: shapes do not depend on their number."""
         changed = [
@@ -90,7 +83,6 @@ class TableOptimizer(torch.optim.Optimizer):
 def table_optimizer(
     tables: Iterable[nn.Parameter], config: OptimizerConfig
 ) -> TableOptimizer | None:
-    """Return the optimizer of tables with dense gradients, or None without tables."""
     tables = list(tables)
     if not tables:
         return None
@@ -122,13 +114,8 @@ def update_rows(
     count = {"iter": step.float()} if rule.uses_step else {}
     rule.update([some], [gradients], [some_state | count], group)
     if table.weight.dtype is not torch.float32:
-        bits = random_bits(
-            table.rounding_key,
-            step,
-            table.rows_of_table(rows),
-            table.first_column,
-            some.shape[1],
-        )
+        of_table = table.rows_of_table(rows)
+        bits = random_bits(table.rounding_key, step, of_table, table.first_column, some.shape[1])
         some = round_stochastically(some, table.weight.dtype, bits)
     table.weight[rows] = some
     for name, state in some_state.items():

@@ -14,10 +14,7 @@ from nn.ops.addresses import are_adjacent, joined
 
 
 class TouchedRows:
-    """Marks of the rows of local tables.
-
-    `mask` is uint8 by row keys of `LocalEmbeddingBags`, 1 of rows that have changed.
-    """
+    """Marks of the rows of local tables: `mask`, uint8 by row keys of `LocalEmbeddingBags`, is 1 of rows that have changed."""
 
     def __init__(self, tables: Sequence[LocalTable], device: torch.device) -> None:
         self._bases = row_bases(tables)
@@ -33,7 +30,6 @@ class TouchedRows:
         return self.mask.narrow(0, self._bases[position], self._rows[position])
 
     def clear(self) -> None:
-        """Forget all rows."""
         self.mask.zero_()
 
 
@@ -57,7 +53,6 @@ class TouchedReplicas:
         return self._mask.split(self._rows)[position]
 
     def clear(self) -> None:
-        """Forget all rows."""
         self._mask.zero_()
 
 
@@ -65,12 +60,10 @@ def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Join gradients of one width that are adjacent in memory, so that they take one launch."""
     groups: list[Tensor] = []
     for gradient in gradients:
-        if (
-            groups
-            and groups[-1].shape[1] == gradient.shape[1]
-            and are_adjacent(groups[-1], gradient)
-        ):
-            groups[-1] = joined(groups[-1], len(groups[-1]) + len(gradient))
+        last = groups[-1] if groups else None
+        has_width = last is not None and last.shape[1] == gradient.shape[1]
+        if last is not None and has_width and are_adjacent(last, gradient):
+            groups[-1] = joined(last, len(last) + len(gradient))
         else:
             groups.append(gradient)
     return groups

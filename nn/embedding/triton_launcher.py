@@ -1,10 +1,9 @@
 """Launches of the kernels of `nn.ops.triton.embedding_bag` for one group of tables: addresses, blocks, levels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd, inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,36 +39,19 @@ IDS_PER_GROUP = 4
 """Ids of a program whose gradients are loaded together; a divisor of `IDS_PER_BLOCK`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """One level of the update.
+class _Level(NamedTuple):
+    """One level of the update, in the order of the kernel's arguments."""
 
-    Attributes:
-        blocks: per block its table, first id, end, first id of the table and end of the table, int32 [5, blocks].
-        sums: partial sums of runs that cross an edge of a block, two per block, float32 [2 * blocks, columns].
-        sums_keys: their keys, int64.
-        sums_counts: whether the partial sum exists, int8.
-    """
-
-    blocks: Tensor
+    # partial sums of runs that cross an edge of a block, two per block, float32 [2 * blocks, columns]
     sums: Tensor
-    sums_keys: Tensor
-    sums_counts: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All, in the order of the kernel's arguments."""
-        return self.sums, self.sums_keys, self.sums_counts, self.blocks
+    sums_keys: Tensor  # their keys, int64
+    sums_counts: Tensor  # whether the partial sum exists, int8
+    # per block its table, first id, end, first id of the table and end of the table, int32 [5, blocks]
+    blocks: Tensor
 
 
 class TritonLauncher:
-    """Launcher of the lookup and the update of one group of local tables.
-
-    Tables of one width class (the next power of two) share their launches: a program has as many columns as its class.
-
-    Raises:
-        ValueError: the optimizer has no kernel.
-    """
+    """Launcher of lookup and update of a group of tables, by the width class, a power of two, whose columns a program has."""
 
     def __init__(
         self,
@@ -96,7 +78,6 @@ class TritonLauncher:
         ]
 
     def look_up(self, ids: Tensor, out: Tensor) -> None:
-        """See `LocalEmbeddingBags.look_up`."""
         for width_class in self._classes:
             width_class.look_up(ids, out)
 
@@ -114,10 +95,7 @@ class TritonLauncher:
 
 
 class _WidthClass:
-    """Launcher for the tables of one width class.
-
-    `members` are the positions of its tables in the group.
-    """
+    """Launcher for the tables of one width class; `members` are the positions of its tables in the group."""
 
     def __init__(
         self,
@@ -130,129 +108,101 @@ class _WidthClass:
         config: OptimizerConfig,
     ) -> None:
         own = [tables[position] for position in members]
-        self._placed = [placed for placed in lookups if placed.table in members]
+        placed_here = [placed for placed in lookups if placed.table in members]
+        of_table = [[p for p in placed_here if p.table == position] for position in members]
+        firsts = [placed[0] for placed in of_table]
+        rule, widths = table_rule(config.table_name), [table.weight.shape[1] for table in own]
         self._num_samples = num_samples
         self._weights = own[0].weight
-        self._rule, self._settings = table_rule(config.table_name), update_settings(config)
-        self._has_l2 = config.embedding_l2 > 0
-        self._branch = branch_of(self._rule)
-        self._weight_offset = _offsets([table.weight for table in own])
         # Replicated tables have no state here: they are looked up by this kernel, and updated elsewhere.
-        names = [name for name in self._rule.state_names if name in own[0].state]
-        self._state = [own[0].state[name] for name in names]
-        self._state_offset = [_offsets([table.state[name] for table in own]) for name in names]
+        states = [field for field in rule.states if field.name in own[0].state]
+        weight_offset = _offsets([table.weight for table in own])
+        offsets = [_offsets([table.state[field.name] for table in own]) for field in states]
+        # A state with one number per row requires no alignment.
+        of_elements = [offset for f, offset in zip(states, offsets, strict=True) if not f.per_row]
         # The kernel has two state arguments; the weights fill those that the optimizer lacks, and are not read there.
-        while len(self._state) < 2:
-            self._state.append(self._weights)
-            self._state_offset.append(self._weight_offset)
-
-        self._set_positions(tables, members, key_bases)
-        self._sources = sources
-
-    def _set_positions(
-        self, tables: Sequence[LocalTable], members: Sequence[int], key_bases: Sequence[int]
-    ) -> None:
-        """Describe the positions of keys, columns and vectors on the device."""
-        own = [tables[position] for position in members]
-        widths = [table.weight.shape[1] for table in own]
-        firsts = [
-            next(placed for placed in self._placed if placed.table == position)
-            for position in members
-        ]
+        lacking = 2 - len(states)
+        self._state = [*(own[0].state[field.name] for field in states), *[self._weights] * lacking]
         self._first_keys = [placed.first_key for placed in firsts]
-        self._counts = [
-            sum(placed.ids.count for placed in self._placed if placed.table == position)
-            for position in members
-        ]
-        self._first_key = self._on_device(self._first_keys, torch.int64)
-        self._column = self._on_device([placed.first_column for placed in firsts], torch.int64)
-        self._key_base = self._on_device([key_bases[index] for index in members], torch.int64)
-        self._width = self._on_device(widths, torch.int32)
+        self._counts = [sum(placed.ids.count for placed in of) for of in of_table]
         # Negative for a lookup without pooling; see `_source_of`.
-        hotness = [
-            placed.lookup.hotness * (-1 if placed.lookup.num_vectors > 1 else 1)
-            for placed in firsts
-        ]
-        self._hotness = self._on_device(hotness, torch.int32)
-        divisors = [max(abs(count), 1) for count in hotness]
-        reciprocals = [-(-(2**32) // divisor) for divisor in divisors]
-        self._reciprocal = self._on_device([x % 2**32 for x in reciprocals], torch.int64)
-        # The excess of the rounded-up reciprocal must not reach the next whole number.
-        self._by_product = all(
-            ids * (reciprocal * divisor - 2**32) < 2**32
-            for ids, reciprocal, divisor in zip(self._counts, reciprocals, divisors, strict=True)
-        )
+        hotness = [p.lookup.hotness * (-1 if p.lookup.num_vectors > 1 else 1) for p in firsts]
+        reciprocals = [-(-(2**32) // max(abs(count), 1)) for count in hotness]
         factors = [placed.lookup.factor for placed in firsts]
-        self._factor = self._on_device(factors, torch.float32)
-        self._rounding_key = self._on_device([table.rounding_key for table in own], torch.int32)
         # Two columns share their random bits, so a shard must begin at an even column.
         assert all(table.first_column % 2 == 0 for table in own)
-        self._first_pair = self._on_device([table.first_column // 2 for table in own], torch.int32)
-        self._vectors = _vectors(self._placed, tables, self._weight_offset.tolist(), members)
+        width, factor = self._on_device(widths, torch.int32), self._on_device(factors)
+
+        bases = row_bases(tables)
+        *slots, self._touched_start = _slots(own, [bases[p] for p in members], width)
+        # In the order of the kernel's arguments, a number per table in each.
+        self._per_table = (
+            weight_offset,
+            *(*offsets, *[weight_offset] * lacking),
+            self._on_device([key_bases[position] for position in members], torch.int64),
+            self._on_device(self._first_keys, torch.int64),
+            self._on_device([placed.first_column for placed in firsts], torch.int64),
+            width,
+            self._on_device(hotness, torch.int32),
+            self._on_device([reciprocal % 2**32 for reciprocal in reciprocals], torch.int64),
+            factor,
+            self._on_device([table.rounding_key for table in own], torch.int32),
+            self._on_device([table.first_column // 2 for table in own], torch.int32),
+            self._on_device([table.first_row or 0 for table in own], torch.int64),
+            self._on_device([len(table.weight) for table in own], torch.int64),
+            *slots,
+        )
+        self._vectors = _vectors(placed_here, tables, weight_offset.tolist(), members)
         # Every address is a multiple of this number of elements, so a thread can load as many at once.
         self._align = gcd(
             16,
             *widths,
-            *(placed.first_column for placed in self._placed),
-            *(offset.item() % 16 or 16 for offset in self._aligned_offsets()),
+            *(placed.first_column for placed in placed_here),
+            *(offset.item() % 16 or 16 for offset in torch.cat([weight_offset, *of_elements])),
         )
-        self._first_row = self._on_device([table.first_row or 0 for table in own], torch.int64)
-        self._num_rows = self._on_device([len(table.weight) for table in own], torch.int64)
-        bases = row_bases(tables)
-        self._set_slots(own, [bases[position] for position in members])
+        self._unlisted = width, width, factor
+        self._set_constants(own, placed_here, config, hotness, sources)
+
+    def _set_constants(
+        self,
+        own: Sequence[LocalTable],
+        placed_here: Sequence[PlacedLookup],
+        config: OptimizerConfig,
+        hotness: Sequence[int],
+        sources: KeySources | None,
+    ) -> None:
+        widths = [table.weight.shape[1] for table in own]
         self._is_bounded = any(table.is_bounded for table in own)
         self._has_ragged_mean = any(
             placed.lookup.is_ragged and placed.lookup.pooling is Pooling.mean
-            for placed in self._placed
+            for placed in placed_here
         )
-        self._one_hot = all(count == 1 for count in hotness)
         self._block_d = triton.next_power_of_2(max(widths))
-        self._width_of_all = widths[0] if len(set(widths)) == 1 else 0
-        self._source = _source_of(own, hotness, factors)
+        source = _source_of(own, hotness)
+        # Row, column and factor of each key; not read, unless a table has several lookups or a ragged one.
+        self._sources = sources if source == "listed" else None
+        settings = update_settings(config)
+        eps, beta1, beta2 = (settings[name] for name in ("eps", "beta1", "beta2"))
+        # After each beta 1 minus it: in single precision 1 - 0.999 keeps four digits only.
+        self._decays = eps, beta1, 1 - beta1, beta2, 1 - beta2
+        # Of the rounded-up reciprocals.
+        excesses = [-(2**32) % max(abs(count), 1) for count in hotness]
+        self._constants = branch_of(table_rule(config.table_name)) | {
+            "L2": config.embedding_l2 > 0,
+            "ONE_HOT": all(count == 1 for count in hotness),
+            # They must not reach the next whole number.
+            "BY_PRODUCT": all(
+                ids * excess < 2**32 for ids, excess in zip(self._counts, excesses, strict=True)
+            ),
+            "SOURCE": source,
+            "BOUNDED": self._is_bounded,
+            "SLOTS": any(table.slots is not None for table in own),
+            "WIDTH": widths[0] if len(set(widths)) == 1 else 0,
+            "BLOCK_D": self._block_d,
+        }
 
-    def _set_slots(self, own: Sequence[LocalTable], row_starts: Sequence[int]) -> None:
-        """Describe the rows in the arenas of tables in host memory, by which 16-bit weights are rounded and rows marked.
-
-        `row_starts` are the row keys of each table's first row here.
-        """
-        rows = [table.slots.rows for table in own if table.slots is not None]
-        self._has_slots = bool(rows)
-        # Counted from the lowest address, so that a negative start means none; not read without arenas.
-        self._slot_rows = min(rows, key=Tensor.data_ptr, default=self._width)
-        starts = iter(_offsets([self._slot_rows, *rows]).tolist()[1:])
-        self._slot_start = self._on_device(
-            [-1 if table.slots is None else next(starts) for table in own], torch.int64
-        )
-        offsets = [0 if table.slots is None else table.slots.offset for table in own]
-        self._slot_offset = self._on_device(offsets, torch.int64)
-        # Row key of row 0 of an arena's group, otherwise of row 0 here.
-        before = [0 if t.slots is None else t.slots.offset + t.slots.first_row for t in own]
-        starts_of_rows = [start - rows for start, rows in zip(row_starts, before, strict=True)]
-        self._touched_start = self._on_device(starts_of_rows, torch.int64)
-
-    def _on_device(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    def _on_device(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=self._weights.device)
-
-    @property
-    def _listed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, column and factor of each key; not read, unless a table has several lookups or a ragged one."""
-        if self._source != "listed":
-            return self._width, self._width, self._factor
-        assert self._sources is not None, "there is a table of this kind"
-        return self._sources.rows, self._sources.columns, self._sources.factors
-
-    @property
-    def _slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows in the slots of arenas; see `_set_slots`."""
-        return self._slot_rows, self._slot_start, self._slot_offset
-
-    def _touched(
-        self, touched: Tensor | None, level: int
-    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return where the kernel notes rows: on the first level, which reads all keys; without, it has no code for it."""
-        if touched is None or level:
-            return None, None
-        return touched, self._touched_start
 
     @cached_property
     def _levels(self) -> list[_Level]:
@@ -261,25 +211,15 @@ class _WidthClass:
             self._first_keys, self._counts, IDS_PER_BLOCK, self._block_d, self._weights.device
         )
 
-    def _aligned_offsets(self) -> Tensor:
-        """Return the offsets of weights and states; a state with one number per row requires no alignment."""
-        states = zip(self._rule.states, self._state_offset, strict=False)
-        return torch.cat(
-            [self._weight_offset, *(offset for field, offset in states if not field.per_row)]
-        )
-
     def look_up(self, ids: Tensor, out: Tensor) -> None:
-        """Look up this class' tables."""
-        samples = min(
-            max(ELEMENTS_PER_PROGRAM // self._block_d, SAMPLES_PER_PROGRAM),
-            MOST_SAMPLES_PER_PROGRAM,
-        )
-        grid = (triton.cdiv(self._num_samples, samples), len(self._vectors.columns))
+        samples = max(ELEMENTS_PER_PROGRAM // self._block_d, SAMPLES_PER_PROGRAM)
+        samples = min(samples, MOST_SAMPLES_PER_PROGRAM)
+        grid = (triton.cdiv(self._num_samples, samples), len(self._vectors[0]))
         _pooled_lookup[grid](
             self._weights,
             ids,
             out,
-            *self._vectors.tensors,
+            *self._vectors,
             self._num_samples,
             out.stride(0),
             BOUNDED=self._is_bounded,
@@ -288,25 +228,6 @@ class _WidthClass:
             BLOCK=samples,
             BLOCK_D=self._block_d,
         )
-
-    @property
-    def _constants(self) -> dict[str, Any]:
-        """Constants of the update that are the same on all levels."""
-        return {
-            "L2": self._has_l2,
-            "ONE_HOT": self._one_hot,
-            "BY_PRODUCT": self._by_product,
-            "SOURCE": self._source,
-            "BOUNDED": self._is_bounded,
-            "SLOTS": self._has_slots,
-            "WIDTH": self._width_of_all,
-            "BLOCK_D": self._block_d,
-        }
-
-    def _decays(self) -> tuple[float, float, float, float, float]:
-        """Return eps, beta1, beta2 and, after each beta, 1 minus it: in single precision 1 - 0.999 keeps four digits only."""
-        eps, beta1, beta2 = (self._settings[name] for name in ("eps", "beta1", "beta2"))
-        return eps, beta1, 1 - beta1, beta2, 1 - beta2
 
     def update(
         self,
@@ -319,6 +240,10 @@ class _WidthClass:
         """Update this class' tables, and store 1 into `touched` for their rows that are updated."""
         keys, values, counts = ids.keys, gradients, is_good
         align = gcd(self._align, gradients.stride(0), gradients.storage_offset())
+        of = self._sources
+        listed = self._unlisted if of is None else (of.rows, of.columns, of.factors)
+        # Rows are noted on the first level, which reads all keys; without, the kernel has no code for it.
+        noted = (None, None) if touched is None else (touched, self._touched_start)
         for number, level in enumerate(self._levels):
             num_blocks = level.blocks.shape[1]
             _segment_update[(num_blocks,)](
@@ -328,29 +253,15 @@ class _WidthClass:
                 ids.order,
                 values,
                 counts,
-                *level.tensors,
+                *level,
                 num_blocks,
-                self._weight_offset,
-                *self._state_offset,
-                self._key_base,
-                self._first_key,
-                self._column,
-                self._width,
-                self._hotness,
-                self._reciprocal,
-                self._factor,
-                self._rounding_key,
-                self._first_pair,
-                self._first_row,
-                self._num_rows,
-                *self._slots,
-                *self._touched(touched, number),
-                *self._listed,
+                *self._per_table,
+                *noted,
+                *listed,
                 scalars.values,
                 scalars.step,
                 is_good,
-                *self._decays(),
-                **self._branch,
+                *self._decays,
                 **self._constants,
                 LEVEL=min(number, 1),
                 PREFETCHES=number == 0 and isinstance(_segment_update, triton.JITFunction),
@@ -361,40 +272,7 @@ class _WidthClass:
                 num_warps=1,
             )
             keys, values, counts = level.sums_keys, level.sums, level.sums_counts
-
-
-@dataclass(frozen=True, slots=True)
-class _Vectors:
-    """The vectors of all lookups, on the device: one program of the lookup each.
-
-    Attributes:
-        weight_offset: first element of the table.
-        first_id: position of the first sample's first id.
-        id_stride: ids from a sample to the next.
-        num_ids: ids whose rows are added.
-        factor: of the sum.
-        out_column: first column in the embeddings.
-        columns: D.
-        first_start: position of the starts of a ragged lookup, otherwise -1; its `num_ids` is 0, or -1 of a mean.
-        first_row: first row here.
-        num_rows: rows here.
-    """
-
-    weight_offset: Tensor
-    first_id: Tensor
-    id_stride: Tensor
-    num_ids: Tensor
-    factor: Tensor
-    out_column: Tensor
-    columns: Tensor
-    first_start: Tensor
-    first_row: Tensor
-    num_rows: Tensor
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All, in the order of the kernel's arguments."""
-        return [getattr(self, field.name) for field in fields(self)]
+            noted = None, None
 
 
 def _vectors(
@@ -402,21 +280,25 @@ def _vectors(
     tables: Sequence[LocalTable],
     weight_offsets: Sequence[int],
     members: Sequence[int],
-) -> _Vectors:
+) -> list[Tensor]:
+    """Return the vectors of all lookups as columns on the device, one program each, in the order of the kernel's arguments."""
     offset_of = dict(zip(members, weight_offsets, strict=True))
     rows = []
     for placed in lookups:
         lookup, table = placed.lookup, tables[placed.table]
-        is_mean = lookup.pooling is Pooling.mean
+        # Of a ragged lookup -1 of a mean, else 0.
+        num_ids = lookup.ids_per_vector
+        if lookup.is_ragged:
+            num_ids = -int(lookup.pooling is Pooling.mean)
         for vector in range(lookup.num_vectors):
             rows.append(
                 (
-                    offset_of[placed.table],
-                    placed.ids.first + vector * lookup.ids_per_vector,
-                    lookup.hotness,
-                    -int(is_mean) if lookup.is_ragged else lookup.ids_per_vector,
-                    lookup.factor,
-                    placed.first_column + vector * placed.width,
+                    offset_of[placed.table],  # first element of the table
+                    placed.ids.first + vector * lookup.ids_per_vector,  # of the first sample
+                    lookup.hotness,  # ids from a sample to the next
+                    num_ids,  # ids whose rows are added
+                    lookup.factor,  # of the sum
+                    placed.first_column + vector * placed.width,  # in the embeddings
                     placed.width,
                     placed.ids.first_start if lookup.is_ragged else -1,
                     table.first_row or 0,
@@ -428,32 +310,42 @@ def _vectors(
     dtypes = [torch.int64, torch.int64, torch.int32, torch.int32, torch.float32]
     dtypes += [torch.int64, torch.int32, torch.int64, torch.int64, torch.int64]
     device = tables[0].weight.device
-    return _Vectors(
-        *(
-            torch.tensor(values, dtype=dtype, device=device)
-            for values, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
-        )
-    )
+    return [
+        torch.tensor(values, dtype=dtype, device=device)
+        for values, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
+    ]
 
 
-def _source_of(own: Sequence[LocalTable], hotness: Sequence[int], factors: Sequence[float]) -> str:
-    """Return the way in which the update finds the gradients of an id.
+def _slots(own: Sequence[LocalTable], row_keys: Sequence[int], unused: Tensor) -> list[Tensor]:
+    """Describe the arenas of tables in host memory, by whose rows 16-bit weights are rounded and rows marked.
 
-    `hotness` is that of each table's first lookup, negative without pooling; `factors` are those of its vectors.
+    Returns the rows of all slots, counted from the lowest address, and each table's start in them, negative without an arena;
+    the number of its row 0 in its group; and, by `row_keys` of first rows, the row key of row 0 of an arena's group, otherwise
+    of row 0 here. Without arenas no slot is read.
     """
+    arenas = [table.slots for table in own if table.slots is not None]
+    rows = min((arena.rows for arena in arenas), key=Tensor.data_ptr, default=unused)
+    starts = iter(_offsets([rows, *(arena.rows for arena in arenas)]).tolist()[1:])
+    numbers = [
+        (-1, 0, key)
+        if table.slots is None
+        else (next(starts), table.slots.offset, key - table.slots.offset - table.slots.first_row)
+        for table, key in zip(own, row_keys, strict=True)
+    ]
+    columns = zip(*numbers, strict=True)
+    return [rows, *(torch.tensor(c, dtype=torch.int64, device=unused.device) for c in columns)]
+
+
+def _source_of(own: Sequence[LocalTable], hotness: Sequence[int]) -> str:
+    """Return the way in which the update finds the gradients of an id, with the hotness of first lookups as above."""
     if any(len(table.lookups) > 1 or table.lookups[0].is_ragged for table in own):
         return "listed"
-    if all(count > 0 for count in hotness) and all(factor == 1 for factor in factors):
-        return "sum"
-    return "one"
+    is_sum = all(table.lookups[0].factor == 1 for table in own)
+    return "sum" if is_sum and all(count > 0 for count in hotness) else "one"
 
 
 def branch_of(rule: TableRule) -> dict[str, Any]:
-    """Return the constants of `_segment_update` for an optimizer: its `@triton.jit` function and the kinds of its states.
-
-    Raises:
-        ValueError: it has no kernel, or the kernel is no `@triton.jit` function.
-    """
+    """Return the constants of `_segment_update` for an optimizer; ValueError unless its kernel is a `@triton.jit` function."""
     if rule.kernel is None:
         raise ValueError(
             f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"
@@ -497,7 +389,7 @@ def _levels(
         num_sums = 2 * len(blocks)
         levels.append(
             _Level(
-                torch.tensor(blocks, dtype=torch.int32, device=device).t().contiguous(),
+                blocks=torch.tensor(blocks, dtype=torch.int32, device=device).t().contiguous(),
                 sums=torch.empty(num_sums, block_d, device=device),
                 sums_keys=torch.empty(num_sums, dtype=torch.int64, device=device),
                 sums_counts=torch.empty(num_sums, dtype=torch.int8, device=device),

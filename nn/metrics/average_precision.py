@@ -8,10 +8,7 @@ from torch.nn.functional import pad
 
 
 def average_precision(scores: Tensor, is_positive: Tensor, weights: Tensor | None = None) -> float:
-    """Compute the mean precision over the positives, each at the threshold that reaches it; nan without one, or with a nan.
-
-    Rows [B] of equal scores have one threshold, as in scikit-learn's `average_precision_score`.
-    """
+    """Compute the mean precision over the positives, as scikit-learn's `average_precision_score`; nan without, or with a nan."""
     if not scores.numel() or bool(scores.isnan().any()):
         return math.nan
     order = scores.argsort(descending=True)

@@ -33,10 +33,7 @@ class MeasuredRows:
         self._gather = gather
 
     def sums(self, function: Callable[[Tensor, Tensor, Tensor], list[Tensor]]) -> list[float]:
-        """Sum scalars over the rows of all ranks, exact to float64.
-
-        `function` gets (predictions, labels, weights) of some rows, float64 [m], and returns a list of sums over them.
-        """
+        """Sum the scalars that a function of (predictions, labels, weights), float64 [m] each, returns, over all ranks."""
         return self._gather.sum(self._block_sums(function))
 
     def on_rank0(self, function: Callable[..., float], *columns: Tensor | None) -> float:

@@ -52,10 +52,7 @@ def mae(rows: MeasuredRows) -> float:
 
 
 def loss_over_entropy(loss: float, rate: float, others: float) -> float:
-    """Compute the log loss divided by the entropy of the label (He et al. 2014, equation 1); nan if all labels are the same.
-
-    `rate` is the mean label, and `others` 1 - rate.
-    """
+    """Compute log loss / entropy of a label (He et al. 2014, equation 1) with mean `rate`, 1 - `others`; nan if either is 0."""
     if not (rate > 0 and others > 0):
         return math.nan
     return loss / -(rate * _log(rate, others) + others * _log(others, rate))

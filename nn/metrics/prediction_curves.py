@@ -38,10 +38,7 @@ class ScoreBuckets:
 def score_buckets(
     logits: Tensor, is_positive: Tensor, weights: Tensor | None, collectives: Collectives
 ) -> ScoreBuckets:
-    """Count the rows of all ranks in buckets of scores, the same on each of them; all must call it.
-
-    Of this rank's rows, logits are float32 [B] and finite, labels bool [B]; without weights every row counts once.
-    """
+    """Count all ranks' rows in buckets of scores, the same on each; logits, float32 [B], are finite and labels bool."""
     edges = _edges(logits, collectives)
     sums = torch.zeros(4, len(edges) + 1, dtype=torch.float64, device=logits.device)
     for start in range(0, len(logits), BLOCK_ROWS):

@@ -95,10 +95,7 @@ class KeptRows:
         self._latest: list[Tensor] = []
 
     def update(self, predictions: Tensor, labels: Tensor, num_valid: int) -> None:
-        """Keep one batch, both [B], without its padding. They are copied, so a captured step may overwrite them.
-
-        The host does not wait for the device.
-        """
+        """Keep a copy of one batch, both [B], without its padding; the host does not wait for the device."""
         assert predictions.shape == labels.shape, (predictions.shape, labels.shape)
         both = torch.stack([predictions.detach()[:num_valid].float(), labels[:num_valid].float()])
         self._latest.append(both.to(self.device))

@@ -77,10 +77,7 @@ class TaskMetrics:
         self._keep(logits, labels.float(), len(logits), rows.get("weights"), None)
 
     def rows(self) -> dict[str, Tensor]:
-        """Return logits, labels and, if rows have them, weights of all ranks so far, on rank 0; all must call it.
-
-        Without a row, and on other ranks, nothing is returned.
-        """
+        """Return logits, labels and, if there are any, weights of all ranks so far, on rank 0; all must call it."""
         kept = [rows.kept() for rows in self._of_task]
         logits, labels = (
             columns[0]
@@ -138,10 +135,7 @@ class TaskMetrics:
             yield MeasuredRows(*kept.kept(), self._kept_weights(), groups, self._rows)
 
     def start(self) -> "StartedMetrics":
-        """Start to compute the metrics of training rows, beside further steps if possible; all ranks must call it.
-
-        Several ranks, weights and metrics other than AUC are measured at once.
-        """
+        """Start to compute the metrics of training rows, one rank's unweighted AUC beside further steps; all must call it."""
         is_exchanged = self._collectives.world_size > 1 or self._has_weights
         others = {m.name for task in self._tasks for m in task.metrics if m.while_training} - {
             AUC.name
@@ -157,10 +151,7 @@ class TaskMetrics:
         return StartedMetrics({}, late)
 
     def describe_predictions(self) -> dict[str, dict[str, Any]]:
-        """Return calibration, gain and lift of every binary label over all ranks by its name; all must call it.
-
-        All predictions must be finite. Regression labels have none.
-        """
+        """Return calibration, gain and lift of every binary label by name; predictions are finite, and all ranks must call it."""
         return {
             task.name: describe_predictions(
                 score_buckets(*kept.kept(), self._kept_weights(), self._collectives)
@@ -170,10 +161,7 @@ class TaskMetrics:
         }
 
     def first_not_finite(self) -> tuple[int, int, int] | None:
-        """Return the first of this rank's logits that is not finite: its `update` call, its place there, and their number.
-
-        Rows that are not finite in several tasks are counted in each.
-        """
+        """Return this rank's first logit that is not finite: `update` call, place, and their number over all tasks."""
         found = [found for kept in self._of_task if (found := kept.first_not_finite()) is not None]
         if not found:
             return None

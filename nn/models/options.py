@@ -5,7 +5,7 @@ The options of any other model are in the module of the model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from configs.schema import MOST_COLUMNS, ModelConfig, Section, option, require
@@ -324,12 +324,8 @@ class _SequenceOptions(_DeepOptions):
     hidden: list[int] = option([200, 80], "widths of the MLP's hidden layers", most=MOST_WIDTH)
 
 
-class Residual(Enum):
-    """Ways to join a layer F of a transformer block to its input x."""
-
-    post_norm = "post_norm"
-    pre_norm = "pre_norm"
-    gated = "gated"
+Residual = StrEnum("Residual", "post_norm pre_norm gated")
+"""Ways to join a layer F of a transformer block to its input x."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -385,11 +381,8 @@ class OneTransOptions(_SequenceOptions):
     block_dropout: float = rate(0.0, "rate of the dropout of events and of a block's layers")
 
 
-class Search(Enum):
-    """Similarities that the events of a long history are searched by."""
-
-    product = "product"
-    hash = "hash"
+Search = StrEnum("Search", "product hash")
+"""Similarities that the events of a long history are searched by."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -21,10 +21,7 @@ ELEMENT_BYTES = 2 * 4
 def wanted_exchanges(
     declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, config: ShardingConfig
 ) -> dict[str, Exchange | None]:
-    """Return what is wanted of each table: rows where the dense component takes them, otherwise as the options say.
-
-    Raises ValueError: rows of 16 bits.
-    """
+    """Return what is wanted of each table: rows where the dense component takes them; ValueError for rows of 16 bits."""
     overrides, wanted = overrides_of(declared, config), {}
     for table in declared:
         override = overrides.get(table.name)
@@ -47,10 +44,7 @@ def with_exchanges(
     world_size: int,
     traffic_of: Callable[[str], IdTraffic] | None,
 ) -> list[TablePlan]:
-    """Return the plan with the exchange of each table; `batch_size` is that of a rank.
-
-    `traffic_of` is that of `nn.planning.planner.plan_tables`.
-    """
+    """Return the plan with the exchange of each table; `batch_size` is that of a rank."""
     hotness = {feature.name: feature.mean_hotness for feature in spec.categorical}
 
     def is_in_rows(table: TablePlan, config: EmbeddingBagConfig) -> bool:

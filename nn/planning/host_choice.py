@@ -99,10 +99,7 @@ class Choice:
 
 
 def choices(movable: Mapping[str, Movable]) -> list[Choice]:
-    """Return combinations of tables and arenas, those with the least traffic first.
-
-    A combination has the tables that cost the least traffic per byte, all with the same fraction of their rows on the device.
-    """
+    """Return sets of the tables that cost least per byte, each with one fraction of rows on the device, least traffic first."""
     ordered = sorted(movable.items(), key=lambda item: (item[1].price, -item[1].num_bytes))
     return sorted(
         (choice for cache in CACHES for choice in _with_cache(dict(ordered), cache)),

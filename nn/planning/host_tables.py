@@ -63,10 +63,7 @@ def chosen_host_tables(
     live_rows: Mapping[str, int],
     keyed: Collection[str],
 ) -> dict[str, HostTable]:
-    """Return the tables that overrides put into host memory or on disk.
-
-    Raises ValueError: one of them is `keyed`, a table for raw keys, whose rows change on the device.
-    """
+    """Return the tables that overrides put into host memory or on disk; ValueError for one of raw keys (`keyed`)."""
     chosen = {
         table: HostTable(
             override.cache or DEFAULT_CACHE, live_rows[table], override.tier is Tier.disk
@@ -84,10 +81,7 @@ def chosen_host_tables(
 
 
 def check_live_rows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> None:
-    """Refuse arenas that cannot hold the rows of all live batches, and more rows than slots have bits for.
-
-    Raises ValueError: the first of them, with the fraction that would do.
-    """
+    """Refuse arenas that cannot hold the rows of all live batches, and more rows than slots have bits for."""
     rows_of_rank: dict[int, int] = {}
     for name, table in host_tables.items():
         spec = plan.plan["embeddings"][name].sharding_spec
@@ -153,7 +147,9 @@ def with_expected_fetches(
 
     def classes_of(members: Members) -> Iterator[Classes]:
         for name, first, count in members:
-            traffic, fixed = traffic_of(name), _fixed(plan, members, name, count)
+            # Rows that keep their slots.
+            share = 1 - _ring(plan, members) / max(_slots(plan, members), 1)
+            traffic, fixed = traffic_of(name), int(plan.host_tables[name].slots(count) * share)
             ids = global_batch * by_name[name].hotness / (1 + traffic.drawn)
             yield row_classes(traffic, first, count, fixed, ids)
 
@@ -201,10 +197,7 @@ def _places(
     rings: Mapping[tuple[int, int, bool], Members],
     host_room: int,
 ) -> dict[tuple[int, int], int]:
-    """Return the rows on disk for which host memory has room, by rank and columns: the same fraction of all.
-
-    Raises ValueError: they are too few for the rows on the device and those of the live batches.
-    """
+    """Return the rows on disk that host memory has room for, by rank and columns, or ValueError if the live ones do not fit."""
     groups = {
         (rank, columns): members
         for (rank, columns, is_on_disk), members in rings.items()
@@ -252,11 +245,6 @@ def _ring(plan: TieredPlan, members: Members) -> int:
 
 def _live_rows(plan: TieredPlan, name: str, count: int) -> int:
     return min(plan.host_tables[name].live_rows, count)
-
-
-def _fixed(plan: TieredPlan, members: Members, name: str, count: int) -> int:
-    share = 1 - _ring(plan, members) / max(_slots(plan, members), 1)
-    return int(plan.host_tables[name].slots(count) * share)
 
 
 def fetched_bytes(table: TablePlan) -> float:

@@ -119,7 +119,9 @@ def plan_memory(
                 batches=int(batch_bytes + work.ids * arrived_bytes + mapping),
                 lookups=lookups,
                 dense_pass=dense_pass,
-                update=work.sorted_bytes + sum(asked.key_bytes(rank) for asked in requests),
+                update=work.keys * SORTED_KEY_BYTES
+                + work.update_bytes
+                + sum(asked.key_bytes(rank) for asked in requests),
                 evaluation=(eval_batch != batch) * evaluation
                 + max(forward_columns * eval_batch * activation_bytes - dense_pass, 0),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,
@@ -130,10 +132,7 @@ def plan_memory(
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Tables of one width whose distinct rows are asked of their owners (`nn.sharding.row_requests`).
-
-    The only owner of a replicated table, or of any table of a single rank, is the rank itself: nothing is sent.
-    """
+    """Tables of one width whose distinct rows are asked of their owners; a replicated table's, or a single rank's, is itself."""
 
     tables: tuple[str, ...]
     columns: int
@@ -150,10 +149,7 @@ class Requests:
         return len(self.capacity) * self.capacity[rank if self.is_sent else 0]
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
-        """Return the memory of the rows that are sent and received, and of the sums of their gradients in float32, if pooled.
-
-        The sums that are sent, and those that arrive, take memory of the dense pass, which is behind its peak then.
-        """
+        """Return the memory of rows sent and received, and of float32 gradient sums, if pooled; sums are sent behind the peak."""
         asked, own = self.is_sent * self.asked_of(rank), sum(self.capacity)
         # Rows of one of several memories are looked up beside those that are sent.
         looked_up = asked * (1 + (len(self.tiers) > 1))
@@ -287,6 +283,16 @@ class _Ids:
     is_ragged: bool  # whether samples differ in their number of ids
 
 
+@dataclass(frozen=True, slots=True)
+class _SparseWork:
+    # elements of the embeddings that are looked up for all ranks; those of replicated tables do not count
+    elements: int
+    ids: int  # ids that arrive: once per feature, whatever number of tables takes them
+    keys: int  # ids that are sorted: once per lookup
+    update_bytes: int  # memory of the update beside sorted keys
+    mapping_bytes: int  # memory to map the ids of tables in host memory to slots
+
+
 def _ids_of_tables(
     declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, batch_size: int
 ) -> dict[str, dict[str, _Ids]]:
@@ -299,20 +305,6 @@ def _ids_of_tables(
     return {table.name: {name: ids[name] for name in table.feature_names} for table in declared}
 
 
-@dataclass(frozen=True, slots=True)
-class _SparseWork:
-    # elements of the embeddings that are looked up for all ranks; those of replicated tables do not count
-    elements: int
-    ids: int  # ids that arrive: once per feature, whatever number of tables takes them
-    keys: int  # ids that are sorted: once per lookup
-    update_bytes: int  # memory of the update beside sorted keys
-    mapping_bytes: int  # memory to map the ids of tables in host memory to slots
-
-    @property
-    def sorted_bytes(self) -> int:
-        return self.keys * SORTED_KEY_BYTES + self.update_bytes
-
-
 def _work_of(
     rank: int,
     plan: Sequence[TablePlan],
@@ -320,10 +312,7 @@ def _work_of(
     global_batch: int,
     batch: int,
 ) -> _SparseWork:
-    """Return the lookups of a rank.
-
-    `features`: table -> feature -> its ids.
-    """
+    """Return the lookups of a rank, by table -> feature -> its ids."""
     held = [table for table in plan if rank in table.ranks]
     replicated = [table for table in held if table.sharding == "data_parallel"]
     sharded = [table for table in held if table.sharding != "data_parallel"]
@@ -393,10 +382,7 @@ def _dense_pass(
 def _pass_over(
     config: Config, model: Model, rows: int, local: int, handed_out: _HandedOut, is_alone: bool
 ) -> int:
-    """Return the bytes of the fullest of three moments; memory of the first is reused by the later ones.
-
-    `local`: gradients of the embeddings of this rank's rows, bytes. `is_alone`: whether there is one rank.
-    """
+    """Return the bytes of the fullest of three moments; `local` are gradients of the rank's embeddings, in bytes."""
     column_bytes = rows * (4 if config.train.amp is Amp.off else 2)
     layers = model.linear_layers()
     # What backward needs again: the input of every layer, which is the output of the one before.

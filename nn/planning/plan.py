@@ -60,10 +60,7 @@ def replicated_tables(rows: Sequence[TablePlan]) -> list[str]:
 
 
 def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:
-    """Return the lookups per rank and sample of the global batch.
-
-    A rank with some of a table's columns looks up all its ids; a replicated table is looked up by the rank of the sample.
-    """
+    """Return the lookups per rank and sample of the global batch; a rank with some of a table's columns looks up all its ids."""
     lookups = [0.0] * world_size
     for row in rows:
         for rank, size in zip(row.ranks, row.bytes_per_rank, strict=True):

@@ -94,10 +94,7 @@ CUT_ABOVE = 0.25
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder, limited to the layouts and kernels that this recipe trains and tests.
-
-    TorchRec offers row-wise tables on GPUs only, although they train on CPUs too, and it puts tables into unified memory.
-    """
+    """TorchRec's sharder with the layouts and kernels that this recipe trains: row-wise on CPUs too, no unified memory."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return [kind.value for kind in ShardingType]
@@ -441,10 +438,7 @@ def _replicated_or_not(
 
 
 def _column_width(embedding_dim: int, parts: float, world_size: int) -> int | None:
-    """Return the columns per shard, a multiple of 4: the fewest equal shards from `parts` (and 2) up, at most one per rank.
-
-    None: the table has no such shards.
-    """
+    """Return the columns per shard, a multiple of 4: the fewest equal shards from `parts` (and 2) up; None without such."""
     counts = [
         count
         for count in range(1, world_size + 1)
@@ -456,11 +450,7 @@ def _column_width(embedding_dim: int, parts: float, world_size: int) -> int | No
 
 
 def update_passes(embeddings: EmbeddingBagCollection, rule: TableRule) -> float:
-    """Return the passes over a row's bytes that its update takes; a lookup takes one.
-
-    The gradient is read; the weight and each state of its size are read and written. With the planner's default of 2 a
-    hundred-hot table would stay on one rank.
-    """
+    """Return the passes over a row's bytes of its update: the gradient is read, the weight and its states read and written."""
     weight_bytes = min(map(weight_bytes_of, embeddings.embedding_bag_configs()))
     return 3 + 2 * rule.bytes_per_element // weight_bytes
 

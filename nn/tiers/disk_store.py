@@ -18,12 +18,7 @@ BLOCK_ROWS = 2**16
 
 
 class DiskStore(RowStore):
-    """Rows of a table file with places in host memory.
-
-    A row that the device has, but for those that it keeps for good, has a place too.
-
-    `kept` are rows that the device keeps for good, ascending; `staged` are those in host memory.
-    """
+    """Rows of a table file with places in host memory for all on the device but `kept` ones, ascending, which it keeps."""
 
     def __init__(
         self,
@@ -70,10 +65,7 @@ class DiskStore(RowStore):
         return replace(moves, rows=places, returned=returned.where(moves.returned >= 0, -1))
 
     def save(self, rows: Tensor, slots: Tensor) -> None:
-        """Make the file hold the current rows; nobody reads it meanwhile.
-
-        `rows`, distinct, int64 [n], have changed on the device, in `slots`.
-        """
+        """Make the file hold the current rows; the distinct `rows`, int64 [n], have changed in `slots` of the device."""
         has_place = torch.from_numpy(self.staged.place_of_row[rows.cpu().numpy()] >= 0)
         chosen = has_place.to(rows.device)
         self.write_back(rows[chosen], slots[chosen])
@@ -86,10 +78,7 @@ class DiskStore(RowStore):
             self._file.store(some_rows, values, np.arange(len(some_rows)))
 
     def load(self, rows: Tensor, slots: Tensor) -> None:
-        """Fill the arena from the file, which has changed.
-
-        `rows`, int64 [n], are those of the arena, in `slots`.
-        """
+        """Fill the arena from the file, which has changed; `rows`, int64 [n], are those of the arena, in `slots`."""
         self.staged.forget()
         numbers = rows.cpu().numpy()
         need_places = self.staged.place_of_row[numbers] == ABSENT
@@ -106,7 +95,6 @@ class DiskStore(RowStore):
 
 
 def _blocks(rows: Tensor, slots: Tensor) -> "list[tuple[np.ndarray, Tensor]]":
-    """Return blocks of rows, ascending, with their slots."""
     ordered, order = rows.sort()
     pairs = zip(ordered.split(BLOCK_ROWS), slots[order].split(BLOCK_ROWS), strict=True)
     return [(some.cpu().numpy(), of_rows) for some, of_rows in pairs]

@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TieredShard:
-    """A shard of a table whose rows lie in host memory.
-
-    The arena has room for `slots` of its rows; the live batches may need `live_rows` distinct ones. `is_on_disk` says that host
-    memory holds a part of the rows only.
-    """
+    """A shard of a table in host memory, or partly on disk, with an arena of `slots` and at most `live_rows` at work."""
 
     rows: int
     width: int
@@ -52,10 +48,7 @@ class TieredShard:
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """Settings of tables on disk.
-
-    `path` is the directory for their files, and `staged_bytes` the host memory per rank for their rows.
-    """
+    """Directory of the files of tables on disk, and the host memory per rank for their rows."""
 
     path: Path
     staged_bytes: int
@@ -71,7 +64,6 @@ class _Group:
 
     @property
     def disk_store(self) -> DiskStore | None:
-        """The store, if its rows are on disk."""
         return self.store if isinstance(self.store, DiskStore) else None
 
 
@@ -101,10 +93,7 @@ class TierCounts:
 
 
 class HostTier:
-    """The tables of a rank whose rows lie in host memory or on disk.
-
-    `states` are those of a row; the arena is on `device`. Raises ValueError: the host or the disk has too little room.
-    """
+    """The tables of a rank whose rows lie in host memory or on disk; ValueError if these have too little room."""
 
     def __init__(
         self,
@@ -118,7 +107,15 @@ class HostTier:
         kinds = list(dict.fromkeys(_kind_of(shard) for shard in shards))
         self._groups: list[_Group] = []
         self._place: dict[int, tuple[int, int]] = {}  # shard -> group and first row in it
-        places = _num_places(shards, states, disk)
+        # Rows on disk of each group for which host memory has room: the same fraction of all groups.
+        on_disk = {
+            kind: bytes_of_row(kinds_of(kind[0], kind[1], states)) for kind in kinds if kind[2]
+        }
+        rows = {
+            kind: sum(shard.rows for shard in shards if _kind_of(shard) == kind) for kind in on_disk
+        }
+        total = sum(count * on_disk[kind] for kind, count in rows.items())
+        share = 0.0 if disk is None else min(disk.staged_bytes / max(total, 1), 1.0)
         self._directory = None if disk is None else TierDirectory(disk.path)
         for number, kind in enumerate(kinds):
             first = 0
@@ -130,7 +127,8 @@ class HostTier:
                     first += shard.rows
             with ExitStack() as undo:
                 undo.callback(self.close)
-                group = _group_of(members, states, device, self._directory, places.get(kind, 0))
+                places = int(rows.get(kind, 0) * share)
+                group = _group_of(members, states, device, self._directory, places)
                 undo.pop_all()
             self._groups.append(group)
         # Of both turns and every group, where kernels map; see `DeviceMoves`.
@@ -147,25 +145,28 @@ class HostTier:
         self._waits = StreamWaits(device) if device.type == "cuda" else None
         self._is_training = True
         self._live = LiveBatches(device)
-        on_disk = {
-            number: group.disk_store
+        stores = {
+            number: group.store
             for number, group in enumerate(self._groups)
-            if group.disk_store is not None
+            if isinstance(group.store, DiskStore)
         }
-        self.stager = Stager(on_disk, self._changing_rows) if on_disk else None
+
+        def resident(group: int) -> np.ndarray:
+            # Rows that have left the device are in host memory then, from where they may go to disk.
+            self._exchanges.wait()
+            return self._groups[group].map.changing_rows().numpy()
+
+        self.stager = Stager(stores, resident) if stores else None
         self._needs: dict[int, Need] = {}  # of live batches, by their bits
 
     def host_rows(self, index: int) -> dict[str, Tensor]:
         """View all rows of a shard in host memory, weight and states by name; call `write_back` before reading."""
         group, first = self._place[index]
-        host = self._groups[group].store.host
-        return {name: rows[first : first + self._shards[index].rows] for name, rows in host.items()}
+        end = first + self._shards[index].rows
+        return {name: rows[first:end] for name, rows in self._groups[group].store.host.items()}
 
     def local_table(self, index: int, table: LocalTable) -> LocalTable:
-        """Return a table with the arena as its memory; its ids are slots.
-
-        `table` is the same with all its rows.
-        """
+        """Return a table with all its rows as one with the arena as its memory; its ids are slots."""
         shard = self._shards[index]
         return self._slot_table([index], table, shard.first_row)
 
@@ -226,25 +227,22 @@ class HostTier:
             assert need is not None, "there are tables on disk"
             self.stager.ready(need)
             self._needs[hold.pin] = need
-        if self._counted is None:
-            self._release(*ended)
-            self._map_here(ids, groups, hold)
-        else:
+        if self._counted is not None:
             self._map_on_device(ids, groups, hold, ended)
+        else:
+            # In plain torch.
+            self._release(*ended)
+            for of_group in groups:
+                group = self._groups[of_group.group]
+                moves, missing, num_ids = group.map.map(ids, of_group, hold.pin)
+                fetched = returned = 0
+                if moves is not None:
+                    group.store.write_back(moves.returned_rows, moves.returned_slots)
+                    group.store.fetch(moves.fetched_rows, moves.fetched_slots)
+                    fetched, returned = len(moves.fetched_rows), len(moves.returned_rows)
+                self._count_moves(of_group, fetched, returned, missing, num_ids)
         self._count(ms=(time.perf_counter() - started) * 1e3)
         return hold
-
-    def _map_here(self, ids: Tensor, groups: Sequence[TierIds], hold: Hold) -> None:
-        """Map in plain torch, and copy."""
-        for of_group in groups:
-            store, slot_map = self._groups[of_group.group].store, self._groups[of_group.group].map
-            moves, missing, num_ids = slot_map.map(ids, of_group, hold.pin)
-            fetched = returned = 0
-            if moves is not None:
-                store.write_back(moves.returned_rows, moves.returned_slots)
-                store.fetch(moves.fetched_rows, moves.fetched_slots)
-                fetched, returned = len(moves.fetched_rows), len(moves.returned_rows)
-            self._count_moves(of_group, fetched, returned, missing, num_ids)
 
     def _map_on_device(
         self, ids: Tensor, groups: Sequence[TierIds], hold: Hold, ended: tuple[int, int]
@@ -283,14 +281,8 @@ class HostTier:
         self, of_group: TierIds, fetched: int, returned: int, missing: int, num_ids: int
     ) -> None:
         row_bytes = self._groups[of_group.group].store.row_bytes
-        self._count(
-            ids=num_ids,
-            missing=missing,
-            rows_in=fetched,
-            rows_out=returned,
-            bytes_in=row_bytes * fetched,
-            bytes_out=row_bytes * returned,
-        )
+        self._count(ids=num_ids, missing=missing, rows_in=fetched, rows_out=returned)
+        self._count(bytes_in=row_bytes * fetched, bytes_out=row_bytes * returned)
 
     def _count(self, **traffic: float) -> None:
         if self._is_training:
@@ -353,11 +345,6 @@ class HostTier:
                 counts.disk_bytes_out += written * group.store.row_bytes
         return counts
 
-    def _changing_rows(self, group: int) -> np.ndarray:
-        # Rows that have left the device are in host memory then, from where they may go to disk.
-        self._exchanges.wait()
-        return self._groups[group].map.changing_rows().numpy()
-
     def _note_trained(self, released: int, trained: int) -> None:
         """Note that the rows of some batches have changed, before they may leave the device."""
         for pin in [pin for pin in self._needs if pin & released]:
@@ -372,7 +359,6 @@ class HostTier:
                 group.map.release(released, trained)
 
     def _release_all(self) -> None:
-        """Wait for all passes and copies, and release their rows."""
         self._synchronize()
         ended = self._live.take_ended(all_but=0)
         self._note_trained(*ended)
@@ -390,22 +376,7 @@ def maps_by_kernels(device: torch.device) -> bool:
 
 
 def _kind_of(shard: TieredShard) -> tuple[int, torch.dtype, bool]:
-    """Return what the tables of a group have in common."""
     return shard.width, shard.dtype, shard.is_on_disk
-
-
-def _num_places(
-    shards: Sequence[TieredShard], states: Sequence[StateField], disk: DiskSettings | None
-) -> dict[tuple[int, torch.dtype, bool], int]:
-    """Return the rows on disk of each group for which host memory has room: the same fraction of all groups."""
-    rows: dict[tuple[int, torch.dtype, bool], int] = {}
-    for shard in shards:
-        if shard.is_on_disk:
-            rows[_kind_of(shard)] = rows.get(_kind_of(shard), 0) + shard.rows
-    sizes = {kind: bytes_of_row(kinds_of(kind[0], kind[1], states)) for kind in rows}
-    total = sum(count * sizes[kind] for kind, count in rows.items())
-    share = 0.0 if disk is None else min(disk.staged_bytes / max(total, 1), 1.0)
-    return {kind: int(count * share) for kind, count in rows.items()}
 
 
 def _group_of(
@@ -415,10 +386,7 @@ def _group_of(
     directory: TierDirectory | None,
     places: int,
 ) -> _Group:
-    """Return a group of tables.
-
-    Host memory has room for `places` rows of tables on disk.
-    """
+    """Return a group of tables; host memory has room for `places` rows of tables on disk."""
     slots = [shard.slots for shard in members]
     needed = sum(min(shard.live_rows, shard.rows) for shard in members)
     assert needed <= sum(slots), "the planner refuses smaller arenas"
@@ -438,8 +406,5 @@ def _group_of(
 
 
 def ring_slots(slots: int) -> int:
-    """Return the slots of an arena whose rows change, if the live batches need no more: a quarter.
-
-    The others keep the first rows of their tables, which are the most frequent ones.
-    """
+    """Return the slots of an arena whose rows change: a quarter; the others keep the first, most frequent rows of tables."""
     return -(-slots // 4)

@@ -29,10 +29,7 @@ class LiveBatches:
         self._ended.append((pin, is_trained, event))
 
     def take_ended(self, *, all_but: int) -> tuple[int, int]:
-        """Let the current stream wait for the passes that are queued, and return the bits of their batches.
-
-        The latest `all_but` passes are left out. Returns the bits of all their batches, and of those that were trained.
-        """
+        """Wait on the current stream for all queued passes but the latest; return the bits of batches, and of trained ones."""
         released = trained = 0
         count = max(len(self._ended) - all_but, 0)
         for pin, is_trained, event in self._ended[:count]:
@@ -45,34 +42,30 @@ class LiveBatches:
         return released, trained
 
 
-class Hold:
-    """The rows that a batch keeps in the arena; they are released when nothing refers to it any more.
+def _nothing() -> None:
+    """Neither to check nor to wait for."""
 
-    `pin` is the bit of the batch, 0 once the rows are released.
-    """
+
+class Hold:
+    """The rows that a batch keeps in the arena until nothing refers to it; `pin` is its bit, 0 once they are released."""
 
     def __init__(self, batches: LiveBatches, pin: int) -> None:
         self._batches, self.pin = batches, pin
-        self._check: Callable[[], None] | None = None
-        self._arrive: Callable[[], None] | None = None
+        self._check: Callable[[], None] = _nothing
+        self._arrive: Callable[[], None] = _nothing
 
     def expect(self, check: Callable[[], None], arrive: Callable[[], None]) -> None:
         self._check, self._arrive = check, arrive
 
     def check(self) -> None:
-        """Make sure, before the pass is queued, that all rows of the batch have slots; the mapping before that is waited for.
-
-        Raises RankError: the batches at work need more rows than there is room for.
-        """
-        check, self._check = self._check, None
-        if check is not None:
-            check()
+        """Make sure, before the pass is queued, that all rows have slots; waits for the mapping. RankError: too few slots."""
+        check, self._check = self._check, _nothing
+        check()
 
     def arrive(self) -> None:
         """Let the current stream wait for the rows, before it reads them."""
-        arrive, self._arrive = self._arrive, None
-        if arrive is not None:
-            arrive()
+        arrive, self._arrive = self._arrive, _nothing
+        arrive()
 
     def release(self, *, is_trained: bool) -> None:
         """Release the rows; the pass is queued on the current stream."""

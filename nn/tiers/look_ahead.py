@@ -39,24 +39,19 @@ class LookAhead:
     def __next__(self) -> Ahead:
         while len(self._waiting) < 2 * READ_AHEAD_BATCHES:
             batch = next(self._batches, None)
+            if batch is not None:
+                kept = self._kept(batch)
+                need = self._path.announce(kept.to(self._device))
+                self._waiting.append((kept, need))
+                self._next_group.append(need)
+            if batch is None or len(self._next_group) == READ_AHEAD_BATCHES:
+                needs, self._next_group = self._next_group, []
+                self._path.read_ahead(needs)
             if batch is None:
                 break
-            kept = self._kept(batch)
-            need = self._path.announce(kept.to(self._device))
-            self._waiting.append((kept, need))
-            self._next_group.append(need)
-            if len(self._next_group) == READ_AHEAD_BATCHES:
-                self._read_group()
-        else:
-            return self._waiting.popleft()
-        self._read_group()
         if not self._waiting:
             raise StopIteration
         return self._waiting.popleft()
-
-    def _read_group(self) -> None:
-        needs, self._next_group = self._next_group, []
-        self._path.read_ahead(needs)
 
     def _kept(self, batch: Batch) -> Batch:
         """Return a batch whose memory the loader does not reuse."""

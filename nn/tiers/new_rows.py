@@ -18,11 +18,7 @@ from nn.ops.addresses import are_adjacent, joined
 
 @dataclass(frozen=True, slots=True)
 class KeyedShard:
-    """A shard of a table for raw keys on this rank, or its replica.
-
-    The weights follow from the name of the `table` and the keys of the map `keys_of`. `states` are [rows] or [rows, columns];
-    `bound` is that of the initial weights.
-    """
+    """A shard of a table for raw keys on this rank, or its replica; the key and the table's name give a row's weights."""
 
     table: str
     keys_of: str
@@ -34,19 +30,23 @@ class KeyedShard:
 
 
 class RowResets:
-    """Writes new rows into shards."""
-
     def __init__(self, shards: Sequence[KeyedShard], seed: int) -> None:
         groups: list[list[KeyedShard]] = []
         for shard in shards:
-            if groups and _adjoins(groups[-1][-1], shard):
+            before = groups[-1][-1] if groups else None
+            tensors = (shard.weight, *shard.states)
+            if before is not None and all(
+                one.dtype == other.dtype
+                and one.shape[1:] == other.shape[1:]
+                and are_adjacent(one, other)
+                for one, other in zip((before.weight, *before.states), tensors, strict=True)
+            ):
                 groups[-1].append(shard)
             else:
                 groups.append([shard])
         self._groups = [_Group(group, seed) for group in groups]
 
     def write(self, new_rows: Mapping[str, NewRows]) -> None:
-        """Write the new rows of a step, by the name of the map."""
         for group in self._groups:
             group.write(new_rows)
 
@@ -91,11 +91,3 @@ class _Group:
         self._weight.index_copy_(0, rows, weights.to(self._weight.dtype))
         for state in self._states:
             state.index_fill_(0, rows, 0)
-
-
-def _adjoins(before: KeyedShard, after: KeyedShard) -> bool:
-    """Return whether all tensors of a shard lie right behind those of another one."""
-    tensors = zip((before.weight, *before.states), (after.weight, *after.states), strict=True)
-    return before.weight.shape[1:] == after.weight.shape[1:] and all(
-        one.dtype == other.dtype and are_adjacent(one, other) for one, other in tensors
-    )

@@ -38,11 +38,7 @@ def _copy_rows(
 
 
 def copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
-    """Copy rows of a matrix [., D] to rows of another, on the current stream.
-
-    The source is on the device or in registered host memory, with any row stride. Row numbers are int64 [n] on the device;
-    ascending ones of host memory are faster, and those of the target are distinct.
-    """
+    """Copy rows of a matrix [., D] to distinct rows, int64 [n], of another; either is on the device or in registered memory."""
     width, count = source.shape[1], len(source_rows)
     if not count:
         return
@@ -99,10 +95,7 @@ def _exchange_rows(
 
 
 def exchange_rows(host: Tensor, arena: Tensor, moves: DeviceMoves) -> None:
-    """Return rows of an arena [., D] to host memory, and fetch others in their place, on the current stream.
-
-    `host` has all rows in registered host memory, with any row stride. No row both enters and returns.
-    """
+    """Swap rows of an arena [., D] with others of registered host memory, of any row stride; no row both enters and returns."""
     width = host.shape[1]
     block_d = triton.next_power_of_2(width)
     rows = max(1, ELEMENTS_PER_PROGRAM // block_d)

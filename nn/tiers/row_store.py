@@ -18,13 +18,11 @@ Kinds = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
 def kinds_of(width: int, dtype: torch.dtype, states: Sequence[StateField]) -> Kinds:
-    """Return the parts of a row."""
     of_states = {field.name: ([] if field.per_row else [width], torch.float32) for field in states}
     return {WEIGHT: ([width], dtype), **of_states}
 
 
 def bytes_of_row(kinds: Kinds) -> int:
-    """Return the bytes of a row with its state."""
     return sum(torch.Size(columns).numel() * kind.itemsize for columns, kind in kinds.values())
 
 
@@ -52,10 +50,7 @@ class RowStore:
         self.row_bytes = bytes_of_row(kinds)
 
     def fetch(self, rows: Tensor, slots: Tensor) -> None:
-        """Copy rows from host memory to slots of the arena.
-
-        Both are distinct, int64 [n].
-        """
+        """Copy rows from host memory to slots of the arena; both are distinct, int64 [n]."""
         places = self._places_of(rows)
         for name, memory in self._memory.items():
             self._copy(memory, places, self.arena[name], slots)

@@ -74,14 +74,14 @@ def _tier_ids(
     device: torch.device,
 ) -> list[TierIds]:
     """Return the positions of the ids that become slots: of lookups, and of rows that are asked for."""
+    looked_up = [
+        (table.slots, blocks[lookup.feature])
+        for table in tables
+        if table.slots is not None
+        for lookup in table.lookups
+    ]
     parts: dict[int, list[tuple[SlotRows, IdBlock]]] = {}
-    for table in tables:
-        if table.slots is not None:
-            for lookup in table.lookups:
-                parts.setdefault(table.slots.group, []).append(
-                    (table.slots, blocks[lookup.feature])
-                )
-    for slots, block in asked:
+    for slots, block in (*looked_up, *asked):
         parts.setdefault(slots.group, []).append((slots, block))
 
     def of_ids(values: Sequence[int], counts: Sequence[int]) -> Tensor:
@@ -94,13 +94,7 @@ def _tier_ids(
         positions = [torch.arange(block.first, block.first + block.count) for _, block in members]
         firsts = [slots.first_row for slots, _ in members]
         ends = [slots.first_row + slots.num_rows for slots, _ in members]
-        found.append(
-            TierIds(
-                group,
-                torch.cat(positions).to(device),
-                of_ids(firsts, counts),
-                of_ids(ends, counts),
-                of_ids([slots.offset for slots, _ in members], counts),
-            )
-        )
+        offsets = [slots.offset for slots, _ in members]
+        bounds = (of_ids(values, counts) for values in (firsts, ends, offsets))
+        found.append(TierIds(group, torch.cat(positions).to(device), *bounds))
     return found

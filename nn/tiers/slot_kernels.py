@@ -29,11 +29,7 @@ NUM_COUNTS = 8
 
 
 class SlotKernels:
-    """Launcher of the mapping for the tables of one arena.
-
-    The map's own `map` must not be called beside this. `counts`, int32 [2, NUM_COUNTS] on the device, are those of
-    `DeviceMoves` per turn.
-    """
+    """Launcher of the mapping for one arena, instead of the map's own `map`; `counts`, int32 [2, NUM_COUNTS], are per turn."""
 
     def __init__(self, slot_map: SlotMap, counts: Tensor) -> None:
         self._map, self._counts = slot_map, counts
@@ -68,10 +64,7 @@ class SlotKernels:
         )
 
     def map(self, ids: Tensor, of_group: TierIds, pin: int, turn: int) -> DeviceMoves:
-        """Turn the ids of a batch into slots, in place, as `SlotMap.map`; -1 without a free slot.
-
-        `pin` is a bit that no other live batch has. The next call of the same turn, 0 or 1, overwrites the moves.
-        """
+        """Turn ids into slots in place, as `SlotMap.map`, -1 without a free one; the turn's next call overwrites the moves."""
         slot_map, count, counts = self._map, len(of_group.positions), self._counts[turn]
         if self._buffers[turn].shape[1] < count:
             self._buffers[turn] = self._buffers[turn].new_empty(3, count)

@@ -21,10 +21,7 @@ FIRST_REACH = 1024
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Rows that enter and leave the arena; all int64, rows in ascending order.
-
-    `n` rows enter, `m` changed rows leave.
-    """
+    """Rows that enter the arena, and changed ones that leave it; all int64, rows in ascending order."""
 
     fetched_rows: Tensor
     fetched_slots: Tensor
@@ -56,10 +53,7 @@ class TierIds:
 
 
 class SlotMap:
-    """Slots of the rows of several tables, whose rows are numbered table after table.
-
-    `rows` and `slots` are per table, whose first rows are there at the beginning; the rows of at least `ring` slots change.
-    """
+    """Slots of the rows of tables, numbered table after table; the first rows are there, and at least `ring` slots change."""
 
     def __init__(
         self, rows: Sequence[int], slots: Sequence[int], ring: int, device: torch.device
@@ -92,11 +86,7 @@ class SlotMap:
         self._hand = 0
 
     def map(self, ids: Tensor, of_group: TierIds, pin: int) -> tuple[Moves | None, int, int]:
-        """Turn the ids of a batch into slots, in place, and keep their rows from leaving.
-
-        `pin` is a bit that no other live batch has. Returns the moves that are needed, if any; the ids whose row was missing;
-        and the ids that have a row here. Raises RankError: the live batches need more rows than the ring has slots.
-        """
+        """Turn ids into slots in place and keep their rows; return moves, ids that missed, and ids with a row here."""
         numbers = ids.index_select(0, of_group.positions)
         is_here = (numbers >= of_group.first) & (numbers < of_group.end)
         rows = torch.where(is_here, numbers + of_group.offset, self.num_rows)
@@ -132,10 +122,7 @@ class SlotMap:
         return slots, Moves(fetched, taken, returned, from_slots), len(missing)
 
     def release(self, released: int, trained: int) -> None:
-        """Let the rows of some batches leave.
-
-        `released` and `trained` are bits; the rows of batches that were trained have changed.
-        """
+        """Let the rows of the batches with these bits leave; those of batches that were trained have changed."""
         if trained:
             self.is_changed |= (self.pins & trained) != 0
             self.are_fixed_changed = True

@@ -52,11 +52,7 @@ class StagedRows:
         self._is_changed[self.place_of_row[rows]] = True
 
     def stage(self, rows: np.ndarray, staying: Sequence[np.ndarray]) -> bool:
-        """Read rows that have no place, unless there are too few places.
-
-        `rows` are distinct, ascending, int64 [n]; those of `staying` must not leave either, and do not matter without a place.
-        Returns whether all rows have places.
-        """
+        """Read distinct, ascending rows, int64 [n], that have no place, while others stay; return whether all have places."""
         missing = rows[self.place_of_row[rows] == ABSENT]
         if not len(missing):
             return True

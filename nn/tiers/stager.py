@@ -25,21 +25,14 @@ Rows = Mapping[int, np.ndarray]
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Need:
-    """Rows that a batch needs in host memory.
-
-    `staging` reads them; it is None before its group is read.
-    """
+    """Rows that a batch needs in host memory; `staging` reads them, once its group is read."""
 
     rows: Rows
     staging: "Future[None] | None" = None
 
 
 class Stager:
-    """Reader of the rows of read-ahead groups.
-
-    `resident` returns the rows of a group that the device has and may return to host memory. Batches have waited `wait_ms` for
-    their rows.
-    """
+    """Reader of the rows of read-ahead groups; `resident` returns those of a group that may return from the device."""
 
     def __init__(
         self, stores: Mapping[int, DiskStore], resident: Callable[[int], np.ndarray]
@@ -75,10 +68,7 @@ class Stager:
             need.staging = self._last
 
     def ready(self, need: Need) -> None:
-        """Wait until the rows of a batch are in host memory, where they stay while the device has them.
-
-        Raises RankError: they have no room, or the disk is full.
-        """
+        """Wait until a batch's rows are in host memory, where they stay while the device has them; RankError without room."""
         started = time.perf_counter()
         if need.staging is not None:
             need.staging.result()
@@ -100,10 +90,7 @@ class Stager:
             self._stores[group].staged.change(rows)
 
     def drain(self) -> None:
-        """Wait until nothing is read.
-
-        Raises RankError: the disk is full.
-        """
+        """Wait until nothing is read; RankError if the disk is full."""
         if self._last is not None:
             self._last.result()
         self._last = None
@@ -113,13 +100,9 @@ class Stager:
         for group, store in self._stores.items():
             count = len(needs)
             while count:
-                rows = _distinct(np.concatenate([need[group] for need in needs[:count]]))
+                # numpy's `unique` uses a hash table, which takes ten times as long.
+                rows = np.sort(np.concatenate([need[group] for need in needs[:count]]))
+                rows = rows[np.diff(rows, prepend=-1) != 0]
                 if store.stage(rows, staying[group]):
                     break
                 count //= 2
-
-
-def _distinct(rows: np.ndarray) -> np.ndarray:
-    """Return each row once, ascending; numpy's `unique` uses a hash table, which takes ten times as long."""
-    rows = np.sort(rows)
-    return rows[np.diff(rows, prepend=-1) != 0]

@@ -46,11 +46,7 @@ ATTEMPTS = 100
 
 
 class TierDirectory:
-    """Directory for the files of a rank, below one that several runs may share; removed by `close`, or with this object.
-
-    `parent` is made if it is missing, and should be on a local disk. Raises ValueError: it cannot be made, or the file system
-    has no locks.
-    """
+    """Directory of a rank below one that runs may share, best on a local disk; removed by `close`, or with this object."""
 
     def __init__(self, parent: Path) -> None:
         root = parent / FOLDER
@@ -75,10 +71,7 @@ class TierDirectory:
 
 
 def removable_bytes(parent: Path) -> int:
-    """Return the bytes of what killed runs have left below a directory, which the next `TierDirectory` removes.
-
-    What another process removes meanwhile, or another user has left, is not counted.
-    """
+    """Return the bytes that killed runs have left below a directory, which the next `TierDirectory` removes."""
     total = 0
     for left in parent.glob(f".{FOLDER}.partial-*"):
         try:
@@ -137,10 +130,7 @@ class TableFile:
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="table-file")
 
     def read(self, rows: np.ndarray, targets: Sequence[np.ndarray], places: np.ndarray) -> None:
-        """Read the newest values of rows.
-
-        `rows` are ascending, int64 [n]; items at `places` of `targets`, one per part, are written.
-        """
+        """Read the newest values of ascending rows, int64 [n], to `places` of `targets`, one per part."""
         changes = self._change_of_row[rows]
         in_table = changes < 0
         jobs = []
@@ -151,20 +141,13 @@ class TableFile:
                 source.read_ahead(numbers)
                 for first in range(0, len(numbers), READ_ROWS):
                     some = slice(first, first + READ_ROWS)
-                    jobs.append(
-                        self._pool.submit(
-                            _copy, source.items, numbers[some], target, places[chosen][some]
-                        )
-                    )
+                    copied = source.items, numbers[some], target, places[chosen][some]
+                    jobs.append(self._pool.submit(_copy, *copied))
         for job in jobs:
             job.result()
 
     def keep(self, rows: np.ndarray, sources: Sequence[np.ndarray], places: np.ndarray) -> None:
-        """Write new values of rows to the journal.
-
-        `rows` are distinct, int64 [n]; their values are at `places` of `sources`, one per part. Raises RankError: the disk is
-        full.
-        """
+        """Write new values of distinct rows, at `places` of `sources`, one per part, to the journal; RankError: disk full."""
         changes = self._change_of_row[rows]
         is_new = changes < 0
         count = int(is_new.sum())
@@ -178,19 +161,15 @@ class TableFile:
 
     def merge(self) -> None:
         """Make the journal's rows those of the files, in ascending order; nobody reads the files meanwhile."""
-        changed = (
-            np.flatnonzero(self._change_of_row >= 0) if self._num_changes else np.empty(0, int)
-        )
-        for part in self._parts:
-            places = self._change_of_row[changed]
-            _copy_blocks(part.journal.items, places, row_items(part.rows), changed)
+        if self._num_changes:
+            changed = np.flatnonzero(self._change_of_row >= 0)
+            for part in self._parts:
+                places = self._change_of_row[changed]
+                _copy_blocks(part.journal.items, places, row_items(part.rows), changed)
         self.forget()
 
     def store(self, rows: np.ndarray, sources: Sequence[np.ndarray], places: np.ndarray) -> None:
-        """Write values of rows to the files themselves, after `merge`; nobody reads the files meanwhile.
-
-        `rows` are ascending, int64 [n]; their values are at `places` of `sources`, one per part.
-        """
+        """Write values at `places` of `sources`, one per part, to ascending rows of files that nobody reads, after `merge`."""
         for part, source in zip(self._parts, sources, strict=True):
             _copy_blocks(source, places, row_items(part.rows), rows)
 
@@ -201,8 +180,6 @@ class TableFile:
 
 
 class _Part:
-    """Files of a part of all rows."""
-
     def __init__(
         self, path: Path, num_rows: int, columns: Sequence[int], dtype: torch.dtype
     ) -> None:
@@ -227,10 +204,7 @@ def _unwritable(path: Path, reason: str | None) -> RankError:
 
 
 class _Mapping:
-    """Mapped file of rows that are read in any order.
-
-    `items` are all rows as raw bytes; those beyond `grow` must not be touched.
-    """
+    """Mapped file of rows read in any order; `items` are all rows as raw bytes, of which those beyond `grow` are untouchable."""
 
     def __init__(self, path: Path, num_rows: int, row_bytes: int) -> None:
         self._path, self.row_bytes = path, row_bytes
@@ -246,10 +220,7 @@ class _Mapping:
         self.items = np.frombuffer(self._pages, np.dtype((np.void, row_bytes)))
 
     def grow(self, num_rows: int) -> None:
-        """Let the disk have room for the first rows: a page without room would end the process when it is written.
-
-        Raises RankError: the disk is full.
-        """
+        """Let the disk have room for the first rows, where a page without would end the process; RankError if it is full."""
         needed = num_rows * self.row_bytes
         if needed <= self._allocated:
             return

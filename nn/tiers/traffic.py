@@ -22,10 +22,7 @@ IdShare = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class IdTraffic:
-    """Frequency of the rows of a table among its lookups.
-
-    `share` is of its ids before they are expanded, each of which brings `drawn` further rows on average.
-    """
+    """Frequency of a table's rows by the share of its ids, each of which brings `drawn` further rows on average."""
 
     share: IdShare
     rows: int
@@ -72,11 +69,7 @@ def counted_share(counts: np.ndarray) -> IdShare:
 
 
 def row_classes(traffic: IdTraffic, first: int, count: int, fixed: int, ids: float) -> Classes:
-    """Return numbers of rows beyond the fixed ones, and the chance that a step looks one of them up.
-
-    The shard has `count` rows from `first` on, of which the first `fixed` keep their slots; a step has `ids` of the table,
-    before they are expanded.
-    """
+    """Return numbers of rows beyond the `fixed` ones of a shard, and the chance that `ids` of a step look one of them up."""
     if fixed >= count:
         return np.zeros(0), np.zeros(0)
     if traffic.drawn:
@@ -121,10 +114,7 @@ def _expanded_classes(
 
 
 def expected_fetches(classes: Sequence[Classes], ring: int) -> list[float]:
-    """Return the rows that each of the shards of an arena fetches per step.
-
-    The rows of `ring` slots change; see `row_classes`.
-    """
+    """Return the rows that each shard of an arena, of which `ring` slots change, fetches per step; see `row_classes`."""
     rows, chance = _joined(classes)
     stay = _stay(rows, chance, _is_needed(chance, LIVE_BATCHES), ring)
     return _sums(classes, rows * chance / (1 + stay))
@@ -133,11 +123,7 @@ def expected_fetches(classes: Sequence[Classes], ring: int) -> list[float]:
 def expected_reads(
     classes: Sequence[Classes], ring: int, places: int, group_batches: int
 ) -> list[float]:
-    """Return the rows that each of the shards of an arena reads from disk per step, once all places are taken.
-
-    The rows of `ring` slots change, and host memory has room for `places` rows. The rows of `group_batches` batches are read
-    together; those of two groups are announced.
-    """
+    """Return the rows that each shard of an arena reads from disk per step, with `places` in host memory and `ring` slots."""
     rows, chance = _joined(classes)
     on_device = _stay(rows, chance, _is_needed(chance, LIVE_BATCHES), ring)
     stays = 1 - (1 - _is_needed(chance, 2 * group_batches)) / (1 + on_device)
@@ -195,10 +181,7 @@ def _sums(classes: Sequence[Classes], values: np.ndarray) -> list[float]:
 
 
 def expected_distinct(ids: float, share: IdShare, first: int, end: int) -> float:
-    """Return how many rows of a range are among drawn ids: row i of probability p_i is missed with (1 - p_i) ** ids.
-
-    `ids` are drawn of all rows of the table.
-    """
+    """Return how many rows of a range are among drawn ids: row i of probability p_i is missed with (1 - p_i) ** ids."""
     if end <= first:
         return 0.0
     exact = np.arange(first, min(first + EXACT_ROWS, end) + 1)

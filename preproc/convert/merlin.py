@@ -73,11 +73,7 @@ class Roles:
 
 
 def merlin_rows(root: Path, *, has_tables: bool = True) -> SourceRows:
-    """Return the rows of the dataset in `root`.
-
-    `has_tables`: False: ids are any integers, and cardinalities do not count. Raises ValueError: neither file exists, a
-    role is missing, or a column does not fit its role.
-    """
+    """Return the rows of the dataset in `root`; without `has_tables` ids are any integers. ValueError: no role fits."""
     splits = _splits(root)
     roles = _roles(root)
     if not roles.categorical:

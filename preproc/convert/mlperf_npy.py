@@ -41,10 +41,7 @@ _NO_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, 
 
 
 class NpyRows:
-    """Rows of the npy files below a directory.
-
-    `has_tables`: False: ids are any integers, and not read to find the largest ones.
-    """
+    """Rows of the npy files below a directory; without `has_tables` ids are any integers."""
 
     kind = "MLPerf's npy files"
 
@@ -162,10 +159,7 @@ class _Day:
 
 
 def _mapped(path: Path, kinds: str, dimensions: int | None = None) -> np.ndarray:
-    """Map an npy file into memory.
-
-    `dimensions`: of its array; None: one or two. Raises ValueError: there is no such file, or it has another content.
-    """
+    """Map an npy file of so many dimensions, None for one or two; ValueError if there is none, or it has another content."""
     try:
         with open_regular(path) as stream:
             shape, by_column, dtype = _read_header(stream)

@@ -41,10 +41,7 @@ def is_csv_spec(root: Path) -> bool:
 
 
 class CsvRows:
-    """Rows of a directory in NVIDIA's CSV format.
-
-    `has_tables`: False: ids are any integers, and cardinalities do not count.
-    """
+    """Rows of a directory in NVIDIA's CSV format; without `has_tables` ids are any integers."""
 
     kind = "NVIDIA's CSV"
     left_out: Sequence[str] = ()
@@ -222,10 +219,7 @@ def _unnamed_validation(root: Path, sources: Mapping[str, Any]) -> dict[str, Any
 
 
 def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
-    """Write `rows` as a directory that NVIDIA's transcoder reads: `train.csv`, ..., and the spec last.
-
-    Raises ValueError: `root` exists already, or a feature has several ids per row, which the format cannot hold.
-    """
+    """Write a directory that NVIDIA's transcoder reads, the spec last; ValueError for a feature with several ids per row."""
     root = check_output(root, overwrite)
     spec = rows.spec
     several = [feature.name for feature in spec.categorical if feature.hotness != 1]

@@ -121,11 +121,7 @@ class Remainders:
 def input_feature(
     name: str, rows: int | None, hotness: int | None, table: str | None = None
 ) -> CategoricalFeature:
-    """Return a feature of an input.
-
-    `rows`: of its table; None: its ids are any integers, of which `Remainders` takes the remainders. `hotness`: ids per
-    row; None for a ragged feature. Raises ValueError: no table has so many rows.
-    """
+    """Return a feature; without `rows` its ids are any integers, without `hotness` it is ragged. ValueError: too many rows."""
     if rows is None:
         return CategoricalFeature.of_keys(name, 2, hotness, table)
     if rows > MOST_ROWS:

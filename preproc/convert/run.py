@@ -27,10 +27,7 @@ from preproc.report.console import LabelSum, Progress, SplitSummary, print_resul
 
 
 def run_convert(config: PreprocConfig, progress: Progress) -> None:
-    """Convert `config.path` to `config.output` and print a summary.
-
-    Raises ValueError: the path holds no known format, a value is invalid, or the output exists already.
-    """
+    """Convert `config.path` to `config.output` and print a summary; ValueError for no known format, or an invalid value."""
     assert config.path is not None
     assert config.output is not None
     output = Path(config.output).absolute()
@@ -64,10 +61,7 @@ def _compare(spec: FeatureSpec, progress: Progress) -> None:
 
 
 def _part_rows(rows: Rows, split: str, num_files: int) -> list[int]:
-    """Return the rows of each of `num_files` files of a split, as equal as possible.
-
-    Raises ValueError: the split has fewer rows.
-    """
+    """Return the rows of each of `num_files` equal files of a split; ValueError if it has fewer rows."""
     num_rows = rows.spec.splits[split].num_rows
     # A CSV file is not counted before it is read.
     num_rows = num_rows or sum(len(chunk.labels) for chunk in rows.chunks(split))
@@ -141,11 +135,7 @@ def _has(column: RowColumn | None, files: SplitFiles) -> bool:
 
 
 def find_rows(path: Path, numerical_dtype: str, table_rows: Sequence[int] | None = None) -> Rows:
-    """Detect the format of `path` and return its rows.
-
-    `table_rows`: of each table, by which ids are taken modulo; None: the ids are rows of their tables. Raises
-    ValueError: the path holds none of these, or files with a mistake.
-    """
+    """Detect the format of `path` and return its rows, with ids modulo `table_rows` if given; ValueError for none."""
     has_tables = table_rows is None
     rows: Rows
     if (path / SPEC_NAME).is_file():

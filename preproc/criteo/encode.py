@@ -65,10 +65,7 @@ class ColumnEncoder:
     def __call__(
         self, number: int, name: str, column: StoredColumn
     ) -> tuple[EncodedColumn, dict[str, dict]]:
-        """Count and encode categorical column `number`, called `name`.
-
-        Returns its statistics, and bytes and CRC-32 per written file.
-        """
+        """Count and encode a categorical column; return its statistics, and bytes and CRC-32 per written file."""
         with self._connection.cursor() as cursor:
             seen, distinct, kept, covered, has_non_hex = self._build_vocabulary(
                 cursor, number, name, column

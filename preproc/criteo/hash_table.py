@@ -41,11 +41,7 @@ def _place(code, num_slots, drawn):
 
 @kernel
 def _count(codes, begin, slots, used, drawn, first_non_hex):
-    """Count codes[begin:]; return the index where it stopped, the slots in use, and whether a code was NON_HEX.
-
-    It stops at a new code if half of the slots are in use. Codes of at least `first_non_hex` (NON_HEX) are
-    not counted.
-    """
+    """Count codes[begin:] below `first_non_hex` until half of the slots are used; return where, slots, if one was NON_HEX."""
     most = len(slots) // 2
     has_non_hex = False
     for at in range(begin, len(codes)):
@@ -100,10 +96,7 @@ def _look_up(codes, slots, drawn, ids):
 
 @kernel
 def _number(codes, begin, slots, used, first, drawn, ids):
-    """Write the ids of codes[begin:], new codes in their order; return the index where it stopped and the slots in use.
-
-    It stops at a new code if half of the slots are in use.
-    """
+    """Write the ids of codes[begin:] in order of appearance until half of the slots are used; return where, and slots in use."""
     most = len(slots) // 2
     for at in range(begin, len(codes)):
         code = codes[at]

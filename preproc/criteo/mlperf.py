@@ -43,10 +43,6 @@ MOST_VALUES = 1 << 28
 
 
 def build_mlperf(config: PreprocConfig, progress: Progress) -> None:
-    """Write the dataset that `config` describes and print its summary.
-
-    Raises ValueError: bad sources or lines, texts that are no hexadecimal numbers, too little disk.
-    """
     assert config.output is not None
     output = Path(config.output).resolve()
     files = find_files(config.source, "source")

@@ -23,11 +23,7 @@ CHUNK_ROWS = 1 << 20
 
 
 def log_days(integers: StoredColumn, output: StoredColumn, days: list[range]) -> None:
-    """Write ln(x - least + 2) of int32 `integers` as float32, where `least` is the least integer of the day.
-
-    `integers`: [rows, 13], missing ones as 0. `output`: [rows, 13], written and synced. `days`: rows of each day, in
-    order.
-    """
+    """Write ln(x - least + 2) of int32 `integers` [rows, 13] as float32, with the least integer of each day, and sync it."""
     with output.path.open("wb", buffering=0) as stream:
         for rows in days:
             least = min(int(values.min()) for _, values in integers.chunks(rows, CHUNK_ROWS))
@@ -70,11 +66,7 @@ def number_column(
 
 
 def codes_of_texts(files: Path, number: int) -> dict[int, int]:
-    """Return the codes of the texts of column `number` that are not eight lower-case digits, by ascending row.
-
-    `files`: directory of the Parquet files (column, row, value) of such texts; it may be empty. Raises ValueError: a
-    text is no hexadecimal number of 32 bits.
-    """
+    """Return the codes of the texts of column `number`, by ascending row; ValueError for no hexadecimal number of 32 bits."""
     paths = [str(path) for path in files.glob("*.parquet")]
     if not paths:
         return {}

@@ -79,11 +79,7 @@ def parse_files(
     store: ColumnStore,
     progress: Progress,
 ) -> list[int]:
-    """Store the lines of all files in order, resuming from the record of `work`; return the rows per file.
-
-    `memory` is the limit for the blocks of text in flight. Raises ValueError: a bad line under `on_bad=fail`, a damaged
-    file, or a file without a good line.
-    """
+    """Store the lines of all files in order, resuming from the record of `work`; return the rows per file."""
     identities = [_identity(file) for file in files]
     state = _recorded(work, identities)
     if state.get("done"):

@@ -81,11 +81,7 @@ def _known(dtype: np.dtype) -> np.ndarray:
 def _transformed(
     connection: duckdb.DuckDBPyConnection, dtype: np.dtype, integers: np.ndarray
 ) -> np.ndarray:
-    """Apply the SQL of `preproc/vocabulary_sql.py` to int64 [n]; masked ones are missing.
-
-    A store of integers has them as they are, and missing ones as 0. An integer without a logarithm is -0.0. Raises
-    ValueError: an integer that such a store cannot hold.
-    """
+    """Apply the SQL of `preproc/vocabulary_sql.py` to int64 [n]; no logarithm is -0.0, and a store of integers has them as is."""
     if dtype.kind == "i":
         raw = np.ma.filled(integers, 0)
         if raw.size and (raw.max() > np.iinfo(dtype).max or raw.min() < np.iinfo(dtype).min):

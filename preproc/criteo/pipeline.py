@@ -67,10 +67,7 @@ IDS_BYTES = 63
 
 
 def build_criteo(config: PreprocConfig, progress: Progress) -> None:
-    """Write the dataset that `config` describes and print its summary.
-
-    Raises ValueError: bad sources, bad lines, a split without rows, too little disk or memory.
-    """
+    """Write the dataset that `config` describes and print its summary."""
     assert config.output is not None
     output = Path(config.output).resolve()
     memory = memory_bytes(config)
@@ -147,11 +144,7 @@ def _check_disks(config: PreprocConfig, output: Path, store: ColumnStore, rows: 
 def split_rows(
     config: PreprocConfig, source_rows: list[int], test_rows: list[int]
 ) -> dict[str, range]:
-    """Return the rows of each split as a range over all parsed rows; `train` begins at 0.
-
-    `test_rows`: good lines of each file of `test_source`; none if it is not set. Raises ValueError: a split would have
-    no rows.
-    """
+    """Return the rows of each split as a range over all parsed rows; `train` begins at 0. ValueError: one has no rows."""
     num_rows = sum(source_rows)
     if test_rows:
         return {"train": range(num_rows), "test": range(num_rows, num_rows + sum(test_rows))}

@@ -44,10 +44,7 @@ NIBBLE, WHOLE, CODE = np.uint64(4), np.uint64(32), np.uint64(0xFFFFFFFF)
 
 @kernel
 def _word(text, at):
-    """Return eight bytes as a little-endian number.
-
-    LLVM turns it into one load if indices are unsigned, since signed ones may count from the end.
-    """
+    """Return eight bytes as a little-endian number; LLVM makes one load of it, if indices are unsigned."""
     word, first = np.uint64(0), np.uint64(at)
     for byte in range(8):
         word |= np.uint64(text[first + np.uint64(byte)]) << np.uint64(8 * byte)

@@ -38,7 +38,7 @@ class FoundTable:
 
 
 def find_table(source: Any) -> FoundTable:
-    """Return the table of a file, several, a pattern, or a directory, of which the largest counts; ValueError if there is none."""
+    """Return the table of a file, several, a pattern, or a directory, of which the largest counts."""
     is_directory = isinstance(source, str) and not is_remote(source) and Path(source).is_dir()
     others: dict[Path, str] = {}
     if is_directory:
@@ -143,17 +143,22 @@ def _kind(file: RawFile) -> dict[str, Any]:
         kind = {"format": "tsv"}
     elif delimiter is not None:
         kind["delimiter"] = delimiter
-    if not _has_header(rows):
+    # A header has different texts, no numbers, which the rows below do not have.
+    first, rest = rows[0], rows[1:]
+    named = [cell for cell in first if cell]
+    has_header = (
+        len(set(named)) == len(named) >= len(first) - 1
+        and not any(NUMBER.fullmatch(cell) for cell in named)
+        and not any(row[i] == cell for row in rest for i, cell in enumerate(first) if cell)
+    )
+    if not has_header:
         plain = [f"c{i + 1}" for i in range(len(rows[0]))]
         kind["columns"] = list(CRITEO) if all(map(_is_criteo, rows)) else plain
     return kind
 
 
 def _separated(lines: list[str]) -> tuple[str | None, list[list[str]], int]:
-    """Return the separator that parts the lines into equally many fields, most of them; these rows, and the lines above them.
-
-    Without such a separator None, and a field per line.
-    """
+    """Return the separator that most equal lines have, or None; their rows, and the number of lines above them."""
     found = []
     for delimiter in DELIMITERS:
         rows = [row for row in csv.reader(lines, delimiter=delimiter) if row]
@@ -163,17 +168,6 @@ def _separated(lines: list[str]) -> tuple[str | None, list[list[str]], int]:
             found.append((delimiter, [row for row in rows if len(row) == width], above))
     without = None, [[line.rstrip("\r\n")] for line in lines], 0
     return min(found, key=lambda each: (each[2] > 0, -len(each[1][0])), default=without)
-
-
-def _has_header(rows: list[list[str]]) -> bool:
-    """Return whether the first row names the columns: different texts, no numbers, which the rows below do not have."""
-    first, rest = rows[0], rows[1:]
-    named = [cell for cell in first if cell]
-    return (
-        len(set(named)) == len(named) >= len(first) - 1
-        and not any(NUMBER.fullmatch(cell) for cell in named)
-        and not any(row[i] == cell for row in rest for i, cell in enumerate(first) if cell)
-    )
 
 
 def _is_criteo(row: list[str]) -> bool:

@@ -131,10 +131,7 @@ class NumericalRange:
 
 
 class Progress:
-    """Prints one line at the end of each stage, and its progress, rate and remaining time while it runs.
-
-    A terminal shows the progress in one line that changes; a log gets a new line per minute.
-    """
+    """Prints a line at the end of each stage, and its progress while it runs: in one line of a terminal, per minute in a log."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

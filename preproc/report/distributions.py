@@ -32,26 +32,18 @@ class Distribution:
 def read_distributions(
     numerical_bin: Path, names: list[str], dtype: str, num_rows: int
 ) -> dict[str, Distribution]:
-    """Return the distribution of each feature; nothing if there are no features or no rows.
-
-    `names`: features, in the order of the columns.
-    """
+    """Return the distribution of each feature, named in the order of the columns; nothing without rows."""
     if not names or not num_rows:
         return {}
-    stored = np.memmap(numerical_bin, dtype, "r", shape=(num_rows, len(names)))
+    stored: np.ndarray = np.memmap(numerical_bin, dtype, "r", shape=(num_rows, len(names)))
+    if num_rows > BLOCKS * BLOCK_ROWS:
+        starts = np.linspace(0, num_rows - BLOCK_ROWS, BLOCKS).astype(int)
+        stored = np.concatenate([stored[start : start + BLOCK_ROWS] for start in starts])
     return {
         # + 0: a store of raw logs has -0.0.
         name: _distribution(column.astype(np.float64) + 0.0)
-        for name, column in zip(names, _spaced_rows(stored).T, strict=True)
+        for name, column in zip(names, np.asarray(stored).T, strict=True)
     }
-
-
-def _spaced_rows(stored: np.ndarray) -> np.ndarray:
-    """Return all rows, or of many rows blocks at equal distances."""
-    if len(stored) <= BLOCKS * BLOCK_ROWS:
-        return np.asarray(stored)
-    starts = np.linspace(0, len(stored) - BLOCK_ROWS, BLOCKS).astype(int)
-    return np.concatenate([stored[start : start + BLOCK_ROWS] for start in starts])
 
 
 def _distribution(values: np.ndarray) -> Distribution:

@@ -19,10 +19,7 @@ READ_ITEMS = 1 << 18
 
 
 def vocabulary_mistakes(spec: FeatureSpec, fitted: str | None) -> Iterator[tuple[Path, str]]:
-    """Yield (file, mistake) of the vocabularies that preprocessing wrote beside the splits, and of ids that differ from them.
-
-    `fitted`: a dataset whose vocabularies they must be; None: any.
-    """
+    """Yield (file, mistake) of vocabularies beside the splits, of ids that differ, and of others than those of `fitted`."""
     assert spec.root is not None
     # Splits whose rows the vocabularies count; none if the dataset has the fit of another.
     counted: list[str] = []
@@ -97,10 +94,7 @@ def _digest_of_counts(path: Path) -> int:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    """Return whether two complete vocabularies have the same values and counts, from which their ids follow.
-
-    Their files may differ: the writer of raw Criteo logs declares columns that are never null, that of tables does not.
-    """
+    """Return whether two vocabularies have the same values and counts; their files may declare columns differently."""
     from dataloading.dataset.parquet_files import open_file
 
     if not other.is_file():

@@ -112,14 +112,12 @@ def _do_job(job, columns, parts, fields, rules, memory, drawn):
 
 @kernel
 def _changes_of(changes, own):
-    """Return a job's part of the memory for changes."""
     slots, keys, old_keys, old_facts = changes
     return slots[own], keys[own], old_keys[own], old_facts[own]
 
 
 @kernel
 def _collect(job, columns, parts, missing, keys):
-    """Collect the keys without rows of a table's parts."""
     at = 0
     for number in range(job[Job.FIRST_PART], job[Job.LAST_PART]):
         part = parts[number]

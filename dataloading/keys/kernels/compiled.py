@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -27,10 +27,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parallel_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function as `kernel` does, whose loops over `prange` run in Numba's threads.
-
-    The threads wait asleep, exist on every system, and do not outlive a fork. Calls take them from `numba_threads`.
-    """
+    """Compile as `kernel`, with loops over `prange` in `numba_threads`, which sleep and do not outlive a fork."""
     config: Any = numba.config
     if config.THREADING_LAYER == "default":
         config.THREADING_LAYER = "workqueue"
@@ -49,8 +46,16 @@ def _kept(compiled: Any) -> Callable[..., Any]:
     # Numba compares the file of the kernel alone, but compiled code has the kernels and constants of other files inside.
     file = kept._cache_file
     file._source_stamp = file._source_stamp, digest
+
+    def tolerant(access: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return access(*arguments)
+        except Exception:  # a full disk, or a damaged file, whose pickle may raise anything
+            _warn()
+            return None
+
     for name in ("load_overload", "save_overload"):
-        setattr(kept, name, _tolerant(getattr(kept, name)))
+        setattr(kept, name, partial(tolerant, getattr(kept, name)))
     return compiled
 
 
@@ -74,17 +79,6 @@ def _digest(module: str) -> str:
             and node.module.partition(".")[0] == package
         ]
     return hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()
-
-
-def _tolerant(access: Callable[..., Any]) -> Callable[..., Any]:
-    def accessed(*arguments: Any) -> Any:
-        try:
-            return access(*arguments)
-        except Exception:  # a full disk, or a damaged file, whose pickle may raise anything
-            _warn()
-            return None
-
-    return accessed
 
 
 @cache
@@ -115,9 +109,5 @@ def numba_threads(number: int) -> Iterator[None]:
             numba.set_num_threads(before)
 
 
-def _renew() -> None:
-    """Forget a call of the parent, which does not end here."""
-    _locks[0] = Lock()
-
-
-os.register_at_fork(after_in_child=_renew)
+# A call of the parent does not end in the child.
+os.register_at_fork(after_in_child=lambda: _locks.__setitem__(0, Lock()))

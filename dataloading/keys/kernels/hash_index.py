@@ -62,7 +62,6 @@ def find(cells, entries, key, drawn):
 
 @kernel
 def insert(cells, entries, key, slot, batch, drawn):
-    """Insert a key that has no slot."""
     at = find(cells, entries, key, drawn)
     cells[at, 0] = key
     entries[at, 2] = slot

@@ -96,8 +96,6 @@ class Job(IntEnum):
 
 
 class Kind(IntEnum):
-    """Tables of a map."""
-
     ROWS = 0
     CANDIDATES = 1
 

@@ -13,11 +13,7 @@ DIGITS = 1 << DIGIT_BITS
 
 @kernel
 def mark(fields, entries, counts, batch):
-    """Mark the slots of the keys that are worth least, none of those of `batch`; equal ones in the order of their slots.
-
-    `fields`: of the table, int64 [Field]; its marks are replaced. `counts`: sightings of the keys by slot; of length 0
-    if the batch that saw a key last alone matters. Returns whether there are any.
-    """
+    """Mark the slots of the keys worth least, none of those of `batch`; by the last batch alone without `counts`; if any."""
     last = np.empty(fields[Field.CAPACITY], np.int32)
     last_batches(entries, last)
     last[0] = batch

@@ -207,10 +207,7 @@ def _free_slot(fields, table, batch, drawn):
 
 @kernel
 def take_due(keys, fields, admit_after, due, times, drawn):
-    """Write the keys that were sighted often enough, each once and in their order, with their sightings, which begin again.
-
-    Returns their number.
-    """
+    """Write the keys that were sighted often enough, each once, with their sightings, which begin again; return their number."""
     cells, entries = index_of(fields)
     counts = counts_of(fields)
     num_due = 0

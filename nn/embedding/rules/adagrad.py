@@ -1,20 +1,12 @@
 """Adagrad: divide by the root of the sum of squares of each element."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from nn.embedding.optimizer import StateField, TableRule
+from nn.embedding.optimizer import Group, StateField, States, TableRule, Tensors
 from nn.ops.optional_triton import jit, tl
 
 
-def _update(
-    tables: list[Tensor],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
-    group: dict[str, Any],
-) -> None:
+def _update(tables: Tensors, gradients: Tensors, states: States, group: Group) -> None:
     totals = [state["momentum1"] for state in states]
     torch._foreach_addcmul_(totals, gradients, gradients)
     divisors = torch._foreach_sqrt(totals)

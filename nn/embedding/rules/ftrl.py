@@ -6,23 +6,15 @@ whose weight it is; with `z` = 0 its first update would move it towards zero. A 
 leaves alpha alone: a smaller alpha would shrink all weights.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from nn.embedding.optimizer import StateField, TableRule
+from nn.embedding.optimizer import Group, StateField, States, TableRule, Tensors
 from nn.ops.optional_triton import jit, tl
 
 OPTIONS = ("table_lr", "ftrl_beta", "ftrl_l1", "ftrl_l2")
 
 
-def _update(
-    tables: list[Tensor],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
-    group: dict[str, Any],
-) -> None:
+def _update(tables: Tensors, gradients: Tensors, states: States, group: Group) -> None:
     alpha, beta, l1, l2 = (group[name] for name in OPTIONS)
     for table, gradient, state in zip(tables, gradients, states, strict=True):
         touched = gradient.ne(0).any(dim=1, keepdim=True)

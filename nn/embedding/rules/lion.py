@@ -3,20 +3,11 @@
 Every weight of a looked-up row moves by the learning rate, so that takes a third to a tenth of Adam's.
 """
 
-from typing import Any
-
-from torch import Tensor
-
-from nn.embedding.optimizer import StateField, TableRule
+from nn.embedding.optimizer import Group, StateField, States, TableRule, Tensors
 from nn.ops.optional_triton import jit, tl
 
 
-def _update(
-    tables: list[Tensor],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
-    group: dict[str, Any],
-) -> None:
+def _update(tables: Tensors, gradients: Tensors, states: States, group: Group) -> None:
     for table, gradient, state in zip(tables, gradients, states, strict=True):
         touched = gradient.ne(0).any(dim=1, keepdim=True).to(gradient.dtype)  # [rows, 1], 1 or 0
         direction = state["momentum1"].lerp(gradient, 1 - group["beta1"]).sign()

@@ -1,19 +1,10 @@
 """Row-wise Adagrad: divide by the root of the sum of each row's mean squares."""
 
-from typing import Any
-
-from torch import Tensor
-
-from nn.embedding.optimizer import StateField, TableRule
+from nn.embedding.optimizer import Group, StateField, States, TableRule, Tensors
 from nn.ops.optional_triton import jit, tl
 
 
-def _update(
-    tables: list[Tensor],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
-    group: dict[str, Any],
-) -> None:
+def _update(tables: Tensors, gradients: Tensors, states: States, group: Group) -> None:
     for table, gradient, state in zip(tables, gradients, states, strict=True):
         total = state["momentum1"].add_(gradient.square().mean(dim=1))
         rate = group["lr"] / (total.sqrt() + group["eps"])

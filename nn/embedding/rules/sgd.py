@@ -1,20 +1,12 @@
 """SGD, without momentum: a row that a batch does not look up would have to move too."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from nn.embedding.optimizer import TableRule
+from nn.embedding.optimizer import Group, States, TableRule, Tensors
 from nn.ops.optional_triton import jit, tl  # noqa: F401  (Triton's interpreter looks for tl)
 
 
-def _update(
-    tables: list[Tensor],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
-    group: dict[str, Any],
-) -> None:
+def _update(tables: Tensors, gradients: Tensors, states: States, group: Group) -> None:
     torch._foreach_add_(tables, gradients, alpha=-group["lr"])
 
 

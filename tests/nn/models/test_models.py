@@ -239,7 +239,7 @@ def test_names_that_no_module_can_have_are_changed_for_the_table_only(feature):
 
 
 def test_two_features_with_one_table_name_are_refused():
-    with pytest.raises(ValueError, match=r"'a\.b' and 'a_b' would share the table name 'a_b'"):
+    with pytest.raises(ValueError, match=r"'a\.b' and 'a_b' have one name, 'a_b'"):
         declared_tables(config_of("dlrm"), spec_of("a.b", "a_b"))
 
 

@@ -331,7 +331,8 @@ class NoColumns(DeepFM):
         (f"{HERE}:NoOptions", "it has no Options, a dataclass"),
         (
             f"{HERE}:OneName",
-            "two tables of feature 'cat_0' have the name 'cat_0'; name them apart, such as by the prefix of ",
+            "the tables of features 'cat_0' and 'cat_0' have one name, 'cat_0'; rename a feature in the feature "
+            "spec, or name them apart, such as by the prefix of ",
         ),
         (
             f"{HERE}:OneTableMissing",
@@ -370,8 +371,8 @@ def changed(**changes):
     ("change", "message"),
     [
         (lambda tables: tables[1:], "feature 'cat_4' has no table"),
-        (changed(name="factors_cat_1"), "would share the table name 'factors_cat_1'"),
-        (lambda tables: [tables[0], *tables], "two tables of feature 'cat_4' have the name"),
+        (changed(name="factors_cat_1"), "have one name, 'factors_cat_1'"),
+        (lambda tables: [tables[0], *tables], "features 'cat_4' and 'cat_4' have one name"),
         (
             lambda tables: [*tables, replace(tables[0], feature_names=[])],
             "has no feature; name the features that look it up",
