@@ -170,6 +170,8 @@ Fp8 = StrEnum("Fp8", "off partial full")
 """Matrix products of wide layers in 8 bits: all three of a layer, or without the gradients of weights."""
 TableDtype = StrEnum("TableDtype", "fp32 bf16 fp16")
 """Storage dtype of table weights."""
+EventPooling = StrEnum("EventPooling", "sum mean last attention")
+"""Pooling of the events of a feature."""
 DecayShape = StrEnum("DecayShape", "polynomial cosine")
 """Curve of the learning rate's decay."""
 OptimizerName = StrEnum("OptimizerName", "sgd adagrad rowwise_adagrad adam")
@@ -409,6 +411,11 @@ class ModelConfig(Section):
         None,
         "bound of the tables' initial weights, which are uniform in +-embedding_init; null: 1/sqrt(rows) of each table",
         gt=0,
+    )
+    sequence_pooling: EventPooling = option(
+        EventPooling.sum,
+        "vector of a feature of a sequence group that the model does not read event by event: sum or mean of its events, the "
+        "last one, or their mean weighted by a learned attention",
     )
 
 
