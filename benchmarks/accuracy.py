@@ -3,7 +3,6 @@
     python -m benchmarks.accuracy --data DIR --out DIR precision dlrm_criteo_kaggle dcnv2_criteo_kaggle
     python -m benchmarks.accuracy --data DIR --out DIR fp8 dcnv2_criteo_kaggle
     python -m benchmarks.accuracy --steps 2048 --out DIR fp8 dcnv2
-    python -m benchmarks.accuracy --steps 10000 --seeds 1 --curve fp8_loss.png --out DIR fp8 dcnv2
 
 The first argument names what is compared:
 
@@ -13,8 +12,7 @@ The first argument names what is compared:
   CPU rounds to the same values of 8 bits and multiplies them in float32.
 
 The others are experiments, or recipes with their default sizes. They train on a preprocessed dataset (--data) or on built-in
-synthetic clicks for some steps (--steps). `--jobs` runs share the device, since nothing is timed. `--curve` draws the losses of
-the first seed.
+synthetic clicks for some steps (--steps). `--jobs` runs share the device, since nothing is timed.
 """
 
 import argparse
@@ -28,12 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
-import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-
 from benchmarks.rows import ROOT
-from configs.palette import INK, STYLE
 
 BF16 = ("train.amp=bf16",)
 COMPARISONS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -55,9 +48,6 @@ COMPARED_STEPS = 200
 LAST_SHARE = 0.1
 """Share of the steps, the last ones, whose mean loss is printed."""
 SYNTHETIC_BATCH = 1024
-WINDOWS = 200
-"""Points of a drawn curve, each the mean of as many steps."""
-COLOURS = ("#3465a4", "#3d8b6e", "#d1603d", "#7a5ba6")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +71,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the run directories")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=6, help="runs at a time")
-    parser.add_argument("--curve", type=Path, help="plot to write, of the last experiment")
     args = parser.parse_args()
     variants = COMPARISONS[args.comparison]
     for experiment in args.experiments:
@@ -94,11 +83,6 @@ def main() -> None:
                 name: [future.result() for future in futures] for name, futures in started.items()
             }
         print(table(experiment, runs), flush=True)
-        if args.curve is not None:
-            losses = {
-                name: results[0].losses for name, results in runs.items() if name != "float32"
-            }
-            draw_losses(losses, experiment, args.curve)
 
 
 def command_of(
@@ -165,38 +149,6 @@ def _largest_difference(one: Sequence[Result], other: Sequence[Result]) -> float
         for first, second in zip(one, other, strict=True)
         for a, b in zip(first.losses[:COMPARED_STEPS], second.losses[:COMPARED_STEPS], strict=True)
     )
-
-
-def draw_losses(losses: Mapping[str, Sequence[float]], experiment: str, out_png: Path) -> None:
-    """Draw the losses of all variants over steps, and below it their difference to the first."""
-    steps, means = windows(losses)
-    first, *others = means
-    with rc_context(STYLE):
-        figure = Figure(figsize=(10, 7), dpi=130, layout="constrained")
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-        num_steps = len(next(iter(losses.values())))
-        upper.set_title(f"{experiment}: training loss over {num_steps:,} steps", loc="left")
-        lower.set_title(f"difference to {first}", loc="left")
-        for colour, name in zip(COLOURS, means, strict=False):
-            upper.plot(steps, means[name], color=colour, label=name, lw=1.4)
-        for colour, name in zip(COLOURS[1:], others, strict=False):
-            lower.plot(steps, means[name] - means[first], color=colour, label=name, lw=1.4)
-        lower.axhline(0, color=INK, lw=0.8)
-        lower.set_xlabel(f"step; a point per {steps[0]:,} steps, their mean")
-        upper.legend(frameon=False)
-        figure.savefig(out_png)
-
-
-def windows(losses: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the last step of each window of equally many steps, and the mean losses in them, by variant."""
-    num_steps = min(len(values) for values in losses.values())
-    length = max(num_steps // WINDOWS, 1)
-    count = num_steps // length
-    means = {
-        name: np.asarray(values[: count * length]).reshape(count, length).mean(1)
-        for name, values in losses.items()
-    }
-    return np.arange(1, count + 1) * length, means
 
 
 if __name__ == "__main__":

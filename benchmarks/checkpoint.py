@@ -124,7 +124,6 @@ class Steps:
         self.seconds = 0.0
 
     def take(self, num_steps: int) -> None:
-        """Train some steps."""
         for _ in range(num_steps):
             self._step.train(self.num_steps, self._prefetcher)
             self.num_steps += 1

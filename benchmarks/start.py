@@ -31,7 +31,6 @@ class FirstStep(Observer):
     """Ends a training before its first step."""
 
     def on_step_begin(self, loop: Loop) -> None:
-        """End the process."""
         os._exit(0)
 
 

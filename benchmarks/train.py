@@ -27,9 +27,7 @@ from benchmarks.dataset import ragged_dataset
 from benchmarks.floors import floor_of_row
 from benchmarks.launch import held_output, launched
 from benchmarks.rows import ROOT, ROWS, Row
-from nn.observability.environment import (
-    git_commit,
-)
+from nn.observability.environment import git_commit
 from nn.observability.trace_breakdown import DATA_WAIT, KERNEL_PHASES
 from nn.step_floor import Floor
 

@@ -6,7 +6,7 @@ if __name__ == "__main__":
 
     end_at_once_on_signals()
 
-import sys
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from compare.arguments import with_directories
 from compare.report import print_comparison
 from compare.run_record import RunRecord, find_runs
-from compare.table import as_csv, as_json, names_of
-from configs.command_line import composed_command, end_command, errors_end_command
+from compare.table import as_csv, as_json, names_of, rows_of
+from configs.command_line import command, errors_end_command
 from configs.console import LiteralConsole
 from configs.many_runs_schema import CompareConfig
 from configs.overrides import to_config
@@ -49,7 +49,7 @@ def compare(config: CompareConfig) -> None:
         say(f"{left_out} left out: evaluations (mode=eval) and others that do not train")
     every = [run for runs, _ in groups for run in runs]
     if config.csv is not None:
-        Path(config.csv).write_text(as_csv(every), encoding="utf-8")
+        Path(config.csv).write_text(as_csv(rows_of(every)), encoding="utf-8")
     if config.json is not None:
         Path(config.json).write_text(as_json(every), encoding="utf-8")
     if config.picture is not None:
@@ -88,8 +88,5 @@ def run(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.argv[1:] = with_directories(sys.argv[1:], CompareConfig, "runs")
-        composed_command(run, CompareConfig, "compare_schema", "compare")()
-    except ValueError as error:
-        end_command(f"error: {error}")
+    with_runs = partial(with_directories, schema=CompareConfig, option="runs")
+    command(run, CompareConfig, "compare", with_runs)

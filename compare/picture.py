@@ -1,18 +1,17 @@
 """Curves of many runs in one picture: the metric of each evaluation, and the training loss, over steps."""
 
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from compare.run_record import RunRecord, State
-from configs.palette import FAINT, STYLE
-from dataloading.dataset.durable_files import replace_bytes
+from configs.palette import FAINT
 from nn.models.metric import Metric
 from nn.observability.records import FINAL
 from nn.plots.series import SMOOTH_FROM, limits, series, smoothed, thinned
+from nn.plots.style import picture
 
 MAX_NAMED = 10
 """Runs with a colour and a name; the others are drawn in grey, since nobody tells more lines apart."""
@@ -22,22 +21,22 @@ MAX_LABEL_CHARS = 44
 def draw_runs(
     runs: Sequence[RunRecord], names: Sequence[str], metric: Metric | None, out_png: Path
 ) -> None:
-    """Draw the curves of runs, the best one first, of which the first `MAX_NAMED` are named; 1,690 x 780 pixels.
+    """Draw the curves of runs, the best one first, of which the first `MAX_NAMED` are named; 1,560 x 780 pixels.
 
     `metric` is of the evaluations; None if there are none yet.
     """
     if metric is not None:
         splits = {run.split for run in runs}
         metric = metric.on(splits.pop() if len(splits) == 1 else "evaluation")
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     named = min(len(runs), MAX_NAMED)
     colors = [f"C{index}" for index in range(named)]
-    with rc_context(STYLE):
-        figure = Figure(figsize=(13, 6), dpi=130)
-        figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
-        figure.suptitle(_title(runs, metric), x=0.012, ha="left", size=13, weight="bold")
+    unfinished = sum(run.state is not State.finished for run in runs)
+    facts = f"{unfinished} not finished (x)" if unfinished else ""
+    title = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    best, step = (None, None) if metric is None else runs[0].best(metric)
+    if metric is not None and best is not None:
+        title += f"   ·   best {metric.title} {best:.4f} at step {step:,}"
+    with picture(out_png, 6, title, facts) as figure:
         left, right = figure.subplots(1, 2)
         left.set_title(
             "evaluation" if metric is None else f"{metric.title}, evaluations", loc="left"
@@ -63,20 +62,6 @@ def draw_runs(
             ncols=min(named + 1, 3),
             fontsize=8.5,
         )
-        picture = BytesIO()
-        figure.savefig(picture, format="png")
-    replace_bytes(out_png, picture.getvalue(), out_png.with_name(f".{out_png.name}.tmp"))
-
-
-def _title(runs: Sequence[RunRecord], metric: Metric | None) -> str:
-    parts = ["1 run" if len(runs) == 1 else f"{len(runs)} runs"]
-    unfinished = sum(run.state is not State.finished for run in runs)
-    if unfinished:
-        parts.append(f"{unfinished} not finished (x)")
-    best, step = runs[0].best(metric) if metric is not None else (None, None)
-    if metric is not None and best is not None:
-        parts.append(f"best {metric.title} {best:.4f} at step {step:,}")
-    return "   ·   ".join(parts)
 
 
 def _style(

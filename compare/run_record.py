@@ -9,17 +9,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from configs.schema import Mode
 from dataloading.dataset.documents import read_json, read_yaml
-from nn.models.metric import (
-    METRIC_FACTS,
-    Metric,
-    best_of,
-    metric_of_key,
-    metrics_of_facts,
-)
+from nn.loggers.run_logger import flat_options
+from nn.models.metric import METRIC_FACTS, Metric, best_of, metric_of_key, metrics_of_facts
 from nn.observability.records import (
     CONFIG,
     DATA_IDENTITY,
@@ -85,7 +81,7 @@ class RunRecord:
             path,
             _state(path, summary, ended),
             str(ended.get("message", "")),
-            dict(flattened(_mapping(path / CONFIG))),
+            dict(flat_options(_mapping(path / CONFIG))),
             header,
             records,
             summary,
@@ -94,7 +90,6 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """Steps of the latest record."""
         steps = (_number(record.get("step")) or 0 for record in self.records)
         return int(max(steps, default=0))
 
@@ -147,12 +142,10 @@ class RunRecord:
         }
 
     def metrics(self) -> list[Metric]:
-        """Return the metrics of the evaluations, in the order of the records."""
         keys = dict.fromkeys(key for record in self.records for key in record)
         return [metric for metric in map(self.metric_of, keys) if metric is not None]
 
     def metric_of(self, key: str) -> Metric | None:
-        """Return the metric of a key of a record; None if it is of none."""
         starts = [self.header, *self.restarts]
         further = [m for start in starts for m in metrics_of_facts(start.get(METRIC_FACTS))]
         return metric_of_key(key, further)
@@ -165,7 +158,6 @@ class RunRecord:
 
     @property
     def split(self) -> str:
-        """The split that is evaluated."""
         return str(self.options.get("eval.split", "test"))
 
     def last(self, metric: Metric) -> float | None:
@@ -185,7 +177,8 @@ class RunRecord:
     def speed(self) -> float | None:
         """Return samples/s: of the summary, or the median of the records."""
         measured = _number(self.summary.get("samples_per_s"))
-        return measured if measured is not None else _median(self._values("samples_per_s"))
+        measured_at = self._values("samples_per_s")
+        return measured or (median_high(measured_at) if measured_at else None)
 
     def memory_bytes(self) -> float | None:
         """Return the peak memory of tensors on the GPU of rank 0; None on CPUs."""
@@ -238,15 +231,6 @@ def _runs_below(folder: Path) -> Iterator[Path]:
             yield from _runs_below(path)
 
 
-def flattened(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings by dotted key."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def differing(runs: Iterable[RunRecord], ignored: Iterable[str] = ("run_dir",)) -> list[str]:
     """Return the keys of the options that are not equal in all runs, in the order of config.yaml."""
     all_options = [run.options for run in runs if run.options]
@@ -279,7 +263,3 @@ def _mapping(path: Path) -> dict[str, Any]:
 def _number(value: object) -> float | None:
     """Return a finite number, or None."""
     return value if is_finite(value) else None
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None

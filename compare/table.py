@@ -237,9 +237,8 @@ def _width(columns: dict[str, list[str]]) -> int:
     )
 
 
-def as_csv(runs: Sequence[RunRecord]) -> str:
-    """Return the rows as CSV with a header."""
-    rows = rows_of(runs)
+def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows with the same columns as CSV with a header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()

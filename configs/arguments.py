@@ -16,40 +16,25 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from configs.messages import printable, shown
 from configs.option_values import FLOAT32_MAX, hints, takes, wanted
-from configs.overrides import no_option, no_variable
+from configs.overrides import no_option
 from configs.schema import open_sections, option_keys
 from configs.tf2_flags import is_tf2_flag, translated
 
-MAX_NESTING = 64
-CFG_KINDS = ("job", "hydra", "all")
-INFO_KINDS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-# Flags with a value -> the values, empty if any is allowed.
+# Those of Hydra that commands take; with a value -> the values, empty if any is allowed.
+FLAGS = ("--help", "--version", "--multirun")
 FLAGS_WITH_VALUE: dict[str, tuple[str, ...]] = {
-    "--cfg": CFG_KINDS,
-    "--info": INFO_KINDS,
-    "--package": (),
+    "--cfg": ("job", "hydra", "all"),
     "--config-name": (),
-    "--config-path": (),
     "--config-dir": (),
 }
-FLAGS = (
-    *("--help", "--hydra-help", "--version", "--resolve"),
-    *("--run", "--multirun", "--shell-completion"),
-)
 SHORT_FLAGS = {
-    **{"-h": "--help", "-r": "--run", "-m": "--multirun", "-sc": "--shell-completion"},
-    **{"-c": "--cfg", "-i": "--info", "-p": "--package"},
-    **{"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"},
+    **{"-h": "--help", "-m": "--multirun", "-c": "--cfg"},
+    **{"-cn": "--config-name", "-cd": "--config-dir"},
 }
 ONE_RUN = "only --multirun of a training makes a run of each"
-REFUSED_FLAGS = {
-    "--experimental-rerun": "it would unpickle a file; name the options of that run again"
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +58,28 @@ def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
     Raises ValueError: an option, a flag or a value is invalid; the message names it.
     """
     flags, overrides = _parted(arguments, choices)
-    _check_flags(flags, choices)
-    if "--hydra-help" in flags:
-        overrides = []  # it would look for them among Hydra's own options
-    elif "--shell-completion" in flags:
-        # Its subcommands are written like options.
-        if not any(re.match("(install|uninstall|query)=", override) for override in overrides):
-            raise ValueError("--shell-completion needs install=bash, uninstall=bash or query=bash")
-    else:
-        options = hints(choices.schema)
-        may_sweep = "--multirun" in flags or "hydra.mode=MULTIRUN" in overrides
-        if may_sweep and not choices.has_jobs:
-            raise ValueError(
-                "--multirun makes runs of a training, and this command is none; start it once for each value"
-            )
-        checked = [_override(override, options, choices, may_sweep) for override in overrides]
-        overrides = [part for override in checked for part in _replacing(override, options)]
+    name = flags.get("--config-name")
+    configs = choices.configs() if name and "--config-dir" not in flags else ()
+    if name and configs and name.removesuffix(".yaml") not in configs:
+        raise ValueError(
+            f"--config-name={printable(name)}: this command has no such config; choose one of "
+            f"{', '.join(configs)}, or name the directory of your own with --config-dir"
+        )
+    options = hints(choices.schema)
+    may_sweep = "--multirun" in flags or "hydra.mode=MULTIRUN" in overrides
+    if may_sweep and not choices.has_jobs:
+        raise ValueError(
+            "--multirun makes runs of a training, and this command is none; start it once for each value"
+        )
     written = [flag if value is None else f"{flag}={value}" for flag, value in flags.items()]
-    return [*written, *overrides]
-
-
-def _replacing(override: str, options: Mapping[str, Any]) -> list[str]:
-    """Return an override so that a mapping such as `tasks={..}` replaces that of a yaml file: Hydra would merge the two."""
-    key, _, value = override.partition("=")
-    is_whole = options.get(key) is Any and value.startswith("{")
-    return [f"{key}=null", override] if is_whole else [override]
+    for argument in overrides:
+        override = _override(argument, options, choices, may_sweep)
+        key, _, value = override.partition("=")
+        if options.get(key) is Any and value.startswith("{"):
+            # A mapping such as `tasks={..}` replaces that of a yaml file: Hydra would merge the two.
+            written.append(f"{key}=null")
+        written.append(override)
+    return written
 
 
 def as_written(arguments: Sequence[str]) -> list[str]:
@@ -138,14 +120,15 @@ def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str |
             continue
         written, equals, value = argument.partition("=")
         flag = SHORT_FLAGS.get(written, written)
-        if flag in REFUSED_FLAGS:
-            raise ValueError(f"{flag} is not supported: {REFUSED_FLAGS[flag]}")
         if flag in FLAGS and not equals:
             flags[flag] = None
         elif flag in FLAGS_WITH_VALUE:
-            is_given = bool(rest) and (flag != "--info" or rest[0] in INFO_KINDS)
-            flags[flag] = value if equals else rest.pop(0) if is_given else None
-            _check_flag_value(flag, flags[flag])
+            value = value if equals else rest.pop(0) if rest else ""
+            wanted = FLAGS_WITH_VALUE[flag]
+            if not value or (wanted and value not in wanted):
+                want = f"one of {', '.join(wanted)}" if wanted else "a value"
+                raise ValueError(f"{flag}: got {shown(value) if value else 'nothing'}, want {want}")
+            flags[flag] = value
         elif equals and written.startswith("--") and _is_option(written[2:], choices):
             overrides.append(argument[2:])
         elif is_tf2_flag(argument) and "train.batch_size" in option_keys(choices.schema):
@@ -167,57 +150,33 @@ def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str |
 def _is_option(key: str, choices: Choices) -> bool:
     """Return whether a dotted key is an option, or lies in an open section."""
     is_known = key in option_keys(choices.schema) or key in choices.groups
-    return is_known or any(_is_below(key, opened) for opened in _below(choices.schema))
-
-
-def _check_flag_value(flag: str, value: str | None) -> None:
-    wanted = FLAGS_WITH_VALUE[flag]
-    if value in wanted or (value and not wanted) or (flag == "--info" and value is None):
-        return
-    got = "nothing" if not value else shown(value)
-    want = f"one of {', '.join(wanted)}" if wanted else "a value"
-    raise ValueError(f"{flag}: got {got}, want {want}")
-
-
-def _check_flags(flags: Mapping[str, str | None], choices: Choices) -> None:
-    # Hydra refuses flags that exclude each other, but ignores this one.
-    if "--package" in flags and "--cfg" not in flags:
-        raise ValueError("--package belongs to --cfg; write that flag too")
-    name = flags.get("--config-name")
-    is_own = not {"--config-dir", "--config-path"} & set(flags)
-    configs = choices.configs() if name and is_own else ()
-    if name and configs and name.removesuffix(".yaml") not in configs:
-        raise ValueError(
-            f"--config-name={printable(name)}: this command has no such config; choose one of "
-            f"{', '.join(configs)}, or name the directory of your own with --config-dir"
-        )
-    package = flags.get("--package")
-    sections = [key for key, hint in hints(choices.schema).items() if is_dataclass(hint)]
-    known = [*sections, *_below(choices.schema), "hydra", "_global_"]
-    if package and not any(_is_below(package, section) for section in known):
-        raise ValueError(
-            f"--package: there is no section {shown(package)}, only {', '.join(sections)}"
-        )
+    return is_known or any(is_below(key, opened) for opened in _below(choices.schema))
 
 
 def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_sweep: bool) -> str:
     """Return one override for Hydra, after the checks that need no yaml file."""
     name, equals, value = argument.partition("=")
-    sign, key = _sign_and_key(name)
+    match = re.match(r"(~|\+{1,2})?(.*)", name, re.DOTALL)
+    assert match is not None
+    sign, key = match[1] or "", match[2]
     group = key.partition("@")[0]
     if not key:
         what = "is empty, perhaps from an unset shell variable" if not argument else "has no name"
         raise ValueError(f"the argument {shown(argument)} {what}; options are written key=value")
-    _check_sign(sign, key, options)
+    # Hydra takes a plus sign for an option whose value is null.
+    may_be_null = key in options and (options[key] is Any or takes(options[key], NoneType))
+    if sign == "+" and key in options and not may_be_null:
+        raise ValueError(f"+{key}: {key} exists already; write {key}=..., without the plus sign")
+    if sign == "~" and key in options:
+        kind = "section" if is_dataclass(options[key]) else "option"
+        raise ValueError(f"~{key}: the {kind} {key} cannot be removed; set its values instead")
     is_known = key in options or group in choices.groups or key.startswith(("hydra.", "hydra/"))
-    if not is_known and not any(_is_below(key, opened) for opened in _below(choices.schema)):
+    if not is_known and not any(is_below(key, opened) for opened in _below(choices.schema)):
         raise no_option(printable(key), [*option_keys(choices.schema), *choices.likely])
     if not (equals or sign == "~"):
         raise ValueError(f"{shown(key)} has no value; write {key}=VALUE")
     if not equals:
         return argument
-    if group in choices.groups:
-        _check_choice(group, value, choices)
     hint = str if group in choices.groups else options.get(key)
     # A choice replaces the default one, and a value a null, with or without a plus sign.
     is_set = (key in choices.groups and "+" in sign) or (key in options and sign == "+")
@@ -226,47 +185,6 @@ def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_s
     if may_sweep and parsed is not None and parsed.is_sweep_override():
         return argument
     return f"{start}{_value(start, value, parsed, hint)}"
-
-
-def _check_choice(group: str, value: str, choices: Choices) -> None:
-    """Refuse a name that Hydra will not find in another group or a variable: its own message does not name the option."""
-    for name in re.findall(r"\$\{([^{}]*)\}", value):
-        resolver, colon, variable = name.partition(":")
-        if resolver == "oc.env" and "," not in variable and not _is_set(variable):
-            raise ValueError(
-                f"{group}: got {shown(value)}, {no_variable(printable(variable))} or a name"
-            )
-        if not colon and name not in choices.groups:
-            raise ValueError(
-                f"{group}: got {shown(value)}, but there is no group {printable(name)} to take a name from; write the name "
-                f"of one of the files in configs/{group}"
-            )
-
-
-def _is_set(variable: str) -> bool:
-    """Return whether an environment variable has a value."""
-    try:
-        OmegaConf.create([f"${{oc.env:{variable}}}"])[0]
-    except OmegaConfBaseException:
-        return False
-    return True
-
-
-def _sign_and_key(name: str) -> tuple[str, str]:
-    match = re.match(r"(~|\+{1,2})?(.*)", name, re.DOTALL)
-    assert match is not None
-    return match[1] or "", match[2]
-
-
-def _check_sign(sign: str, key: str, options: Mapping[str, Any]) -> None:
-    """Refuse to add what exists, and to remove what a run needs."""
-    # Hydra takes a plus sign for an option whose value is null.
-    may_be_null = key in options and (options[key] is Any or takes(options[key], NoneType))
-    if sign == "+" and key in options and not may_be_null:
-        raise ValueError(f"+{key}: {key} exists already; write {key}=..., without the plus sign")
-    if sign == "~" and key in options:
-        kind = "section" if is_dataclass(options[key]) else "option"
-        raise ValueError(f"~{key}: the {kind} {key} cannot be removed; set its values instead")
 
 
 def _value(start: str, text: str, parsed: Override | None, hint: Any) -> str:
@@ -279,9 +197,13 @@ def _value(start: str, text: str, parsed: Override | None, hint: Any) -> str:
         is_kept = parsed is not None and isinstance(parsed.value(), str | list | dict | NoneType)
         if is_kept and not is_sweep and not re.match(r"\w+\(", text):
             return text
-        return (takes(hint, list) and _quoted_list(text)) or quoted(text)
+        flat = takes(hint, list) and re.fullmatch(r"\[([^][{}'\"]*)\]", text)
+        if flat:
+            return f"[{','.join(quoted(item.strip()) for item in flat[1].split(','))}]"
+        return quoted(text)
     if parsed is None or is_sweep:
-        got = f"several values, and {ONE_RUN}" if is_sweep else _reason(text)
+        got = f"{shown(text)}, which Hydra's grammar cannot read"
+        got = f"several values, and {ONE_RUN}" if is_sweep else got
         is_free = takes(hint, list) or hint is Any or hint is None
         remedy = f"; a list is written {start}[a,b], and a text in quotes" if is_free else ""
         raise ValueError(f"{printable(start[:-1])}: got {got}; want {wanted(hint)}{remedy}")
@@ -305,39 +227,15 @@ def _value(start: str, text: str, parsed: Override | None, hint: Any) -> str:
 
 def _parsed(start: str, text: str) -> Override | None:
     """Return what Hydra's parser makes of an override, or None if it cannot read it."""
-    # The parser recurses, and its time grows faster than the depth.
-    if _depth(text) > MAX_NESTING:
-        return None
     try:
         return OverridesParser.create().parse_override(f"{start}{text}")
-    except (HydraException, ValueError):  # ValueError: an integer of thousands of digits
+    except (HydraException, ValueError, RecursionError):  # ValueError: thousands of digits
         return None
-
-
-def _reason(text: str) -> str:
-    if _depth(text) > MAX_NESTING:
-        return f"a value nested deeper than {MAX_NESTING} levels"
-    return f"{shown(text)}, which Hydra's grammar cannot read"
-
-
-def _depth(text: str) -> int:
-    """Return the number of brackets of a text that are open at once, those in quotes left out."""
-    depth = most = 0
-    for char in re.sub(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", "", text):
-        depth += (char in "([{") - (char in ")]}")
-        most = max(most, depth)
-    return most
 
 
 def quoted(text: str) -> str:
     """Return a text in the quotes of Hydra's grammar."""
     return QuotedString(text=text, quote=Quote.single).with_quotes()
-
-
-def _quoted_list(text: str) -> str | None:
-    """Return a flat list with its texts in quotes, or None if the text is no such list."""
-    match = re.fullmatch(r"\[([^][{}'\"]*)\]", text)
-    return match and f"[{','.join(quoted(item.strip()) for item in match[1].split(','))}]"
 
 
 def _below(schema: type) -> list[str]:
@@ -346,5 +244,6 @@ def _below(schema: type) -> list[str]:
     return [*open_sections(schema), *untyped]
 
 
-def _is_below(key: str, section: str) -> bool:
+def is_below(key: str, section: str) -> bool:
+    """Return whether a dotted key is a section or option, or lies below it."""
     return f"{key}.".startswith(f"{section}.")

@@ -243,6 +243,23 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
     sys.argv.insert(1, SAVED_FLAG)
 
 
+def command(
+    task: Callable[[DictConfig], None],
+    schema: type,
+    name: str,
+    arguments: Callable[[list[str]], list[str]] = list,
+) -> None:
+    """Run `task` with the options of `configs/<name>.yaml`, whose schema is `<name>_schema`; end with one line after an error.
+
+    `arguments`: returns those of the command line as they are composed.
+    """
+    try:
+        sys.argv[1:] = arguments(sys.argv[1:])
+        composed_command(task, schema, f"{name}_schema", name)()
+    except ValueError as error:
+        end_command(f"error: {error}")
+
+
 @contextmanager
 def lasting_imports() -> Iterator[None]:
     """Import torch without looking for garbage, again and again, among objects that stay; later collections leave them out."""
@@ -337,14 +354,14 @@ def _configs_with(schema_name: str) -> list[str]:
     contents = {path.stem: _content(path) for path in Path(__file__).parent.glob("*.yaml")}
     found = {schema_name}
     while True:
-        named = {name for name, content in contents.items() if found & _defaults(content)}
+        named = {
+            name
+            for name, content in contents.items()
+            if any(isinstance(item, str) and item in found for item in content.get("defaults", []))
+        }
         if named <= found:
             return sorted(found - {schema_name})
         found |= named
-
-
-def _defaults(content: Any) -> set[str]:
-    return {item for item in content.get("defaults", []) if isinstance(item, str)}
 
 
 def _dotted(content: Any, prefix: str) -> Iterator[str]:

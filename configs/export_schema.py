@@ -1,28 +1,26 @@
 """Every option of `python -m nn.export` and `python -m nn.replay`, in the style of `configs/schema.py`."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
-from configs.schema import Component, option, require
+from configs.schema import Component, Section, option, require
 
-
-class ExportFormat(Enum):
-    """File formats of exported tables."""
-
-    npy = "npy"
-    safetensors = "safetensors"
-    tf2 = "tf2"
+ExportFormat = StrEnum("ExportFormat", "npy safetensors tf2")
+"""File formats of exported tables."""
 
 
 @dataclass(kw_only=True, slots=True)
-class ExportConfig:
+class ExportConfig(Section):
     """Export of a checkpoint's tables and of its dense component."""
 
     checkpoint: str | None = option(
-        None, "checkpoint directory (step_N) to read (required)", path=True
+        None,
+        "checkpoint directory (step_N) to read",
+        path=True,
+        required="DIR, a run's checkpoints/step_N",
     )
     output: str | None = option(
-        None, "directory to write, which must not exist yet (required)", path=True
+        None, "directory to write, which must not exist yet", path=True, required="DIR, a directory"
     )
     tables: list[str] = option([], "names of the tables, as in plan.json; empty means all")
     format: ExportFormat = option(
@@ -43,11 +41,7 @@ class ExportConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, meaning in (
-            ("checkpoint", "a run's checkpoints/step_N"),
-            ("output", "a directory"),
-        ):
-            require(bool(getattr(self, name)), f"no {name}: set {name}=DIR, {meaning}")
+        Section.__post_init__(self)
         require(bool(self.parts), "parts=[] writes nothing; name tables, dense or both")
         only_tables = self.parts == [Component.tables]
         require(
@@ -66,28 +60,22 @@ class ExportConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class ReplayConfig:
+class ReplayConfig(Section):
     """Export of a checkpoint that deltas lead to."""
 
     base: str | None = option(
         None,
-        "checkpoint (step_N) of a run with checkpoint.delta_every, or an export of one, npy or safetensors (required)",
+        "checkpoint (step_N) of a run with checkpoint.delta_every, or an export of one, npy or safetensors",
         path=True,
+        required="DIR, a checkpoint or an export of one",
     )
     deltas: list[str] = option(
         [],
-        "deltas (deltas/step_N) in order, or a run's deltas/ for all after the base (required)",
+        "deltas (deltas/step_N) in order, or a run's deltas/ for all after the base",
         path=True,
+        required="[DIR,...], a run's deltas/ or some of its deltas/step_N",
     )
     output: str | None = option(
-        None, "directory to write, which must not exist yet (required)", path=True
+        None, "directory to write, which must not exist yet", path=True, required="DIR, a directory"
     )
     format: ExportFormat = option(ExportFormat.npy, "npy, safetensors or tf2, as in nn.export")
-
-    def __post_init__(self) -> None:
-        require(bool(self.base), "no base: set base=DIR, a checkpoint or an export of one")
-        require(
-            bool(self.deltas),
-            "no deltas: set deltas=[DIR,...], a run's deltas/ or some of its deltas/step_N",
-        )
-        require(bool(self.output), "no output: set output=DIR, a directory")

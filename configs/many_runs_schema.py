@@ -1,7 +1,7 @@
 """Every option of `python -m compare` and `python -m sweep`, in the style of `configs/schema.py`."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from configs.schema import Section, option, require
 
@@ -36,24 +36,10 @@ class CompareConfig:
         )
 
 
-class Sampler(Enum):
-    """Ways to choose the values of a trial."""
-
-    tpe = "tpe"
-    random = "random"
-    grid = "grid"
-    qmc = "qmc"
-    gp = "gp"
-
-
-class Pruner(Enum):
-    """Ways to end a trial that does not look promising."""
-
-    none = "none"
-    reach = "reach"
-    median = "median"
-    asha = "asha"
-    hyperband = "hyperband"
+Sampler = StrEnum("Sampler", "tpe random grid qmc gp")
+"""Ways to choose the values of a trial."""
+Pruner = StrEnum("Pruner", "none reach median asha hyperband")
+"""Ways to end a trial that does not look promising."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,8 +53,9 @@ class SweepConfig(Section):
     )
     space: str | None = option(
         None,
-        "yaml file of the options to choose and their values, or the name of one in configs/sweep_spaces (required)",
+        "yaml file of the options to choose and their values, or the name of one in configs/sweep_spaces",
         path=True,
+        required="FILE, a yaml file such as {optimizer.lr: {low: 0.001, high: 0.01, log: true}}",
     )
     overrides: list[str] = option(
         [], "options of all trials; also written without overrides=, as arguments: data.path=DIR"
@@ -104,10 +91,3 @@ class SweepConfig(Section):
         "directory of the sweep, in which the same command resumes; null: sweeps/<recipe>-<name of space>",
         path=True,
     )
-
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
-        require(
-            bool(self.space),
-            "no space: set space=FILE, a yaml file such as {optimizer.lr: {low: 0.001, high: 0.01, log: true}}",
-        )

@@ -64,15 +64,20 @@ def to_config(composed: DictConfig) -> Any:
 
 def refuse_unresolved(composed: DictConfig, schema: type) -> None:
     """Raise ValueError for the first option whose interpolation does not resolve; one line that names it."""
-    options = option_keys(schema)
     problems = []
     for key, text, error in _unresolved(composed, OmegaConf.to_container(composed), ""):
-        reason = _why_unresolved(text, error, options)
-        problems.append((f"{key}: got {shown(text)}, {reason}", _named_in(error) in text))
-    if problems:
+        reason = re.sub("^While dereferencing .*?': ", "", str(error).partition("\n")[0])
+        named = re.search("'([^']*)'", reason)
         # An option that takes the value of the wrong one is not the mistake.
-        message, _ = max(problems, key=lambda problem: problem[1])
-        raise ValueError(printable(message))
+        is_mistake = named is not None and named[1] in text
+        problems.append(
+            (is_mistake, f"{key}: got {shown(text)}: {shortened(reason).rstrip('.:;')}")
+        )
+    if problems:
+        _, message = max(problems, key=lambda problem: problem[0])
+        raise ValueError(
+            f"{printable(message)}; write a value, or, in single quotes, ${{KEY}} of an option or ${{oc.env:NAME,DEFAULT}}"
+        )
 
 
 def place_of(composed: DictConfig, *keys: str) -> str:
@@ -107,41 +112,6 @@ def _unresolved(
                 yield full, str(value), error
         elif isinstance(value, dict | list):
             yield from _unresolved(node[key], value, full)
-
-
-def _why_unresolved(text: str, error: OmegaConfBaseException, options: Sequence[str]) -> str:
-    """Return why an interpolation does not resolve, and what to do."""
-    name, message = _named_in(error), str(error).partition("\n")[0]
-    in_shell = "a shell replaces its own variables outside single quotes only"
-    if "Environment variable" in message:
-        return f"{no_variable(name)} or a value"
-    if message.startswith("Interpolation key"):
-        close = get_close_matches(name, options, n=1, cutoff=0.75)
-        remedy = f"did you mean ${{{close[0]}}}? write that" if close else "write its full key"
-        return f"but there is no option {name}; {remedy}, or a value ({in_shell})"
-    if message.startswith("Unsupported interpolation type"):
-        return (
-            f"but there is no resolver {name}; name an option as ${{KEY}}, an environment variable as ${{oc.env:NAME}}, or "
-            "write a value"
-        )
-    if "Recursive interpolation" in message:
-        return "which leads back to itself; write a value"
-    message = re.sub(r"^While dereferencing interpolation '.*?': ", "", message)
-    return f"which is no value of this option: {shortened(message.rstrip('.:;'))}; write one"
-
-
-def no_variable(name: str) -> str:
-    """Return the beginning of what to do about an environment variable that is not set."""
-    return (
-        f"but there is no environment variable {name}; set it, or write ${{oc.env:{name},DEFAULT}}"
-    )
-
-
-def _named_in(error: OmegaConfBaseException) -> str:
-    """Return the option, the variable or the resolver that an error is about; empty if it names none."""
-    message = str(error).partition("\n")[0]
-    found = re.search(r"(?:key|variable) '([^']*)' not found|interpolation type (\S+)", message)
-    return shortened(found[1] or found[2]) if found else ""
 
 
 def drop_replaced(composed: DictConfig, overrides: Sequence[str], schema: type) -> None:
@@ -186,7 +156,12 @@ def to_section(composed: DictConfig, schema: type, name: str) -> Any:
 
 def no_option(key: str, options: Sequence[str]) -> ValueError:
     """Return the error of a mistyped option, with the one of `options` that was probably meant."""
-    likely = _likely_option(key, options)
+    # An option of section `train` first if `key` names no section.
+    names = {} if "." in key else {option: option.rpartition(".")[2] for option in options}
+    close = get_close_matches(key, names.values(), n=1, cutoff=0.75)
+    candidates = [option for option, name in names.items() if name in close]
+    candidates = candidates or get_close_matches(key, options, n=1, cutoff=0.75)
+    likely = max(candidates, key=lambda option: option.startswith("train."), default=None)
     hint = "" if likely is None else f"did you mean {likely}? "
     return ValueError(f"there is no option {printable(key)}; {hint}--help lists them all")
 
@@ -198,7 +173,14 @@ def one_line(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"a yaml file of this command is not UTF-8 text: {error}"
     if isinstance(error, MissingConfigException) and error.options is not None:
-        return _missing_choice(error)
+        # The name is none of a group's, such as `experiment`.
+        path = error.missing_cfg_file or ""
+        group, _, name = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
+        choices = sorted(error.options)
+        close = get_close_matches(name, choices, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}? " if close else ""
+        choices_text = f"choose one of {', '.join(choices)}" if choices else "there are none"
+        return f"there is no {group}={shown(name)[1:-1]}; {hint}{choices_text}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error
     found = re.search(r"^ *full_key: (\S+)$", str(cause), re.MULTILINE)
     key = found[1] if found else getattr(cause, "full_key", None)
@@ -216,25 +198,11 @@ def one_line(error: Exception) -> str:
         return printable(f"{file[1]}.yaml: want '# @package _global_' as its first line")
     start = f"{file[1]}.yaml: " if file else ""
     start += f"{key}: " if key and key != "hydra.help.template" else ""
-    return printable(shortened(f"{start}{text}{_meant(text)}", 500))
-
-
-def _missing_choice(error: MissingConfigException) -> str:
-    """Name the choices of a config group, such as `experiment`, of which none has the name that was given."""
-    path = error.missing_cfg_file or ""
-    group, _, name = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
-    choices = sorted(error.options or ())
-    close = get_close_matches(name, choices, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}? " if close else ""
-    choices_text = f"choose one of {', '.join(choices)}" if choices else "there are none"
-    return f"there is no {group}={shown(name)[1:-1]}; {hint}{choices_text}"
-
-
-def _meant(text: str) -> str:
-    """Return the suggestion for a value that is none of an enumeration's names."""
+    # The value of an enumeration that was probably meant.
     match = re.search(r"Invalid value '([^']*)', expected one of \[([^]]*)\]", text)
     close = get_close_matches(match[1], match[2].split(", "), n=1) if match else []
-    return f"; did you mean {close[0]}?" if close else ""
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return printable(shortened(f"{start}{text}{meant}", 500))
 
 
 def _joined(text: str) -> str:
@@ -242,15 +210,6 @@ def _joined(text: str) -> str:
     details = ("full_key:", "reference_type=", "object_type=", "See https:")
     lines = [line.strip() for line in text.splitlines()]
     return "; ".join(line.rstrip(".:;") for line in lines if line and not line.startswith(details))
-
-
-def _likely_option(key: str, options: Sequence[str]) -> str | None:
-    """Return the closest option to `key`, of section `train` first if `key` names no section."""
-    names = {} if "." in key else {option: option.rpartition(".")[2] for option in options}
-    close = get_close_matches(key, names.values(), n=1, cutoff=0.75)
-    candidates = [option for option, name in names.items() if name in close]
-    candidates = candidates or get_close_matches(key, options, n=1, cutoff=0.75)
-    return max(candidates, key=lambda option: option.startswith("train."), default=None)
 
 
 def unknown_keys(composed: DictConfig, schema: type, prefix: str = "") -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Every option of `python -m preproc`, in the style of `configs/schema.py`."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING
@@ -10,77 +10,24 @@ from configs.messages import shown
 from configs.schema import Section, SyntheticConfig, option, require
 from configs.table_schema import TableConfig
 
-
-class Mode(Enum):
-    """Modes of the command."""
-
-    fit = "fit"
-    transform = "transform"
-    extend = "extend"
-    verify = "verify"
-    convert = "convert"
-    describe = "describe"
-
-
-class Format(Enum):
-    """Output format of `mode=convert`."""
-
-    binary = "binary"
-    parquet = "parquet"
-    csv = "csv"
-
-
-class Layout(Enum):
-    """Kind of input."""
-
-    criteo = "criteo"
-    mlperf = "mlperf"
-    table = "table"
-    synthetic = "synthetic"
-
-
-class EngineName(Enum):
-    """Engine that runs the SQL."""
-
-    duckdb = "duckdb"
-    spark = "spark"
-
-
-class Split(Enum):
-    """Division of `source` into training and test lines."""
-
-    fraction = "fraction"
-    last_file = "last_file"
-
-
-class SplitName(Enum):
-    """Splits."""
-
-    train = "train"
-    test = "test"
-    validation = "validation"
-
-
-class VocabularyRows(Enum):
-    """Rows that are counted for the vocabularies."""
-
-    train = "train"
-    all = "all"
-
-
-class OnBad(Enum):
-    """Reaction to a row that cannot be read."""
-
-    fail = "fail"
-    skip = "skip"
-    quarantine = "quarantine"
-
-
-class NumericalType(Enum):
-    """Storage dtype of numerical features."""
-
-    float16 = "float16"
-    float32 = "float32"
+Mode = StrEnum("Mode", "fit transform extend verify convert describe")
+"""Modes of the command."""
+Format = StrEnum("Format", "binary parquet csv")
+"""Output format of `mode=convert`."""
+Layout = StrEnum("Layout", "criteo mlperf table synthetic")
+"""Kind of input."""
+EngineName = StrEnum("EngineName", "duckdb spark")
+"""Engine that runs the SQL."""
+Split = StrEnum("Split", "fraction last_file")
+"""Division of `source` into training and test lines."""
+SplitName = StrEnum("SplitName", "train test validation")
+"""Splits."""
+VocabularyRows = StrEnum("VocabularyRows", "train all")
+"""Rows that are counted for the vocabularies."""
+OnBad = StrEnum("OnBad", "fail skip quarantine")
+"""Reaction to a row that cannot be read."""
+NumericalType = StrEnum("NumericalType", "float16 float32")
+"""Storage dtype of numerical features."""
 
 
 @dataclass(kw_only=True, slots=True)

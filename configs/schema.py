@@ -16,7 +16,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, get_args, get_type_hints
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from configs.built_in import LOGGERS, MODELS
 
@@ -36,13 +37,15 @@ def option(
     filled: bool = False,
     path: bool = False,
     replaces: str | None = None,
+    required: str = "",
 ) -> Any:
-    """Declare one option; `--help` prints its meaning with the bounds.
+    """Declare one option; `--help` prints its meaning with the bounds, and `(required)`.
 
     `gt`, `ge`, `lt` and `le` bound the option, or each of its elements; null is within all bounds. `most` is the largest
     value, checked before any class is made (`configs/option_values.py`). A list that is `filled` names at least one. With
     `path` the option names files, so `~` is the home directory. The option `replaces` of the same section has no effect while
-    this one has a value, and `configs/overrides.py` lets the command line name only one of them.
+    this one has a value, and `configs/overrides.py` lets the command line name only one of them. An option that is `required`
+    has a value, which this text describes; its default is null or empty.
     """
     bounds = {
         name: bound
@@ -51,7 +54,9 @@ def option(
     }
     if filled:
         bounds[FILLED] = True
+    meaning += " (required)" * bool(required)
     metadata = {"help": meaning, "most": most, "path": path, "replaces": replaces, "bounds": bounds}
+    metadata["required"] = required
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -77,6 +82,8 @@ def _check_section(options: Any, section: str) -> None:
         _check_bounds(f"{section}.{name}".lstrip("."), getattr(options, name), bounds, hint)
     for declared in fields(options):
         value = getattr(options, declared.name)
+        if (wanted := declared.metadata.get("required")) and not value:
+            raise ValueError(f"no {declared.name}: set {declared.name}={wanted}")
         # A section within one, of a model of the user, need not be derived from `Section`.
         if is_dataclass(value) and not isinstance(value, Section):
             _check_section(value, f"{section}.{declared.name}".lstrip("."))
@@ -150,68 +157,23 @@ def open_sections(config: type) -> list[str]:
     return [declared.name for declared in fields(config) if declared.metadata.get("open")]
 
 
-def require_widths(name: str, widths: Sequence[int]) -> None:
-    """Raise `ValueError` unless `widths` are those of an MLP's layers; models outside the project call it."""
-    _check_bounds(name, list(widths), {"gt": 0, FILLED: True}, list[int])
-
-
 def require_rate(name: str, rate: float) -> None:
     """Raise `ValueError` unless `rate`, of the option `name`, is a dropout rate."""
-    require(
-        0 <= rate < 1,
-        f"{name} must be at least 0 and below 1 (the probability that an element becomes 0), got {rate:g}",
-    )
+    _check_bounds(name, rate, {"ge": 0, "lt": 1}, float)
 
 
-class Mode(Enum):
-    """Modes of a run."""
-
-    train = "train"
-    eval = "eval"
-    inference = "inference"
-    importance = "importance"
-    predict = "predict"
-    plan = "plan"
-
-
-class Amp(Enum):
-    """Precision of the dense component."""
-
-    off = "off"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class Fp8(Enum):
-    """Matrix products of wide layers in 8 bits: all three of a layer, or without the gradients of weights."""
-
-    off = "off"
-    partial = "partial"
-    full = "full"
-
-
-class TableDtype(Enum):
-    """Storage dtype of table weights."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class DecayShape(Enum):
-    """Curve of the learning rate's decay."""
-
-    polynomial = "polynomial"
-    cosine = "cosine"
-
-
-class OptimizerName(StrEnum):
-    """Built-in optimizers of the dense component, each of which is one of tables too."""
-
-    sgd = "sgd"
-    adagrad = "adagrad"
-    rowwise_adagrad = "rowwise_adagrad"
-    adam = "adam"
+Mode = StrEnum("Mode", "train eval inference importance predict plan")
+"""Modes of a run."""
+Amp = StrEnum("Amp", "off bf16 fp16")
+"""Precision of the dense component."""
+Fp8 = StrEnum("Fp8", "off partial full")
+"""Matrix products of wide layers in 8 bits: all three of a layer, or without the gradients of weights."""
+TableDtype = StrEnum("TableDtype", "fp32 bf16 fp16")
+"""Storage dtype of table weights."""
+DecayShape = StrEnum("DecayShape", "polynomial cosine")
+"""Curve of the learning rate's decay."""
+OptimizerName = StrEnum("OptimizerName", "sgd adagrad rowwise_adagrad adam")
+"""Built-in optimizers of the dense component, each of which is one of tables too."""
 
 
 @cache
@@ -221,22 +183,12 @@ def table_optimizers() -> list[str]:
     return sorted(path.stem for path in rules.glob("[a-z]*.py"))
 
 
-class ShardingType(Enum):
-    """Sharding of one table over the ranks, by TorchRec's names; `table_row_wise` is row-wise within one node."""
-
-    table_wise = "table_wise"
-    column_wise = "column_wise"
-    row_wise = "row_wise"
-    table_row_wise = "table_row_wise"
-    data_parallel = "data_parallel"
-
-
-class Exchange(Enum):
-    """Content that the ranks of the samples get of a table; `least` is the one of fewer bytes."""
-
-    vectors = "vectors"
-    rows = "rows"
-    least = "least"
+ShardingType = StrEnum(
+    "ShardingType", "table_wise column_wise row_wise table_row_wise data_parallel"
+)
+"""Sharding of one table over the ranks, by TorchRec's names; `table_row_wise` is row-wise within one node."""
+Exchange = StrEnum("Exchange", "vectors rows least")
+"""Content that the ranks of the samples get of a table; `least` is the one of fewer bytes."""
 
 
 class Evict(Enum):
@@ -247,55 +199,20 @@ class Evict(Enum):
     never = "never"
 
 
-class Tier(Enum):
-    """Memory that holds all rows of a table: the device's, or the host's or a disk with an arena of rows on the device."""
-
-    device = "device"
-    host = "host"
-    disk = "disk"
-
-
-class Component(Enum):
-    """The two components of a model: the data-parallel dense layers and the model-parallel tables."""
-
-    dense = "dense"
-    tables = "tables"
-
-
-class CheckpointPart(Enum):
-    """Parts of a checkpoint that can be loaded: weights of either component, and the optimizers' state with the step."""
-
-    dense = "dense"
-    tables = "tables"
-    optimizer = "optimizer"
-
-
-class DeltaType(Enum):
-    """Dtypes of the rows in deltas."""
-
-    table = "table"
-    bf16 = "bf16"
-
-
-class Division(Enum):
-    """Divisions of MLPerf: the benchmark's own training method, or any other."""
-
-    closed = "closed"
-    open = "open"
-
-
-class StageName(Enum):
-    """Stages of a run that exists."""
-
-    next = "next"
-
-
-class Device(Enum):
-    """Device that a run uses."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+Tier = StrEnum("Tier", "device host disk")
+"""Memory that holds all rows of a table: the device's, or the host's or a disk with an arena of rows on the device."""
+Component = StrEnum("Component", "dense tables")
+"""The two components of a model: the data-parallel dense layers and the model-parallel tables."""
+CheckpointPart = StrEnum("CheckpointPart", "dense tables optimizer")
+"""Parts of a checkpoint that can be loaded: weights of either component, and the optimizers' state with the step."""
+DeltaType = StrEnum("DeltaType", "table bf16")
+"""Dtypes of the rows in deltas."""
+Division = StrEnum("Division", "closed open")
+"""Divisions of MLPerf: the benchmark's own training method, or any other."""
+StageName = StrEnum("StageName", "next")
+"""Stages of a run that exists."""
+Device = StrEnum("Device", "auto cpu cuda")
+"""Device that a run uses."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -336,6 +253,13 @@ class SyntheticConfig(Section):
     exponent: float = option(
         1.05, "power-law exponent of the ids; 0 draws them uniformly", most=64, ge=0
     )
+    history: list[str] = option(
+        [],
+        "features whose tables past events have ids of, as the sequence group 'history' of hist_NAME and hist_time; empty: no "
+        "events",
+    )
+    history_length: float = option(20.0, "mean events per row", gt=0)
+    history_max_length: int = option(100, "most events per row", most=MOST_COLUMNS, gt=0)
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -357,10 +281,25 @@ class SyntheticConfig(Section):
                 f"data.synthetic.names has '{name}', which is empty or the name of another column",
             )
             taken.add(name)
+        for name in self.history:
+            require(
+                name in self.tables and self.history.count(name) == 1,
+                f"data.synthetic.history has '{name}'; want names of data.synthetic.names, each once",
+            )
+        made = ["history", "hist_time", *(f"hist_{name}" for name in self.history)]
+        for name in made if self.history else ():
+            require(
+                name not in self.tables and made.count(name) == 1,
+                f"data.synthetic.names: data.synthetic.history={self.history} makes a column '{name}'; rename the one of that name",
+            )
+        require(
+            not self.history or self.history_length < self.history_max_length,
+            f"data.synthetic.history_length={self.history_length:g} is not below "
+            f"data.synthetic.history_max_length={self.history_max_length}; lower it",
+        )
 
     @property
     def tables(self) -> dict[str, int]:
-        """Rows per table by the name of its feature."""
         names = self.names or [f"cat_{number}" for number in range(len(self.cardinalities))]
         return dict(zip(names, self.cardinalities, strict=True))
 
@@ -591,12 +530,10 @@ class OptimizerConfig(Section):
 
     @property
     def table_name(self) -> str:
-        """Optimizer of the tables."""
         return self.name if self.embedding_name is None else self.embedding_name
 
     @property
     def table_lr(self) -> float:
-        """Peak learning rate of the tables."""
         return self.lr if self.embedding_lr is None else self.embedding_lr
 
 
@@ -1064,38 +1001,26 @@ def _type_of(table: str, kind: Any) -> ShardingType:
 
 def _table_override(table: str, values: dict[Any, Any]) -> TableOverride:
     """Return the override of a table that is written as a mapping."""
-    unknown = [key for key in values if key not in ("type", "tier", "cache", "exchange")]
-    require(
-        not unknown,
-        f"sharding.tables.{table} has {', '.join(map(str, unknown))}; want type, tier, cache or exchange",
-    )
-    kind, cache = values.get("type"), values.get("cache")
-    tier, exchange = values.get("tier"), values.get("exchange")
-    for key, value, known in (("tier", tier, Tier), ("exchange", exchange, Exchange)):
-        require(
-            value is None or (isinstance(value, str) and value in known.__members__),
-            f"sharding.tables.{table}.{key}={value} is none of {', '.join(each.name for each in known)}",
-        )
-    has_arena = tier in (Tier.host.value, Tier.disk.value)
-    require(
-        cache is None or (isinstance(cache, int | float) and not isinstance(cache, bool)),
-        f"sharding.tables.{table}.cache={cache} is no number; want the fraction of rows on the device, such as 0.1",
-    )
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(TableOverride), values)
+        override: Any = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"sharding.tables.{table}: {reason}; want type, tier, cache or exchange"
+        ) from None
+    tier, cache = override.tier, override.cache
+    has_arena = tier in (Tier.host, Tier.disk)
     require(
         cache is None or (has_arena and 0 < cache <= 1),
         f"sharding.tables.{table}.cache={cache}: want a fraction of rows in (0, 1], with tier: host or disk",
     )
     require(
-        not (has_arena and kind == ShardingType.data_parallel.value),
+        not (has_arena and override.type is ShardingType.data_parallel),
         f"sharding.tables.{table} is data_parallel with tier: {tier}; a replicated table lies on every device, so choose "
         "another sharding type or tier: device",
     )
-    return TableOverride(
-        type=None if kind is None else _type_of(table, kind),
-        tier=None if tier is None else Tier[tier],
-        cache=None if cache is None else float(cache),
-        exchange=None if exchange is None else Exchange[exchange],
-    )
+    return override
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1172,7 +1097,6 @@ class CheckpointConfig(Section):
 
     @property
     def components(self) -> set[Component]:
-        """Components whose weights are loaded."""
         return {part for part in Component if CheckpointPart[part.name] in self.parts}
 
     @property

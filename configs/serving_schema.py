@@ -2,35 +2,22 @@
 
 import re
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from configs.schema import Section, option, require
 
 URL = "http://127.0.0.1:8000"
+NAME = "..., its name at the server (curl URL/v2/models)"
 MOST_REQUESTS = 512
 """At a time."""
 
 
-class TableType(Enum):
-    """Dtypes of served tables."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    int8 = "int8"
-
-
-class Device(Enum):
-    """Devices of the server."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class DenseType(Enum):
-    """Dtypes of the dense component on a GPU."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
+TableType = StrEnum("TableType", "fp32 bf16 int8")
+"""Dtypes of served tables."""
+Device = StrEnum("Device", "cpu cuda")
+"""Devices of the server."""
+DenseType = StrEnum("DenseType", "fp32 bf16")
+"""Dtypes of the dense component on a GPU."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,14 +26,16 @@ class ModelExportConfig(Section):
 
     checkpoint: str | None = option(
         None,
-        "checkpoint to export: a run's checkpoints/best or checkpoints/step_N (required)",
+        "checkpoint to export: a run's checkpoints/best or checkpoints/step_N",
         path=True,
+        required="..., a run's checkpoints/best",
     )
     output: str | None = option(
         None,
         "model directory to write, which must not exist yet; MODELS/1, MODELS/2 and so on are versions that "
-        "serving.run model=MODELS swaps in (required)",
+        "serving.run model=MODELS swaps in",
         path=True,
+        required="..., a directory",
     )
     dtype: TableType = option(
         TableType.fp32,
@@ -72,7 +61,6 @@ class ModelExportConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        _require_set(self, checkpoint="a run's checkpoints/best", output="a directory")
         if self.name is not None:
             require_model_name(self.name)
 
@@ -90,7 +78,10 @@ class ServerConfig(Section):
     """The embedded server."""
 
     model: str | None = option(
-        None, "model directory, or a directory of versions 1, 2, ... (required)", path=True
+        None,
+        "model directory, or a directory of versions 1, 2, ...",
+        path=True,
+        required="..., a model directory",
     )
     device: Device = option(Device.cpu, "cpu, or cuda: the first GPU that is visible")
     dense_dtype: DenseType = option(
@@ -163,7 +154,6 @@ class ServerConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        _require_set(self, model="a model directory")
         require(
             self.max_memory_mib >= self.max_body_mib,
             f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}",
@@ -176,27 +166,24 @@ class ServerConfig(Section):
                 require(not is_set, f"{name} is of device=cuda; set that, or leave {name} out")
 
 
-class Layout(Enum):
-    """Layouts of a repository of Triton."""
-
-    monolithic = "monolithic"
-    ensemble = "ensemble"
-
-
-class DenseFormat(Enum):
-    """Formats of the dense model of an ensemble."""
-
-    onnx = "onnx"
-    pytorch = "pytorch"
+Layout = StrEnum("Layout", "monolithic ensemble")
+"""Layouts of a repository of Triton."""
+DenseFormat = StrEnum("DenseFormat", "onnx pytorch")
+"""Formats of the dense model of an ensemble."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TritonConfig(Section):
     """A model repository for the Triton inference server."""
 
-    model: str | None = option(None, "model directory (required)", path=True)
+    model: str | None = option(
+        None, "model directory", path=True, required="..., a model directory"
+    )
     output: str | None = option(
-        None, "repository to write, which must not exist yet (required)", path=True
+        None,
+        "repository to write, which must not exist yet",
+        path=True,
+        required="..., a directory",
     )
     layout: Layout = option(
         Layout.monolithic,
@@ -234,7 +221,6 @@ class TritonConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        _require_set(self, model="a model directory", output="a directory")
         is_ensemble = self.layout is Layout.ensemble
         require(
             not (
@@ -256,10 +242,12 @@ class TritonConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
-class RollbackConfig:
+class RollbackConfig(Section):
     """Return to an earlier version."""
 
-    model: str | None = option(None, "directory of versions (required)", path=True)
+    model: str | None = option(
+        None, "directory of versions", path=True, required="..., a directory of versions"
+    )
     version: int | None = option(
         None, "version to return to; null: the one before the version that serves", most=1 << 62
     )
@@ -270,7 +258,7 @@ class RollbackConfig:
     )
 
     def __post_init__(self) -> None:
-        _require_set(self, model="a directory of versions")
+        Section.__post_init__(self)
         require(
             self.version is None or self.before is None,
             "version and before are both set; version=N withdraws all after N, before=N all before it",
@@ -278,18 +266,20 @@ class RollbackConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class ApplyConfig:
+class ApplyConfig(Section):
     """Deltas on a model."""
 
     model: str | None = option(
         None,
-        "directory of versions, whose newest is the base, or a model directory (required)",
+        "directory of versions, whose newest is the base, or a model directory",
         path=True,
+        required="..., a directory of versions",
     )
     deltas: list[str] = option(
         [],
-        "deltas (deltas/step_N) in order, or a run's deltas/ for all after the base (required)",
+        "deltas (deltas/step_N) in order, or a run's deltas/ for all after the base",
         path=True,
+        required="..., [a run's deltas/]",
     )
     output: str | None = option(
         None, "model directory to write; null: the next version of the directory", path=True
@@ -300,17 +290,17 @@ class ApplyConfig:
         path=True,
     )
 
-    def __post_init__(self) -> None:
-        _require_set(self, model="a directory of versions", deltas="[a run's deltas/]")
-
 
 @dataclass(kw_only=True, slots=True)
 class AccuracyConfig(Section):
     """Accuracy of a split as a server scores it."""
 
-    model: str | None = option(None, "name of the model at the server (required)")
+    model: str | None = option(None, "name of the model at the server", required=NAME)
     data_path: str | None = option(
-        None, "dataset directory with the features of the model (required)", path=True
+        None,
+        "dataset directory with the features of the model",
+        path=True,
+        required="..., a dataset directory",
     )
     url: str = option(URL, "address of the server: the embedded one, or Triton's HTTP")
     token_file: str | None = option(None, "file with the token that the server wants", path=True)
@@ -320,18 +310,17 @@ class AccuracyConfig(Section):
     max_steps: int | None = option(None, "requests at most; null: all rows", most=1 << 40, gt=0)
     output: str | None = option(None, "file for the numbers as JSON", path=True)
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
-        _require_server(self.model, self.data_path)
-
 
 @dataclass(kw_only=True, slots=True)
 class LatencyConfig(Section):
     """Latency and throughput of a server under load."""
 
-    model: str | None = option(None, "name of the model at the server (required)")
+    model: str | None = option(None, "name of the model at the server", required=NAME)
     data_path: str | None = option(
-        None, "dataset directory with the features of the model (required)", path=True
+        None,
+        "dataset directory with the features of the model",
+        path=True,
+        required="..., a dataset directory",
     )
     url: str = option(URL, "address of the server: the embedded one, or Triton's HTTP")
     metrics_url: str | None = option(
@@ -364,17 +353,6 @@ class LatencyConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        _require_server(self.model, self.data_path)
         require(
             bool(self.concurrency or self.rates), "concurrency and rates are empty; name a load"
         )
-
-
-def _require_server(model: str | None, data: str | None) -> None:
-    require(bool(model), "no model: set model=..., its name at the server (curl URL/v2/models)")
-    require(bool(data), "no data_path: set data_path=..., a dataset directory")
-
-
-def _require_set(config: object, **meanings: str) -> None:
-    for name, meaning in meanings.items():
-        require(bool(getattr(config, name)), f"no {name}: set {name}=..., {meaning}")

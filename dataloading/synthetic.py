@@ -14,6 +14,7 @@ from dataloading.dataset.source import Allocate, Columns, Keys, Source
 from dataloading.dataset.split_files import SplitFiles
 from dataloading.gather import expand
 from dataloading.randomness import power_law, stream_key, uniform
+from dataloading.synthetic_history import Events, SyntheticHistory
 from dataloading.teacher import Teacher
 
 CHUNK_ROWS = 8192
@@ -26,7 +27,8 @@ class SyntheticSource(Source):
 
     `cardinalities`: rows of each table, by the name of its feature; without names they are cat_0, cat_1 and so on.
     Names change no value. `hotness`: ids per row of each feature; empty: one for all features. `exponent`: of the ids'
-    power law; 0 is uniform.
+    power law; 0 is uniform. `history`: names of features whose tables the ids of past events are of (`SyntheticHistory`),
+    of a mean and a largest number of events per row.
     """
 
     def __init__(
@@ -38,28 +40,39 @@ class SyntheticSource(Source):
         hotness: Sequence[int] = (),
         exponent: float = 1.05,
         seed: int = 0,
+        history: Sequence[str] = (),
+        history_length: float = 20.0,
+        history_max_length: int = 100,
     ) -> None:
         hotness = list(hotness) or [1] * len(cardinalities)
         if not isinstance(cardinalities, Mapping):
             cardinalities = {f"cat_{index}": rows for index, rows in enumerate(cardinalities)}
+        features = {
+            name: CategoricalFeature.of(name, rows, count)
+            for (name, rows), count in zip(cardinalities.items(), hotness, strict=True)
+        }
+        liked = [features[name] for name in history]
+        self._seed = seed
+        self._history = (
+            SyntheticHistory(liked, history_length, history_max_length, exponent, self._key)
+            if liked
+            else None
+        )
         self.spec = FeatureSpec(
             root=None,
             numerical=tuple(f"num_{i}" for i in range(num_numerical)),
             numerical_dtype=np.dtype(np.float32),
             labels=(RowColumn("label"),),
-            categorical=tuple(
-                CategoricalFeature.of(name, rows, count)
-                for (name, rows), count in zip(cardinalities.items(), hotness, strict=True)
-            ),
+            categorical=(*features.values(), *(self._history.features if self._history else ())),
             splits={"train": SplitFiles(train_rows), "test": SplitFiles(test_rows)},
             metadata={},
+            sequences=(self._history.group,) if self._history else (),
         )
         self._exponent = exponent
-        self._seed = seed
         self._hotness = hotness
         self._teacher = Teacher(self.spec, seed)
         sample, _ = self._make("calibration", np.arange(CALIBRATION_ROWS, dtype=np.uint64))
-        self._teacher.calibrate(sample.numerical, self._bags(sample))
+        self._teacher.calibrate(sample.numerical, self._bags(sample), self._events(sample))
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         raise AssertionError("synthetic clicks have no raw keys")
@@ -93,16 +106,27 @@ class SyntheticSource(Source):
         """Return the rows (uint64 [n]) of `split`, and the teacher's logits of them, float32 [n]."""
         num_rows = len(rows)
         num_ids = [num_rows * hotness for hotness in self._hotness]
+        if self._history is not None:
+            lengths = self._history.lengths(split, rows)
+            num_ids += [int(lengths.sum())] * len(self._history.features)
         columns = Columns.empty(
             self.spec, num_rows, num_rows if padded_to is None else padded_to, num_ids, allocate
         )
         bags = self._bags(columns)
+        for of_feature in columns.lengths:
+            if of_feature is not None:
+                of_feature[:num_rows] = lengths
+        events = self._events(columns)
         logits = np.empty(num_rows, np.float32)
         for start in range(0, num_rows, CHUNK_ROWS):
             chunk = slice(start, min(start + CHUNK_ROWS, num_rows))
             numerical, ids = columns.numerical[chunk], [bag[chunk] for bag in bags]
             self._fill(split, rows[chunk], numerical, ids)
-            logits[chunk] = self._teacher.logits(numerical, ids)
+            part = None
+            if self._history is not None and events is not None:
+                part = events.of_rows(chunk.start, chunk.stop)
+                self._history.fill(split, rows[chunk], part)
+            logits[chunk] = self._teacher.logits(numerical, ids, part)
             drawn = uniform(self._key(split, "label"), rows[chunk])
             columns.labels[chunk] = drawn < 1 / (1 + np.exp(-logits[chunk]))
         return columns, logits
@@ -116,7 +140,7 @@ class SyntheticSource(Source):
             numbers -= 0.5
             numbers *= np.sqrt(12)
             numerical[:, column] = numbers
-        for index, (feature, bag) in enumerate(zip(self.spec.categorical, ids, strict=True)):
+        for index, (feature, bag) in enumerate(zip(self.spec.categorical, ids, strict=False)):
             for column in range(bag.shape[1]):
                 numbers = uniform(self._key(split, "ids", index, column), rows)
                 bag[:, column] = power_law(numbers, feature.cardinality, self._exponent)
@@ -124,8 +148,15 @@ class SyntheticSource(Source):
     def _bags(self, columns: Columns) -> list[np.ndarray]:
         return [
             ids.reshape(-1, hotness)
-            for ids, hotness in zip(columns.ids, self._hotness, strict=True)
+            for ids, hotness in zip(columns.ids, self._hotness, strict=False)
         ]
+
+    def _events(self, columns: Columns) -> Events | None:
+        first = len(self._hotness)
+        lengths = columns.lengths[first] if self._history else None
+        if lengths is None:
+            return None
+        return Events(lengths.astype(np.int64), columns.ids[first:], columns.events[0])
 
     def _key(self, *names: object) -> int:
         return stream_key(self._seed, *names)

@@ -67,6 +67,9 @@ def open_source(config: Config) -> Source:
             hotness=data.synthetic.hotness,
             exponent=data.synthetic.exponent,
             seed=config.seed,
+            history=data.synthetic.history,
+            history_length=data.synthetic.history_length,
+            history_max_length=data.synthetic.history_max_length,
         )
     fraction = data.validation_fraction
     scores_others = config.mode is Mode.predict and config.predict.split != VALIDATION

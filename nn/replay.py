@@ -26,7 +26,7 @@ from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import TensorIndex
 from nn.deltas.chain import open_chain
 from nn.deltas.delta import KEYS, Delta, chain_of
-from nn.deltas.table_rows import ReplayedKeys, ReplayedTable
+from nn.deltas.table_rows import Replayed, replayed_keys, replayed_table
 from nn.export.array_files import ArraySource
 from nn.export.tables import Exported, Selection, write_export
 
@@ -38,12 +38,7 @@ def replay(
 
     `base`: a checkpoint or an export, whose tables are read; its dense component and its optimizer state are not.
     `deltas`: in order; a directory of deltas stands for all of them after the base.
-
-    Returns:
-        The deltas.
-
-    Raises:
-        ValueError: a directory cannot be used, or the deltas do not follow the base; one line.
+    Returns the deltas. Raises ValueError: a directory cannot be used, or the deltas do not follow the base; one line.
     """
     require_absent(output)
     saved = SavedModel.open(base, "base")
@@ -66,7 +61,7 @@ def replay(
     return chain
 
 
-def _table(name: str, index: TensorIndex, chain: Sequence[Delta], base: Path) -> ReplayedTable:
+def _table(name: str, index: TensorIndex, chain: Sequence[Delta], base: Path) -> Replayed:
     """Return a table after all deltas."""
     stored = index.tensors.get(f"tables.{name}.weight")
     lacking = next((delta.path for delta in chain if name not in delta.tables), None)
@@ -74,19 +69,16 @@ def _table(name: str, index: TensorIndex, chain: Sequence[Delta], base: Path) ->
         raise ValueError(
             f"base={base}: {lacking or base} has no table {name}; name the base and the deltas of one model, with all tables"
         )
-    table = ReplayedTable(name, stored, chain)
-    table.check()
-    return table
+    return replayed_table(name, stored, chain)
 
 
-def _keys(index: TensorIndex, chain: Sequence[Delta], base: Path) -> dict[str, ReplayedKeys]:
+def _keys(index: TensorIndex, chain: Sequence[Delta], base: Path) -> dict[str, Replayed]:
     """Return the raw keys of rows after all deltas, by the name of the tensor."""
     found = {}
     for name, stored in index.tensors.items():
         if name.startswith(KEYS) and name.endswith(".keys"):
             of_map = name.removeprefix(KEYS).removesuffix(".keys")
-            found[name] = ReplayedKeys(of_map, stored, chain)
-            found[name].check()
+            found[name] = replayed_keys(of_map, stored, chain)
     lacking = next((keys for keys in chain[-1].keys if f"{KEYS}{keys}.keys" not in found), None)
     if lacking is not None:
         raise ValueError(

@@ -3,17 +3,20 @@
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.source import Columns
 from dataloading.synthetic import SyntheticSource
 from preproc.ordered_map import ordered_map
 from preproc.report.console import LabelSum, Progress, SplitSummary, print_result, print_splits
 
 # Rows per thread and chunk: about 10 MB for 26 tables.
 CHUNK_ROWS = 1 << 16
+MOMENT = 1_700_000_000
 
 
 def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
@@ -28,6 +31,9 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
         stream.hotness,
         stream.exponent,
         config.seed,
+        stream.history,
+        stream.history_length,
+        stream.history_max_length,
     )
     threads = config.threads or os.cpu_count() or 1
     summaries = {}
@@ -39,6 +45,7 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
         numerical_dtype=config.numerical_dtype.name,
         metadata={"synthetic": {"exponent": stream.exponent, "seed": config.seed}},
         overwrite=config.overwrite,
+        sequences=source.spec.sequences,
     ) as dataset:
         for split in source.spec.splits:
             labels = LabelSum()
@@ -55,12 +62,28 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
                         numerical=columns.numerical if source.spec.numerical else None,
                         labels=columns.labels,
                         ids={
-                            feature.name: ids.reshape(-1, feature.hotness or 1)
+                            feature.name: ids.reshape(-1, feature.hotness)
+                            if feature.hotness
+                            else ids
                             for feature, ids in zip(
                                 source.spec.categorical, columns.ids, strict=True
                             )
                         },
+                        **_events(source, columns),
                     )
                     labels.add(columns.labels)
     print_splits(progress.console, summaries)
     print_result(progress.console, progress, output, sum(s.rows for s in summaries.values()))
+
+
+def _events(source: SyntheticSource, columns: Columns) -> dict[str, Any]:
+    """Return lengths, times and moments of the history, as `SplitWriter.append` takes them; all rows are of one moment."""
+    if not source.spec.sequences:
+        return {}
+    [group], lengths = source.spec.sequences, columns.lengths[-1]
+    assert lengths is not None, "its features are the last ones"
+    return {
+        "lengths": {group.name: lengths},
+        "events": {"hist_time": MOMENT - columns.events[0].astype(np.int64)},
+        "moments": {group.name: np.full(len(lengths), MOMENT)},
+    }

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
+from configs.command_line import NO_OUTPUT, command, errors_end_command
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import ApplyConfig
@@ -57,7 +57,4 @@ def places(config: ApplyConfig) -> tuple[Path, Path]:
 
 
 if __name__ == "__main__":
-    try:
-        composed_command(run, ApplyConfig, "serving_apply_schema", "serving_apply")()
-    except ValueError as error:
-        end_command(f"error: {error}")
+    command(run, ApplyConfig, "serving_apply")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.command_line import composed_command, end_command, errors_end_command
+from configs.command_line import command, errors_end_command
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import LatencyConfig
@@ -31,7 +31,4 @@ def run(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        composed_command(run, LatencyConfig, "serving_latency_schema", "serving_latency")()
-    except ValueError as error:
-        end_command(f"error: {error}")
+    command(run, LatencyConfig, "serving_latency")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
+from configs.command_line import NO_OUTPUT, command, errors_end_command
 from configs.messages import on_one_line, require_onnx
 from configs.overrides import place_of, to_config
 from configs.serving_schema import ModelExportConfig
@@ -77,7 +77,4 @@ def report(manifest: Manifest) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        composed_command(run, ModelExportConfig, "serving_export_schema", "serving_export")()
-    except ValueError as error:
-        end_command(f"error: {error}")
+    command(run, ModelExportConfig, "serving_export")

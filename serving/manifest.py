@@ -29,7 +29,7 @@ import numpy as np
 from configs.messages import shortened, shown
 from configs.table_schema import MOST_HOTNESS
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
-from serving.raw_description import check_raw
+from serving.raw_description import check_raw, is_finite
 
 MANIFEST = "model.json"
 DENSE = "dense.pt2"
@@ -355,7 +355,7 @@ def _check(directory: Path, manifest: Manifest) -> None:
             _count(feature.hotness, MOST_HOTNESS)
         rows[feature.name] = feature.cardinality
     for output in manifest.outputs:
-        if type(output.is_binary) is not bool or not _is_finite(output.shift):
+        if type(output.is_binary) is not bool or not is_finite(output.shift):
             raise ValueError(f"output {shown(output.name)} is malformed")
     if manifest.dtype not in TABLE_BYTES:
         raise ValueError(
@@ -417,10 +417,6 @@ def _texts(values: list[Any]) -> None:
 def _count(value: Any, most: int = 2**48 - 1) -> None:
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(f"got {shown(value)}, want a positive number of at most {most:,}")
-
-
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _are_finite(value: Any) -> bool:

@@ -93,7 +93,7 @@ def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> 
         check_transform(where, transform, imports=False)
     wanted = [num_fitted(transform) for transform in transforms]
     numbers = [number for entry in fitted for number in entry]
-    good = [len(entry) for entry in fitted] == wanted and all(map(_is_finite, numbers))
+    good = [len(entry) for entry in fitted] == wanted and all(map(is_finite, numbers))
     _require(good, f"{where}: fitted", fitted, f"{wanted} finite numbers")
     column = feature["column"]
     is_sql = bool(feature.get("expression"))
@@ -109,7 +109,6 @@ def _check_categorical(
     keys: Mapping[str, Any],
     files: Collection[str],
 ) -> set[str]:
-    """Return the columns of a categorical feature."""
     name, cross, separator = feature["name"], feature["cross"], feature["separator"] or ""
     where, is_list = f"categorical {shown(name)}", feature["list"]
     cardinality, hotness = features[name]
@@ -155,7 +154,8 @@ def _check_ids(
     _require(good, where, size, wanted)
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Return whether a value of a document is a number, and finite."""
     return type(value) in (int, float) and math.isfinite(value)
 
 

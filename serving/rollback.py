@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from configs.command_line import composed_command, end_command, errors_end_command
+from configs.command_line import command, errors_end_command
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import RollbackConfig
@@ -29,7 +29,4 @@ def run(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        composed_command(run, RollbackConfig, "serving_rollback_schema", "serving_rollback")()
-    except ValueError as error:
-        end_command(f"error: {error}")
+    command(run, RollbackConfig, "serving_rollback")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from configs.command_line import composed_command, end_command, errors_end_command, lasting_imports
+from configs.command_line import command, errors_end_command, lasting_imports
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import Device, ServerConfig
@@ -153,7 +153,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        composed_command(run, ServerConfig, "serving_run_schema", "serving_run")()
-    except ValueError as error:
-        end_command(f"error: {error}")
+    command(run, ServerConfig, "serving_run")

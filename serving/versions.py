@@ -8,6 +8,7 @@ directory, so a server that starts again decides as the one that ran.
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,26 +101,15 @@ def read_complete(directory: Path) -> Manifest:
     return manifest
 
 
-def complete_versions(directory: Path) -> dict[str, Manifest]:
-    """Return the manifests of the versions that are complete, newest first.
-
-    Raises ValueError: the directory cannot be read.
-    """
-    found = {}
-    for name in list_versions(directory):
-        try:
-            found[name] = read_complete(directory / name)
-        except ModelError:
-            continue
-    return found
-
-
 def differing_versions(directory: Path) -> tuple[Deciding | None, dict[str, list[str]]]:
     """Return the version that decides, and in what each complete version differs from it, newest first: one in nothing serves.
 
     Raises ValueError: the directory cannot be read.
     """
-    versions = complete_versions(directory)
+    versions = {}
+    for version in list_versions(directory):
+        with suppress(ModelError):
+            versions[version] = read_complete(directory / version)
     name = min(versions, key=int, default=None)
     if name is None:
         return None, {}

@@ -7,12 +7,11 @@ if __name__ == "__main__":
     end_at_once_on_signals()
 
 import signal
-import sys
 
 from omegaconf import DictConfig
 
 from configs.arguments import quoted
-from configs.command_line import composed_command, end_command, errors_end_command
+from configs.command_line import command, end_command, errors_end_command
 from configs.console import LiteralConsole
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.many_runs_schema import SweepConfig
@@ -62,8 +61,4 @@ def with_trial_options(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.argv[1:] = with_trial_options(sys.argv[1:])
-        composed_command(run, SweepConfig, "sweep_schema", "sweep")()
-    except ValueError as error:
-        end_command(f"error: {error}")
+    command(run, SweepConfig, "sweep", with_trial_options)

@@ -63,7 +63,11 @@ class Driver:
                     self._fill(unfinished)
                     if not self._running:
                         break
-                    self._update()
+                    for running in list(self._running):
+                        ending = running.update(self._report)
+                        if ending is not None:
+                            self._running.remove(running)
+                            self._end(running, ending)
                     time.sleep(POLL_SECONDS)
             finally:
                 stop([t.process for t in self._running if t.process is not None])
@@ -88,7 +92,8 @@ class Driver:
     def _add(self, trial: Trial, how: str) -> None:
         suggested = {key: trial.params[key] for key in self.space}
         values = self.plan.effective(suggested)
-        name = named(trial.number, {key: _short(value) for key, value in values.items()})
+        short = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in values.items()}
+        name = named(trial.number, short)
         if trial.user_attrs.get(RUN_DIR) is None:
             trial.set_user_attr(RUN_DIR, f"{TRIALS}/{name}")
             trial.set_user_attr(IDLE, sorted(suggested.keys() - values.keys()))
@@ -111,13 +116,6 @@ class Driver:
         command = self.plan.command(running.values, running.run_dir)
         environment = environment_of(running.gpu, self.config.parallel)
         return self.start_process(command, environment, running.log)
-
-    def _update(self) -> None:
-        for running in list(self._running):
-            ending = running.update(self._report)
-            if ending is not None:
-                self._running.remove(running)
-                self._end(running, ending)
 
     def _report(self, running: RunningTrial, step: int, value: float) -> None:
         self.say(f"trial {running.trial.number} step {step:,}: {self.plan.metric.key} {value:.4f}")
@@ -161,7 +159,3 @@ class Driver:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from optuna.distributions import CategoricalDistribution
 
 from compare.table import short_keys
 from configs.messages import shortened
-from configs.palette import FAINT, INK, STYLE, TRAIN
-from dataloading.dataset.durable_files import replace_bytes
+from configs.palette import FAINT, INK, TRAIN
 from nn.models.metric import Metric
+from nn.plots.style import picture
 from sweep.space import Space, Values
 
 COORDINATES, IMPORTANCES = "parallel_coordinates.png", "importances.png"
@@ -29,8 +28,7 @@ def draw_coordinates(
 
     Complete trials have the colour of their metric; pruned ones, with their last evaluation, are dashed and grey.
     """
-    from matplotlib import colormaps, rc_context
-    from matplotlib.figure import Figure
+    from matplotlib import colormaps
 
     drawn = [row for row in rows if row["value"] is not None]
     values = np.array([row["value"] for row in drawn if row["state"] == "complete"])
@@ -38,11 +36,13 @@ def draw_coordinates(
     shown_low = min([low, *(row["value"] for row in drawn)])
     shown_high = max([high, *(row["value"] for row in drawn)])
     names = [*short_keys(list(space)), f"{split} {metric.key}"]
-    with rc_context(STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(2.6 + 2.1 * len(names), 5.6), dpi=130)
-        figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12)
-        figure.suptitle(_title(rows), x=0.012, ha="left", size=13, weight="bold")
+    states = Counter(row["state"] for row in rows)
+    lines = {"pruned": " (dashed)", "failed": " (not drawn)"}
+    counts = (f"{number} {state}{lines.get(state, '')}" for state, number in states.items())
+    title = f"{len(rows)} trial{'s' * (len(rows) != 1)}"
+    with picture(out_png, 5.6, title, "   ·   ".join(counts)) as figure:
         axes = figure.subplots()
+        axes.grid(visible=False)
         # The worst first, so that the best lie on top.
         for row in reversed(drawn):
             heights = [_height(space[key], row[key]) for key in space]
@@ -59,15 +59,6 @@ def draw_coordinates(
                 style |= {"linewidth": 3.2, "marker": "o", "markersize": 5}
             axes.plot(range(len(names)), heights, **style)
         _coordinate_axes(axes, space, names, (shown_low, shown_high))
-        _save(figure, out_png)
-
-
-def _title(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the number of trials, and of those in each state."""
-    states = Counter(row["state"] for row in rows)
-    lines = {"pruned": " (dashed)", "failed": " (not drawn)"}
-    counts = [f"{number} {state}{lines.get(state, '')}" for state, number in states.items()]
-    return "   ·   ".join([f"{len(rows)} trial{'s' * (len(rows) != 1)}", *counts])
 
 
 def _share(value: float, low: float, high: float) -> float:
@@ -106,15 +97,10 @@ def draw_importances(importances: Mapping[str, float], num_complete: int, out_pn
 
     `importances` is empty if they are unknown; few complete trials tell little.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     ordered = sorted(importances.items(), key=lambda item: item[1])
-    with rc_context(STYLE):
-        figure = Figure(figsize=(8, 1.5 + 0.45 * max(len(ordered), 2)), dpi=130)
-        figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12)
-        title = f"importance of options, share of the variance over {num_complete} complete trial{'s' * (num_complete != 1)}"
-        figure.suptitle(title, x=0.012, ha="left", size=13, weight="bold")
+    facts = f"share of the variance over {num_complete} complete trial{'s' * (num_complete != 1)}"
+    height = 1.5 + 0.45 * max(len(ordered), 2)
+    with picture(out_png, height, "importance of options", facts) as figure:
         axes = figure.subplots()
         if not ordered:
             text = "unknown: it takes more than one complete trial, with different values"
@@ -126,7 +112,6 @@ def draw_importances(importances: Mapping[str, float], num_complete: int, out_pn
             axes.bar_label(bars, fmt="{:.2f}", padding=4)
             axes.set_xlim(0, max(1.0, 1.1 * max(shares)))
             axes.grid(visible=False, axis="y")
-        _save(figure, out_png)
 
 
 def _height(values: Values, value: Any) -> float:
@@ -153,9 +138,3 @@ def _ticks(values: Values) -> list[tuple[float, str]]:
     if values.log:
         return [(share, f"{low * (high / low) ** share:.3g}") for share in shares]
     return [(share, f"{low + share * (high - low):.4g}") for share in shares]
-
-
-def _save(figure: Any, out_png: Path) -> None:
-    picture = BytesIO()
-    figure.savefig(picture, format="png")
-    replace_bytes(out_png, picture.getvalue(), out_png.with_name(f".{out_png.name}.tmp"))

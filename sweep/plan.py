@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -15,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from optuna.distributions import CategoricalDistribution
 
 from configs.arguments import Choices as ArgumentChoices
-from configs.arguments import hydra_arguments
-from configs.command_line import command_of, register, written_options
+from configs.arguments import hydra_arguments, is_below
+from configs.command_line import command_of, compose_overrides, written_options
 from configs.many_runs_schema import SweepConfig
 from configs.messages import shown
 from configs.option_values import plain_values, written
@@ -94,7 +93,7 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
         overrides.append(f"eval.best_metric={config.metric}")
     options = [key for key, _ in describe(Config)]
     for key in space:
-        is_known = key in GROUPS or any(_is_below(key, name) for name in options)
+        is_known = key in GROUPS or any(is_below(key, name) for name in options)
         if not is_known and not key.startswith("model."):
             raise ValueError(f"space: {no_option(key, [*options, *options_of_own_models()])}")
     first = _Composition(script.stem, tuple(overrides)).config({})
@@ -169,10 +168,6 @@ def _own_values(config: Config, space: Space) -> dict[str, Any] | None:
     return own
 
 
-def _is_below(key: str, section: str) -> bool:
-    return f"{key}.".startswith(f"{section}.")
-
-
 def _selection(config: Config, own: Sequence[str]) -> tuple[str, list[str]]:
     """Return the split that trials are chosen by, and the options that make it; ValueError if it would be the test split."""
     if "eval.split" in own:
@@ -241,22 +236,17 @@ class _Composition:
         return {
             key: value
             for key, value in values.items()
-            if not key.startswith("model.") or any(_is_below(key, name) for name in own)
+            if not key.startswith("model.") or any(is_below(key, name) for name in own)
         }
 
 
 def _composed(recipe: str, overrides: Sequence[str]) -> DictConfig:
     """Return the options of a run as its command composes them, not checked yet."""
-    arguments = hydra_arguments(overrides, CHOICES)
     # The sweep's own command line is composed already.
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    register(Config, "schema")
     try:
-        with initialize_config_module("configs", version_base="1.3"):
-            return compose(recipe, arguments)
-    except Exception as error:
-        raise ValueError(one_line(error)) from None
+        return compose_overrides(Config, "schema", recipe, overrides, GROUPS)
     finally:
         GlobalHydra.instance().hydra = before
 

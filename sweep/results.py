@@ -1,7 +1,5 @@
 """Results of a sweep: the table of its trials, `trials.csv`, the test of the best one, and `sweep.json`."""
 
-import csv
-import io
 import json
 import shlex
 import time
@@ -15,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compare.run_record import RunRecord
-from compare.table import short_keys
+from compare.table import as_csv, short_keys
 from configs.schema import require
 from dataloading.dataset.durable_files import replace_link, replace_text
 from nn.observability.records import METRICS
@@ -46,12 +44,15 @@ def rows_of(directory: Path, study: Study, space: Space) -> list[dict[str, Any]]
         has_records = RUN_DIR in trial.user_attrs and (run_dir / METRICS).exists()
         run = RunRecord.read(run_dir) if has_records else None
         idle = trial.user_attrs.get(IDLE, ())
+        value = trial.value
+        if trial.state is TrialState.PRUNED and trial.intermediate_values:
+            value = trial.intermediate_values[max(trial.intermediate_values)]  # its last one
         rows.append(
             {
                 "trial": trial.number,
                 "state": STATE_NAMES[trial.state],
                 **{key: None if key in idle else trial.params.get(key) for key in space},
-                "value": _value(trial),
+                "value": value,
                 "best_step": trial.user_attrs.get(BEST_STEP),
                 "steps": 0 if run is None else run.steps,
                 "seconds": None if run is None else run.seconds(),
@@ -83,11 +84,7 @@ def print_trials(console: Console, rows: Sequence[dict[str, Any]], space: Space,
 
 def write_table(directory: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write `trials.csv`."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    replace_text(directory / TABLE, text.getvalue(), directory / f".{TABLE}.tmp")
+    replace_text(directory / TABLE, as_csv(rows), directory / f".{TABLE}.tmp")
 
 
 def test_once(
@@ -148,13 +145,6 @@ def write_sweep(
     }
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     replace_text(directory / SWEEP, text, directory / f".{SWEEP}.tmp")
-
-
-def _value(trial: FrozenTrial) -> float | None:
-    """Return the value of a trial; of a pruned one its last evaluation."""
-    if trial.state is TrialState.PRUNED and trial.intermediate_values:
-        return trial.intermediate_values[max(trial.intermediate_values)]
-    return trial.value
 
 
 def _text(value: Any) -> str:

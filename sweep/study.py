@@ -79,7 +79,6 @@ class Study:
         return self._study.ask(dict(self._space))
 
     def resume(self, frozen: FrozenTrial) -> Trial:
-        """Return a trial that was running when the sweep was killed."""
         self._study.sampler = self._sampler(frozen.number)
         trial = Trial(self._study, frozen._trial_id)
         for key, values in self._space.items():

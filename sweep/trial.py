@@ -5,7 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,8 @@ from sweep.trial_process import Process, last_line
 CHECKPOINTS = "checkpoints"
 
 
-class Ending(Enum):
-    """Endings of a trial."""
-
-    complete = "complete"
-    pruned = "pruned"
-    failed = "failed"
+Ending = StrEnum("Ending", "complete pruned failed")
+"""Endings of a trial."""
 
 
 @dataclass(slots=True)
@@ -61,9 +57,12 @@ class RunningTrial:
         if self.process is None:
             return self._begin()
         exit_code = self.process.poll()
-        has_new = self._report_new(report)
-        if has_new and exit_code is None and not self._is_at_end() and self.trial.should_prune():
-            return Ending.pruned
+        if self._report_new(report) and exit_code is None:
+            complete = self.trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+            most = max((len(trial.intermediate_values) for trial in complete), default=math.inf)
+            # To end a trial with as many evaluations as complete ones would save nothing.
+            if self.num_reported < most and self.trial.should_prune():
+                return Ending.pruned
         return None if exit_code is None else self._after(exit_code)
 
     def result(self) -> tuple[float | None, int | None]:
@@ -108,12 +107,6 @@ class RunningTrial:
                 self.num_reported, has_new = number, True
                 report(self, step, value)
         return has_new
-
-    def _is_at_end(self) -> bool:
-        """Return whether the trial has as many evaluations as complete ones: to end it would save nothing."""
-        complete = self.trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        most = max((len(trial.intermediate_values) for trial in complete), default=None)
-        return most is not None and self.num_reported >= most
 
     def _after(self, exit_code: int) -> Ending | None:
         """Return the ending of a trial whose process has ended; None if it was restarted."""

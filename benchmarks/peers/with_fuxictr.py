@@ -174,7 +174,6 @@ class Results:
         return of_key.get(json.dumps(key))
 
     def add(self, key: list[Any], metrics: dict[str, float]) -> None:
-        """Append a run."""
         with self.path.open("a") as stream:
             stream.write(json.dumps({"run": key, "metrics": metrics}) + "\n")
 

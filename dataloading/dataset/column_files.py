@@ -62,10 +62,9 @@ class EventWriter:
                 f"group '{group.name}': no {', '.join(missing)}; append all its columns at once"
             )
         for name in group.features:
-            values, feature = np.asarray(ids[name]), self._features[name]
-            stored[name] = checked_ids(
-                feature, values, checked_lengths(name, values, lengths), place
-            )
+            values = np.asarray(ids[name])
+            checked_lengths(name, values, lengths)
+            stored[name] = checked_ids(self._features[name], values, lengths, place)
         for column in group.numbers:
             values = np.asarray(events[column.name])
             checked_lengths(column.name, values, lengths)
@@ -82,6 +81,14 @@ class EventWriter:
             little = values.dtype.newbyteorder("<")
             self.files[name].append(values.astype(little, copy=False), len(lengths))
         self.num_events += int(lengths.sum())
+
+    def append_log(self, ids: Mapping[str, np.ndarray], events: Mapping[str, np.ndarray]) -> None:
+        """Append events that are of no row yet."""
+        each, first = (
+            np.ones(np.size(ids.get(self.group.features[0], ())), np.int64),
+            self.num_events,
+        )
+        self.append(ids, events, each, None, lambda at: f"event {first + at}")
 
 
 def checked_ids(

@@ -81,24 +81,21 @@ class DatasetWriter:
 
         `ids`, `events`: flat, by the columns of a group, all of them. Raises ValueError: a value that a file cannot hold.
         """
-        known = {name for group in self._spec.sequences for name in group.columns}
-        unknown = sorted({*ids, *(events or {})} - known)
+        given = {*ids, *(events or {})}
+        unknown = given.difference(*(group.columns for group in self._spec.sequences))
         if unknown or not all(type(writer) is SplitWriter for writer in self._splits.values()):
-            what = f"no column of events: {unknown}" if unknown else f"got file_format={PARQUET}"
+            what = f"no column of events: {sorted(unknown)}" if unknown else "got Parquet"
             raise ValueError(
                 f"append_events: {what}; want columns of sequences, in file_format=binary"
             )
+        features = {feature.name: feature for feature in self._spec.categorical}
         for group in self._spec.sequences:
-            if not {*group.columns}.intersection({*ids, *(events or {})}):
-                continue
-            features = {feature.name: feature for feature in self._spec.categorical}
-            log = self._logs.get(group.name)
-            if log is None:
-                log = EventWriter(group, features, lambda name: self.directory / EVENTS / name)
+            if given.intersection(group.columns):
+                log = self._logs.get(group.name) or EventWriter(
+                    group, features, lambda name: self.directory / EVENTS / name
+                )
                 self._logs[group.name] = log
-            first = log.num_events
-            one = np.ones(np.size(ids.get(group.features[0], ())), np.int64)
-            log.append(ids, events or {}, one, None, lambda at, first=first: f"event {first + at}")  # type: ignore[misc]
+                log.append_log(ids, events or {})
 
     def copy_file(self, name: str, root: Path) -> None:
         """Copy a file that is none of the splits' own, such as their kept columns, from the dataset in `root`."""

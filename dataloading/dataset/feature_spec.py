@@ -17,12 +17,7 @@ import numpy as np
 from configs.messages import shown
 from dataloading.dataset.documents import read_yaml, resolved
 from dataloading.dataset.row_columns import LABEL_DTYPES, Channel, RowColumn
-from dataloading.dataset.sequences import (
-    EVENT_DTYPES,
-    MOMENT_DTYPE,
-    EventColumn,
-    SequenceGroup,
-)
+from dataloading.dataset.sequences import MOMENT_DTYPE, EventColumn, SequenceGroup
 from dataloading.dataset.split_files import (
     OFFSET_DTYPE,
     SPLITS,
@@ -436,7 +431,7 @@ def _sequences(
                 name,
                 names_of(entry.get("features"), f"{where}.features"),
                 entry.get("max_length"),
-                tuple(EventColumn(n, _event_dtype(features, n)) for n in numbers),
+                tuple(EventColumn.of(name, _dtype(features, name)) for name in numbers),
                 entry.get("time"),
             )
         )
@@ -444,13 +439,6 @@ def _sequences(
     homeless = [name for name in events if name not in held]
     expect(not homeless, "sequence_spec", homeless, "a group for every column of events")
     return tuple(sequences)
-
-
-def _event_dtype(features: Mapping[str, Any], name: str) -> np.dtype:
-    dtype = _dtype(features, name)
-    wanted = f"one of {', '.join(EVENT_DTYPES)}"
-    expect(dtype in EVENT_DTYPES, f"feature_spec.{name}.dtype", dtype, wanted)
-    return np.dtype(dtype)
 
 
 def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -534,11 +522,8 @@ def measured(spec: FeatureSpec) -> FeatureSpec:
     }
     for files in spec.splits.values():
         for group in spec.sequences if files.slices else ():
-            paths = [files.ids[name] for name in group.features]
-            widths = [id_bytes[name] for name in group.features]
-            paths += [files.events[column.name] for column in group.numbers]
-            widths += [column.dtype.itemsize for column in group.numbers]
-            check_events(zip(paths, widths, strict=True))
+            numbers = {files.events[c.name]: c.dtype.itemsize for c in group.numbers}
+            check_events({files.ids[name]: id_bytes[name] for name in group.features} | numbers)
     rows = spec.metadata.get("rows") or {}
     expect(isinstance(rows, Mapping), "metadata.rows", rows, "a mapping from split to rows")
     for name, written in rows.items():

@@ -23,14 +23,12 @@ class EventColumn:
     # on disk: int8 to int64, float16 or float32; float32 in a batch
     dtype: np.dtype
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def of(cls, name: str, dtype: str) -> "EventColumn":
+        """Return a column by the name of its dtype; ValueError if it is none of `EVENT_DTYPES`."""
         wanted = f"one of {', '.join(EVENT_DTYPES)}"
-        expect(
-            self.dtype.name in EVENT_DTYPES,
-            f"feature_spec.{self.name}.dtype",
-            self.dtype.name,
-            wanted,
-        )
+        expect(dtype in EVENT_DTYPES, f"feature_spec.{name}.dtype", dtype, wanted)
+        return cls(name, np.dtype(dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Files of one split: their paths inside the dataset directory, and a check of their sizes."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import dirname, join, normpath
 from pathlib import Path
@@ -152,12 +152,8 @@ def parse_chunks(
             of_wanted[name] = paths[0]
             if name in group_of:
                 first = slices.setdefault(group_of[name], paths[1])
-                expect(
-                    paths[1] == first,
-                    f"{here}.files",
-                    str(paths[1]),
-                    f"{first}, the slices of all columns of '{group_of[name]}'",
-                )
+                same = f"{first}, the slices of all columns of '{group_of[name]}'"
+                expect(paths[1] == first, f"{here}.files", str(paths[1]), same)
             elif len(paths) == 2:
                 offsets[name] = paths[1]
     absent = _absent(single, columns)
@@ -169,17 +165,7 @@ def parse_chunks(
     ids, events, moments = (
         {name: of_wanted[name] for name in listed} for listed in (ragged, numbers, moment_names)
     )
-    return SplitFiles(
-        0,
-        numerical,
-        held,
-        ids,
-        offsets,
-        absent=absent,
-        slices=slices,
-        moments=moments,
-        events=events,
-    )
+    return SplitFiles(0, numerical, held, ids, offsets, (), (), absent, slices, moments, events)
 
 
 def _absent(held: Collection[str], columns: Mapping[str, str]) -> frozenset[str]:
@@ -340,15 +326,11 @@ def count_rows(files: SplitFiles, widths: Mapping[Path, int], id_bytes: Mapping[
     return num_rows
 
 
-def check_events(widths: Iterable[tuple[Path, int]]) -> None:
-    """Raise ValueError unless the files of a group's ids and numbers hold equally many events.
-
-    `widths`: bytes of an event in each file.
-    """
-    files = list(widths)
-    first, first_width = files[0]
-    num_events = first.stat().st_size // first_width
-    for path, width in files:
+def check_events(widths: Mapping[Path, int]) -> None:
+    """Raise ValueError unless the files of a group hold equally many events; `widths`: bytes of an event in each."""
+    first = next(iter(widths))
+    num_events = first.stat().st_size // widths[first]
+    for path, width in widths.items():
         got, want = path.stat().st_size, num_events * width
         if got != want:
             raise ValueError(

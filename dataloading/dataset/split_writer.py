@@ -103,11 +103,9 @@ class SplitWriter:
             if numbers is not None:
                 self._append_single(channel, np.asarray(numbers))
         for group in self.spec.sequences:
-            if group.name in lengths or group.name in slices:
-                of_rows = np.asarray(moments.get(group.name, ()))
-                self._append_group(
-                    group, ids, events, lengths.get(group.name), slices.get(group.name), of_rows
-                )
+            if (name := group.name) in lengths or name in slices:
+                of_rows = lengths.get(name), slices.get(name), np.asarray(moments.get(name, ()))
+                self._append_group(group, ids, events, *of_rows)
         for name, values in ids.items():
             if name not in self._features:
                 raise ValueError(
@@ -127,25 +125,19 @@ class SplitWriter:
             if not file.closed:
                 file.sync()
                 file.close()
+        num_rows = self._checked_rows()
+        events = {name: file for of in self._events.values() for name, file in of.files.items()}
+        ids = self._ids | {name: events.pop(name) for name in self._group_of}
         return SplitFiles(
-            self._checked_rows(),
+            num_rows,
             self._numerical.path if self._numerical else None,
             {name: file.path for name, file in self._columns.items()},
-            {
-                name: self._ids[name].path
-                if name in self._ids
-                else self._events[self._group_of[name]].files[name].path
-                for name in self._features
-            },
+            {name: file.path for name, file in ids.items()},
             {name: file.path for name, file in self._offsets.items()},
             absent=self.absent,
             slices={name: file.path for name, file in self._slices.items()},
             moments={name: file.path for name, file in self._moments.items()},
-            events={
-                column.name: self._events[group.name].files[column.name].path
-                for group in self.spec.sequences
-                for column in group.numbers
-            },
+            events={name: file.path for name, file in events.items()},
         )
 
     def mean_hotness(self, name: str) -> float:
@@ -201,11 +193,8 @@ class SplitWriter:
         moments: np.ndarray,
     ) -> None:
         """Append rows with events of their own, of `lengths`, or `slices` of a log."""
-        name, log, first_row = (
-            group.name,
-            self.logs.get(group.name),
-            self._slices[group.name].num_rows,
-        )
+        name, log = group.name, self.logs.get(group.name)
+        first_row = self._slices[name].num_rows
 
         def place(row: int) -> str:
             return f"row {first_row + row} of split '{self.split}'"
@@ -215,18 +204,12 @@ class SplitWriter:
                 self._events[name] = EventWriter(
                     group, self._features, self._path_of, self.file_type
                 )
-            before = self._events[name].num_events
             lengths = np.asarray(lengths)
-            ends = before + np.cumsum(lengths, dtype=np.int64)
+            ends = self._events[name].num_events + np.cumsum(lengths, dtype=np.int64)
             slices = np.stack([ends - lengths, ends], axis=1)
         else:
             slices = np.asarray(slices)
-            if (
-                log is None
-                or slices.ndim != 2
-                or slices.shape[1] != 2
-                or slices.dtype.kind not in "iu"
-            ):
+            if log is None or slices.shape[1:] != (2,) or slices.dtype.kind not in "iu":
                 raise ValueError(
                     f"group '{name}': slices of shape {slices.shape} and dtype {slices.dtype}; want int64 [rows, 2], "
                     "after append_events of the dataset"

@@ -80,7 +80,6 @@ class Delta:
         return self.index.tensors.get(f"tables.{table}.ids")
 
     def rows_of(self, table: str) -> StoredTensor:
-        """Return the rows of a table that changed."""
         return self.index.tensors[f"tables.{table}.weight"]
 
     def rekeyed_rows_of(self, keys: str) -> StoredTensor | None:
@@ -93,7 +92,6 @@ class Delta:
 
     @property
     def dense(self) -> dict[str, StoredTensor]:
-        """Return the tensors of the dense component."""
         tensors = self.index.tensors.items()
         return {name: t for name, t in tensors if not name.startswith(("tables.", KEYS))}
 

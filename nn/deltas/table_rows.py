@@ -1,6 +1,6 @@
 """Rows of a table, and their raw keys, after a chain of deltas, block by block: memory depends on none of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,14 +26,12 @@ class ChangedRows:
 
     @classmethod
     def of_table(cls, delta: Delta, table: str) -> "ChangedRows":
-        """Return the weights of the rows of a table."""
         ids = delta.ids_of(table)
         rows = None if ids is None else delta.rows_of(table)
         return cls(f"{delta.path}: table {table}", ids, rows, delta.tables[table].dtype)
 
     @classmethod
     def of_keys(cls, delta: Delta, keys: str) -> "ChangedRows":
-        """Return the raw keys of the rows of a map."""
         title = f"{delta.path}: keys of {keys}"
         return cls(title, delta.rekeyed_rows_of(keys), delta.keys_of(keys), "int64")
 
@@ -62,109 +60,71 @@ class ChangedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayedTable:
-    """The weights of a table after deltas; an `ArraySource` of exports."""
+class Replayed:
+    """The rows of a table, or their raw keys, after deltas; an `ArraySource` of exports."""
 
-    table: str
     base: StoredTensor
-    deltas: Sequence[Delta]
-
-    @property
-    def dtype(self) -> str:
-        """Dtype in which the table is trained, a key of `DTYPES`."""
-        return self.deltas[-1].tables[self.table].dtype
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Rows and columns after the last delta."""
-        last = self.deltas[-1].tables[self.table]
-        return last.rows, last.columns
-
-    def check(self) -> None:
-        """Raise ValueError unless the base and all deltas are of one table, which may grow."""
-        rows, columns = self.base.size if len(self.base.size) == 2 else (0, -1)
-        for delta in self.deltas:
-            change = delta.tables[self.table]
-            if change.columns != columns or change.rows < rows:
-                raise ValueError(
-                    f"deltas: {delta.path}: table {self.table} has {change.rows:,} rows of {change.columns} columns, and before "
-                    f"it had {rows:,} of {columns}; name deltas of the same model"
-                )
-            rows = change.rows
+    size: tuple[int, ...]
+    dtype: str  # a key of `DTYPES`
+    read: Callable[[], list[ChangedRows]]
+    table: str | None = (
+        None  # whose rows are all in a file; None of keys, which are 0 in rows of no file
+    )
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Yield all rows in order, [n, columns]. Raises ValueError: a file is damaged, or a row is in no file."""
-        changes = [ChangedRows.of_table(delta, self.table) for delta in self.deltas]
-        step = rows_per_block(self.size, "float32")
-        for first, block, is_missing in _replayed(self.base, self.size, self.dtype, changes, step):
-            if is_missing.any():
+        """Yield all rows in order. Raises ValueError: a file is damaged, or has rows that do not exist, or a row is in no file."""
+        reader, changes = RowReader(self.base), self.read()
+        rows_at_once = rows_per_block(self.size, self.dtype)
+        for first in range(0, self.size[0], rows_at_once):
+            last = min(first + rows_at_once, self.size[0])
+            in_base = max(0, min(last, self.base.size[0]) - first)
+            block = np.zeros((last - first, *self.size[1:]), DTYPES[self.dtype])
+            if in_base:
+                rows = reader.rows(first, first + in_base)
+                block[:in_base] = converted(rows, self.base.dtype, self.dtype)
+            is_missing = np.arange(last - first) >= in_base
+            for change in changes:
+                for ids, rows in change.before(last):
+                    block[ids - first] = converted(rows, change.dtype, self.dtype)
+                    is_missing[ids - first] = False
+            if self.table is not None and is_missing.any():
                 missing = first + int(np.flatnonzero(is_missing)[0])
                 raise ValueError(
                     f"deltas: table {self.table} has grown to {self.size[0]:,} rows, and row {missing:,} is in no delta; copy "
                     "the deltas again"
                 )
             yield block
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayedKeys:
-    """The raw keys of the rows of a map after deltas; an `ArraySource` of exports.
-
-    `base`: the keys before the deltas, int64 [rows].
-    """
-
-    keys: str
-    base: StoredTensor
-    deltas: Sequence[Delta]
-
-    @property
-    def dtype(self) -> str:
-        """Return int64."""
-        return "int64"
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Rows after the last delta."""
-        return (self.deltas[-1].keys[self.keys].rows,)
-
-    def check(self) -> None:
-        """Raise ValueError unless the base and all deltas are of one map, which may grow."""
-        check_key_rows(self.keys, self.base.size[0], self.deltas)
-
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Yield the keys in order, [n]. Raises ValueError: a file is damaged."""
-        changes = [ChangedRows.of_keys(delta, self.keys) for delta in self.deltas]
-        step = rows_per_block(self.size, self.dtype)
-        for _, block, _ in _replayed(self.base, self.size, self.dtype, changes, step):
-            yield block
-
-
-def _replayed(
-    base: StoredTensor,
-    size: tuple[int, ...],
-    dtype: str,
-    changes: Sequence[ChangedRows],
-    rows_at_once: int,
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield (first row, rows [n, ...], which of them are in no file) in order; rows in no file are zeros.
-
-    Raises ValueError: a file is damaged, or has rows that do not exist.
-    """
-    reader = RowReader(base)
-    for first in range(0, size[0], rows_at_once):
-        last = min(first + rows_at_once, size[0])
-        in_base = max(0, min(last, base.size[0]) - first)
-        block = np.zeros((last - first, *size[1:]), DTYPES[dtype])
-        if in_base:
-            block[:in_base] = converted(reader.rows(first, first + in_base), base.dtype, dtype)
-        is_missing = np.arange(last - first) >= in_base
         for change in changes:
-            for ids, rows in change.before(last):
-                block[ids - first] = converted(rows, change.dtype, dtype)
-                is_missing[ids - first] = False
-        yield first, block, is_missing
-    for change in changes:
-        change.check_end()
+            change.check_end()
+
+
+def replayed_table(table: str, base: StoredTensor, deltas: Sequence[Delta]) -> Replayed:
+    """Return the weights of a table after deltas; ValueError unless all are of one table, which may grow."""
+    rows, columns = base.size if len(base.size) == 2 else (0, -1)
+    for delta in deltas:
+        change = delta.tables[table]
+        if change.columns != columns or change.rows < rows:
+            raise ValueError(
+                f"deltas: {delta.path}: table {table} has {change.rows:,} rows of {change.columns} columns, and before "
+                f"it had {rows:,} of {columns}; name deltas of the same model"
+            )
+        rows = change.rows
+    return Replayed(
+        base,
+        (rows, columns),
+        deltas[-1].tables[table].dtype,
+        lambda: [ChangedRows.of_table(delta, table) for delta in deltas],
+        table,
+    )
+
+
+def replayed_keys(keys: str, base: StoredTensor, deltas: Sequence[Delta]) -> Replayed:
+    """Return the raw keys of the rows of a map after deltas; ValueError unless all are of one map, which may grow."""
+    check_key_rows(keys, base.size[0], deltas)
+    size = (deltas[-1].keys[keys].rows,)
+    return Replayed(
+        base, size, "int64", lambda: [ChangedRows.of_keys(delta, keys) for delta in deltas]
+    )
 
 
 def check_key_rows(keys: str, rows: int, deltas: Sequence[Delta]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
+from configs.command_line import NO_OUTPUT, command, errors_end_command
 from configs.export_schema import ExportConfig
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
@@ -49,7 +49,4 @@ def _summary(record: dict[str, Any], config: ExportConfig) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        composed_command(run, ExportConfig, "export_schema", "export")()
-    except ValueError as error:
-        end_command(f"error: {error}")
+    command(run, ExportConfig, "export")

@@ -30,18 +30,13 @@ SAFETENSORS_DTYPES = {
 
 
 class ArraySource(Protocol):
-    """A tensor of a checkpoint, or what becomes one."""
+    """A tensor of a checkpoint, or what becomes one: its dtype, a key of `DTYPES`, and its rows in order."""
 
     @property
-    def dtype(self) -> str:
-        """Return a key of `DTYPES`."""
-
+    def dtype(self) -> str: ...
     @property
-    def size(self) -> tuple[int, ...]:
-        """Return one number per dimension."""
-
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Yield the rows in order."""
+    def size(self) -> tuple[int, ...]: ...
+    def blocks(self) -> Iterator[np.ndarray]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +52,10 @@ class Array:
 
     @classmethod
     def of(cls, tensor: ArraySource) -> "Array":
-        """Return a tensor of a checkpoint."""
         return cls(tensor.dtype, tensor.size, tensor.blocks())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all values."""
         return math.prod(self.size) * DTYPES[self.dtype].itemsize
 
     def as_float32(self) -> "Array":
@@ -90,7 +83,6 @@ class WrittenArray:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """Entry of a checkpoint's index: one chunk."""
         chunk = {"offsets": [0] * len(self.size), "sizes": list(self.size)}
         place = {"file": self.file, "start": self.start, "crc32": self.crc32}
         return {"dtype": self.dtype, "size": list(self.size), "chunks": [chunk | place]}

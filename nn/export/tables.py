@@ -29,12 +29,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import is_weight, vocabulary_mismatch
 from nn.checkpoint.directory import write_facts
 from nn.checkpoint.saved import SavedModel
-from nn.checkpoint.tensor_index import (
-    BLOCK_BYTES,
-    DTYPES,
-    FORMAT,
-    INDEX_FILE,
-)
+from nn.checkpoint.tensor_index import BLOCK_BYTES, DTYPES, FORMAT, INDEX_FILE
 from nn.checkpoint.tf2 import CONFIG_FILE, FOLDER, tf2_config, tf2_file_name
 from nn.export.array_files import Array, ArraySource, WrittenArray, write_npy, write_safetensors
 
@@ -136,7 +131,14 @@ def _write(
     written: dict[str, WrittenArray] = {}
     for table in tables:
         arrays = _arrays(index, table, selection.optimizer)
-        of_table = _write_arrays(directory, file_stem(table), arrays, format)
+        stem = file_stem(table)
+        if format is ExportFormat.safetensors:
+            of_table = write_safetensors(directory / f"{stem}.safetensors", arrays)
+        else:
+            of_table = {
+                kind: write_npy(directory / f"{stem}.{file_stem(kind)}.npy", array)
+                for kind, array in arrays.items()
+            }
         record["tables"][table] = list(dict.fromkeys(array.file for array in of_table.values()))
         written |= {f"tables.{table}.{kind}": a for kind, a in of_table.items() if kind != ID}
     is_all = not selection.tables and set(selection.parts) == set(Component) and selection.optimizer
@@ -196,17 +198,6 @@ def _ids(rows: int) -> Iterator[np.ndarray]:
 def file_stem(table: str) -> str:
     """Return the table's name for use in file names: characters except letters, digits and `_-.~` become %XX."""
     return quote(table, safe="")
-
-
-def _write_arrays(
-    directory: Path, stem: str, arrays: dict[str, Array], format: ExportFormat
-) -> dict[str, WrittenArray]:
-    if format is ExportFormat.safetensors:
-        return write_safetensors(directory / f"{stem}.safetensors", arrays)
-    return {
-        kind: write_npy(directory / f"{stem}.{file_stem(kind)}.npy", array)
-        for kind, array in arrays.items()
-    }
 
 
 def _write_values(

@@ -44,12 +44,10 @@ CHECKPOINTS = "checkpoints"
 class Run:
     """A run directory, loaded: `Run.load("runs/a")`.
 
-    `spec`: features and labels as the dataset has them, without files.
-    `checkpoint`: directory of the loaded checkpoint.
-    `model`: tables and dense component on one device, in evaluation mode. With `train.ema_decay` the dense component
-    has its average, as in evaluation.
-    `tasks`: the labels that the model predicts, in the order of its logits.
-    `raw`: the fit that turns raw values into ids and numbers; None if `predict` takes these.
+    `spec`: features and labels as the dataset has them, without files. `checkpoint`: directory of the loaded checkpoint.
+    `model`: tables and dense component on one device, in evaluation mode. With `train.ema_decay` the dense component has its
+    average, as in evaluation. `tasks`: the labels that the model predicts, in the order of its logits. `raw`: the fit that
+    turns raw values into ids and numbers; None if `predict` takes these.
     """
 
     directory: Path
@@ -109,18 +107,14 @@ class Run:
     def records(self) -> list[dict[str, Any]]:
         """Return the records of training and evaluation so far, oldest first (docs/operations.md names their keys).
 
-        Raises:
-            ValueError: metrics.jsonl is damaged.
-            OSError: it cannot be read.
+        Raises ValueError: metrics.jsonl is damaged. Raises OSError: it cannot be read.
         """
         return read_records(self.directory / METRICS)[1]
 
     def metrics(self) -> pa.Table:
         """Return the records as a table; a number that a record lacks is null.
 
-        Raises:
-            ValueError: metrics.jsonl is damaged.
-            OSError: it cannot be read.
+        Raises ValueError: metrics.jsonl is damaged. Raises OSError: it cannot be read.
         """
         records = self.records()
         keys = dict.fromkeys(key for record in records for key in record)
@@ -181,7 +175,6 @@ class Run:
             yield _expanded(batch, expansion).to(self.device)
 
     def _expansion(self) -> dict[str, Tensor]:
-        """Return the further ids of each id of features that `data.multi_hot` expands."""
         data = self.config.data
         multi_hot = MultiHot(self.spec, data.multi_hot, data.workers or READERS)
         cpu = torch.device("cpu")
@@ -189,7 +182,6 @@ class Run:
 
     @torch.no_grad()
     def _scores(self, batch: Batch) -> Tensor:
-        """Return the predictions of a batch, float64 [B, labels] on the host."""
         dtype = AMP_DTYPES.get(self.config.train.amp)
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             logits = self.model(batch)
@@ -218,8 +210,7 @@ def _raw_tables(fitted: Path, spec: FeatureSpec, facts: Mapping[str, Any]) -> "R
 def _first_that_fits(paths: list[Path], fingerprint: str, directory: Path) -> SavedModel:
     """Return the first checkpoint of these features.
 
-    Raises:
-        ValueError: one before it cannot be read; or there is none, since model.json is already that of a day that has none.
+    Raises ValueError: one before it cannot be read; or there is none, since model.json is already that of a day that has none.
     """
     for path in paths:
         try:
@@ -237,8 +228,7 @@ def _first_that_fits(paths: list[Path], fingerprint: str, directory: Path) -> Sa
 def _checkpoints(directory: Path, name: str | None) -> list[Path]:
     """Return the checkpoint of this name; without a name, all of a run directory in the order in which they are preferred.
 
-    Raises:
-        ValueError: there is none.
+    Raises ValueError: there is none.
     """
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such directory; name a run directory")

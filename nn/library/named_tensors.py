@@ -10,9 +10,8 @@ from dataloading.dataset.feature_spec import FeatureSpec
 def named_tensors(batch: Batch, spec: FeatureSpec) -> dict[str, Tensor | JaggedTensor]:
     """Return the columns of a batch by name, without padding rows; they share memory with the batch.
 
-    Returns:
-        Labels, weight, keep rate and numerical features as float32 [B]; ids as integers [B], or [B, hotness] of a feature with
-        several; those of a ragged feature as a `JaggedTensor`.
+    Returns labels, weight, keep rate and numerical features as float32 [B]; ids as integers [B], or [B, hotness] of a feature
+    with several; those of a ragged feature as a `JaggedTensor`.
     """
     rows = batch.num_valid
     labels = [batch.labels] if batch.labels.dim() == 1 else [*batch.labels.unbind(1)]

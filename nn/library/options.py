@@ -10,8 +10,7 @@ from nn.models.registry import typed_config
 def options(recipe: str, *overrides: str) -> Config:
     """Return the checked options of `<recipe>.py <overrides>`; a recipe is a command, an experiment or a model.
 
-    Raises:
-        ValueError: an option does not exist, or has an invalid value.
+    Raises ValueError: an option does not exist, or has an invalid value.
     """
     command, named = command_of(recipe)
     overrides = (*named, *overrides)

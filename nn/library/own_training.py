@@ -147,10 +147,8 @@ class Training:
     def batch(self, step: int | None = None) -> dict[str, Tensor | JaggedTensor]:
         """Read this rank's batch of a step, by default the next one, as named tensors on the host; it is not trained.
 
-        The batch is a function of the seed and the step, so any of them can be read at any time.
-
-        Raises:
-            ValueError: the run, or its day, has no such step.
+        The batch is a function of the seed and the step, so any of them can be read at any time. Raises ValueError: the run,
+        or its day, has no such step.
         """
         loader, stage = self._session.loaders.train, self._trainer.state.stage
         assert loader is not None
@@ -164,10 +162,8 @@ class Training:
     def step(self) -> TrainedStep:
         """Train on the next batch; return it with its loss and logits.
 
-        Raises:
-            ValueError: all steps are done, or `finish` was called.
-            DivergedError: the loss is not finite; nothing was updated.
-            StoppedError: a signal stopped the run, after a checkpoint.
+        Raises ValueError: all steps are done, or `finish` was called. Raises DivergedError: the loss is not finite; nothing
+        was updated. Raises StoppedError: a signal stopped the run, after a checkpoint.
         """
         session, trainer, _ = self._at_work()
         if trainer.num_steps >= trainer.last_step:
@@ -192,9 +188,7 @@ class Training:
     def save(self) -> Path:
         """Write a checkpoint, from which the command and this class resume, and return its directory.
 
-        Raises:
-            ValueError: the run saves none.
-            OSError: it could not be written.
+        Raises ValueError: the run saves none. Raises OSError: it could not be written.
         """
         session, trainer, saving = self._at_work()
         self._started()
@@ -208,8 +202,7 @@ class Training:
     def train(self) -> dict[str, Any]:
         """Train all steps, with the evaluations and checkpoints of the command, and finish; the last call.
 
-        Raises:
-            ValueError: `step` or `save` was called before.
+        Raises ValueError: `step` or `save` was called before.
         """
         session, trainer, saving = self._at_work()
         if self._prefetcher is not None:

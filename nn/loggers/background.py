@@ -32,15 +32,12 @@ class Loggers:
         self._close_within_s = close_within_s
 
     def start(self, run: LoggedRun) -> None:
-        """Start all loggers of a run."""
         self._call(lambda target: target.start(run))
 
     def record(self, group: str, step: int, numbers: Mapping[str, float]) -> None:
-        """Log a record; `RunLogger.record` describes the arguments."""
         self._call(lambda target: target.record(group, step, numbers))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Log the result of the run."""
         self._call(lambda target: target.finish(summary))
 
     def close(self) -> None:

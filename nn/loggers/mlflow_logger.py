@@ -49,11 +49,9 @@ class MLflowLogger:
             self._client.log_batch(self._run_id, params=params[first : first + MOST_PARAMS])
 
     def record(self, group: str, step: int, numbers: Mapping[str, float]) -> None:
-        """Log numbers as `group/name`."""
         self._log({f"{group}/{name}": value for name, value in numbers.items()}, step)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Log the numbers of the result as `result/name`."""
         numbers = {
             f"result/{name}": value
             for name, value in summary.items()

@@ -25,7 +25,6 @@ class LoggedRun:
 
     @property
     def is_continuation(self) -> bool:
-        """Return whether the run resumes."""
         return self.first_step > 0
 
 

@@ -63,5 +63,4 @@ class _Pieces:
         self._file = file
 
     def write(self, piece: bytes) -> None:
-        """Append a complete record."""
         self._file.append(piece)

@@ -387,6 +387,51 @@ class TransActOptions(_TransformerOptions):
 
 
 @dataclass(kw_only=True, slots=True)
+class OneTransOptions(_SequenceOptions):
+    """Options of OneTrans."""
+
+    tokens: int = option(
+        16, "tokens of the candidate and the other features, T", most=MOST_COLUMNS, gt=0
+    )
+    token_dim: int = option(64, "columns of a token, D; a multiple of heads", most=MOST_WIDTH, gt=0)
+    blocks: int = option(2, "transformer blocks", most=1024, gt=0)
+    heads: int = option(4, "heads of the attention", most=1024, gt=0)
+    expansion: int = option(
+        4,
+        "hidden columns of a block's networks, as a multiple of token_dim",
+        most=1024,
+        gt=0,
+    )
+    block_dropout: float = rate(0.0, "rate of the dropout after every layer of a block")
+
+
+class Search(Enum):
+    """Similarities that the events of a long history are searched by."""
+
+    product = "product"
+    hash = "hash"
+
+
+@dataclass(kw_only=True, slots=True)
+class SIMOptions(_SequenceOptions):
+    """Options of SIM and ETA."""
+
+    search: Search = option(
+        Search.product,
+        "similarity of an event and the candidate: product of their vectors (SIM), or equal signs of random projections "
+        "(ETA)",
+    )
+    found: int = option(50, "events that the attention reads", most=MOST_COLUMNS, gt=0)
+    recent: int = option(
+        20, "latest events that DIN's attention reads; 0: none", most=MOST_COLUMNS, ge=0
+    )
+    heads: int = option(
+        2, "heads of the attention; they divide the columns of an event", most=1024, gt=0
+    )
+    hash_bits: int = option(64, "random projections of model.search=hash", most=4096, gt=0)
+
+
+@dataclass(kw_only=True, slots=True)
 class _TaskOptions(ModelConfig):
     """Options of a model of several tasks."""
 
@@ -525,6 +570,95 @@ class PEPNetOptions(ModelConfig):
     )
 
 
+class ItemMLPs(Enum):
+    """Place of the MLPs of HSTU's items."""
+
+    position = "position"
+    row = "row"
+    item = "item"
+
+
+class AttentionNorm(Enum):
+    """Divisor of HSTU's attention."""
+
+    batch_max = "batch_max"
+    capacity = "capacity"
+    length = "length"
+
+
+class QueryTime(Enum):
+    """Moment from which the times of HSTU's events count back."""
+
+    last_event = "last_event"
+    sample = "sample"
+
+
+@dataclass(kw_only=True, slots=True)
+class HSTUOptions(ModelConfig):
+    """Options of HSTU; the defaults are those of MLPerf's dlrm_v4."""
+
+    embedding_dim: int = option(512, "columns of every table", most=MOST_COLUMNS)
+    sequence: str = option("history", "sequence group with the events")
+    item_features: list[str] = option(
+        [],
+        "features of the candidate: the item, then what belongs to it; each shares its table with a feature of the group, "
+        "in order",
+    )
+    action: str | None = option(
+        None, "number of the events whose bits tell what the user did; null: nothing does"
+    )
+    action_bits: list[int] = option(
+        [1, 2, 4], "bits of the action that have vectors", gt=0, filled=True
+    )
+    action_dim: int = option(8, "columns of the vector of a bit", most=MOST_COLUMNS, gt=0)
+    hour: str | None = option(
+        None,
+        "numerical feature with the query's time in whole hours, for the hour of its day and its day of the week; null: none",
+    )
+    query_time: QueryTime = option(
+        QueryTime.last_event,
+        "moment from which the events' times count back: that of the last event, or of the sample",
+    )
+    item_mlps: ItemMLPs = option(
+        ItemMLPs.row,
+        "where the items' MLPs are computed: at every position; the item's once per distinct row; or both once per item, "
+        "whose other features must follow from it",
+    )
+    last_layer_of_candidates: bool = option(
+        True, "compute the last layer for candidates only, of which alone it is used"
+    )
+    input_hidden: int = option(
+        256, "hidden columns of the MLPs of the input", most=MOST_WIDTH, gt=0
+    )
+    width: int = option(512, "columns of a position", most=MOST_WIDTH, gt=0)
+    layers: int = option(3, "STU layers", most=1024, gt=0)
+    heads: int = option(4, "heads of every layer", most=1024, gt=0)
+    head_dim: int = option(128, "columns of a head", most=MOST_COLUMNS, gt=0)
+    positions: int = option(8192, "rows of the table of positions", most=2**24, gt=0)
+    time_buckets: int = option(
+        2048, "last bucket of a time, the root of its minutes", most=2**24, gt=0
+    )
+    input_dropout: float = rate(0.2, "rate of the dropout before the first layer")
+    dropout: float = rate(0.1, "rate of the dropout before the output of every layer")
+    attention_norm: AttentionNorm = option(
+        AttentionNorm.batch_max,
+        "divisor of the attention: the longest sample of this rank's batch, as in the reference; the longest possible; or "
+        "the sample's own length",
+    )
+    silu_all: bool = option(False, "SiLU on values, queries and keys too, as in the paper")
+    concat: bool = option(True, "u and the attention beside their product; false as in the paper")
+    relative_bias: bool = option(
+        False, "add biases by distance and time to the scores, as in the paper; no kernel has them"
+    )
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        require(
+            len(self.action_bits) <= 8,
+            f"model.action_bits may be 8, whose combinations are computed, got {len(self.action_bits)}; leave some out",
+        )
+
+
 def without_effect(options: ModelConfig) -> dict[str, str]:
     """Return the options of a model that others of it leave without an effect, each with the reason."""
     found = {}
@@ -540,6 +674,8 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
     if isinstance(options, DINOptions) and options.sequence is not None:
         for name in ("history_features", "history_length", "history_positions"):
             found[name] = "the history is that of model.sequence"
+    if isinstance(options, SIMOptions) and options.search is not Search.hash:
+        found["hash_bits"] = "only model.search=hash hashes"
     if isinstance(options, RankMixerOptions) and options.experts == 1:
         found["active_experts"] = "model.experts=1 needs no routing"
     if isinstance(options, EmbeddingMLPOptions) and options.embedding_dims == SUGGESTED:

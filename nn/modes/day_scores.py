@@ -1,16 +1,11 @@
 """Scores of a trained model on the rows of other days, as an observer of the loop."""
 
-from nn.build import (
-    TRAIN_SPLIT,
-)
+from nn.build import TRAIN_SPLIT
 from nn.distributed.preemption import Heartbeat
 from nn.observability.progress import Progress
 from nn.observers.observer import Loop, Observer
 from nn.session import Session
-from nn.stages import (
-    as_known,
-    open_previous_day,
-)
+from nn.stages import as_known, open_previous_day
 from nn.training.evaluator import Evaluator
 from nn.training.limits import NEXT, PREVIOUS
 from nn.training.loop_state import LoopState, plain_numbers

@@ -5,25 +5,21 @@ from typing import Any
 from configs.schema import Config
 from nn.observability.progress import Progress
 from nn.observability.records import PROBLEM
-from nn.session import Session, open_session
+from nn.session import open_session
 from nn.training.evaluator import described_predictions
 
 
 def evaluate(config: Config, config_yaml: str) -> None:
     """Evaluate the model that `checkpoint.restore` names."""
     with open_session(config, config_yaml) as session:
-        if session is not None:
-            _evaluate(session)
-
-
-def _evaluate(session: Session) -> None:
-    num_steps = session.start.num_steps
-    evaluator = session.evaluator()
-    with Progress(session.console, session.metrics, num_steps, has_training=False) as progress:
-        record: dict[str, Any] = {"step": num_steps, **evaluator.run(progress)}
-        progress.show_test(record, problem=evaluator.problem)
-    if evaluator.problem is not None:
-        record[PROBLEM] = evaluator.problem
-    session.recorder.write_test(record)
-    session.recorder.write_predictions(described_predictions(session.config, evaluator, num_steps))
-    session.finish(record)
+        if session is None:
+            return
+        num_steps, evaluator = session.start.num_steps, session.evaluator()
+        with Progress(session.console, session.metrics, num_steps, has_training=False) as progress:
+            record: dict[str, Any] = {"step": num_steps, **evaluator.run(progress)}
+            progress.show_test(record, problem=evaluator.problem)
+        if evaluator.problem is not None:
+            record[PROBLEM] = evaluator.problem
+        session.recorder.write_test(record)
+        session.recorder.write_predictions(described_predictions(config, evaluator, num_steps))
+        session.finish(record)

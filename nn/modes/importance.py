@@ -8,9 +8,7 @@ from dataloading.dataset.source import Source
 from dataloading.permuted_source import BLOCK_ROWS
 from nn.distributed.errors import DivergedError
 from nn.importance import as_csv, measure_importance
-from nn.observability.console import (
-    print_importance,
-)
+from nn.observability.console import print_importance
 from nn.plots.importance import draw_importance
 from nn.session import Session, open_session
 
@@ -23,7 +21,6 @@ def importance(config: Config, config_yaml: str) -> None:
 
 
 def _importance(session: Session) -> None:
-    """Measure the importance of every feature; print it, and write importance.json and importance.csv."""
     config = session.config
     split = config.eval.split
     rows = session.source.num_rows(split)

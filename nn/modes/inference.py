@@ -4,41 +4,36 @@ from configs.schema import Config
 from dataloading.loader import Loader, LoaderSettings
 from nn.checks import count, sizes_to_time
 from nn.modes.latency import measure
-from nn.observability.console import (
-    print_inference,
-)
-from nn.session import Session, open_session
+from nn.observability.console import print_inference
+from nn.session import open_session
 
 
 def inference(config: Config, config_yaml: str) -> None:
     """Time the forward pass for each of `inference.batch_sizes`."""
     with open_session(config, config_yaml) as session:
-        if session is not None:
-            _time(session)
-
-
-def _time(session: Session) -> None:
-    config, source, ranks = session.config, session.source, session.ranks
-    session.step.set_training(False)
-    sizes = sizes_to_time(config, source, ranks)
-    left_out = [f"{size:,}" for size in config.inference.batch_sizes if size not in sizes]
-    if left_out:
-        session.console.print(
-            f"left out: batch sizes {', '.join(left_out)}, which split '{config.eval.split}' of "
-            f"{source.num_rows(config.eval.split):,} rows or {count(ranks.world_size, 'rank')} cannot fill"
-        )
-    results = []
-    for batch_size in sizes:
-        loader = Loader(
-            source,
-            config.eval.split,
-            LoaderSettings(batch_size=batch_size),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            device=ranks.device,
-            key_maps=session.step.key_maps,
-        )
-        batch = loader.batch(0).to(ranks.device)
-        results.append(measure(session.step, batch, config.inference, ranks))
-    print_inference(session.console, results)
-    session.finish({"inference": results})
+        if session is None:
+            return
+        source, ranks = session.source, session.ranks
+        session.step.set_training(False)
+        sizes = sizes_to_time(config, source, ranks)
+        left_out = [f"{size:,}" for size in config.inference.batch_sizes if size not in sizes]
+        if left_out:
+            session.console.print(
+                f"left out: batch sizes {', '.join(left_out)}, which split '{config.eval.split}' of "
+                f"{source.num_rows(config.eval.split):,} rows or {count(ranks.world_size, 'rank')} cannot fill"
+            )
+        results = []
+        for batch_size in sizes:
+            loader = Loader(
+                source,
+                config.eval.split,
+                LoaderSettings(batch_size=batch_size),
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                device=ranks.device,
+                key_maps=session.step.key_maps,
+            )
+            batch = loader.batch(0).to(ranks.device)
+            results.append(measure(session.step, batch, config.inference, ranks))
+        print_inference(session.console, results)
+        session.finish({"inference": results})

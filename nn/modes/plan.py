@@ -4,27 +4,14 @@ from functools import partial
 from pathlib import Path
 
 from configs.schema import Config
-from nn.build import (
-    checked_plan,
-    id_share,
-    model_spec,
-    planned_hardware,
-)
+from nn.build import checked_plan, id_share, model_spec, planned_hardware
 from nn.checks import open_checked
-from nn.distributed.process_group import (
-    process_rank,
-)
-from nn.observability.console import (
-    make_console,
-    make_logger,
-)
+from nn.distributed.process_group import process_rank
+from nn.observability.console import make_console, make_logger
 from nn.observability.model_summary import print_model
 from nn.observability.plan_table import BesidePlan, print_hardware, print_memory, print_plan
 from nn.observability.records import PLAN
-from nn.observability.run_directory import (
-    write_model,
-    write_plan,
-)
+from nn.observability.run_directory import write_model, write_plan
 from nn.planning.exchange import planned_exchange
 from nn.planning.memory_estimate import plan_memory
 from nn.planning.plan import replicated_tables

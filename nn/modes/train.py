@@ -12,18 +12,8 @@ from configs.messages import on_one_line
 from configs.schema import Config
 from dataloading.loader import Loader
 from nn.baseline import MOST_ROWS, baseline
-from nn.build import (
-    TRAIN_SPLIT,
-    model_spec,
-)
-from nn.checkpoint.directory import (
-    CHECKPOINTS,
-    DELTAS,
-    clear,
-    list_checkpoints,
-    prune,
-    step_of,
-)
+from nn.build import TRAIN_SPLIT, model_spec
+from nn.checkpoint.directory import CHECKPOINTS, DELTAS, clear, list_checkpoints, prune, step_of
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
 from nn.checkpoint.state import facts_of, trainer_rows
@@ -34,9 +24,7 @@ from nn.deltas.writer import DeltaRun, DeltaWriter
 from nn.distributed.errors import DivergedError, SharedError, StoppedError
 from nn.distributed.failures import lost_rank_message
 from nn.distributed.preemption import Heartbeat, StopRequest
-from nn.distributed.process_group import (
-    Ranks,
-)
+from nn.distributed.process_group import Ranks
 from nn.distributed.step_watch import STACKS, StepWatch
 from nn.hypertune import hypertune_report
 from nn.modes.day_scores import DayScores
@@ -54,14 +42,9 @@ from nn.observability.records import UNSAVED
 from nn.observability.time_left import TimeLeft
 from nn.observers.choice import Observers, make_observers
 from nn.observers.observer import Observer
-from nn.resume import (
-    ResumePoint,
-)
+from nn.resume import ResumePoint
 from nn.session import Session, open_session
-from nn.stages import (
-    retired_rows,
-)
-from nn.training.evaluator import Evaluator
+from nn.stages import retired_rows
 from nn.training.limits import EvalSteps
 from nn.training.loop_state import LoopState, Origin
 from nn.training.trainer import RunOutput, Saving, Trainer
@@ -109,15 +92,24 @@ def open_training(
         if config.checkpoint.save:
             # Its last upload may take longer than a stopped run may be silent: it ends after `StopRequest`.
             mirror = stack.enter_context(_mirror(session))
-            stop = stack.enter_context(
-                StopRequest(ranks.world_size > 1, lambda: _as_error(lost_rank_message(ranks)))
-            )
+
+            def lost() -> str:
+                text = lost_rank_message(ranks)
+                return f"error: {on_one_line(text)}\n" if text else ""
+
+            stop = stack.enter_context(StopRequest(ranks.world_size > 1, lost))
             heartbeat = stop.heartbeat
             saving = Saving(_checkpoint_manager(session, heartbeat, mirror), stop)
             deltas = _delta_saving(session, heartbeat, mirror)
             saving.manager.check_room()
         evaluator = session.evaluator(heartbeat)
-        time_left = _time_left(session, evaluator, last_step, saving)
+        evaluations = EvalSteps.of(config, loader.steps_per_epoch)
+        time_left = TimeLeft(
+            last_step,
+            lambda step: evaluations.remaining(start.stage.place(step)) + evaluator.final_part,
+            evaluator.scored["rows"] / config.train.batch_size * EVALUATED_ROW,
+            lambda: 0.0 if saving is None else saving.manager.write_s,
+        )
         progress = Progress(
             session.console,
             session.metrics,
@@ -133,8 +125,13 @@ def open_training(
             session.profiler(),
             mlperf,
             hypertune_report(session.logger) if ranks.is_rank0 else None,
-            _prometheus_file(session),
         ]
+        if config.log.prometheus is not None and ranks.is_rank0:
+            # Imported where it is used: it brings an HTTP server.
+            from nn.observers.prometheus_file import PrometheusFile
+
+            path = Path(config.log.prometheus)
+            own.append(PrometheusFile(path, str(session.recorder.run_dir), session.logger))
         observers_of_run = Observers([one for one in own if one is not None], users)
         output = RunOutput(session.recorder, progress, saving, observers_of_run)
         trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
@@ -143,20 +140,6 @@ def open_training(
         if start.is_continuation and not start.stage.is_new and ranks.is_rank0:
             trainer.take_rows(trainer_rows(start.checkpoint))
         yield trainer, saving
-
-
-def _time_left(
-    session: Session, evaluator: Evaluator, last_step: int, saving: Saving | None
-) -> TimeLeft:
-    config, loader = session.config, session.loaders.train
-    assert loader is not None
-    steps, stage = EvalSteps.of(config, loader.steps_per_epoch), session.start.stage
-    return TimeLeft(
-        last_step,
-        lambda step: steps.remaining(stage.place(step)) + evaluator.final_part,
-        evaluator.scored["rows"] / config.train.batch_size * EVALUATED_ROW,
-        lambda: 0.0 if saving is None else saving.manager.write_s,
-    )
 
 
 def _loop_state(config: Config, start: ResumePoint) -> LoopState:
@@ -217,16 +200,6 @@ def _mlperf_log(session: Session, started_ms: int) -> Iterator[MlperfLog | None]
         # All ranks raise an error of the file.
         ranks.run_on_rank0(open_log)
         yield opened[0] if opened else None
-
-
-def _prometheus_file(session: Session) -> Observer | None:
-    path = session.config.log.prometheus
-    if path is None or not session.ranks.is_rank0:
-        return None
-    # Imported where it is used: it brings an HTTP server.
-    from nn.observers.prometheus_file import PrometheusFile
-
-    return PrometheusFile(Path(path), str(session.recorder.run_dir), session.logger)
 
 
 def _mlperf_settings(session: Session) -> dict[str, Any]:
@@ -368,7 +341,10 @@ def finish_training(
 
     def finish() -> None:
         summary.update(_baseline(session, summary))
-        summary.update(_checkpoints(session.recorder.run_dir, summary["best_step"]))
+        best = summary["best_step"]
+        steps = [step_of(path) for path in list_checkpoints(session.recorder.run_dir / CHECKPOINTS)]
+        summary["checkpoint"] = f"{CHECKPOINTS}/step_{steps[0]}" if steps else None
+        summary["best_checkpoint"] = f"{CHECKPOINTS}/step_{best}" if best in steps else None
         session.recorder.finish(summary, pictures=session.config.log.pictures)
 
     # The summary comes last: a run that is killed before it has not finished.
@@ -401,16 +377,3 @@ def _baseline(session: Session, summary: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # the result of a complete training is not lost with it
         session.logger.warning(f"no baseline: {error!r}")
         return {}
-
-
-def _checkpoints(run_dir: Path, best_step: int | None) -> dict[str, str | None]:
-    """Return the latest checkpoint and that of the best evaluation, relative to the run directory; None where there is none."""
-    steps = [step_of(path) for path in list_checkpoints(run_dir / CHECKPOINTS)]
-    return {
-        "checkpoint": f"{CHECKPOINTS}/step_{steps[0]}" if steps else None,
-        "best_checkpoint": f"{CHECKPOINTS}/step_{best_step}" if best_step in steps else None,
-    }
-
-
-def _as_error(text: str) -> str:
-    return f"error: {on_one_line(text)}\n" if text else ""

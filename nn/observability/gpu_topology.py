@@ -46,7 +46,6 @@ def topology_text(gpus: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _peer_access(gpus: Sequence[Mapping[str, Any]]) -> str:
-    """Return the groups of GPUs with peer access to each other."""
     groups = dict.fromkeys(
         tuple(sorted({number, *gpu["peers"]})) for number, gpu in enumerate(gpus)
     )

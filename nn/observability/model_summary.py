@@ -1,5 +1,6 @@
 """Terminal output of a model: its components with shapes, parameters and operations, and one line of their sums."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,9 +33,10 @@ def print_model(console: Console, description: Mapping[str, Any]) -> None:
     for layer in description["layers"]:
         components.setdefault(layer["name"].partition(".")[0], []).append(layer)
     for name, layers in components.items():
+        counts = Counter(layer["type"] for layer in layers)
         table.add_row(
             name,
-            _types(layers),
+            ", ".join(kind if n == 1 else f"{n} {kind}" for kind, n in counts.items()),
             " + ".join(map(_shape, layers[0]["input"])),
             _shape(layers[-1]["output"]),
             f"{sum(layer['parameters'] for layer in layers):,}",
@@ -47,21 +49,12 @@ def print_model(console: Console, description: Mapping[str, Any]) -> None:
     )
 
 
-def _types(layers: list[Mapping[str, Any]]) -> str:
-    """Return the types of layers with their numbers, such as `3 Linear, 2 Dropout`."""
-    counts: dict[str, int] = {}
-    for layer in layers:
-        counts[layer["type"]] = counts.get(layer["type"], 0) + 1
-    return ", ".join(name if n == 1 else f"{n} {name}" for name, n in counts.items())
-
-
 def _shape(size: list[int] | None) -> str:
     """Return a shape per sample, such as `6 x 16`; a number per sample has none."""
     return "" if size is None else " x ".join(map(str, size)) or "1"
 
 
 def _short(count: int) -> str:
-    """Return a count with three digits and a unit, such as `14.2 k`."""
     for size, unit in UNITS:
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -64,8 +64,6 @@ def print_hardware(console: Console, config: Config, hardware: Hardware) -> None
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of the printed plan: a table, or several of one kind."""
-
     name: str
     tables: Sequence[TablePlan]
 
@@ -106,7 +104,6 @@ def _lines(tables: Sequence[TablePlan]) -> Iterator[_Line]:
 
 
 def _plan_table(unit: str, *, has_expansion: bool) -> Table:
-    """Return the empty table of a plan."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("table", overflow="fold")
     for name in ("rows", "dim", "hotness"):

@@ -72,15 +72,8 @@ def check_profile(
 class Profiler(Observer):
     """Profiler of the training loop.
 
-    Args:
-        config: profiler options.
-        start_step: step that the run resumes from; 0 for a new run.
-        run_dir: parent of the folder `profile`.
-        console: prints the breakdown.
-        ranks: this process.
-
-    Attributes:
-        steps: steps that run under the profiler, including its warm-up. They do not count for throughput.
+    `start_step`: step that the run resumes from; 0 for a new run. `steps`: those that run under the profiler, including its
+    warm-up. They do not count for throughput.
     """
 
     def __init__(
@@ -115,7 +108,6 @@ class Profiler(Observer):
                 loop.resume_speed()
 
     def start(self) -> None:
-        """Start tracing."""
         if self._for_nsight:
             self._open.enter_context(use_annotations(nvtx.range))
         else:

@@ -77,7 +77,6 @@ class Progress(WithBar):
             bar.refresh()
 
     def show_train(self, record: Mapping[str, Any]) -> None:
-        """Show a training record."""
         if self.bar is not None:
             self.bar.update(self._task, completed=record["step"], record=record)
         else:
@@ -145,7 +144,6 @@ def format_test(
 def _table_of_tasks(
     record: Mapping[str, Any], metrics: Sequence[Metric], problem: str | None
 ) -> Table:
-    """Return a line per task and a column per metric."""
     named = dict.fromkeys(metric.name for metric in metrics)
     titles = {m.name: m.title.removeprefix(f"{m.task} ") for m in metrics}
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")

@@ -138,7 +138,7 @@ class RunDirectory:
                 LoggedRun(
                     directory=run_dir,
                     key=hashlib.sha256((run_dir.name + first_line).encode()).hexdigest()[:16],
-                    config=_options(config_yaml),
+                    config=parse_yaml(config_yaml, CONFIG),
                     config_yaml=config_yaml,
                     environment=environment,
                     first_step=0 if kept is None else kept.step + 1,
@@ -273,12 +273,6 @@ def write_plan(directory: Path, rows: Sequence[TablePlan], memory: Sequence[Rank
     if memory:
         content = [asdict(rank) | {"total": rank.total} for rank in memory]
         _write_json(directory / "memory.json", content)
-
-
-def _options(config_yaml: str) -> dict[str, Any]:
-    """Return the options in the text of a configuration, by section."""
-    options = parse_yaml(config_yaml, CONFIG)
-    return options if isinstance(options, dict) else {}
 
 
 def draw_missing_pictures(run_dir: Path, logger: Logger) -> None:

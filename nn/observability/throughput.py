@@ -26,13 +26,11 @@ class ThroughputMeter:
         self._steps += 1
 
     def pause(self) -> None:
-        """Stop the clock if it runs."""
         if self._since is not None:
             self._seconds += time.perf_counter() - self._since
         self._since = None
 
     def resume(self) -> None:
-        """Start the clock again."""
         self._since = time.perf_counter()
 
     def window(self) -> dict[str, float]:

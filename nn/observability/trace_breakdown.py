@@ -91,7 +91,6 @@ class Breakdown:
     kernels: tuple[tuple[str, str, float], ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the breakdown as a dictionary for JSON."""
         return asdict(self)
 
     def phase(self, name: str) -> PhaseTime:
@@ -115,7 +114,11 @@ def read_trace(path: Path) -> Trace:
 
 def break_down(trace: Trace, num_kernels: int = 20) -> Breakdown:
     """Attribute the time of a trace to phases. Raises ValueError: the trace has no step."""
-    steps = _steps_of(trace)
+    steps = [span for span in trace.annotations if span.name == STEP]
+    if not steps:
+        raise ValueError(
+            f"the trace contains no range called '{STEP}'; record it with profile.steps=10 in mode=train"
+        )
     on_gpu = bool(trace.kernels)
     annotations = [span for span in trace.annotations if span.name != STEP]
     spans = list(trace.kernels) if on_gpu else annotations
@@ -146,7 +149,10 @@ def break_down(trace: Trace, num_kernels: int = 20) -> Breakdown:
             idle += until - since
     if on_gpu and waits:
         total[DATA_WAIT] = sum(until - since for since, until in waits)
-    longest = _longest_kernels(trace.kernels, num_kernels)
+    by_kernel: dict[str, float] = defaultdict(float)
+    for kernel in trace.kernels:
+        by_kernel[kernel.name] += kernel.end_us - kernel.start_us
+    longest = sorted(by_kernel.items(), key=lambda item: -item[1])[:num_kernels]
     return Breakdown(
         on_gpu=on_gpu,
         num_steps=len(steps),
@@ -164,23 +170,6 @@ def break_down(trace: Trace, num_kernels: int = 20) -> Breakdown:
         ),
         kernels=tuple((name, label(name), us / us_per_ms_step) for name, us in longest),
     )
-
-
-def _steps_of(trace: Trace) -> list[Span]:
-    steps = [span for span in trace.annotations if span.name == STEP]
-    if not steps:
-        raise ValueError(
-            f"the trace contains no range called '{STEP}'; record it with profile.steps=10 in mode=train"
-        )
-    return steps
-
-
-def _longest_kernels(kernels: Iterable[Span], num_kernels: int) -> list[tuple[str, float]]:
-    """Return name and microseconds of the kernels that took most time in total, the longest first."""
-    by_kernel: dict[str, float] = defaultdict(float)
-    for kernel in kernels:
-        by_kernel[kernel.name] += kernel.end_us - kernel.start_us
-    return sorted(by_kernel.items(), key=lambda item: -item[1])[:num_kernels]
 
 
 def _spans(events: Iterable[dict[str, Any]], categories: Sequence[str]) -> Iterator[Span]:

@@ -79,15 +79,6 @@ def plan_memory(
     model = build_meta(config.model, seen)
     dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
     batch_bytes, arrived_bytes = _bytes_of_batches(spec, seen, plan, batch, world_size)
-    counts = id_counts(seen, batch)
-    # Events have room for the capacity of their group; the graph has a copy of their numbers.
-    capacity = {group.name: counts[group.features[0]].capacity for group in seen.sequences}
-    numbers = sum(capacity[group.name] * len(group.numbers) for group in seen.sequences)
-    batch_bytes += (BATCHES_ON_DEVICE + 1) * 4 * numbers
-    event_columns = model.activations().event_columns
-    event_bytes = activation_bytes * sum(
-        capacity[name] * event_columns[name] for name in event_columns
-    )
     declared = declared_tables(config.model, seen)
     # Of an element that is looked up; fp16 is sent as fp32.
     sent_bytes = 2 if amp is Amp.bf16 else 4
@@ -96,7 +87,9 @@ def plan_memory(
     eval_batch = config.eval.batch_size // world_size
     features = _ids_of_tables(declared, seen, batch)
     requests = requests_of(config, seen, plan, world_size)
-    handed_out = _HandedOut.of(requests, sent_bytes, event_bytes)
+    event_columns = model.activations().event_columns
+    events = sum(size * event_columns.get(name, 0) for name, size in _events(seen, batch).items())
+    handed_out = _HandedOut.of(requests, sent_bytes, activation_bytes * events)
     dense_pass = _dense_pass(config, model, batch, embedding_bytes, handed_out, world_size == 1)
     eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
     others = not_requested(plan, requests)
@@ -253,7 +246,17 @@ def _bytes_of_batches(
     own += (ID_BYTES + POSITION_BYTES) * ids_per_row
     # What arrives is copied to the graphs of training and evaluation. Between ranks it is also received and put in order.
     arrived_bytes = 3 * ID_BYTES + (ID_BYTES + POSITION_BYTES if world_size > 1 else 0)
-    return batch * (BATCHES_ON_DEVICE * row + own), arrived_bytes
+    # Numbers of events are padded, and the graph has a copy.
+    events, groups = _events(spec, batch), spec.sequences
+    numbers = sum(events[group.name] * len(group.numbers) for group in groups)
+    events_bytes = (BATCHES_ON_DEVICE + 1) * 4 * numbers
+    return batch * (BATCHES_ON_DEVICE * row + own) + events_bytes, arrived_bytes
+
+
+def _events(spec: FeatureSpec, batch: int) -> dict[str, int]:
+    """Return the events of each sequence group that a rank's batch has room for."""
+    counts = id_counts(spec, batch)
+    return {group.name: counts[group.features[0]].capacity for group in spec.sequences}
 
 
 def update_bytes(num_keys: float, columns: int) -> int:

@@ -1,6 +1,6 @@
 """Picture of a run's records over steps: loss, the main metric of each task, throughput, and a learning rate that changes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,13 +53,11 @@ class RunRecords:
 
     @property
     def first_step(self) -> int:
-        """Return the step that the run began at."""
         start = self.header.get("start_step")
         return min(self.last_step, int(start) if is_finite(start) else 0)
 
     @property
     def last_step(self) -> int:
-        """Return the last recorded step."""
         return max((record["step"] for record in self.records), default=0)
 
     @property
@@ -124,7 +122,9 @@ def draw_curves(run: RunRecords, out_png: Path) -> None:
     """
     metrics = main_metrics(run.records)
     drawn = metrics[:MOST_TASKS]
-    rows = list(_rows_of_panels(1 + len(drawn)))
+    # At most three panels in a row, evenly filled.
+    num_panels, num_rows = 1 + len(drawn), -(-(1 + len(drawn)) // 3)
+    rows = [num_panels // num_rows + (r < num_panels % num_rows) for r in range(num_rows)]
     rate = series(run.records, "lr")
     lower = [_draw_speed, _draw_rate] if len(set(rate[1])) > 1 else [_draw_speed]
     height = 3.5 + 4.4 * (0.55 + 0.45 * len(rows))
@@ -147,13 +147,6 @@ def draw_curves(run: RunRecords, out_png: Path) -> None:
             for step in set(run.restarts):
                 axes.axvline(step, color=INK, linestyle=(0, (1, 2)), linewidth=1.1, zorder=1.5)
         _set_steps(panels, panels[-len(lower) :], run)
-
-
-def _rows_of_panels(count: int) -> Iterator[int]:
-    """Yield the panels per row: at most three, evenly filled."""
-    num_rows = -(-count // 3)
-    for row in range(num_rows):
-        yield count // num_rows + (row < count % num_rows)
 
 
 def _title(run: RunRecords, metrics: Sequence[_Metric]) -> str:

@@ -178,7 +178,6 @@ def _mark_percent(
     *,
     below: bool,
 ) -> None:
-    """Mark and label the curve at some percentages of the rows."""
     offset = (7, -10) if below else (6, 5)
     for percent in percentages:
         value = gain[key][gain["rows_percent"].index(percent)]

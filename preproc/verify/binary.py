@@ -11,13 +11,9 @@ import numpy as np
 from dataloading.dataset.documents import resolved
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
-from dataloading.dataset.sequences import MOMENT_DTYPE, SequenceGroup, ages_of, out_of_order
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, expect
-from dataloading.gather import expand
 
 _UNLISTED = (None, None)
-ROWS_OF_EVENTS = 4096
-"""Rows whose events are in memory at a time."""
 NO_KEY = -1
 """Padding of ragged requests, which no key may be."""
 
@@ -51,7 +47,6 @@ class FileTask:
 def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
     """Yield every file that the spec names, or for which it lists a checksum."""
     listed = _listed_files(spec)
-    seen: set[Path] = set()
     for split, files in spec.splits.items():
         for path in files.parquet:
             num_bytes, crc32 = listed.pop(path, _UNLISTED)
@@ -67,12 +62,10 @@ def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
         }
         if files.numerical is not None:
             checks[files.numerical] = _numerical(spec)
-        for group in spec.sequences:
-            _add_events(checks, num_bytes_of, spec, group, files)
         for feature in spec.categorical:
             ids, ends = files.ids[feature.name], None
-            if ids in checks:
-                continue
+            if spec.group_of(feature.name) is not None:
+                continue  # `preproc.verify.run.event_mistakes` reads them row by row
             if feature.hotness is None:
                 offsets = files.offsets[feature.name]
                 ends = _mapped(offsets)
@@ -82,11 +75,7 @@ def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
                 checks[offsets] = _offsets()
             checks[ids] = _ids(feature, ends)
         labels = {files.columns.get(label.name): label for label in spec.labels}
-        # Splits may share events.
         for path, check in checks.items():
-            if path in seen:
-                continue
-            seen.add(path)
             crc32 = listed.pop(path, _UNLISTED)[1]
             task = FileTask(path, num_bytes_of[path], crc32, check)
             is_label = path in labels
@@ -190,75 +179,6 @@ def _ids(feature: CategoricalFeature, offsets: np.ndarray | None) -> Column:
 
     kind = wrong_ids(feature)
     return Column(feature.dtype.newbyteorder("<"), wrong, kind, place)
-
-
-def _add_events(
-    checks: dict[Path, Column],
-    num_bytes_of: dict[Path, int],
-    spec: FeatureSpec,
-    group: SequenceGroup,
-    files: SplitFiles,
-) -> None:
-    """Add the checks and sizes of the files of a sequence group."""
-    features = {feature.name: feature for feature in spec.categorical}
-    first = group.features[0]
-    num_events = files.ids[first].stat().st_size // features[first].dtype.itemsize
-    for name in group.features:
-        check = _ids(features[name], None)
-        checks[files.ids[name]] = replace(check, place=lambda index: f"event {index:,}")
-        num_bytes_of[files.ids[name]] = num_events * check.dtype.itemsize
-    for number in group.numbers:
-        path, dtype = files.events[number.name], number.dtype.newbyteorder("<")
-        kind = f"numbers of '{number.name}' that are not finite"
-        checks[path] = Column(
-            dtype, lambda items: ~np.isfinite(items), kind, lambda index: f"event {index:,}"
-        )
-        num_bytes_of[path] = num_events * dtype.itemsize
-    path = files.slices[group.name]
-    stored = _mapped(path)
-    slices = stored[: len(stored) // 2 * 2].reshape(-1, 2)
-
-    def wrong_slices(bounds: np.ndarray) -> np.ndarray:
-        """Mark the first item of each."""
-        starts, ends = bounds[0::2], bounds[1::2]
-        wrong = np.zeros(len(bounds), bool)
-        long = (ends < starts) | (ends - starts > group.max_length)
-        wrong[: 2 * len(ends) : 2] = (starts < 0) | (ends > num_events) | long
-        return wrong
-
-    kind = f"slices that lie outside the {num_events:,} events or have more than {group.max_length}"
-    checks[path] = Column(OFFSET_DTYPE, wrong_slices, kind, lambda index: _row(index // 2))
-    if group.time is not None:
-        times = _mapped(files.events[group.time])
-        check = _moments(group, wrong_slices, slices, times)
-        checks[files.moments[group.name]] = check
-
-
-def _moments(
-    group: SequenceGroup, wrong_slices: Wrong, slices: np.ndarray, times: np.ndarray
-) -> Column:
-    """Return the check of the moments of rows, by the times of their events."""
-    begun = 0
-
-    def wrong(moments: np.ndarray) -> np.ndarray:
-        nonlocal begun
-        found = np.zeros(len(moments), bool)
-        # In parts, since each row may have `max_length` events.
-        for start in range(0, len(moments), ROWS_OF_EVENTS):
-            part = moments[start : start + ROWS_OF_EVENTS]
-            bounds = slices[begun + start :][: len(part)]
-            part = part[: len(bounds)]
-            outside = wrong_slices(bounds.reshape(-1))[::2] | (bounds[:, 1] > len(times))
-            bounds = np.where(outside[:, None], 0, bounds)
-            lengths = bounds[:, 1] - bounds[:, 0]
-            ages = ages_of(times[expand(bounds)], part, lengths)
-            events = np.flatnonzero((ages <= 0) | out_of_order(ages, lengths))
-            found[start + np.cumsum(lengths).searchsorted(events, "right")] = True
-        begun += len(moments)
-        return found
-
-    kind = f"moments of '{group.name}' whose row has an event that is not earlier, or events that are not oldest first"
-    return Column(MOMENT_DTYPE, wrong, kind, _row)
 
 
 def _offsets() -> Column:

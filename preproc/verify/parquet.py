@@ -9,7 +9,6 @@ import pyarrow.compute as pc
 
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, parquet_columns
 from dataloading.dataset.parquet_files import check_columns, open_file
-from dataloading.dataset.row_groups import Place
 from preproc.report.console import LabelSum
 from preproc.verify.binary import NO_KEY, mistakes, wrong_ids
 
@@ -31,9 +30,6 @@ def check_values(
                 for kind, rows, first in _mistakes(table, spec):
                     counts[kind] = counts.get(kind, 0) + len(rows)
                     firsts.setdefault(kind, f"{first} at row {num_rows + int(rows[0]):,}")
-                for kind, error in _wrong_events(table, spec, Place(path, num_rows)):
-                    counts[kind] = counts.get(kind, 0) + 1
-                    firsts.setdefault(kind, error)
                 num_rows += len(table)
                 for label in spec.labels:
                     if label.name in kinds:
@@ -63,17 +59,6 @@ def _mistakes(table: pa.Table, spec: FeatureSpec) -> Iterator[tuple[str, np.ndar
             yield kind, np.flatnonzero(wrong), values[wrong.argmax()]
     for feature in spec.categorical:
         yield from _wrong_ids(table.column(feature.name).combine_chunks(), feature)
-
-
-def _wrong_events(table: pa.Table, spec: FeatureSpec, where: Place) -> Iterator[tuple[str, str]]:
-    """Yield (kind of mistake, the first one) of each sequence group with wrong events."""
-    for group in spec.sequences:
-        try:
-            lengths = {name: np.diff(where.flat(table, name)[1]) for name in group.features}
-            moments = where.whole(table, group.name).to_numpy() if group.time else None
-            where.events(table, group, lengths, moments)
-        except ValueError as error:
-            yield f"row groups with wrong events of '{group.name}'", str(error)
 
 
 def _wrong_ids(

@@ -7,7 +7,7 @@ writes it, has no checksums to compare with. All other checks apply to it too.
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,15 @@ from threading import Lock
 import numpy as np
 
 from configs.preproc_schema import PreprocConfig
-from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec, measured
+from dataloading.dataset.open_dataset import open_dataset
 from preproc.report.console import LabelSum, Progress, SplitSummary, print_splits
 from preproc.verify.binary import FileTask, file_tasks, listed_in, listed_rows, num_rows_of
 from preproc.verify.vocabulary import vocabulary_mistakes
 
 CHUNK_BYTES = 1 << 22
 """Bytes per read and thread; memory is a few times that per thread, for any size of the dataset."""
+READ_ROWS = 4096
 
 
 @dataclass(slots=True)
@@ -75,6 +77,10 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
         written = listed_rows(spec, name)
         if files.parquet and written is not None and written != split.rows:
             findings.add(where, f"{split.rows:,} rows, want the {written:,} of the spec")
+    if spec.sequences:
+        with progress.stage("read the events of every row"):
+            for path, text in event_mistakes(spec):
+                findings.add(path, text)
     if not findings.num_wrong:
         with progress.stage("compare ids with vocabularies"):
             for path, text in vocabulary_mistakes(spec, config.fitted):
@@ -92,6 +98,23 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
     progress.say(f"{config.path}: {outcome} ({rate:,.0f} MB/s)")
     if findings.num_wrong:
         raise SystemExit(1)
+
+
+def event_mistakes(spec: FeatureSpec) -> Iterator[tuple[Path, str]]:
+    """Yield (directory, first mistake) of the splits whose events or rows a reader refuses."""
+    assert spec.root is not None
+    try:
+        source = open_dataset(measured(spec))
+    except ValueError as error:
+        yield spec.root, str(error)
+        return
+    for split in spec.splits:
+        num_rows = source.num_rows(split)
+        try:
+            for start in range(0, num_rows, READ_ROWS):
+                source.read(split, np.array([[start, min(start + READ_ROWS, num_rows)]]))
+        except ValueError as error:
+            yield spec.root / split, f"the first mistake that a reader finds: {error}"
 
 
 def verify(tasks: list[FileTask], threads: int, advance: Callable[[int], None]) -> Findings:

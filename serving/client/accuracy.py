@@ -12,7 +12,7 @@ from configs.serving_schema import AccuracyConfig
 from nn.metrics.ranking import roc_auc
 from serving.client.connection import Connection
 from serving.client.dataset_requests import read_rows, scores_of
-from serving.client.target import Target, open_target
+from serving.client.target import open_target
 
 SMALLEST = 1e-7
 """Probabilities are kept this far from 0 and 1, as float32 tells no more."""
@@ -34,21 +34,41 @@ async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
             f"data_path={config.data_path} has the labels {', '.join(names)}, and the model the outputs "
             f"{', '.join(target.encoder.outputs)}"
         )
-    size = min(
-        target.source.num_rows(config.split), (config.max_steps or 1 << 62) * config.batch_size
-    )
-    scored = _Scored(np.empty((size, len(spec.labels)), np.float32), names)
+    num_rows = target.source.num_rows(config.split)
+    size = min(num_rows, (config.max_steps or 1 << 62) * config.batch_size)
+    labels = np.empty((size, len(names)), np.float32)
+    scores = np.full_like(labels, np.nan)
+    latencies: list[float] = []
+    ranges = iter(range(0, size, config.batch_size))
+
+    async def send(connection: Connection) -> None:
+        for first in ranges:
+            last = min(first + config.batch_size, size)
+            columns = read_rows(target.source, config.split, first, last)
+            request = target.encoder.encode(columns)
+            started = time.perf_counter()
+            reply = await connection.call(target.path, request.body, request.header_length)
+            latencies.append(time.perf_counter() - started)
+            labels[first:last] = columns.labels.reshape(last - first, -1)
+            for name, values in scores_of(reply, request.num_rows).items():
+                scores[first:last, names.index(name)] = values
+
+    connections = [Connection(target.address) for _ in range(config.concurrency)]
     started = time.perf_counter()
-    await _score(target, config, scored)
+    try:
+        await asyncio.gather(*map(send, connections))
+    finally:
+        for connection in connections:
+            connection.close()
     seconds = time.perf_counter() - started
-    ms = np.array(scored.latencies) * 1e3
+    ms = np.array(latencies) * 1e3
     p90, p95, p99 = (float(value) for value in np.quantile(ms, [0.9, 0.95, 0.99]))
     return {
         "split": config.split,
         "rows": size,
         "outputs": {
-            name: scored.accuracy(name, is_binary=column.is_binary)
-            for name, column in zip(names, spec.labels, strict=True)
+            label.name: _accuracy(labels[:, i], scores[:, i], is_binary=label.is_binary)
+            for i, label in enumerate(spec.labels)
         },
         "requests": len(ms),
         "batch_size": config.batch_size,
@@ -61,58 +81,15 @@ async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
     }
 
 
-class _Scored:
-    """Scores and labels of a split.
-
-    `labels`: float32 [rows, labels], to be filled. `latencies`: seconds of each request.
-    """
-
-    def __init__(self, labels: np.ndarray, names: list[str]) -> None:
-        self._labels, self._names = labels, names
-        self._scores = np.full(labels.shape, np.nan, np.float32)
-        self.latencies: list[float] = []
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def add(self, first: int, labels: np.ndarray, scores: Mapping[str, np.ndarray]) -> None:
-        """Store the rows of a request."""
-        rows = slice(first, first + len(labels))
-        self._labels[rows] = labels.reshape(len(labels), -1)
-        for column, name in enumerate(self._names):
-            self._scores[rows, column] = scores[name]
-
-    def accuracy(self, name: str, *, is_binary: bool) -> dict[str, float]:
-        """Return AUC and log loss of a binary label, or the root of the mean squared error of another."""
-        column = self._names.index(name)
-        labels, scores = self._labels[:, column], self._scores[:, column].astype(np.float64)
-        if not is_binary:
-            return {"rmse": float(np.sqrt(np.mean((scores - labels) ** 2)))}
-        auc = roc_auc(torch.from_numpy(scores), torch.from_numpy(labels))
-        chances = scores.clip(SMALLEST, 1 - SMALLEST)
-        losses = np.where(labels > 0.5, -np.log(chances), -np.log1p(-chances))
-        return {"auc": auc, "log_loss": float(losses.mean())}
-
-
-async def _score(target: Target, config: AccuracyConfig, scored: _Scored) -> None:
-    ranges = iter(range(0, len(scored), config.batch_size))
-
-    async def send(connection: Connection) -> None:
-        for first in ranges:
-            last = min(first + config.batch_size, len(scored))
-            columns = read_rows(target.source, config.split, first, last)
-            request = target.encoder.encode(columns)
-            started = time.perf_counter()
-            reply = await connection.call(target.path, request.body, request.header_length)
-            scored.latencies.append(time.perf_counter() - started)
-            scored.add(first, columns.labels, scores_of(reply, request.num_rows))
-
-    connections = [Connection(target.address) for _ in range(config.concurrency)]
-    try:
-        await asyncio.gather(*map(send, connections))
-    finally:
-        for connection in connections:
-            connection.close()
+def _accuracy(labels: np.ndarray, scores: np.ndarray, *, is_binary: bool) -> dict[str, float]:
+    """Return AUC and log loss of a binary label, or the root of the mean squared error of another."""
+    scores = scores.astype(np.float64)
+    if not is_binary:
+        return {"rmse": float(np.sqrt(np.mean((scores - labels) ** 2)))}
+    auc = roc_auc(torch.from_numpy(scores), torch.from_numpy(labels))
+    chances = scores.clip(SMALLEST, 1 - SMALLEST)
+    losses = np.where(labels > 0.5, -np.log(chances), -np.log1p(-chances))
+    return {"auc": auc, "log_loss": float(losses.mean())}
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:

@@ -53,7 +53,6 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """Text of an error."""
         try:
             return str(decode_json(self.body)["error"])
         except (ValueError, LookupError, TypeError):
@@ -85,7 +84,6 @@ class Connection:
             raise ServerError(f"no answer from {where}: {reason}; is the server ready?") from None
 
     def head(self, path: str, body: bytes | None, header_length: int | None = None) -> bytes:
-        """Return request line and headers."""
         address = self._address
         lines = [
             f"{'GET' if body is None else 'POST'} {address.prefix}{path} HTTP/1.1",
@@ -121,7 +119,6 @@ class Connection:
         return Reply(status, headers, content)
 
     def close(self) -> None:
-        """Close the connection."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None

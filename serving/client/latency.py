@@ -1,14 +1,16 @@
 """Loads of all sizes on a server, one after another, with real rows of a dataset."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 from configs.serving_schema import LatencyConfig
 from serving.client.connection import Address, Connection, ServerError
 from serving.client.dataset_requests import EncodedRequest, read_rows
-from serving.client.load import Body, Measured, closed_load, loads, open_load
+from serving.client.load import Body, closed_load, open_load
 from serving.client.results import HEAD, LoadResult, line
-from serving.client.server_time import ServerTime, server_time
+from serving.client.server_time import server_time
 from serving.client.shared_memory import EXTENSION, SharedInputs
 from serving.client.target import Target, open_target
 
@@ -31,17 +33,20 @@ async def measure(config: LatencyConfig, say: Callable[[str], None]) -> list[Loa
         )
     metrics = config.metrics_url or f"{config.url.rstrip('/')}/metrics"
     say(HEAD)
-    results = []
+    results, model = [], str(config.model)
+    loads: list[tuple[int | None, float | None]] = [(number, None) for number in config.concurrency]
+    loads += [(None, rate) for rate in config.rates]
     for batch in config.batch_sizes:
         requests = some_requests(target, config.split, batch)
         async with _bodies(target.address, requests, shared=config.shared_memory) as bodies:
-            for concurrency, rate in loads(config.concurrency, config.rates):
-                load = _Load(target, bodies, concurrency, rate)
+            for concurrency, rate in loads:
+                send: Any = closed_load if rate is None else open_load
+                load = partial(send, target.address, target.path, bodies, rate or concurrency)
                 if config.warmup_s:
-                    await load.run(config.warmup_s)
-                before = await _server_time(target, metrics, config)
-                measured = await load.run(config.seconds)
-                after = await _server_time(target, metrics, config)
+                    await load(config.warmup_s)
+                before = await server_time(metrics, model, target.address.token)
+                measured = await load(config.seconds)
+                after = await server_time(metrics, model, target.address.token)
                 if not measured.latencies:
                     raise ServerError(f"batch {batch:,}: no request was answered: {measured.error}")
                 own = None if after is None else after.per_request(before)
@@ -51,32 +56,6 @@ async def measure(config: LatencyConfig, say: Callable[[str], None]) -> list[Loa
                 if measured.error:
                     say(f"{measured.failed:,} failed, the first: {measured.error}")
     return results
-
-
-async def _server_time(target: Target, metrics: str, config: LatencyConfig) -> ServerTime | None:
-    assert config.model is not None, "checked by the options"
-    return await server_time(metrics, config.model, target.address.token)
-
-
-class _Load:
-    """A load on a server."""
-
-    def __init__(
-        self,
-        target: Target,
-        bodies: Sequence[Body],
-        concurrency: int | None,
-        rate: float | None,
-    ) -> None:
-        self._target, self._bodies = target, bodies
-        self._concurrency, self._rate = concurrency, rate
-
-    async def run(self, seconds: float) -> Measured:
-        address, path = self._target.address, self._target.path
-        if self._rate is not None:
-            return await open_load(address, path, self._bodies, self._rate, seconds)
-        assert self._concurrency is not None, "a load has one of both"
-        return await closed_load(address, path, self._bodies, self._concurrency, seconds)
 
 
 def some_requests(target: Target, split: str, batch: int) -> list[EncodedRequest]:

@@ -11,20 +11,12 @@ from serving.client.results import LoadResult
 
 FEWEST_OF_P99 = 1000
 """Requests of which a hundredth tells the 99th percentile; of fewer ones the point is hollow."""
-NEAREST = 0.09
-"""Least distance of two ticks, as a share of their axis."""
-FEWEST_TICKS = 3
-MOST_TICKS = 8
 MARGIN = 1.12
 """Of an axis around its values, as a factor."""
-STEPS = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
-"""Numbers of a decade that may be ticks, from few to many."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row of panels."""
-
     results: Sequence[LoadResult]
     over: str  # attribute of the x axis
     line: str  # attribute that a line has in common
@@ -113,56 +105,18 @@ def _draw_row(row: _Row, latency: Any, speed: Any) -> None:
 
 def _set_log(axis: Any, values: Sequence[float], at: Sequence[float] | None = None) -> None:
     """Make an axis logarithmic, with plain numbers as ticks: matplotlib writes powers of ten alone, often none."""
-    low, high = limits(values)
-    ticks = round_ticks(low, high) if at is None else apart(at, low, high)
-    set_scale, set_limits = (
-        (axis.axes.set_xscale, axis.axes.set_xlim)
-        if axis.axis_name == "x"
-        else (axis.axes.set_yscale, axis.axes.set_ylim)
-    )
-    set_scale("log")
-    set_limits(low, high)
-    axis.set_ticks(ticks, [_number(tick) for tick in ticks])
-    axis.set_ticks([], minor=True)
+    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
-
-def limits(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of an axis, with room around the values."""
     low, high = min(values), max(values)
     # A single value, or nearly equal ones, are drawn in the middle, not blown up.
     room = max(MARGIN, math.sqrt(2.0 / (high / low)))
-    return low / room, high * room
-
-
-def round_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers of a logarithmic axis, at least three."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    ticks: list[float] = []
-    for steps in STEPS:
-        numbers = (step * 10.0**power for power in range(first, last + 1) for step in steps)
-        found = [number for number in numbers if low <= number <= high]
-        if len(found) > MOST_TICKS and len(ticks) >= FEWEST_TICKS:
-            break
-        ticks = found
-        if len(ticks) > FEWEST_TICKS:
-            break
-    if len(ticks) >= FEWEST_TICKS:
-        return apart(ticks, low, high)
-    size = 10.0 ** math.floor(math.log10((high - low) / FEWEST_TICKS))
-    size *= max(step for step in (1, 2, 5) if step * size * FEWEST_TICKS <= high - low)
-    return [size * n for n in range(math.ceil(low / size), math.floor(high / size) + 1)]
-
-
-def apart(ticks: Sequence[float], low: float, high: float) -> list[float]:
-    """Return the ticks whose texts do not touch; of two that would, the larger one."""
-    size = math.log(high / low)
-    kept: list[float] = []
-    for tick in reversed(ticks):
-        if not kept or math.log(kept[-1] / tick) >= NEAREST * size:
-            kept.append(tick)
-    return kept[::-1]
+    name = axis.axis_name
+    axis.axes.set(**{f"{name}scale": "log", f"{name}lim": (low / room, high * room)})
+    locator = LogLocator(subs=(1, 2, 5)) if high > 20 * low else MaxNLocator(6)
+    axis.set_major_locator(locator if at is None else FixedLocator(at))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: _number(value))
 
 
 def _number(value: float) -> str:
-    """Return a number as people write it."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:g}"

@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from serving.client.connection import Address, Connection, Reply, ServerError
@@ -30,7 +31,6 @@ class Measured:
     client_seconds: float = 0.0  # of CPU that this process took
 
     def add(self, reply: Reply | ServerError, seconds: float) -> None:
-        """Count a request."""
         if isinstance(reply, Reply) and reply.status == 200:
             self.latencies.append(seconds)
             return
@@ -45,6 +45,7 @@ async def closed_load(
 ) -> Measured:
     """Keep `concurrency` requests under way for some seconds: each connection sends the next one when it has an answer."""
     measured, order = Measured(), itertools.cycle(bodies)
+    connections = [Connection(address) for _ in range(concurrency)]
     end = time.perf_counter() + seconds
 
     async def send(connection: Connection) -> None:
@@ -52,8 +53,8 @@ async def closed_load(
             reply = await _reply(connection, path, next(order))
             measured.add(reply, time.perf_counter() - started)
 
-    async with _Pool(address, concurrency) as pool:
-        await _timed(measured, lambda: asyncio.gather(*map(send, pool.connections)))
+    with _timed(measured, connections):
+        await asyncio.gather(*map(send, connections))
     return measured
 
 
@@ -66,49 +67,39 @@ async def open_load(
     """
     measured, order = Measured(), itertools.cycle(bodies)
     count = max(1, round(rate * seconds))
-    async with _Pool(address, min(MOST_CONNECTIONS, count)) as pool:
-        free: asyncio.LifoQueue[Connection] = asyncio.LifoQueue()
-        for connection in pool.connections:
-            free.put_nowait(connection)
+    connections = [Connection(address) for _ in range(min(MOST_CONNECTIONS, count))]
+    free: asyncio.LifoQueue[Connection] = asyncio.LifoQueue()
+    for connection in connections:
+        free.put_nowait(connection)
 
-        async def send(due: float, body: Body) -> None:
-            connection = await free.get()
-            reply = await _reply(connection, path, body)
-            measured.add(reply, time.perf_counter() - due)
-            free.put_nowait(connection)
+    async def send(due: float, body: Body) -> None:
+        connection = await free.get()
+        reply = await _reply(connection, path, body)
+        measured.add(reply, time.perf_counter() - due)
+        free.put_nowait(connection)
 
-        async def all_requests() -> None:
-            started, tasks = time.perf_counter(), []
-            for index in range(count):
-                due = started + index / rate
-                if (wait := due - time.perf_counter()) > 0:
-                    await asyncio.sleep(wait)
-                tasks.append(asyncio.create_task(send(due, next(order))))
-            await asyncio.gather(*tasks)
-
-        await _timed(measured, all_requests)
+    with _timed(measured, connections):
+        started, tasks = time.perf_counter(), []
+        for index in range(count):
+            due = started + index / rate
+            if (wait := due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(asyncio.create_task(send(due, next(order))))
+        await asyncio.gather(*tasks)
     return measured
 
 
-class _Pool:
-    """Connections that are closed at the end."""
-
-    def __init__(self, address: Address, count: int) -> None:
-        self.connections = [Connection(address) for _ in range(count)]
-
-    async def __aenter__(self) -> "_Pool":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for connection in self.connections:
-            connection.close()
-
-
-async def _timed(measured: Measured, run: Callable) -> None:
+@contextmanager
+def _timed(measured: Measured, connections: Sequence[Connection]) -> Iterator[None]:
+    """Time the block, and close its connections."""
     started, cpu = time.perf_counter(), time.process_time()
-    await run()
-    measured.seconds = time.perf_counter() - started
-    measured.client_seconds = time.process_time() - cpu
+    try:
+        yield
+    finally:
+        measured.seconds = time.perf_counter() - started
+        measured.client_seconds = time.process_time() - cpu
+        for connection in connections:
+            connection.close()
 
 
 async def _reply(connection: Connection, path: str, body: Body) -> Reply | ServerError:
@@ -116,11 +107,3 @@ async def _reply(connection: Connection, path: str, body: Body) -> Reply | Serve
         return await connection.call(path, body.content, body.header_length)
     except ServerError as error:
         return error
-
-
-def loads(
-    concurrency: Sequence[int], rates: Sequence[float]
-) -> Iterator[tuple[int | None, float | None]]:
-    """Yield the loads of a batch size: each concurrency, then each rate."""
-    yield from ((number, None) for number in concurrency)
-    yield from ((None, rate) for rate in rates)

@@ -41,7 +41,6 @@ class LoadResult:
         rate: float | None,
         server_ms: float | None,
     ) -> "LoadResult":
-        """Return the result of a load with at least one answer."""
         latencies = np.array(measured.latencies) * 1e3
         count = len(latencies)
         p50, p90, p95, p99 = (float(value) for value in np.quantile(latencies, QUANTILES))
@@ -63,7 +62,6 @@ class LoadResult:
 
     @property
     def load(self) -> str:
-        """The load in words."""
         return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g}/s"
 
 

@@ -55,7 +55,6 @@ class SharedInputs:
             )
 
     async def close(self, connection: Connection) -> None:
-        """Withdraw the region and free it."""
         try:
             await connection.call(f"{PATH}/{self._name}/unregister", b"")
         finally:

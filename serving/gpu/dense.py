@@ -18,30 +18,15 @@ def dense_on(
     `dtype`: of matrix products; with bfloat16 autocast decides about other operations, as in training with `train.amp=bf16`.
     """
     module = move_to_device_pass(program, device).module()
-    _drop_checks(module)
-    fuse_dot_interactions(module, device)
-    if dtype is torch.float32:
-        return module
-    _cast_weights(module, dtype)
-
-    def forward(numerical: Tensor, embeddings: Tensor) -> Tensor:
-        # Casts would be kept from one call to the next, outside of the memory of a captured graph.
-        with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
-            return module(numerical, embeddings)
-
-    return forward
-
-
-def _drop_checks(module: torch.fx.GraphModule) -> None:
-    """Drop the checks of dtypes, which hold for float32 only."""
     for node in list(module.graph.nodes):
+        # Of dtypes, which hold for float32 only.
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
     module.recompile()
-
-
-def _cast_weights(module: torch.fx.GraphModule, dtype: torch.dtype) -> None:
-    """Cast the weights of linear layers once, instead of in each call; normalizations keep theirs in float32."""
+    fuse_dot_interactions(module, device)
+    if dtype is torch.float32:
+        return module
+    # Weights of linear layers are cast once, not in each call; normalizations keep theirs in float32.
     weights: set[str] = set()
     others: set[str] = set()
     for node in module.graph.nodes:
@@ -50,3 +35,10 @@ def _cast_weights(module: torch.fx.GraphModule, dtype: torch.dtype) -> None:
     parameters = dict(module.named_parameters())
     for name in weights - others:
         parameters[name].data = parameters[name].data.to(dtype)
+
+    def forward(numerical: Tensor, embeddings: Tensor) -> Tensor:
+        # Casts would be kept from one call to the next, outside of the memory of a captured graph.
+        with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
+            return module(numerical, embeddings)
+
+    return forward

@@ -28,7 +28,6 @@ class InputLayout:
 
     @classmethod
     def of(cls, manifest: Manifest, num_rows: int) -> "InputLayout":
-        """Return the layout of a model."""
         return cls(
             num_rows,
             len(manifest.numerical),
@@ -39,16 +38,13 @@ class InputLayout:
 
     @property
     def first_id(self) -> int:
-        """Position of the ids of fixed hotness."""
         return self.num_rows * self.num_numerical
 
     @property
     def first_rate(self) -> int:
-        """Position of the keep rates."""
         return self.first_id + self.num_rows * self.num_ids
 
     def first_start(self, feature: str) -> int:
-        """Position of the starts of a ragged feature."""
         first = self.first_rate + self.num_rows * self.has_keep_rates
         return first + self.ragged.index(feature) * (self.num_rows + 1)
 

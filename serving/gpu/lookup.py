@@ -82,7 +82,6 @@ class _WidthClass:
         self._align = gcd(16, *(number for row in numbers for number in row))
 
     def look_up(self, block: Tensor, out: Tensor, num_rows: int) -> None:
-        """Look up these vectors."""
         fewest, most = SAMPLES_PER_PROGRAM
         samples = min(max(ELEMENTS_PER_PROGRAM // self._width, fewest), most)
         grid = (triton.cdiv(num_rows, samples), len(self._arguments[0]))

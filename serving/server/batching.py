@@ -57,7 +57,6 @@ class Batcher:
 
     @property
     def queued_rows(self) -> int:
-        """Rows that wait."""
         return self._rows_put - self._rows_taken
 
     def start(self) -> None:
@@ -100,7 +99,7 @@ class Batcher:
             return await self._put(version, num_rows, read)
         rows = read()
         parts = [rows.part(i, min(i + size, num_rows)) for i in range(0, num_rows, size)]
-        waiting = [self._put(version, len(part), partial(_same, part)) for part in parts]
+        waiting = [self._put(version, len(part), partial(Rows.joined, [part])) for part in parts]
         # Of all parts, even after an error: their rows are in memory until then.
         found = await asyncio.gather(*waiting, return_exceptions=True)
         for result in found:
@@ -198,10 +197,6 @@ class Batcher:
             if not part.answer.done():
                 part.answer.set_result(scores[first:last])
             first = last
-
-
-def _same(rows: Rows) -> Rows:
-    return rows
 
 
 def _fail(parts: list[_Waiting], error: Exception) -> None:

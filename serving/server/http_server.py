@@ -40,14 +40,7 @@ _LENGTH = re.compile(r"[0-9]{1,15}")
 
 
 class RequestError(Exception):
-    """A request that is refused.
-
-    Args:
-        status: of the response.
-        message: one line.
-        is_last: whether the connection is closed, since the rest of the request is unread.
-        headers: of the response.
-    """
+    """A request that is refused; `is_last`: whether the connection is closed, since the rest of the request is unread."""
 
     def __init__(
         self,
@@ -81,7 +74,6 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
 
     def head(self, *, is_last: bool) -> list[tuple[bytes, bytes]]:
-        """Return all headers."""
         headers = {
             "content-type": self.content_type,
             "content-length": str(len(self.body)),
@@ -113,14 +105,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class HttpServer:
-    """Server of one handler.
-
-    Args:
-        handler: answers a request; a `RequestError` is answered by `refuse`, any other error with 500.
-        refuse: makes the response of an error.
-        limits: of what a client decides.
-        log: called with one line about an error of the handler.
-    """
+    """Server of one handler, whose `RequestError` `refuse` answers; any other error is logged and answered with 500."""
 
     def __init__(
         self, handler: Handler, refuse: Refusal, limits: HttpLimits, log: Callable[[str], None]
@@ -130,7 +115,6 @@ class HttpServer:
 
     @property
     def num_connections(self) -> int:
-        """Open connections that are served."""
         return min(len(self._server.server_state.connections), self.app.limits.max_connections)
 
     async def start(self, host: str, port: int) -> int:
@@ -334,7 +318,6 @@ class _Body:
         return body
 
     async def drop(self) -> None:
-        """Take what comes until the body is complete."""
         while not self._is_complete:
             await self._next()
 
@@ -364,7 +347,6 @@ class _Server(uvicorn.Server):
     """uvicorn's server, which leaves signals to the command."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Do nothing."""
         return nullcontext()
 
 
@@ -406,12 +388,10 @@ class Connection(HttpToolsProtocol):
             )
 
     def on_headers_complete(self) -> None:
-        """Begin a request."""
         self._num_heads += 1
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
         self._refuse(HTTPStatus.BAD_REQUEST, "the request is malformed")
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -419,7 +399,6 @@ class Connection(HttpToolsProtocol):
         return not self._is_idle and not self.cycle.more_body
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the connection."""
         if self._look is not None:
             self._look.cancel()
         super().connection_lost(exc)

@@ -29,8 +29,6 @@ def too_late(deadline_s: float) -> RequestError:
 
 @dataclass(slots=True)
 class _Work:
-    """Work on a request, which waits."""
-
     function: Callable[[], Any]
     arrived: float
     answer: asyncio.Future[Any]

@@ -27,11 +27,8 @@ LATE_VERSIONS = 8
 class Metrics:
     """Counts of requests and batches, and of the process.
 
-    Attributes:
-        responses: number of responses by status.
-        request_seconds: time from the complete request to its response, of requests for scores.
-        by_version: metrics with a label `version`, of which those of versions that no longer serve are forgotten.
-        of_late: likewise, once `LATE_VERSIONS` others have served since.
+    `by_version`: metrics with a label `version`, of which those of versions that no longer serve are forgotten. `of_late`:
+    likewise, once `LATE_VERSIONS` others have served since.
     """
 
     def __init__(self) -> None:
@@ -64,11 +61,9 @@ class Metrics:
         )
 
     def response(self, status: int) -> None:
-        """Count a response."""
         self.responses.labels(str(status)).inc()
 
     def batch(self, num_rows: int, seconds: float) -> None:
-        """Count a batch."""
         self._batch_rows.observe(num_rows)
         self._batch_seconds.observe(seconds)
 
@@ -105,8 +100,6 @@ def _forget_all_but(versions: Set[str], metrics: Sequence[Counter | Histogram]) 
 
 
 class _Now:
-    """Values that are read when somebody asks."""
-
     def __init__(self, values: dict[str, tuple[str, float]]) -> None:
         self._values = values
 

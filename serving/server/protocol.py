@@ -122,8 +122,6 @@ def read_inputs(described: "Described", body: bytes | memoryview) -> InferReques
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An input as the JSON describes it."""
-
     name: str
     datatype: str  # a key of `DTYPES`, or `TEXT`
     shape: tuple[int, ...]
@@ -132,7 +130,6 @@ class _Entry:
 
     @property
     def where(self) -> str:
-        """The input in a message."""
         return f"input {shown(self.name)}"
 
 
@@ -156,7 +153,13 @@ class Described:
 
 
 def _describe(text: bytes) -> Described:
-    document = _mapping(_json(text), "the body")
+    try:
+        content = decode_json(text)
+    except DoubleKeyError as error:
+        refuse(f"the body: {error}")
+    except (ValueError, RecursionError):
+        refuse("the body is not JSON")
+    document = _mapping(content, "the body")
     inputs = document.get("inputs")
     if not isinstance(inputs, list) or not 0 < len(inputs) <= MOST_INPUTS:
         refuse("want a list of inputs")
@@ -299,15 +302,6 @@ def _texts(where: str, data: memoryview, count: int) -> list[str | None]:
     return texts
 
 
-def _json(data: bytes) -> Any:
-    try:
-        return decode_json(data)
-    except DoubleKeyError as error:
-        refuse(f"the body: {error}")
-    except (ValueError, RecursionError):
-        refuse("the body is not JSON")
-
-
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         refuse(f"{where} is {shown(value)}; want an object")
@@ -366,10 +360,7 @@ def _response_head(
     identity: str | None,
     entries: tuple[tuple[str, int, list[float] | None], ...],
 ) -> bytes:
-    """Return the JSON of a response.
-
-    `entries`: name, rows and values of each output; None where they are binary.
-    """
+    """Return the JSON; `entries`: name, rows and values of each output, None where they are binary."""
     outputs = []
     for name, rows, values in entries:
         entry: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": [rows]}

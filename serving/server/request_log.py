@@ -54,7 +54,6 @@ class LoggedRequest:
     scores: np.ndarray = field(init=False)
 
     def keep_rows(self) -> Rows:
-        """Read the rows, and keep them."""
         self.rows = self.read()
         return self.rows
 
@@ -104,16 +103,13 @@ class RequestLog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Write what waits, and end."""
         self._waiting.put(None)
         self._thread.join()
 
     def is_chosen(self) -> bool:
-        """Return whether to log a request."""
         return random.random() < self._share
 
     def put(self, request: LoggedRequest) -> None:
-        """Log a request that has been scored."""
         identity, version = request.request.id or "", request.version
         waiting = self._bytes_put - self._bytes_taken + request.num_bytes
         if waiting > MOST_WAITING or len(identity) > MOST_ID:
@@ -198,7 +194,6 @@ class RequestLog:
 
 
 def _ids(request: LoggedRequest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the ids of every feature."""
     for name, ids in request.rows.ragged.items():
         yield name, ids.values
     fixed = request.version.model.manifest.fixed
@@ -208,7 +203,6 @@ def _ids(request: LoggedRequest) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _lines(request: LoggedRequest) -> Iterator[str]:
-    """Yield the rows of a request."""
     version, now = request.version, round(time.time(), 3)
     columns = dict(_columns(request.request, version.model.manifest))
     for output, scores in zip(version.model.manifest.outputs, request.scores.T, strict=True):

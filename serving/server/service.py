@@ -146,7 +146,9 @@ class Service:
                 self._want(request, "GET")
                 return json_response([{"name": name, "version": version.name, "state": "READY"}])
             case ["v2", "models", model, *rest]:
-                self._check_model(model, name)
+                if model != name:
+                    text = f"there is no model {shown(model)}, only {shown(name)}"
+                    raise RequestError(HTTPStatus.NOT_FOUND, text)
                 if rest[:1] == ["versions"] and len(rest) > 1:
                     version, rest = self._version(rest[1]), rest[2:]
                 elif rest == ["infer"]:
@@ -155,6 +157,7 @@ class Service:
         raise RequestError(HTTPStatus.NOT_FOUND, f"there is no {shown(request.path)}")
 
     async def _model(self, request: Request, version: Version, rest: list[str]) -> Response:
+        body = request.body
         match rest:
             case []:
                 self._want(request, "GET")
@@ -168,7 +171,9 @@ class Service:
                 return await self._infer(request, version)
             case ["labels"] if self._request_log is not None:
                 self._want(request, "POST")
-                parsed = await self._small.run(partial(_labels, request))
+                parsed = await self._small.run(
+                    lambda: read_inputs(describe_infer(body, request.headers), body)
+                )
                 self._request_log.label(parsed.id, parsed.inputs)
                 return json_response({"id": parsed.id})
         raise RequestError(HTTPStatus.NOT_FOUND, f"there is no {shown(request.path)}")
@@ -234,7 +239,7 @@ class Service:
             parsed.inputs.clear()
         if is_raw and not is_small:
             rows = read()
-            read = partial(_same, rows)
+            return parsed, lambda: rows
         return parsed, read
 
     def _reader(self, request: InferRequest, version: Version) -> tuple[bool, Callable[[], Rows]]:
@@ -271,12 +276,6 @@ class Service:
         name = self._versions.current.model.manifest.name
         return self._metrics.text(name, self._versions.shares(), gauges)
 
-    def _check_model(self, model: str, name: str) -> None:
-        if model != name:
-            raise RequestError(
-                HTTPStatus.NOT_FOUND, f"there is no model {shown(model)}, only {shown(name)}"
-            )
-
     def _version(self, name: str) -> Version:
         serving = {version.name: version for version in self._versions.serving}
         if name not in serving:
@@ -299,14 +298,6 @@ def _refusing(read: Callable[..., Rows], *args: Any) -> Rows:
         message = str(error)
     # Not within: the refusal would hold that error, its frames, and so itself.
     raise RequestError(HTTPStatus.BAD_REQUEST, message)
-
-
-def _same(rows: Rows) -> Rows:
-    return rows
-
-
-def _labels(request: Request) -> InferRequest:
-    return read_inputs(describe_infer(request.body, request.headers), request.body)
 
 
 def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:

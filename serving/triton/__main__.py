@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig
 
-from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
+from configs.command_line import NO_OUTPUT, command, errors_end_command
 from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.serving_schema import TritonConfig
@@ -24,7 +24,4 @@ def run(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        composed_command(run, TritonConfig, "serving_triton_schema", "serving_triton")()
-    except ValueError as error:
-        end_command(f"error: {error}")
+    command(run, TritonConfig, "serving_triton")

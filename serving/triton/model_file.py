@@ -14,7 +14,6 @@ class TritonPythonModel:
     """A part of a model directory, which lies beside this file."""
 
     def initialize(self, args):
-        """Load the model directory."""
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         sys.path[:0] = [path for path in parameters["python_path"].split(":") if path]

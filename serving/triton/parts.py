@@ -29,79 +29,50 @@ T = TypeVar("T")
 
 
 def load_part(directory: Path, parameters: Mapping[str, str]) -> Part:
-    """Return a part: a function from the inputs of several requests to an answer of each, a text if it is refused."""
+    """Return a part: a function from the inputs of several requests to an answer of each, a text if it is refused.
+
+    Scores of features, and those of numbers and embeddings, are [B, 1] per output; embeddings of ids [B, T].
+    """
     torch.set_num_threads(int(parameters["threads"]))
     manifest = Manifest.read(directory)
+
+    def named(scores: Tensor) -> dict[str, Tensor]:
+        return {o.name: scores[:, i : i + 1] for i, o in enumerate(manifest.outputs)}
+
     match parameters["part"]:
         case "scores":
-            return _Scores(directory, manifest, parameters)
+            load = model_loader(
+                parameters["device"],
+                int(parameters["max_batch"]),
+                parameters["dense_dtype"],
+                float(parameters["table_gib"]) if parameters["table_gib"] else None,
+            )
+            model = load(directory, manifest)
+            read = partial(_rows, IdInputs(manifest, model.keys))
+            return lambda requests: _finite(
+                _answers(requests, read, lambda parts: named(model.scores(*parts)))
+            )
         case "embeddings":
-            return _Embeddings(directory, manifest)
+            tables = MappedTables(directory, manifest)
+            keys = load_key_rows(directory, manifest)
+            read = partial(_rows, IdInputs(manifest, keys, with_numerical=False))
+            return lambda requests: _answers(
+                requests, read, lambda parts: {EMBEDDINGS: tables(Rows.joined(parts))}
+            )
         case "dense":
-            return _Dense(directory, manifest)
+            dense, head = load_dense(directory / DENSE), ScoreHead(manifest)
+
+            def read_dense(inputs: Inputs) -> tuple[Tensor, Tensor]:
+                embeddings, names = inputs[EMBEDDINGS], manifest.numerical
+                shape = (len(embeddings), len(names))
+                return numbers(NUMERICAL, inputs[NUMERICAL].numpy(), shape, names), embeddings
+
+            def scores(parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+                numerical, embeddings = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+                return named(head(dense(numerical, embeddings), None))
+
+            return lambda requests: _finite(_answers(requests, read_dense, scores))
     raise ValueError(f"there is no part {parameters['part']}")
-
-
-class _Scores:
-    """Scores of features: the complete model."""
-
-    def __init__(self, directory: Path, manifest: Manifest, parameters: Mapping[str, str]) -> None:
-        load = model_loader(
-            parameters["device"],
-            int(parameters["max_batch"]),
-            parameters["dense_dtype"],
-            float(parameters["table_gib"]) if parameters["table_gib"] else None,
-        )
-        self._model = load(directory, manifest)
-        self._names = [output.name for output in manifest.outputs]
-        self._inputs = IdInputs(manifest, self._model.keys)
-
-    def __call__(self, requests: Sequence[Inputs]) -> list[Answer]:
-        """Return the scores of requests, [B, 1] per output."""
-        return _finite(_answers(requests, partial(_rows, self._inputs), self._scores))
-
-    def _scores(self, parts: Sequence[Rows]) -> dict[str, Tensor]:
-        scores = self._model.scores(*parts)
-        return {name: scores[:, i : i + 1] for i, name in enumerate(self._names)}
-
-
-class _Embeddings:
-    """Embeddings of ids: the tables."""
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._tables = MappedTables(directory, manifest)
-        self._inputs = IdInputs(manifest, load_key_rows(directory, manifest), with_numerical=False)
-
-    def __call__(self, requests: Sequence[Inputs]) -> list[Answer]:
-        """Return the embeddings of requests, [B, T]."""
-        return _answers(requests, partial(_rows, self._inputs), self._embeddings)
-
-    def _embeddings(self, parts: Sequence[Rows]) -> dict[str, Tensor]:
-        return {EMBEDDINGS: self._tables(Rows.joined(parts))}
-
-
-class _Dense:
-    """Scores of numerical features and embeddings: the dense component."""
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._dense, self._head = load_dense(directory / DENSE), ScoreHead(manifest)
-        self._names = [output.name for output in manifest.outputs]
-        self._numerical = manifest.numerical
-
-    def __call__(self, requests: Sequence[Inputs]) -> list[Answer]:
-        """Return the scores of requests, [B, 1] per output."""
-        return _finite(_answers(requests, self._read, self._scores))
-
-    def _read(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Return the numbers [B, N], which are finite, and the embeddings [B, T]."""
-        embeddings = inputs[EMBEDDINGS]
-        shape = (len(embeddings), len(self._numerical))
-        return numbers(NUMERICAL, inputs[NUMERICAL].numpy(), shape, self._numerical), embeddings
-
-    def _scores(self, parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        numerical, embeddings = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        scores = self._head(self._dense(numerical, embeddings), None)
-        return {name: scores[:, i : i + 1] for i, name in enumerate(self._names)}
 
 
 def _rows(inputs: IdInputs, request: Inputs) -> Rows:
@@ -142,7 +113,6 @@ def _finite(answers: Sequence[Answer]) -> list[Answer]:
 
 
 def _split(found: Mapping[str, Tensor], sizes: Sequence[int]) -> Sequence[dict[str, Tensor]]:
-    """Return the rows of each request, contiguous."""
     parts = {name: tensor.split(list(sizes)) for name, tensor in found.items()}
     return [
         {name: split[index].contiguous() for name, split in parts.items()}

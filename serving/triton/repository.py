@@ -120,16 +120,12 @@ def _write_model(
     manifest = Manifest.read(directory)
     for file in [MANIFEST, *filter(is_wanted, manifest.files)]:
         (target / file).parent.mkdir(exist_ok=True)
-        _link(directory / file, target / file)
+        # Linked, as nothing ever changes it, or copied to another file system.
+        try:
+            os.link((directory / file).resolve(), target / file)
+        except OSError:
+            shutil.copyfile(directory / file, target / file)
     write_synced(path / CONFIG, text_proto(message))
-
-
-def _link(source: Path, target: Path) -> None:
-    """Link a file, which nothing ever changes, or copy it to another file system."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _model(

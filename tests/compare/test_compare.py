@@ -141,7 +141,7 @@ def test_files_have_a_row_per_run_and_the_picture_is_drawn(runs, tmp_path):
     assert objects[1]["result_auc"] == 0.7
     assert [record["test_auc"] for record in objects[1]["evaluations"]] == [0.8, 0.7]
     pixels = imread(names["picture"], format="png")
-    assert pixels.shape[:2] == (780, 1690)
+    assert pixels.shape[:2] == (780, 1560)
     assert pixels[..., :3].std() > 0.05
 
 

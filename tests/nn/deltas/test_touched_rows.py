@@ -14,7 +14,7 @@ from nn.checkpoint.tensor_index import Chunk, StoredTensor, blocks, read_index
 from nn.deltas import writer
 from nn.deltas.delta import read_delta
 from nn.deltas.row_ids import decode_ids, encode_ids
-from nn.deltas.table_rows import ReplayedTable
+from nn.deltas.table_rows import replayed_table
 from nn.deltas.writer import DeltaRun, DeltaWriter
 from nn.distributed.process_group import process_group, ranks_from_environment
 from tests.helpers.checkpoints import save as save_checkpoint
@@ -107,8 +107,7 @@ def test_a_delta_holds_the_rows_that_were_looked_up(tmp_path, world_size, shardi
         weight_before = weight[: grown.get(table, change.rows)].copy()
         weight_before[ids[ids < len(weight_before)]] = 0
         base = as_stored(weight_before, tmp_path / f"{table}.bin")
-        replayed = ReplayedTable(table, base, [delta])
-        replayed.check()
+        replayed = replayed_table(table, base, [delta])
         assert np.array_equal(np.concatenate(list(replayed.blocks())), weight)
     assert sum(change.touched for change in delta.tables.values()) < sum(
         change.rows for change in delta.tables.values()
@@ -130,7 +129,7 @@ def test_rows_that_a_table_has_grown_by_must_be_in_a_delta(tmp_path):
     delta = read_delta(tmp_path / "deltas/step_4")
     base = as_stored(np.zeros((480, 8), np.float32), tmp_path / "base.bin")
     with pytest.raises(ValueError, match="table cat_0 has grown to 500 rows, and row 48"):
-        list(ReplayedTable("cat_0", base, [delta]).blocks())
+        list(replayed_table("cat_0", base, [delta]).blocks())
 
 
 def test_a_delta_that_could_not_be_written_costs_nothing(tmp_path, monkeypatch):

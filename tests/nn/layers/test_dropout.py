@@ -110,9 +110,9 @@ def test_evaluation_and_a_rate_of_zero_are_the_identity_and_need_no_state():
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
 def test_a_rate_outside_is_refused(rate):
-    with pytest.raises(ValueError, match="must be at least 0 and below 1"):
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\)"):
         Dropout(rate)
-    with pytest.raises(ValueError, match="dropout must be at least 0 and below 1"):
+    with pytest.raises(ValueError, match=r"dropout must lie in \[0, 1\)"):
         MLP(8, [8, 1], final_activation=False, dropout=rate)
 
 

@@ -243,7 +243,6 @@ def test_nan_of_parquet_and_texts_that_are_missing(tmp_path, spark):
 
 def test_raw_criteo_logs(tmp_path, spark, monkeypatch):
     # Two of the 26 categories, since every category takes the same dozen queries.
-    # benchmarks/preproc_equality.py compares all of them, on real logs.
     monkeypatch.setattr("preproc.criteo.as_table.CATEGORICAL", ("cat_0", "cat_25"))
     lines = random_lines(200)
     source = write_lines(tmp_path / "raw.tsv", lines)

@@ -3,12 +3,11 @@
 from collections.abc import Iterable
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from nn.plots import style
-from serving.client.latency_picture import draw, limits, round_ticks
+from serving.client.latency_picture import draw
 from serving.client.results import LoadResult
 
 
@@ -75,13 +74,3 @@ def test_rates_are_on_the_x_axis(monkeypatch, tmp_path):
     assert len(latency.texts) == len(speed.texts) == 4
     points = [line.get_markerfacecolor() for line in latency.lines if line.get_marker() == "o"]
     assert points == ["white"] * 4
-
-
-def test_ticks_of_any_range_are_some_and_not_too_many():
-    generator = np.random.default_rng(1)
-    for _ in range(2000):
-        first = 10 ** generator.uniform(-3, 8)
-        low, high = limits([first, first * 10 ** generator.uniform(0, 6)])
-        ticks = round_ticks(low, high)
-        assert 3 <= len(ticks) <= 12, (low, high)
-        assert all(low <= tick <= high for tick in ticks)

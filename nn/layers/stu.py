@@ -1,0 +1,185 @@
+"""Layers of HSTU, the hierarchical sequential transducer (arXiv:2402.17152), as MLPerf's `dlrm_v4` has them.
+
+They work on flat positions [C, D]; what crosses those of a sample takes `JaggedPositions`. Numbers of positions that belong to
+no sample are finite if the inputs are, reach no other position, and have no gradient.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from nn.layers.dropout import Dropout
+from nn.layers.initialization import normal_, uniform_
+from nn.ops.fused_linear import as_autocast
+from nn.ops.hstu_attention import JaggedPositions, hstu_attention, pad
+
+# B: samples, C: positions, D: columns of a position, H: heads, K: columns of a head, L: most positions of a sample
+
+NORM_EPS = 1e-6
+"""Of the norms in an STU layer; all others have PyTorch's."""
+
+
+class SwishNorm(nn.Module):
+    """x * sigmoid(LayerNorm(x)): what is multiplied is not normalised."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., columns] to the same shape and dtype."""
+        return (x * torch.sigmoid(self.norm(x))).to(x.dtype)
+
+
+class SwishMLP(nn.Module):
+    """Two linear layers with `SwishNorm` between them and, unless `norm` is false, a layer norm behind.
+
+    Weights are Xavier normal, or Xavier uniform if `uniform`; biases are 0.
+    """
+
+    def __init__(
+        self, inputs: int, hidden: int, outputs: int, *, norm: bool = True, uniform: bool = False
+    ) -> None:
+        super().__init__()
+        self._uniform = uniform
+        self.first = nn.Linear(inputs, hidden)
+        self.swish = SwishNorm(hidden)
+        self.second = nn.Linear(hidden, outputs)
+        self.norm = nn.LayerNorm(outputs) if norm else nn.Identity()
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the weights from a CPU generator."""
+        for layer in (self.first, self.second):
+            draw = xavier_uniform_ if self._uniform else normal_
+            draw(layer.weight, generator)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., inputs] to [..., outputs]."""
+        return as_autocast(self.norm(self.second(self.swish(self.first(x)))))
+
+
+def xavier_uniform_(weight: Tensor, generator: torch.Generator) -> None:
+    """Fill [out, in] with draws on the CPU from +-sqrt(6 / (in + out)) (Glorot and Bengio, 2010)."""
+    bound = math.sqrt(6 / sum(weight.shape))
+    uniform_(weight, -bound, bound, generator)
+
+
+class PositionDropout(Dropout):
+    """`Dropout` of [C, D] whose mask follows from the row of the sample in the global batch, and the place in the sample."""
+
+    def forward(self, x: Tensor, at: JaggedPositions) -> Tensor:  # type: ignore[override]
+        """Map [C, D] to the same shape and dtype."""
+        return self._drop(x, (at.samples, at.offsets)) if self.training and self.rate > 0 else x
+
+
+class STULayer(nn.Module):
+    """x + W_o dropout([u, a, u * LN(a)]) with u, v, q, k = W LN(x) + b and a = `hstu_attention`(q, k, v).
+
+    SiLU is on u or, if `silu_all`, on all four, as in the paper and its research code. Without `concat` W_o sees u * LN(a) only,
+    as in that code. D is `width`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_dim: int,
+        dropout: float = 0.0,
+        *,
+        silu_all: bool = False,
+        concat: bool = True,
+    ) -> None:
+        super().__init__()
+        self._heads, self._silu_all, self._concat = heads, silu_all, concat
+        inner = heads * head_dim
+        self.input_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.uvqk = nn.Linear(width, 4 * inner)
+        self.attention_norm = nn.LayerNorm(inner, eps=NORM_EPS)
+        self.dropout = PositionDropout(dropout)
+        self.output = nn.Linear((3 if concat else 1) * inner, width, bias=False)
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the weights from a CPU generator."""
+        xavier_uniform_(self.uvqk.weight, generator)
+        nn.init.zeros_(self.uvqk.bias)
+        xavier_uniform_(self.output.weight, generator)
+
+    def forward(
+        self,
+        x: Tensor,
+        at: JaggedPositions,
+        norm: Tensor,
+        num_candidates: int = 1,
+        *,
+        only_candidates: bool = False,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Map [C, D] to [C, D] or, of the candidates only, to [B * num_candidates, D].
+
+        `norm`: what the attention of each sample is divided by, [B]. `bias`: added to the scores, [B, L of queries, L].
+        """
+        normed = as_autocast(self.input_norm(x))
+        queries = at
+        if only_candidates:
+            # Keys and values are those of all positions, and nothing else is.
+            queries, rows = at.last(num_candidates)
+            x, own = x.index_select(0, rows), normed.index_select(0, rows)
+            weights, biases = self.uvqk.weight.chunk(4), self.uvqk.bias.chunk(4)
+            inputs = own, normed, own, normed
+            u, v, q, k = map(linear, inputs, weights, biases)
+        else:
+            u, v, q, k = self.uvqk(normed).chunk(4, dim=1)
+        u = silu(u)
+        if self._silu_all:
+            v, q, k = silu(v), silu(q), silu(k)
+        v, q, k = (of.unflatten(1, (self._heads, -1)) for of in (v, q, k))
+        a = hstu_attention(
+            q, k, v, norm, at, queries, num_candidates=num_candidates, bias=bias
+        ).flatten(1)
+        gated = (u * self.attention_norm(a)).to(u.dtype)
+        y = torch.cat([u, a, gated], dim=1) if self._concat else gated
+        return x + self.output(self.dropout(y, queries))
+
+
+class RelativeBias(nn.Module):
+    """Bias of the attention's scores by distance and by time between query and key, as in the paper's research code.
+
+    The bucket of a time is log(max(1, seconds)) / 0.301, cut; 128 of them reach 5e16 seconds.
+    """
+
+    BUCKETS = 128
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.empty(max_length))
+        self.times = nn.Parameter(torch.empty(self.BUCKETS + 1))
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw both tables from a CPU generator."""
+        for table in (self.positions, self.times):
+            draw_normal_(table, 0.02, generator)
+
+    def forward(self, ages: Tensor, at: JaggedPositions, queries: JaggedPositions) -> Tensor:
+        """Return [B, L of queries, L] of the ages of positions in seconds, [C]."""
+        padded = pad(ages, at)  # [B, L]
+        row = torch.arange(queries.max_length, device=ages.device)
+        offset = row + (at.lengths - queries.lengths)[:, None]
+        offset = offset.clamp(0, at.max_length - 1)
+        seconds = (padded.gather(1, offset)[:, :, None] - padded[:, None]).abs()
+        bucket = (seconds.clamp(min=1).log() / 0.301).clamp(max=self.BUCKETS).long()
+        distance = offset[:, :, None] - torch.arange(at.max_length, device=ages.device)
+        return self.positions[distance.clamp(min=0)] + self.times[bucket]
+
+
+@torch.no_grad()
+def draw_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
+    """Fill with draws on the CPU from a normal distribution."""
+    if not parameter.is_meta:
+        drawn = torch.empty(parameter.shape, device="cpu")
+        parameter.copy_(drawn.normal_(0, std, generator=generator))

@@ -1,0 +1,148 @@
+"""HSTU: a transducer over a user's events and the candidates behind them (arXiv:2402.17152), as in MLPerf's `dlrm_v4`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers import hstu
+from nn.layers.hstu import SampleParts
+from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.stu import PositionDropout, RelativeBias, STULayer, SwishMLP
+from nn.models.event_features import find_events
+from nn.models.model import Activations, Model
+from nn.models.options import AttentionNorm, HSTUOptions, QueryTime
+from nn.ops.fused_linear import as_autocast
+from nn.ops.hstu_attention import JaggedPositions
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+# B: samples, N: numerical features, K: context vectors, M: candidates, P: positions, D: columns of a position
+
+
+class HSTU(Model):
+    """Dense component of HSTU.
+
+    A sample is [context][events, oldest first][candidates]. Logit = MLP(user * item): user is the candidate's position behind all
+    `STULayer`s, with hour and day of the query; item is an MLP of the candidate's own vectors. Context are the other features.
+    """
+
+    Options = HSTUOptions
+
+    def __init__(self, options: HSTUOptions, spec: FeatureSpec) -> None:
+        super().__init__()
+        self._options, self._found = options, find_events(options, spec)
+        found, width, hidden = self._found, options.width, options.input_hidden
+        columns, num_items = options.embedding_dim, len(found.items)
+        self._num_context = found.num_others + bool(found.numbers)
+        self._more = self._num_context + found.num_candidates  # positions beside the events
+        self._max_length = found.group.max_length + self._more
+        self.items = hstu.ItemVectors(
+            columns, num_items - 1, hidden, width, options.item_mlps.value
+        )
+        self.actions = None
+        if options.action is not None:
+            self.actions = hstu.ActionVectors(
+                options.action_bits, options.action_dim, hidden, width
+            )
+        self.context = hstu.ContextVectors(found.num_others, columns, found.numbers, width)
+        buckets = options.time_buckets if found.group.time is not None else None
+        self.places = hstu.Places(options.positions, buckets, width)
+        self.dropout = PositionDropout(options.input_dropout)
+        self.layers = nn.ModuleList(
+            STULayer(
+                width,
+                options.heads,
+                options.head_dim,
+                options.dropout,
+                silu_all=options.silu_all,
+                concat=options.concat,
+            )
+            for _ in range(options.layers)
+        )
+        biases = options.layers if options.relative_bias else 0
+        self.biases = nn.ModuleList(RelativeBias(self._max_length) for _ in range(biases))
+        self.user = hstu.UserVectors(width, has_clock=found.hour is not None)
+        self.candidate = SwishMLP(num_items * columns, width, width, uniform=True)
+        tasks = len(spec.labels) // found.num_candidates
+        self.head = SwishMLP(width, width, tasks, norm=False, uniform=True)
+
+    @classmethod
+    def tables(cls, options: HSTUOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        """Return a table per feature; those of candidates and events hand out their rows.
+
+        Raises ValueError: raised by `find_events`.
+        """
+        from torchrec.modules.embedding_configs import PoolingType
+
+        found, tables = find_events(options, spec), one_table_per_feature(options, spec)
+        for table in tables:
+            if table.name in found.tables:
+                table.pooling = PoolingType.NONE
+        return tables
+
+    def activations(self) -> Activations:
+        """Return what the positions of a sample of mean length keep and compute, beside each linear layer at one of them."""
+        options, events = self._options, self._found.mean_events
+        length = events + self._more
+        inner, width = options.heads * options.head_dim, options.width
+        kept = options.layers * (2 * width + 10 * inner) + 4 * width
+        weights = width * (4 + (3 if options.concat else 1)) * inner
+        return Activations(
+            backward_columns=self._more * kept,
+            event_columns={self._found.group.name: kept},
+            products={
+                "positions": round(2 * options.layers * (length - 1) * weights),
+                "attention": round(2 * options.layers * length**2 * inner),
+            },
+        )
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and `PooledEmbeddings` to logits [B, M * tasks] in float32, [B] of one task and candidate."""
+        assert isinstance(embeddings, PooledEmbeddings), "tables hand out rows"
+        found, options, num_candidates = self._found, self._options, self._found.num_candidates
+        events = embeddings.sequence(found.group.name)
+        items = list(map(embeddings.distinct_rows, found.tables, found.items))
+        parts = SampleParts.of(events, self._num_context, num_candidates)
+        at, queries = parts.at, parts.at.last(num_candidates)[0]
+
+        x = self.items(
+            [item.rows for item in items],
+            [
+                parts.choose(history.positions, item.positions, len(item.rows) - 1)
+                for history, item in zip(events.rows.values(), items, strict=True)
+            ],
+        )
+        if self.actions is not None:
+            x = x + self.actions(events.numbers[options.action], parts)
+        if self._num_context:
+            vectors = embeddings.matrix() if found.num_others else None
+            x = parts.with_context(x, self.context(vectors, numerical))
+        hours = None if found.hour is None else numerical[:, found.hour].float()
+        from_last = options.query_time is QueryTime.last_event
+        ages, seconds = hstu.times_of(events, found.group.time, parts, hours, from_last=from_last)
+        places = self.places(at, self._num_context, num_candidates, seconds)
+        x = as_autocast(self.dropout(x * math.sqrt(options.width) + places, at))
+
+        for number, layer in enumerate(self.layers):
+            only = number == options.layers - 1 and options.last_layer_of_candidates
+            bias = self.biases[number](ages, at, queries if only else at) if self.biases else None
+            x = layer(x, at, self._norm(at), num_candidates, only_candidates=only, bias=bias)
+        if not options.last_layer_of_candidates:
+            x = x.index_select(0, parts.at.last(num_candidates)[1])
+        item = self.candidate(torch.cat([of.by_id() for of in items], dim=1))
+        logits = self.head(self.user(x, hours) * item).float().view(len(at.starts), -1)
+        return logits.squeeze(1) if logits.shape[1] == 1 else logits
+
+    def _norm(self, at: JaggedPositions) -> Tensor:
+        """Return what the attention of each sample is divided by, [B]."""
+        if self._options.attention_norm is AttentionNorm.capacity:
+            return torch.full_like(at.lengths, self._max_length)
+        is_own = self._options.attention_norm is AttentionNorm.length
+        return at.lengths if is_own else at.lengths.max().expand_as(at.lengths)

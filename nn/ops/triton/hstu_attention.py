@@ -1,0 +1,354 @@
+"""Kernels of `nn.ops.hstu_attention`, forward and backward, with one order of every sum.
+
+The backward pass takes two: one program per block of keys for the gradients of keys and values, one per block of queries for
+that of queries. So nothing is added atomically, at the price of computing the scores twice: 7 products for 5.
+
+With h = score / 2 and u = 1 + tanh(h), silu(score) = h u and its derivative is u (1 + h (2 - u)) / 2. On a GPU 16-bit inputs take
+the hardware's approximate tanh, whose error is below that of 16 bits; one such operation costs as much as 256 multiply-adds of
+tensor cores, so nothing else may be as slow. Factors that are the same for all scores come at the end.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from nn.ops.hstu_attention import JaggedPositions
+
+# Columns of a head are powers of two, of at least 16 for tensor cores.
+FORWARD = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+OF_KEYS = {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": 2}
+OF_QUERIES = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2}
+# With a few queries per sample the kernels read keys and values once, and memory is the bound.
+FEW_QUERIES = {"BLOCK_Q": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+# Products of float32 are three of tensor cores each, and compile for minutes in large blocks.
+FLOAT32 = {"BLOCK_Q": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 1}
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norm: Tensor,
+    keys: JaggedPositions,
+    queries: JaggedPositions,
+    num_candidates: int,
+) -> Tensor:
+    """Compute `nn.ops.hstu_attention.hstu_attention` without a bias."""
+    columns = q.shape[-1]
+    padding = max(16, triton.next_power_of_2(columns)) - columns
+    if padding:
+        q, k, v = (pad(of, (0, padding)) for of in (q, k, v))
+    out = _Attention.apply(q, k, v, norm, keys, queries, num_candidates, columns**-0.5)
+    return out[..., :columns] if padding else out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm: Tensor,
+        keys: JaggedPositions,
+        queries: JaggedPositions,
+        num_candidates: int,
+        scale: float,
+    ) -> Tensor:
+        q, k, v = (_with_packed_heads(of) for of in (q, k, v))
+        ctx.positions, ctx.options = (keys, queries), (num_candidates, scale)
+        ctx.save_for_backward(q, k, v, norm)
+        out = _zeros(q)
+        blocks = _blocks(FORWARD, q, queries)
+        arguments = (q, k, v, *_positions(keys, queries), norm, out)
+        _launch(_forward, queries, "BLOCK_Q", blocks, arguments, q, k, v, num_candidates, scale)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, norm = ctx.saved_tensors
+        keys, queries = ctx.positions
+        grad = grad.contiguous()
+        of_q, of_k, of_v = _zeros(q), _zeros(k), _zeros(v)
+        inputs = (q, k, v, *_positions(keys, queries), norm, grad)
+        blocks = _blocks(OF_KEYS, q, queries)
+        _launch(_of_keys, keys, "BLOCK_K", blocks, (*inputs, of_k, of_v), q, k, v, *ctx.options)
+        blocks = _blocks(OF_QUERIES, q, queries)
+        _launch(_of_queries, queries, "BLOCK_Q", blocks, (*inputs, of_q), q, k, v, *ctx.options)
+        return of_q, of_k, of_v, None, None, None, None, None
+
+
+def _with_packed_heads(values: Tensor) -> Tensor:
+    """Return [C, H, K] with all heads of a position side by side; positions may be further apart."""
+    return values if values.stride()[1:] == (values.shape[2], 1) else values.contiguous()
+
+
+def _zeros(like: Tensor) -> Tensor:
+    # Positions that belong to no sample have no program.
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _blocks(blocks: dict[str, int], q: Tensor, queries: JaggedPositions) -> dict[str, int]:
+    if q.is_cuda and q.dtype is torch.float32:
+        return FLOAT32
+    return FEW_QUERIES if queries.max_length <= FEW_QUERIES["BLOCK_Q"] else blocks
+
+
+def _positions(keys: JaggedPositions, queries: JaggedPositions) -> tuple[Tensor, ...]:
+    return keys.starts, keys.lengths, queries.starts, queries.lengths
+
+
+def _launch(
+    kernel: Any,
+    over: JaggedPositions,
+    block: str,
+    blocks: dict[str, int],
+    arguments: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_candidates: int,
+    scale: float,
+) -> None:
+    heads = q.shape[1]
+    num_blocks = triton.cdiv(over.max_length, blocks[block])
+    is_float32 = q.dtype is torch.float32
+    kernel[(num_blocks * len(over.starts) * heads,)](
+        *arguments,
+        scale,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        num_blocks,
+        HEADS=heads,
+        COLUMNS=q.shape[2],
+        CANDIDATES=num_candidates,
+        # Triton's interpreter knows no assembly.
+        APPROXIMATE=q.is_cuda and not is_float32,
+        PRECISION="tf32x3" if is_float32 else "tf32",
+        **blocks,
+    )
+
+
+@triton.jit
+def _one_plus_tanh(h, APPROXIMATE: tl.constexpr):
+    if APPROXIMATE:
+        return 1.0 + tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [h], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return 2.0 / (1.0 + tl.exp(-2.0 * h))
+
+
+@triton.jit
+def _sees(query, key, length, CANDIDATES: tl.constexpr):
+    return (key == query) | ((key < query) & (key < length - CANDIDATES))
+
+
+@triton.jit
+def _sample(num_blocks, starts, lengths, q_starts, q_lengths, HEADS: tl.constexpr):
+    """Return number of the block, sample, head, and where the sample's keys and queries are."""
+    program = tl.program_id(0)
+    sample = program // num_blocks // HEADS
+    head = program // num_blocks % HEADS
+    start, q_start = tl.load(starts + sample).to(tl.int64), tl.load(q_starts + sample).to(tl.int64)
+    length, q_length = (
+        tl.load(lengths + sample).to(tl.int32),
+        tl.load(q_lengths + sample).to(tl.int32),
+    )
+    return program % num_blocks, sample, head, start, length, q_start, q_length
+
+
+@triton.jit
+def _rows(first, row, stride, count, COLUMNS: tl.constexpr):
+    """Load rows [BLOCK, COLUMNS], zeros from `count` on."""
+    column = tl.arange(0, COLUMNS)
+    return tl.load(
+        first + row[:, None] * stride + column[None, :], mask=row[:, None] < count, other=0.0
+    )
+
+
+@triton.jit
+def _store(first, row, stride, count, values, COLUMNS: tl.constexpr):
+    column = tl.arange(0, COLUMNS)
+    target = first + row[:, None] * stride + column[None, :]
+    tl.store(target, values.to(first.dtype.element_ty), mask=row[:, None] < count)
+
+
+@triton.jit
+def _forward(
+    q,
+    k,
+    v,
+    starts,
+    lengths,
+    q_starts,
+    q_lengths,
+    norm,
+    out,
+    scale,
+    q_stride,
+    k_stride,
+    v_stride,
+    num_blocks,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    block, sample, head, start, length, q_start, q_length = _sample(
+        num_blocks, starts, lengths, q_starts, q_lengths, HEADS
+    )
+    # The last queries have most keys: they begin first.
+    row = (num_blocks - 1 - block) * BLOCK_Q
+    if row >= q_length:
+        return
+    rows = row + tl.arange(0, BLOCK_Q)
+    first = length - q_length + row
+    query = length - q_length + rows
+    k += start * k_stride + head * COLUMNS
+    v += start * v_stride + head * COLUMNS
+    of_rows = _rows(q + q_start * q_stride + head * COLUMNS, rows, q_stride, q_length, COLUMNS)
+    sums = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
+    unmasked = tl.minimum(first, length - CANDIDATES) // BLOCK_K * BLOCK_K
+    for n in range(0, unmasked, BLOCK_K):
+        key = n + tl.arange(0, BLOCK_K)
+        of_keys = _rows(k, key, k_stride, length, COLUMNS)
+        values = _rows(v, key, v_stride, length, COLUMNS)
+        h = tl.dot(of_rows, tl.trans(of_keys), input_precision=PRECISION) * (0.5 * scale)
+        weights = h * _one_plus_tanh(h, APPROXIMATE)
+        sums = tl.dot(weights.to(values.dtype), values, sums, input_precision=PRECISION)
+    for n in range(unmasked, tl.minimum(first + BLOCK_Q, length), BLOCK_K):
+        key = n + tl.arange(0, BLOCK_K)
+        of_keys = _rows(k, key, k_stride, length, COLUMNS)
+        values = _rows(v, key, v_stride, length, COLUMNS)
+        h = tl.dot(of_rows, tl.trans(of_keys), input_precision=PRECISION) * (0.5 * scale)
+        seen = _sees(query[:, None], key[None, :], length, CANDIDATES)
+        weights = tl.where(seen, h * _one_plus_tanh(h, APPROXIMATE), 0.0)
+        sums = tl.dot(weights.to(values.dtype), values, sums, input_precision=PRECISION)
+    sums = sums / tl.load(norm + sample).to(tl.float32)
+    stride = HEADS * COLUMNS
+    _store(out + q_start * stride + head * COLUMNS, rows, stride, q_length, sums, COLUMNS)
+
+
+@triton.jit
+def _of_keys(
+    q,
+    k,
+    v,
+    starts,
+    lengths,
+    q_starts,
+    q_lengths,
+    norm,
+    grad,
+    of_k,
+    of_v,
+    scale,
+    q_stride,
+    k_stride,
+    v_stride,
+    num_blocks,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # The first keys have most queries, and begin first.
+    block, sample, head, start, length, q_start, q_length = _sample(
+        num_blocks, starts, lengths, q_starts, q_lengths, HEADS
+    )
+    if block * BLOCK_K >= length:
+        return
+    key = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    stride = HEADS * COLUMNS
+    q += q_start * q_stride + head * COLUMNS
+    grad += q_start * stride + head * COLUMNS
+    of_keys = _rows(k + start * k_stride + head * COLUMNS, key, k_stride, length, COLUMNS)
+    values = _rows(v + start * v_stride + head * COLUMNS, key, v_stride, length, COLUMNS)
+    k_sums = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
+    v_sums = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
+    before = length - q_length
+    first = tl.maximum(block * BLOCK_K - before, 0) // BLOCK_Q * BLOCK_Q
+    for m in range(first, q_length, BLOCK_Q):
+        rows = m + tl.arange(0, BLOCK_Q)
+        of_rows = _rows(q, rows, q_stride, q_length, COLUMNS)
+        grads = _rows(grad, rows, stride, q_length, COLUMNS)
+        h = tl.dot(of_keys, tl.trans(of_rows), input_precision=PRECISION) * (0.5 * scale)
+        u = _one_plus_tanh(h, APPROXIMATE)
+        seen = _sees(before + rows[None, :], key[:, None], length, CANDIDATES)
+        weights = tl.where(seen, h * u, 0.0)
+        v_sums = tl.dot(weights.to(grads.dtype), grads, v_sums, input_precision=PRECISION)
+        of_weights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
+        of_scores = tl.where(seen, of_weights * u * (1.0 + h * (2.0 - u)), 0.0)
+        k_sums = tl.dot(of_scores.to(of_rows.dtype), of_rows, k_sums, input_precision=PRECISION)
+    inverse = 1.0 / tl.load(norm + sample).to(tl.float32)
+    k_sums = k_sums * (0.5 * scale * inverse)
+    target = start * stride + head * COLUMNS
+    _store(of_k + target, key, stride, length, k_sums, COLUMNS)
+    _store(of_v + target, key, stride, length, v_sums * inverse, COLUMNS)
+
+
+@triton.jit
+def _of_queries(
+    q,
+    k,
+    v,
+    starts,
+    lengths,
+    q_starts,
+    q_lengths,
+    norm,
+    grad,
+    of_q,
+    scale,
+    q_stride,
+    k_stride,
+    v_stride,
+    num_blocks,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    block, sample, head, start, length, q_start, q_length = _sample(
+        num_blocks, starts, lengths, q_starts, q_lengths, HEADS
+    )
+    row = (num_blocks - 1 - block) * BLOCK_Q
+    if row >= q_length:
+        return
+    rows = row + tl.arange(0, BLOCK_Q)
+    query = length - q_length + rows
+    stride = HEADS * COLUMNS
+    k += start * k_stride + head * COLUMNS
+    v += start * v_stride + head * COLUMNS
+    of_rows = _rows(q + q_start * q_stride + head * COLUMNS, rows, q_stride, q_length, COLUMNS)
+    target = q_start * stride + head * COLUMNS
+    grads = _rows(grad + target, rows, stride, q_length, COLUMNS)
+    sums = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
+    for n in range(0, tl.minimum(length - q_length + row + BLOCK_Q, length), BLOCK_K):
+        key = n + tl.arange(0, BLOCK_K)
+        of_keys = _rows(k, key, k_stride, length, COLUMNS)
+        values = _rows(v, key, v_stride, length, COLUMNS)
+        h = tl.dot(of_rows, tl.trans(of_keys), input_precision=PRECISION) * (0.5 * scale)
+        u = _one_plus_tanh(h, APPROXIMATE)
+        of_weights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
+        seen = _sees(query[:, None], key[None, :], length, CANDIDATES)
+        of_scores = tl.where(seen, of_weights * u * (1.0 + h * (2.0 - u)), 0.0)
+        sums = tl.dot(of_scores.to(of_keys.dtype), of_keys, sums, input_precision=PRECISION)
+    factor = 0.5 * scale / tl.load(norm + sample).to(tl.float32)
+    _store(of_q + target, rows, stride, q_length, sums * factor, COLUMNS)
