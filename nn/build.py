@@ -182,11 +182,9 @@ def build_plan(
 def checked_plan(
     config: Config, source: Source, hardware: Hardware
 ) -> tuple[TieredPlan, list[TablePlan], str | None]:
-    """Plan the sharding of the tables, and check the disk of those on disk.
+    """Plan the sharding of the tables, and check the disk of those on disk, if it is here; ValueError: it has too little room.
 
-    Returns the plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk. Raises
-    ValueError: as `build_plan`; or the directory has too little room, or cannot be written. A plan may be for another machine,
-    on which alone it exists.
+    Returns the plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk.
     """
     plan, tables = build_plan(config, source, hardware)
     need = disk_need(tables, hardware.local_world_size)
