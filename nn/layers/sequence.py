@@ -6,43 +6,35 @@ have zeros in all of them. Nothing reads the device; shapes depend on no data; s
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from nn.layers.initialization import initialise_linear_, normal_
 from nn.ops import jagged, jagged_attention
-from nn.ops.jagged import Pooling, Positions, SamplePositions, append
+from nn.ops.fused_linear import can_fuse
+from nn.ops.jagged import Pooling, Positions, SamplePositions
+from nn.ops.jagged import append as append
 from nn.ops.jagged_attention import ScoreBias
-
-__all__ = [
-    "Positions",
-    "SamplePositions",
-    "ScoreBias",
-    "SequencePooling",
-    "append",
-    "attend",
-    "attend_once",
-    "expand",
-    "pool",
-    "softmax",
-]
 
 # B: samples, C: positions, D: columns, H: heads, K: columns of a head
 
 
 def expand(values: Tensor, at: SamplePositions) -> Tensor:
     """Return the vector of each position's sample, [C, D], from one per sample, [B, D]."""
-    return jagged.expand(values, at)
+    return _jagged(values).expand(values, at)
 
 
 def pool(values: Tensor, at: SamplePositions, how: Pooling) -> Tensor:
     """Return the sum, the mean or the last vector of each sample, [B, D], from [C, D]; zeros for a sample without events."""
-    return jagged.pool(values, at, how)
+    return _jagged(values).pool(values, at, how)
 
 
 def softmax(scores: Tensor, at: SamplePositions) -> Tensor:
     """Return the softmax of scores [C] or [C, H] over the events of each sample, in the same shape and dtype."""
-    return jagged.softmax(scores, at)
+    return _jagged(scores).softmax(scores, at)
 
 
 def attend(
@@ -51,12 +43,22 @@ def attend(
     v: Tensor,
     at: SamplePositions,
     *,
+    queries: SamplePositions | None = None,
     causal: bool = True,
     scale: float | None = None,
     bias: ScoreBias | None = None,
 ) -> Tensor:
-    """Return softmax attention of each event to those of its sample; see `nn.ops.jagged_attention.attend`."""
-    return jagged_attention.attend(q, k, v, at, causal=causal, scale=scale, bias=bias)
+    """Return softmax attention of each query to the events of its sample, causal to itself and earlier ones.
+
+    A score is scale * q . k plus biases. `q`: [C, H, K], or [Q, H, K] of other positions `queries`: the last one of a
+    sample is where its last event is, and there are no more than events. `k`, `v`: [C, H, K]. Returns the shape of `q`.
+    `scale`: None for 1 / sqrt(K).
+    """
+    module: Any = jagged_attention
+    if can_fuse(q, k):
+        from nn.ops.triton import jagged_attention as module
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    return module.attend(q, k, v, at, queries or at, causal, scale, bias or ScoreBias())
 
 
 def attend_once(
@@ -68,8 +70,15 @@ def attend_once(
     scale: float | None = None,
     bias: ScoreBias | None = None,
 ) -> Tensor:
-    """Return softmax attention of one query per sample [B, H, K]; see `nn.ops.jagged_attention.attend_once`."""
-    return jagged_attention.attend_once(q, k, v, at, scale=scale, bias=bias)
+    """Return softmax attention of one query per sample, a candidate say, [B, H, K]; zeros for a sample without events.
+
+    The distance of the last event is 0, and the time of the query is 0: times of events are ages.
+    """
+    sample = torch.arange(q.shape[0], device=q.device)
+    if bias is not None and bias.times is not None:
+        bias = replace(bias, query_times=bias.times.new_zeros(q.shape[0]))
+    queries = Positions(sample, at.lengths.clamp(max=1), sample, 1)
+    return attend(q, k, v, at, queries=queries, scale=scale, bias=bias)
 
 
 class SequencePooling(nn.Module):
@@ -96,5 +105,14 @@ class SequencePooling(nn.Module):
         """Map [C, D] to [B, D]; zeros for a sample without events."""
         if self.how != "attention":
             return pool(values, at, self.how)  # type: ignore[arg-type]
-        scores = self.score(torch.tanh(self.hidden(values)))
-        return pool(softmax(scores, at) * values, at, "sum")
+        weights = softmax(self.score(torch.tanh(self.hidden(values))), at)
+        return pool(weights * values, at, "sum")
+
+
+def _jagged(values: Tensor) -> Any:
+    if not can_fuse(values, values):
+        return jagged
+    # Only CUDA builds of torch include Triton.
+    from nn.ops.triton import jagged as kernels
+
+    return kernels

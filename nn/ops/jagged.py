@@ -10,44 +10,39 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-# B: samples, C: positions, D: columns (any number of dimensions), L: most positions of a sample
+# B: samples, C: positions, D: columns (any number of dimensions), L: most positions of a sample.
+# Sizes are asked by `shape`, since `len` would be a constant of an exported program.
 
 Pooling = Literal["sum", "mean", "last"]
 
 
 class SamplePositions(Protocol):
-    """The positions of each sample, as `nn.layers.sequence_events.SequenceEvents` has them."""
+    """Positions of samples, as `nn.layers.sequence_events.SequenceEvents` and `Positions` have them."""
 
     @property
-    def starts(self) -> Tensor:
-        """First position of each sample, integer [B], not decreasing."""
-
+    def starts(self) -> Tensor: ...
     @property
-    def lengths(self) -> Tensor:
-        """Positions of each sample, integer [B]."""
-
+    def lengths(self) -> Tensor: ...
     @property
-    def samples(self) -> Tensor:
-        """Sample of each position, integer [C]; any sample where a position belongs to none."""
-
+    def samples(self) -> Tensor: ...
     @property
-    def max_length(self) -> int:
-        """L."""
+    def max_length(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Positions that were made from others; see `SamplePositions`."""
+    """Positions of samples that were made of others."""
 
-    starts: Tensor
-    lengths: Tensor
+    starts: Tensor  # first position of each sample, not decreasing, integer [B]
+    lengths: Tensor  # positions of each sample, integer [B]
+    # sample of each position, integer [C]; any sample where a position belongs to none
     samples: Tensor
-    max_length: int
+    max_length: int  # L
 
 
 def offsets(at: SamplePositions) -> tuple[Tensor, Tensor]:
     """Return the place of each position in its sample, [C], and whether it belongs to one, bool [C]."""
-    offset = torch.arange(len(at.samples), device=at.samples.device) - at.starts[at.samples]
+    offset = torch.arange(at.samples.shape[0], device=at.samples.device) - at.starts[at.samples]
     return offset, (offset >= 0) & (offset < at.lengths[at.samples])
 
 
@@ -59,11 +54,11 @@ def expand(values: Tensor, at: SamplePositions) -> Tensor:
 def pool(values: Tensor, at: SamplePositions, how: Pooling) -> Tensor:
     """Return the sum, the mean or the last vector of each sample, [B, D], from [C, D]; zeros for a sample without positions."""
     if how == "last":
-        ends = (at.starts + at.lengths - 1).clamp(0, len(values) - 1)
+        ends = (at.starts + at.lengths - 1).clamp(0, values.shape[0] - 1)
         return _where(at.lengths > 0, values.index_select(0, ends))
     # Numbers of 16 bits are added in 32.
     wide = _where(offsets(at)[1], values.to(torch.promote_types(values.dtype, torch.float32)))
-    sums = wide.new_zeros(len(at.starts), *values.shape[1:]).index_add(0, at.samples, wide)
+    sums = wide.new_zeros(at.starts.shape[0], *values.shape[1:]).index_add(0, at.samples, wide)
     if how == "mean":
         sums = sums / at.lengths.clamp(min=1).view(-1, *[1] * (values.dim() - 1))
     return sums.to(values.dtype)
@@ -82,7 +77,7 @@ def places(at: SamplePositions) -> tuple[Tensor, Tensor]:
     """Return the position of each place of each sample, and whether the sample has as many; both [B, L]."""
     place = torch.arange(at.max_length, device=at.starts.device)
     is_inside = place < at.lengths[:, None]
-    return (at.starts[:, None] + place).clamp(max=len(at.samples) - 1), is_inside
+    return (at.starts[:, None] + place).clamp(max=at.samples.shape[0] - 1), is_inside
 
 
 def pad(values: Tensor, at: SamplePositions) -> Tensor:
@@ -101,17 +96,17 @@ def unpad(padded: Tensor, at: SamplePositions) -> Tensor:
 
 def append(values: Tensor, one: Tensor, at: SamplePositions) -> tuple[Tensor, Positions]:
     """Return [C + B, D] with one more vector [B, D], a candidate say, behind the last one [C, D] of each sample."""
-    count = len(at.starts)
+    count = at.starts.shape[0]
     starts = at.starts + torch.arange(count, device=at.starts.device)
-    position = torch.arange(len(values) + count, device=at.starts.device)
+    position = torch.arange(values.shape[0] + count, device=at.starts.device)
     samples = (torch.searchsorted(starts, position, right=True) - 1).clamp(min=0)
     longer = Positions(starts, at.lengths + 1, samples, at.max_length + 1)
     offset, is_inside = offsets(longer)
     source = torch.where(
-        offset < at.lengths[samples], at.starts[samples] + offset, len(values) + samples
+        offset < at.lengths[samples], at.starts[samples] + offset, values.shape[0] + samples
     )
     both = torch.cat([values, one.to(values.dtype)])
-    return _where(is_inside, both.index_select(0, source.clamp(0, len(both) - 1))), longer
+    return _where(is_inside, both.index_select(0, source.clamp(0, both.shape[0] - 1))), longer
 
 
 def _where(is_inside: Tensor, values: Tensor) -> Tensor:

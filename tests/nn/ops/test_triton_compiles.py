@@ -43,7 +43,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 58
+    assert done.stdout.count("compiled") == 73
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -173,6 +173,7 @@ def run() -> None:
         build(_dropout, pointers | {"columns": "i32", "scale": "fp32"}, **DROPOUT_BLOCKS)
 
     build_fp8()
+    build_jagged()
 
 
 def build_fp8() -> None:
@@ -212,8 +213,49 @@ def build_mapping(ids: str) -> None:
         build(kernels._list_found, pointers, PROGRAMS=3000, ALL=4096, **block)
 
 
+def build_jagged() -> None:
+    """Compile the kernels over positions of samples; blocks of keys and queries as for short and for long ones."""
+    from nn.ops.triton import jagged, jagged_attention
+    from nn.ops.triton.jagged_attention import Operands, Saved, Shape
+
+    at = {"at": ("*i32", "*i32", "*i32")}
+    for kernel, how in ((jagged._expand, "mean"), (jagged._pool, "last")):
+        build(kernel, at | dict.fromkeys(("values", "out"), "*bf16"), HOW=how, P=32, D=64)
+    scores = at | dict.fromkeys(("scores", "grad", "result"), "*fp32")
+    for grad in ({}, {"grad": None}):
+        build(jagged._softmax, scores, BLOCK_P=32, BLOCK_H=2, num_warps=1, **grad)
+    for dtype, is_long, has_bias, max_queries in (
+        ("*bf16", True, False, "i32"),
+        ("*bf16", False, True, "i32"),
+        ("*fp32", False, True, "constexpr"),  # one query per sample
+    ):
+        shape = Shape(4, 64, 64, 200 * has_bias, 22 * has_bias, True, "ieee")
+        bias = ("*fp32" if has_bias else "constexpr",) * 4
+        numbers = (*["i32"] * 4, max_queries, "i32", "fp32")
+        x = Operands(*[dtype] * 3, *bias, *["*i32"] * 4, *numbers)
+        inside = {(0, at): None for at in range(3, 7) if not has_bias}
+        inside |= {(0, 15): 1} if max_queries == "constexpr" else {}
+        queries, keys = (128, 64) if is_long else (32, 32)
+        dtypes = dict.fromkeys(("out", "of_q", "of_k", "of_v"), dtype)
+        dtypes |= dict.fromkeys(("log_sums", "by_distance", "by_time"), "*fp32")
+        dtypes |= {"x": x, "saved": Saved(dtype, dtype, "*fp32", "*fp32")}
+        for kernel, sizes in (
+            (jagged_attention._forward, {"M": queries, "N": keys}),
+            (jagged_attention._query_gradient, {"M": queries, "N": keys}),
+            (jagged_attention._key_gradient, {"M": keys, "N": queries}),
+            (jagged_attention._bias_sums, {}),
+        ):
+            if sizes or has_bias:
+                build(kernel, dtypes, 8 if is_long else 4, inside=inside, S=shape, **sizes)
+
+
 def build(
-    kernel, dtypes: dict[str, str], num_warps: int = 4, aligned: Sequence[str] = (), **constants
+    kernel,
+    dtypes: dict,
+    num_warps: int = 4,
+    aligned: Sequence[str] = (),
+    inside: dict | None = None,
+    **constants,
 ) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -226,7 +268,8 @@ def build(
     source = ASTSource(
         fn=kernel,
         signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
+        constexprs={(names.index(name),): value for name, value in constants.items()}
+        | (inside or {}),
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name in aligned
