@@ -568,11 +568,11 @@ def parquet_columns(spec: FeatureSpec, files: SplitFiles) -> dict[str, Any]:
         if column.name not in files.absent
     }
     for group in spec.sequences:
+        time = None if group.name in files.absent else group.time
         kinds |= {
-            c.name: ColumnKind.ids if c.name == group.time else ColumnKind.numbers
-            for c in group.numbers
+            c.name: ColumnKind.ids if c.name == time else ColumnKind.numbers for c in group.numbers
         }
-        kinds |= {group.name: ColumnKind.id} if group.time else {}
+        kinds |= {group.name: ColumnKind.id} if time else {}
     return kinds | {
         f.name: ColumnKind.id if f.hotness == 1 else ColumnKind.ids for f in spec.categorical
     }
