@@ -147,7 +147,10 @@ def _one_plus_tanh(h, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def _sees(query, key, length, CANDIDATES: tl.constexpr):
-    return (key == query) | ((key < query) & (key < length - CANDIDATES))
+    if CANDIDATES == 1:
+        return key <= query
+    else:
+        return (key == query) | ((key < query) & (key < length - CANDIDATES))
 
 
 @triton.jit

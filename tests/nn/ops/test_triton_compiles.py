@@ -173,6 +173,26 @@ def run() -> None:
         build(_dropout, pointers | {"columns": "i32", "scale": "fp32"}, **DROPOUT_BLOCKS)
 
     build_fp8()
+    build_hstu_attention()
+
+
+def build_hstu_attention() -> None:
+    """Compile the kernels of HSTU's attention; the blocks of a head of 128 columns fit into a GPU's memory."""
+    from nn.ops.triton import hstu_attention as kernels
+
+    dtypes = dict.fromkeys(("q", "k", "v", "grad", "out", "of_k", "of_v", "of_q"), "*bf16")
+    dtypes |= dict.fromkeys(("starts", "lengths", "q_starts", "q_lengths", "norm"), "*i64")
+    dtypes["scale"] = "fp32"
+    head = {"HEADS": 4, "COLUMNS": 128, "CANDIDATES": 1, "APPROXIMATE": True, "PRECISION": "tf32"}
+    for name, blocks in (
+        ("_forward", kernels.FORWARD),
+        ("_of_keys", kernels.OF_KEYS),
+        ("_of_queries", kernels.OF_QUERIES),
+        *((name, kernels.FEW_QUERIES) for name in ("_forward", "_of_keys", "_of_queries")),
+    ):
+        kernel = getattr(kernels, name)
+        names = [*dtypes, "q_stride", "k_stride", "v_stride"]
+        build(kernel, dtypes, aligned=[of for of in names if of != "scale"], **head, **blocks)
 
 
 def build_fp8() -> None:
@@ -213,7 +233,12 @@ def build_mapping(ids: str) -> None:
 
 
 def build(
-    kernel, dtypes: dict[str, str], num_warps: int = 4, aligned: Sequence[str] = (), **constants
+    kernel,
+    dtypes: dict[str, str],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    aligned: Sequence[str] = (),
+    **constants,
 ) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -233,6 +258,10 @@ def build(
             if name in names and name not in constants
         },
     )
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    compiled = compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages},
+    )
     print("compiled", kernel.__name__)
     return compiled.asm["ptx"]
