@@ -27,9 +27,7 @@ PIPE_WIDTH = 120
 def compare(config: CompareConfig) -> None:
     """Print the table and write the files that are asked for.
 
-    Raises:
-        ValueError: there is no run, or none has the metric.
-        OSError: a file cannot be read or written.
+    Raises ValueError: there is no run, or none has the metric. Raises OSError: a file cannot be read or written.
     """
     _check_outputs(config)
     found = [RunRecord.read(path) for path in find_runs(config.runs)]

@@ -31,8 +31,7 @@ LEAST_TITLE, COLUMN = 26, 19
 def print_comparison(console: Console, runs: Sequence[RunRecord], name: str | None) -> Ordered:
     """Print runs that have trained and return them as they are ordered; `name` is that of a metric.
 
-    Raises:
-        ValueError: no run has that metric.
+    Raises ValueError: no run has that metric.
     """
     # One that no run has is refused here.
     named = name and choose_metric(runs, name)

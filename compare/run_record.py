@@ -74,9 +74,7 @@ class RunRecord:
     def read(cls, path: Path) -> "RunRecord":
         """Read a run directory.
 
-        Raises:
-            ValueError: a line of metrics.jsonl is no record.
-            OSError: a file cannot be read.
+        Raises ValueError: a line of metrics.jsonl is no record. Raises OSError: a file cannot be read.
         """
         header: dict[str, Any] = {}
         records: list[dict[str, Any]] = []
@@ -213,8 +211,7 @@ class RunRecord:
 def find_runs(paths: Sequence[str]) -> list[Path]:
     """Return the run directories among `paths` and below them, sorted, without duplicates.
 
-    Raises:
-        ValueError: a path is no directory, or there is no run below it.
+    Raises ValueError: a path is no directory, or there is no run below it.
     """
     found: dict[Path, Path] = {}
     for text in paths:

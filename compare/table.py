@@ -94,8 +94,7 @@ def title_of(group: Sequence[RunRecord]) -> str:
 def choose_metric(runs: Sequence[RunRecord], name: str | None) -> Metric | None:
     """Return the metric that runs are sorted by: the named one, or the first run's own.
 
-    Raises:
-        ValueError: no run has a metric of that name.
+    Raises ValueError: no run has a metric of that name.
     """
     measured = list(dict.fromkeys(metric for run in runs for metric in run.metrics()))
     if name is None:

@@ -70,8 +70,7 @@ class Choices:
 def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
     """Return the arguments for Hydra: flags first, then overrides, with texts quoted where its grammar requires it.
 
-    Raises:
-        ValueError: an option, a flag or a value is invalid; the message names it.
+    Raises ValueError: an option, a flag or a value is invalid; the message names it.
     """
     flags, overrides = _parted(arguments, choices)
     _check_flags(flags, choices)
@@ -115,11 +114,7 @@ def as_written(arguments: Sequence[str]) -> list[str]:
 
 
 def help_words(arguments: Sequence[str], choices: Choices) -> tuple[list[str], list[str]]:
-    """Part the words after --help, such as `optimizer`, from the other arguments.
-
-    Raises:
-        ValueError: a flag is invalid.
-    """
+    """Part the words after --help, such as `optimizer`, from the other arguments. Raises ValueError: a flag is invalid."""
     flags, overrides = _parted(arguments, choices)
     if "--help" not in flags:
         return [], list(arguments)

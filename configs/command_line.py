@@ -80,10 +80,8 @@ def composed_command(
     """Return a function that composes `configs/<config_name>.yaml` with the command line and calls `task` with the result.
 
     It is Hydra's own function, wrapped to translate errors. A stack trace holds no function of this module between Hydra and
-    `task`, which passes the composed options to `to_config`. `read_saved` is of a schema with the option `config`.
-
-    Raises:
-        ValueError: from the returned function: an option does not exist, or has an invalid value.
+    `task`, which passes the composed options to `to_config`. `read_saved` is of a schema with the option `config`. Raises
+    ValueError: from the returned function: an option does not exist, or has an invalid value.
     """
 
     @contextmanager
@@ -130,8 +128,7 @@ def compose_overrides(
 ) -> DictConfig:
     """Return the composed options of a command from Python; `composed_command` describes the arguments.
 
-    Raises:
-        ValueError: an option does not exist or has an invalid value, or a flag is among the overrides.
+    Raises ValueError: an option does not exist or has an invalid value, or a flag is among the overrides.
     """
     flags = [text for text in overrides if text.startswith("-")]
     if flags:
@@ -154,8 +151,7 @@ def compose_overrides(
 def command_of(recipe: str) -> tuple[str, list[str]]:
     """Return the command that a recipe stands for, such as dlrm, and the options that it begins with.
 
-    Raises:
-        ValueError: there is no such recipe.
+    Raises ValueError: there is no such recipe.
     """
     if recipe in COMMANDS:
         return recipe, []
@@ -224,8 +220,7 @@ def _files_of(hydra: HydraConf) -> Iterator[list[WrittenOption]]:
 def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
     """Let Hydra compose the options of an earlier run instead of a recipe, if the command line names them.
 
-    Raises:
-        ValueError: the file holds no such options, or the command line chooses a recipe too.
+    Raises ValueError: the file holds no such options, or the command line chooses a recipe too.
     """
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     if not any(text.lstrip("+~").startswith("config") for text in overrides):

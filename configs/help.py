@@ -56,10 +56,8 @@ class Topics:
     def choose(self, keys: Sequence[str]) -> list[str]:
         """Return the keys that a word names, or all of them.
 
-        A word names a group or an option, else the options with it in their names.
-
-        Raises:
-            UnknownTopicError: a word names nothing.
+        A word names a group or an option, else the options with it in their names. Raises UnknownTopicError: a word names
+        nothing.
         """
         if not self.words:
             return list(keys)
@@ -106,8 +104,7 @@ def option_help(
 ) -> str:
     """Return a line `key=value  meaning` for the chosen options of `schema`, values from `config`, with a title per section.
 
-    Raises:
-        UnknownTopicError: no option has a word of `topics` in its name.
+    Raises UnknownTopicError: no option has a word of `topics` in its name.
     """
     sections = {name: find(config[name]) for name, find in section_classes.items()}
     defaults = OmegaConf.create(

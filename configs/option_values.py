@@ -22,9 +22,8 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 def check_values(values: Mapping[Any, Any], schema: type, prefix: str = "") -> None:
     """Refuse values of options that lie beyond every limit, before the classes of the options check them further.
 
-    Raises:
-        ValueError: a value of another kind, an integer beyond 64 bits or the option's `most`, a number that is not finite or
-            that float32 cannot hold, or a text that no file can hold.
+    Raises ValueError: a value of another kind, an integer beyond 64 bits or the option's `most`, a number that is not finite
+    or that float32 cannot hold, or a text that no file can hold.
     """
     types = type_hints(schema)
     for declared in fields(schema):

@@ -33,10 +33,8 @@ class WrittenOption(NamedTuple):
 def to_config(composed: DictConfig) -> Any:
     """Convert composed yaml to the schema's classes; every check of an option runs here.
 
-    An open section becomes its common options; `to_section` converts all of them, once their class is known.
-
-    Raises:
-        ValueError: an invalid value, or an option that does not exist: Hydra itself accepts `+key=value`.
+    An open section becomes its common options; `to_section` converts all of them, once their class is known. Raises
+    ValueError: an invalid value, or an option that does not exist: Hydra itself accepts `+key=value`.
     """
     schema = OmegaConf.get_type(composed)
     if schema is None or not is_dataclass(schema):
@@ -149,10 +147,8 @@ def _named_in(error: OmegaConfBaseException) -> str:
 def drop_replaced(composed: DictConfig, overrides: Sequence[str], schema: type) -> None:
     """Let an option of the command line prevail over the one of a yaml file that would replace it, in place.
 
-    `eval.per_epoch=2` takes effect although a recipe sets `eval.every`, which replaces it.
-
-    Raises:
-        ValueError: the command line gives a value to both options of a pair.
+    `eval.per_epoch=2` takes effect although a recipe sets `eval.every`, which replaces it. Raises ValueError: the command line
+    gives a value to both options of a pair.
     """
     named = {
         key.lstrip("+"): value for key, _, value in (text.partition("=") for text in overrides)
@@ -169,8 +165,7 @@ def drop_replaced(composed: DictConfig, overrides: Sequence[str], schema: type) 
 def to_section(composed: DictConfig, schema: type, name: str) -> Any:
     """Convert an open section to `schema`, the class of all its options; their checks run here.
 
-    Raises:
-        ValueError: an invalid value, or an option that does not exist.
+    Raises ValueError: an invalid value, or an option that does not exist.
     """
     for key in unknown_keys(composed, schema, f"{name}."):
         raise no_option(key, option_keys(schema, f"{name}."))

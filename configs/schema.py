@@ -39,11 +39,10 @@ def option(
 ) -> Any:
     """Declare one option; `--help` prints its meaning with the bounds.
 
-    `gt`, `ge`, `lt` and `le` bound the option, or each of its elements; null is within all bounds. `most` is the largest value,
-    checked before any class is made (`configs/option_values.py`). A list that is `filled` names
-    at least one. With `path` the option names files, so `~` is the home
-    directory. The option `replaces` of the same section has no effect while this one has a value, and `configs/overrides.py`
-    lets the command line name only one of them.
+    `gt`, `ge`, `lt` and `le` bound the option, or each of its elements; null is within all bounds. `most` is the largest
+    value, checked before any class is made (`configs/option_values.py`). A list that is `filled` names at least one. With
+    `path` the option names files, so `~` is the home directory. The option `replaces` of the same section has no effect while
+    this one has a value, and `configs/overrides.py` lets the command line name only one of them.
     """
     bounds = {
         name: bound

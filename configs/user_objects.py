@@ -9,9 +9,8 @@ from typing import Any
 def load_user_object(path: str, option: str) -> Any:
     """Import an object, `package.module:NAME`, that an option names.
 
-    Raises:
-        ValueError: the module cannot be imported, or has no such name. Errors of the project's own modules are raised as
-            they are.
+    Raises ValueError: the module cannot be imported, or has no such name. Errors of the project's own modules are raised as
+    they are.
     """
     module, _, name = path.partition(":")
     try:

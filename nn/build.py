@@ -194,21 +194,16 @@ def build_plan(
         -(-live_samples(config) // hardware.world_size),
         traffic_of,
     )
-    room, memories = staged_bytes(config.sharding), 1 + len(rule.states)
-    steps = _steps_between_saves(config, source) if plan.host_tables else 0
+    room, memories, steps = staged_bytes(config.sharding), 1 + len(rule.states), 0
+    if plan.host_tables and config.mode in (Mode.train, Mode.plan):
+        # Until a checkpoint or a delta is due at the latest; saves of the best evaluation may be earlier.
+        all_rows, checkpoint = source.num_rows(TRAIN_SPLIT), config.checkpoint
+        due = (checkpoint.save_every, checkpoint.delta_every) if checkpoint.save else ()
+        ends = config.train.epochs * num_steps(all_rows, config.train.batch_size)
+        steps = min(x for x in (ends, config.train.max_steps, *due) if x is not None)
     return plan, with_expected_fetches(
         plan, rows, traffic_of, config.train.batch_size, room, memories, steps
     )
-
-
-def _steps_between_saves(config: Config, source: Source) -> int:
-    """Return the steps after which a checkpoint or a delta is due at the latest; saves of the best evaluation may be earlier."""
-    if config.mode not in (Mode.train, Mode.plan):
-        return 0
-    steps = config.train.epochs * num_steps(source.num_rows(TRAIN_SPLIT), config.train.batch_size)
-    checkpoint = config.checkpoint
-    due = (checkpoint.save_every, checkpoint.delta_every) if checkpoint.save else ()
-    return min(number for number in (steps, config.train.max_steps, *due) if number is not None)
 
 
 def checked_plan(
@@ -303,7 +298,17 @@ def build_step(
 ) -> TrainStep:
     """Build tables and dense component with the seed's weights, and set the precision of float32 matrix products."""
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
-    tables = _build_tables(config, source, plan, ranks)
+    disk_path = config.sharding.disk_path
+    settings = TableSettings(
+        config.effective_optimizer,
+        config.train.amp,
+        loss_scale(config),
+        config.seed,
+        tracks_rows=config.mode is Mode.train and config.checkpoint.delta_every is not None,
+        disk=DiskSettings(Path(disk_path), staged_bytes(config.sharding)) if disk_path else None,
+    )
+    declared, multi_hot = _declared_tables(config, source), build_multi_hot(config, source)
+    tables = ShardedTables(declared, source.spec, plan, ranks, settings, multi_hot)
     with ExitStack() as undo:
         # A process may end without Python's finalizers, and tables on disk have files.
         undo.callback(tables.close)
@@ -358,17 +363,17 @@ def build_loaders(
 
     Raises ValueError: a split does not exist or cannot fill a batch, or a batch does not divide over the ranks.
     """
-    if config.mode is Mode.inference:
-        return Loaders(None, None)
-    is_training = config.mode is Mode.train
-    train = build_train_loader(config, source, ranks, key_maps) if is_training else None
-    return Loaders(train, build_test_loader(config, source, ranks, key_maps=key_maps))
+    train = test = None
+    if config.mode is Mode.train:
+        train = build_train_loader(config, source, ranks, key_maps)
+    if config.mode is not Mode.inference:
+        test = build_test_loader(config, source, ranks, key_maps=key_maps)
+    return Loaders(train, test)
 
 
 def build_train_loader(
     config: Config, source: Source, ranks: Ranks, key_maps: "KeyMaps | None" = None
 ) -> Loader:
-    """Build this rank's loader of the training split."""
     return _loader(
         config,
         source,
@@ -401,41 +406,18 @@ def _loader(
     key_maps: "KeyMaps | None",
     **settings: Any,
 ) -> Loader:
+    data = config.data
+    complete = LoaderSettings(
+        seed=config.seed, prefetch=data.prefetch, workers=data.workers, **settings
+    )
     return Loader(
         source,
         split,
-        LoaderSettings(
-            seed=config.seed,
-            prefetch=config.data.prefetch,
-            workers=config.data.workers,
-            **settings,
-        ),
+        complete,
         rank=ranks.rank,
         world_size=ranks.world_size,
         device=ranks.device,
         key_maps=key_maps,
-    )
-
-
-def _build_tables(config: Config, source: Source, plan: TieredPlan, ranks: Ranks) -> ShardedTables:
-    """Build this rank's part of the tables, with the seed's weights."""
-    settings = TableSettings(
-        config.effective_optimizer,
-        config.train.amp,
-        loss_scale(config),
-        config.seed,
-        tracks_rows=config.mode is Mode.train and config.checkpoint.delta_every is not None,
-        disk=None
-        if config.sharding.disk_path is None
-        else DiskSettings(Path(config.sharding.disk_path), staged_bytes(config.sharding)),
-    )
-    return ShardedTables(
-        _declared_tables(config, source),
-        source.spec,
-        plan,
-        ranks,
-        settings,
-        build_multi_hot(config, source),
     )
 
 

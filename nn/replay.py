@@ -20,6 +20,7 @@ from configs.messages import on_one_line
 from configs.overrides import place_of, to_config
 from configs.schema import Component
 from configs.stop_signals import restore_signals
+from dataloading.dataset.durable_files import require_absent
 from nn.checkpoint.directory import DELTA
 from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import TensorIndex
@@ -27,7 +28,7 @@ from nn.deltas.chain import open_chain
 from nn.deltas.delta import KEYS, Delta, chain_of
 from nn.deltas.table_rows import ReplayedKeys, ReplayedTable
 from nn.export.array_files import ArraySource
-from nn.export.tables import Exported, Selection, check_output, write_export
+from nn.export.tables import Exported, Selection, write_export
 
 
 def replay(
@@ -44,7 +45,7 @@ def replay(
     Raises:
         ValueError: a directory cannot be used, or the deltas do not follow the base; one line.
     """
-    check_output(output)
+    require_absent(output)
     saved = SavedModel.open(base, "base")
     index, link = saved.index, chain_of(saved.facts)
     if link is None:

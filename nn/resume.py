@@ -23,6 +23,7 @@ from dataloading.storage.local_copy import local_path
 from nn.build import model_spec
 from nn.checkpoint.compatibility import feature_mismatch
 from nn.checkpoint.directory import (
+    CHECKPOINTS,
     NewerFormatError,
     UnreadableError,
     find_damage,
@@ -37,6 +38,7 @@ from nn.checkpoint.tensor_index import read_index
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
+from nn.loggers.run_logger import flat_options
 from nn.models.metric import PR_AUC
 from nn.models.registry import declared_tables, options_of_own_models
 from nn.observability.records import (
@@ -83,7 +85,6 @@ class ResumePoint:
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint to load, where there is one."""
         assert self.path is not None, "the run does not start from a checkpoint"
         return self.path
 
@@ -134,13 +135,26 @@ def finished_run(
         if start.stage.is_new:
             return None
         last_step = start.stage.last_step(config, loader.steps_per_epoch)
-        if not ranks.run_on_rank0(lambda: _has_finished(config, start, last_step)):
+        summary_path = Path(config.run_dir) / SUMMARY
+
+        def has_ended() -> bool:
+            summary = _mapping(read_json, summary_path)
+            # That of the step of its latest checkpoint.
+            if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
+                return False
+            loop = start.facts["trainer"]
+            evals = loop.get("evals_since_best", 0)
+            reason = early_stop(config, loop["test"], start.num_steps, evals)
+            return start.num_steps >= last_step or reason is not None
+
+        if not ranks.run_on_rank0(has_ended):
             return None
         return (
             f"run_dir={config.run_dir} holds the complete run already ({start.num_steps:,} steps); nothing to do. "
             "Raise train.epochs or train.max_steps to train on, or set another run_dir"
         )
-    if not ranks.run_on_rank0(lambda: _is_repeated(config)):
+    run_dir = Path(config.run_dir)
+    if not ranks.run_on_rank0(lambda: _is_repeated(config, run_dir)):
         return None
     return (
         f"run_dir={config.run_dir} holds the complete result of this command already; nothing to do. Set another "
@@ -209,24 +223,28 @@ def can_restart(run_dir: Path, config: Config) -> bool:
     )
 
 
-def _is_repeated(config: Config) -> bool:
+def _is_repeated(config: Config, run_dir: Path) -> bool:
     """Tell whether a run that starts from nothing has its complete result already, as an evaluation may.
 
     Raises ValueError: the directory holds records of another run.
     """
-    run_dir = _run_dir(config)
     path = run_dir / METRICS
     is_finished = path.exists() and _mapping(read_json, run_dir / SUMMARY) is not None
     # A start that was killed, or had no room, before its first record left nothing to lose.
     if not (has_records(path) or is_finished) or can_restart(run_dir, config):
         return False
     before = _mapping(read_yaml, run_dir / CONFIG)
-    now = _without_place(_flat(plain_values(config)))
+
+    def chosen(options: dict[str, Any]) -> dict[str, Any]:
+        places = ("run_dir", "config")
+        return {key: v for key, v in options.items() if key not in places and v is not None}
+
     is_same = False
     if before is not None:
-        earlier = _without_place(_complete(before, config))
+        earlier = chosen(_complete(before, config))
         # PR-AUC comes by itself where labels are rare, after the options were written.
         named = [*(earlier.get("eval.metrics") or []), PR_AUC.name]
+        now = chosen(dict(flat_options(plain_values(config))))
         is_same = now in (earlier, earlier | {"eval.metrics": named})
     # A training that saves has lost its checkpoints if it starts from nothing.
     is_training_that_saves = config.mode is Mode.train and config.checkpoint.save
@@ -234,7 +252,7 @@ def _is_repeated(config: Config) -> bool:
         return True
     text = f"run_dir={run_dir} already holds the {METRICS} of an earlier run"
     set_another = "set another run_dir, or none for a new runs/<recipe>/<time>"
-    checkpoints = run_dir / "checkpoints"
+    checkpoints = run_dir / CHECKPOINTS
     if list_checkpoints(checkpoints):
         raise ValueError(f"{text}; {set_another}")
     damaged = sorted(path.name for path in checkpoints.glob("step_*.damaged"))
@@ -253,26 +271,13 @@ def _mapping(read: Callable[[Path], Any], path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _without_place(flat: dict[str, Any]) -> dict[str, Any]:
-    places = ("run_dir", "config")
-    return {key: value for key, value in flat.items() if key not in places and value is not None}
-
-
 def _has_own_checkpoint(config: Config) -> bool:
     if config.mode is not Mode.train or config.run_dir is None:
         return False
     try:
-        return bool(list_checkpoints(Path(config.run_dir) / "checkpoints"))
+        return bool(list_checkpoints(Path(config.run_dir) / CHECKPOINTS))
     except UnreadableError as error:
         raise ValueError(_unreadable_message(config.run_dir, str(error))) from None
-
-
-def _run_dir(config: Config) -> Path:
-    """Return the run directory of a run that resumes."""
-    assert config.run_dir is not None, (
-        "a run without run_dir has a new directory, without checkpoints"
-    )
-    return Path(config.run_dir)
 
 
 def _named_start(config: Config, source: Source) -> ResumePoint:
@@ -280,32 +285,15 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
 
     Other data begin with their first row, and are trained completely.
     """
-    start, stage = _named(config, source), first_stage(source)
-    trained = Stage.of_facts(start.facts)
-    is_other = None not in (trained.identity, stage.identity) and trained.identity != stage.identity
-    first_step = start.num_steps if is_other else trained.first_step
-    if is_other and config.mode is Mode.train and has_ended(first_step, config.scheduler):
-        raise ValueError(
-            f"the schedule has ended before step {first_step:,} of checkpoint.restore={start.path}, so that other data would be "
-            "trained with a learning rate of 0; set scheduler.decay_start_step=null, or a later one, or "
-            "checkpoint.parts=[dense,tables] to start at step 0"
-        )
-    return replace(start, stage=replace(stage, first_step=first_step))
-
-
-def _named(config: Config, source: Source) -> ResumePoint:
-    parts = config.checkpoint
-    if parts.restore is None and config.mode in (Mode.eval, Mode.importance):
-        advice = "set checkpoint.restore to a run's checkpoints/step_N"
-        # The latest one of the run directory, if any, may be what was meant.
-        own = Path(config.run_dir) / "checkpoints" if config.run_dir is not None else None
-        if own is not None and (found := list_checkpoints(own)):
-            advice = (
-                f"set checkpoint.restore={found[0]}, and another run_dir, or none, for the results"
-            )
-        raise ValueError(f"mode={config.mode.value} needs a trained model: {advice}")
+    parts, stage = config.checkpoint, first_stage(source)
+    is_training = config.mode is Mode.train
     if parts.restore is None:
-        return ResumePoint()
+        if config.mode in (Mode.eval, Mode.importance):
+            raise ValueError(
+                f"mode={config.mode.value} needs a trained model: set checkpoint.restore to a run's checkpoints/step_N, and "
+                "another run_dir, or none, for the results"
+            )
+        return ResumePoint(stage=stage)
     path = local_path(parts.restore)
     facts = check(
         path,
@@ -315,46 +303,48 @@ def _named(config: Config, source: Source) -> ResumePoint:
         grow=parts.grow,
         allow_changes=parts.allow_changes,
     )
-    starts_at_zero = config.mode is Mode.train and not parts.takes_optimizer
-    return ResumePoint(path, {"num_steps": 0} if starts_at_zero else facts)
+    if is_training and not parts.takes_optimizer:
+        facts = {"num_steps": 0}
+    trained = Stage.of_facts(facts)
+    is_other = None not in (trained.identity, stage.identity) and trained.identity != stage.identity
+    first_step = facts["num_steps"] if is_other else trained.first_step
+    if is_other and is_training and has_ended(first_step, config.scheduler):
+        raise ValueError(
+            f"the schedule has ended before step {first_step:,} of checkpoint.restore={path}, so that other data would be "
+            "trained with a learning rate of 0; set scheduler.decay_start_step=null, or a later one, or "
+            "checkpoint.parts=[dense,tables] to start at step 0"
+        )
+    return ResumePoint(path, facts, stage=replace(stage, first_step=first_step))
 
 
 def _latest_intact(
-    config: Config,
-    spec: FeatureSpec,
-    ranks: Ranks,
-    channel: HostChannel,
-    logger: Logger,
+    config: Config, spec: FeatureSpec, ranks: Ranks, channel: HostChannel, logger: Logger
 ) -> ResumePoint:
     """Find the latest intact checkpoint of `config.run_dir`; all ranks must call it, and share the reading of its bytes.
 
     Raises ValueError: on all ranks, if a checkpoint there is of another run or of a newer version, or cannot be read.
     """
-    directory = _run_dir(config) / "checkpoints"
     while True:
-        latest = ranks.run_on_rank0(lambda: _latest(config, directory, logger))
+        latest = ranks.run_on_rank0(lambda: _latest(config, logger))
         if latest is None:
             return ResumePoint()
         path, facts = latest
-        inspected = channel.gather(_inspect(path, facts, ranks))
-        unreadable = next((text for text, is_unreadable in inspected if is_unreadable), None)
-        if unreadable is not None:
-            raise ValueError(_unreadable_message(config.run_dir, unreadable))
-        damage = next((text for text, _ in inspected if text), None)
+        damage, is_unreadable = None, False
+        try:
+            damage = find_damage(path, facts, ranks.rank, ranks.world_size)
+        except UnreadableError as error:
+            damage, is_unreadable = str(error), True
+        inspected = channel.gather((damage, is_unreadable))
+        for problem, is_unreadable in inspected:
+            if is_unreadable:
+                raise ValueError(_unreadable_message(config.run_dir, problem))
+        damage = next((problem for problem, _ in inspected if problem), None)
         if damage is None:
             stage = ranks.run_on_rank0(
-                partial(_check_same_run, config, spec, ranks, (path, facts), logger)
+                partial(_check_same_run, config, spec, ranks, path, facts, logger)
             )
             return ResumePoint(path, facts, is_continuation=True, stage=stage)
         ranks.run_on_rank0(partial(_report_damage, path, damage, logger))
-
-
-def _inspect(path: Path, facts: dict[str, Any], ranks: Ranks) -> tuple[str | None, bool]:
-    """Return the problem of this rank's share of a checkpoint, or None, and whether its files cannot be read."""
-    try:
-        return find_damage(path, facts, ranks.rank, ranks.world_size), False
-    except UnreadableError as error:
-        return str(error), True
 
 
 def _unreadable_message(run_dir: str | None, problem: str) -> str:
@@ -364,27 +354,16 @@ def _unreadable_message(run_dir: str | None, problem: str) -> str:
     )
 
 
-def _has_finished(config: Config, start: ResumePoint, last_step: int) -> bool:
-    """Tell whether a run that resumes has ended already: its summary is of the step of its latest checkpoint."""
-    summary = _mapping(read_json, _run_dir(config) / SUMMARY)
-    if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
-        return False
-    trainer = start.facts["trainer"]
-    evals_since_best = trainer.get("evals_since_best", 0)
-    reason = early_stop(config, trainer["test"], start.num_steps, evals_since_best)
-    return start.num_steps >= last_step or reason is not None
-
-
-def _latest(config: Config, directory: Path, logger: Logger) -> tuple[Path, dict[str, Any]] | None:
-    for path in list_checkpoints(directory):
+def _latest(config: Config, logger: Logger) -> tuple[Path, dict[str, Any]] | None:
+    assert config.run_dir is not None, "a run that resumes has a directory"
+    for path in list_checkpoints(Path(config.run_dir) / CHECKPOINTS):
         try:
             facts = read_facts(path)
             check_resumable(facts, step_of(path))
             return path, facts
         except NewerFormatError as error:
-            raise ValueError(
-                f"cannot resume from {path}: {error}, or set another run_dir"
-            ) from None
+            resume = f"cannot resume from {path}: {error}, or set another run_dir"
+            raise ValueError(resume) from None
         except UnreadableError as error:
             # Its bytes may be intact: a renamed checkpoint would cost the steps since the one before it.
             raise ValueError(_unreadable_message(config.run_dir, str(error))) from None
@@ -405,7 +384,8 @@ def _check_same_run(
     config: Config,
     spec: FeatureSpec,
     ranks: Ranks,
-    latest: tuple[Path, dict[str, Any]],
+    path: Path,
+    facts: dict[str, Any],
     logger: Logger,
 ) -> Stage:
     """Refuse to resume with other data or settings; return the stage to train.
@@ -413,7 +393,6 @@ def _check_same_run(
     Files of the dataset may have other times, as restored files and copies have: their sizes, samples and the checksums of
     the spec are compared, and every byte of the smallest ones.
     """
-    path, facts = latest
     now = facts_of(config, spec, ranks)
     stage = stage_to_train(config, spec, facts, now)
     if config.checkpoint.allow_changes:
@@ -425,7 +404,7 @@ def _check_same_run(
         raise ValueError(
             f"run_dir={config.run_dir} holds a run with other settings: {'; '.join(differences[:4])}. Set "
             "another run_dir (with checkpoint.restore to start from this run's model), or "
-            f"checkpoint.allow_changes=true to resume with the new ones{_batch_advice(facts, config, ranks)}"
+            "checkpoint.allow_changes=true to resume with the new ones"
         )
     problem = feature_mismatch(
         read_index(path),
@@ -458,23 +437,6 @@ def _check_same_run(
     return stage
 
 
-def _batch_advice(facts: dict[str, Any], config: Config, ranks: Ranks) -> str:
-    """Return how another number of ranks keeps the global batch of a run with `train.batch_size_per_rank`."""
-    before, per_rank = (
-        _flat(facts["config"]).get("train.batch_size"),
-        config.train.batch_size_per_rank,
-    )
-    if per_rank is None or before == config.train.batch_size or type(before) is not int:
-        return ""
-    same, rest = divmod(before, ranks.world_size)
-    keeps = (
-        f"no train.batch_size_per_rank keeps {before:,}"
-        if rest
-        else f"train.batch_size_per_rank={same} keeps {before:,}"
-    )
-    return f". The global batch is train.batch_size_per_rank={per_rank} times {ranks.world_size} ranks: {keeps}"
-
-
 def _differences(
     before: dict[str, Any], config: Config, changes: tuple[str, ...] = ()
 ) -> list[str]:
@@ -482,25 +444,28 @@ def _differences(
 
     `changes`: settings that may differ, beside those of `FREE`.
     """
-    may_differ = (*FREE, *changes)
-    old, new = _complete(before, config), _flat(plain_values(config))
+    old, new = _complete(before, config), dict(flat_options(plain_values(config)))
     # Runs of earlier versions recorded the options of all models of the project.
     name = old.get("model.name")
     others = options_of_own_models() if isinstance(name, str) and name in MODELS else set()
+
+    def may_differ(key: str) -> bool:
+        free = any(key == f or (f.endswith(".") and key.startswith(f)) for f in (*FREE, *changes))
+        return free or (key in others and key not in new)
+
+    def short(value: Any) -> str:
+        return shortened(printable(str(value)))
+
     return [
-        f"{printable(key)}={_short(old.get(key, MISSING))} instead of {_short(new.get(key, MISSING))}"
+        f"{printable(key)}={short(old.get(key, MISSING))} instead of {short(new.get(key, MISSING))}"
         for key in sorted(old | new)
-        if old.get(key, MISSING) != new.get(key, MISSING)
-        and not (key in others and key not in new)
-        and not any(
-            key == free or (free.endswith(".") and key.startswith(free)) for free in may_differ
-        )
+        if old.get(key, MISSING) != new.get(key, MISSING) and not may_differ(key)
     ]
 
 
 def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
     """Return recorded options by dotted key; those of later versions have their default, which changes nothing."""
-    recorded = _flat(before)
+    recorded = dict(flat_options(before))
     # A section of names that the user chooses, such as `tasks`, has no default beside its values.
     defaults = {
         key: value
@@ -508,17 +473,3 @@ def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
         if not any(name.startswith(f"{key}.") for name in recorded)
     }
     return defaults | recorded
-
-
-def _short(value: Any) -> str:
-    return shortened(printable(str(value)))
-
-
-def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -60,7 +60,7 @@ from nn.observability.environment import environment
 from nn.observability.model_summary import size_line
 from nn.observability.plan_table import BesidePlan, print_memory, print_plan
 from nn.observability.profiler import Profiler
-from nn.observability.records import DATA_IDENTITY, ENDED, PLAN, PROBLEM, KeptRecords
+from nn.observability.records import DATA_IDENTITY, ENDED, PLAN, PROBLEM
 from nn.observability.run_directory import (
     RunDirectory,
     draw_missing_pictures,
@@ -106,11 +106,9 @@ class Session:
 
     @property
     def metrics(self) -> list[Metric]:
-        """Metrics of all tasks, in the order of the records."""
         return metrics_of(self.step.tasks)
 
     def evaluator(self, heartbeat: Heartbeat | None = None) -> Evaluator:
-        """Return the evaluator of the split to evaluate on."""
         assert self.loaders.test is not None
         return Evaluator(self.step, self.loaders.test, self.ranks, self.config.eval, heartbeat)
 
@@ -135,9 +133,7 @@ class Session:
     def conclude(self, summary: dict[str, Any], problem: str | None = None) -> None:
         """Print the summary.
 
-        Raises:
-            SharedError: `problem`, why a file of the run could not be written.
-            DivergedError: the metrics are undefined.
+        Raises SharedError: `problem`, why a file of the run could not be written; DivergedError: the metrics are undefined.
         """
         print_summary(self.console, summary, self.metrics, self.recorder.run_dir)
         if problem is not None:
@@ -154,13 +150,8 @@ class Session:
                 "note: a run that resumes records no profile; set another run_dir, with checkpoint.restore, for profile.steps"
             )
             return None
-        return Profiler(
-            self.config.profile,
-            self.start.num_steps,
-            self.recorder.run_dir,
-            self.console,
-            self.ranks,
-        )
+        run_dir, steps = self.recorder.run_dir, self.start.num_steps
+        return Profiler(self.config.profile, steps, run_dir, self.console, self.ranks)
 
 
 @contextmanager
@@ -218,7 +209,9 @@ def open_session(
         with report_faults(ranks):
             step = build_step(config, source, plan, ranks, key_maps)
             stack.callback(step.close)
-            _report_capture(step, ranks, logger)
+            if ranks.device.type == "cuda":
+                blocker = step.capture_blocker
+                logger.info(f"step: {f'no CUDA graph, {blocker}' if blocker else 'a CUDA graph'}")
             load(config, start, step, logger)
             teacher_auc = facts["teacher_auc"]
             session = Session(
@@ -244,12 +237,6 @@ def _errors_of_own_model(name: str) -> Iterator[None]:
                 f"the model {name} has failed ({described(error)}); correct it"
             ) from error
         raise
-
-
-def _report_capture(step: TrainStep, ranks: Ranks, logger: Logger) -> None:
-    if ranks.device.type == "cuda":
-        blocker = step.capture_blocker
-        logger.info(f"step: {f'no CUDA graph, {blocker}' if blocker else 'a CUDA graph'}")
 
 
 def describe(config: Config, source: Source, logger: Logger) -> dict[str, Any] | None:
@@ -302,32 +289,28 @@ def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> Non
     if start.is_continuation and config.checkpoint.save:
         directory = Path(config.run_dir) / CHECKPOINTS
         clear(directory, start.num_steps)
-        prune(
-            directory,
-            start.num_steps,
-            config.checkpoint.keep,
-            start.facts["trainer"]["best_step"],
-        )
+        best_step = start.facts["trainer"]["best_step"]
+        prune(directory, start.num_steps, config.checkpoint.keep, best_step)
 
 
 def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) -> dict[str, Any]:
+    num_hosts = ranks.world_size // ranks.local_world_size
     facts: dict[str, Any] = environment(
-        config.recipe,
-        ranks.device,
-        world_size=ranks.world_size,
-        num_hosts=ranks.world_size // ranks.local_world_size,
+        config.recipe, ranks.device, world_size=ranks.world_size, num_hosts=num_hosts
     )
-    facts["teacher_auc"] = teacher_auc(config, source) if ranks.is_rank0 else None
-    # The title of the pictures.
-    facts["model"] = config.model.name
-    facts["data"] = config.data.path or SYNTHETIC
-    facts[DATA_IDENTITY] = data_identity(source.spec) if ranks.is_rank0 else None
-    facts["batch_size"] = config.train.batch_size
-    facts["seed"] = config.seed
-    facts["split"] = config.eval.split
-    # The point that the curves mark as the restored model.
-    facts["restored"] = config.checkpoint.restore
-    facts["start_step"] = start_step
+    facts |= {
+        "teacher_auc": teacher_auc(config, source) if ranks.is_rank0 else None,
+        # The title of the pictures.
+        "model": config.model.name,
+        "data": config.data.path or SYNTHETIC,
+        DATA_IDENTITY: data_identity(source.spec) if ranks.is_rank0 else None,
+        "batch_size": config.train.batch_size,
+        "seed": config.seed,
+        "split": config.eval.split,
+        # The point that the curves mark as the restored model.
+        "restored": config.checkpoint.restore,
+        "start_step": start_step,
+    }
     if metrics := facts_of_metrics(config.eval.metrics):
         facts[METRIC_FACTS] = metrics
     return facts
@@ -359,19 +342,14 @@ def _recorder(
     lock: RunLock,
 ) -> RunDirectory:
     """Create the run directory and its files on rank 0; if that fails, all ranks raise the error."""
-
-    def make(run_dir: Path, kept: KeptRecords | None = None) -> RunDirectory:
-        return RunDirectory(
-            run_dir,
-            rank=ranks.rank,
-            config_yaml=config_yaml,
-            environment=facts,
-            logger=lock.logger,
-            loggers=make_loggers(config.log.loggers, lock.logger) if ranks.is_rank0 else None,
-            kept=kept,
-        )
-
     made: list[RunDirectory] = []
+    make = partial(
+        RunDirectory,
+        rank=ranks.rank,
+        config_yaml=config_yaml,
+        environment=facts,
+        logger=lock.logger,
+    )
 
     def make_on_rank0() -> Path:
         if config.run_dir is None:
@@ -379,50 +357,47 @@ def _recorder(
         else:
             run_dir = Path(config.run_dir)
             lock.create(run_dir)
-        made.append(make(run_dir, kept_records(config, run_dir, start, lock.logger)))
+        kept = kept_records(config, run_dir, start, lock.logger)
+        loggers = make_loggers(config.log.loggers, lock.logger)
+        made.append(make(run_dir, loggers=loggers, kept=kept))
         return run_dir
 
     run_dir = ranks.run_on_rank0(make_on_rank0)
-    return made[0] if made else make(run_dir)
+    return made[0] if made else make(run_dir, loggers=None, kept=None)
 
 
 def _header_facts(
     config: Config, source: Source, run_dir: Path, start: ResumePoint
 ) -> dict[str, str]:
-    """Return the facts that the first lines of a run print."""
-    spec, data, optimizer = source.spec, config.data, config.optimizer
+    spec, train, optimizer = source.spec, config.train, config.optimizer
     facts = {
         "model": f"{config.model.name}, {len(spec.numerical)} numerical and "
         f"{len(spec.categorical)} categorical features, dim {config.model.embedding_dim}",
-        "data": f"{data.path or SYNTHETIC}, "
+        "data": f"{config.data.path or SYNTHETIC}, "
         f"{source.num_rows(TRAIN_SPLIT):,} training rows, "
         f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
         "seed": str(config.seed),
         "run_dir": str(run_dir),
     }
-    if start.path is not None:
-        how = "resumes" if start.is_continuation else "restored"
-        facts[how] = f"{start.path}"
-        starts_at_zero = config.mode is Mode.train and not config.checkpoint.takes_optimizer
-        if start.is_continuation or not starts_at_zero:
-            facts[how] += f", {start.num_steps:,} steps"
-        if not start.is_continuation:
-            facts[how] += ", " + ", ".join(part.name for part in config.checkpoint.parts)
-            facts[how] += "; training starts at step 0" if starts_at_zero else ""
-    if config.train.ema_decay is not None:
+    starts_at_zero = config.mode is Mode.train and not config.checkpoint.takes_optimizer
+    if start.is_continuation:
+        facts["resumes"] = f"{start.path}, {start.num_steps:,} steps"
+    elif start.path is not None:
+        steps = "" if starts_at_zero else f", {start.num_steps:,} steps"
+        parts = ", ".join(part.name for part in config.checkpoint.parts)
+        begins = "; training starts at step 0" * starts_at_zero
+        facts["restored"] = f"{start.path}{steps}, {parts}{begins}"
+    if train.ema_decay is not None:
         facts["average"] = (
-            f"dense component, decay {config.train.ema_decay:g} after a warm-up by (1 + step) / (10 + step); evaluation and "
+            f"dense component, decay {train.ema_decay:g} after a warm-up by (1 + step) / (10 + step); evaluation and "
             "inference use it"
         )
-    if config.mode is not Mode.train:
-        return facts
-    frozen = config.train.freeze
-    dense = "dense frozen" if Component.dense in frozen else f"{optimizer.name} {optimizer.lr:g}"
-    tables = f"{optimizer.table_name} {optimizer.table_lr:g}"
-    tables = "frozen" if Component.tables in frozen else tables
-    facts |= {
-        "batch": f"{config.train.batch_size:,} rows over all ranks, "
-        + count(config.train.epochs, "epoch"),
-        "optimizer": f"{dense}, {config.model.embedding_dtype.value} tables {tables}, amp {config.train.amp.value}",
-    }
+    if config.mode is Mode.train:
+        is_frozen = Component.dense in train.freeze
+        dense = "dense frozen" if is_frozen else f"{optimizer.name} {optimizer.lr:g}"
+        tables = f"{optimizer.table_name} {optimizer.table_lr:g}"
+        tables = "frozen" if Component.tables in train.freeze else tables
+        kind, epochs = config.model.embedding_dtype.value, count(train.epochs, "epoch")
+        facts["batch"] = f"{train.batch_size:,} rows over all ranks, {epochs}"
+        facts["optimizer"] = f"{dense}, {kind} tables {tables}, amp {train.amp.value}"
     return facts

@@ -68,7 +68,6 @@ class Floor:
 
     @property
     def times_ms(self) -> dict[str, float]:
-        """Lower bound per resource."""
         return self._times_ms(self.flops_per_s, FP8_SPEEDUP)
 
     @property
@@ -92,17 +91,14 @@ class Floor:
 
     @property
     def ms(self) -> float:
-        """The burst floor in ms."""
         return self.times_ms[self.bound]
 
     @property
     def sustained_ms(self) -> float:
-        """The sustained floor in ms."""
         return max(self.sustained_times_ms.values())
 
     @property
     def samples_per_s(self) -> float:
-        """Speed at the burst floor, over all ranks."""
         return self.global_batch_size / self.ms * 1e3
 
 

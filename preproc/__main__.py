@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -35,7 +36,14 @@ def build(config: PreprocConfig) -> None:
     """Write the dataset of `config`; user errors are raised as ValueError or OSError."""
     assert config.output is not None
     if config.engine is EngineName.spark:
-        _require_spark()
+        require_package("pyspark", "engine=spark")
+        # Under spark-submit Java runs already.
+        java = shutil.which("java") or os.environ.keys() & {"JAVA_HOME", "PYSPARK_GATEWAY_PORT"}
+        require(
+            bool(java),
+            "engine=spark needs Java 17 or later, and there is no command java and no JAVA_HOME; install it, or take "
+            "engine=duckdb",
+        )
     output = Path(config.output)
     progress = Progress(LiteralConsole())
     if not config.overwrite and (output / SPEC_NAME).exists():
@@ -54,40 +62,29 @@ def build(config: PreprocConfig) -> None:
     write(progress)
 
 
-def _require_spark() -> None:
-    """Raise ValueError without PySpark or Java, before the imports of preprocessing."""
-    require_package("pyspark", "engine=spark")
-    # Under spark-submit Java runs already.
-    java = shutil.which("java") or os.environ.keys() & {"JAVA_HOME", "PYSPARK_GATEWAY_PORT"}
-    require(
-        bool(java),
-        "engine=spark needs Java 17 or later, and there is no command java and no JAVA_HOME; install it, or take engine=duckdb",
-    )
-
-
 def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
     """Return the function that writes the dataset; each branch imports its own dependencies."""
     # So the synthetic one also runs without DuckDB.
     if config.layout is Layout.synthetic:
         from preproc.synthetic import build_synthetic
 
-        return lambda progress: build_synthetic(config, progress)
-    if config.layout is Layout.table:
-        from preproc.table.pipeline.build import build_table
-
-        return lambda progress: build_table(config, TableConfig.of(config.table), progress)
+        return partial(build_synthetic, config)
     if config.layout is Layout.mlperf:
         from preproc.criteo.mlperf import build_mlperf
 
-        return lambda progress: build_mlperf(config, progress)
-    if config.engine is EngineName.duckdb and config.mode is Mode.fit and not config.rare_counts:
+        return partial(build_mlperf, config)
+    is_table = config.layout is Layout.table
+    is_fit = config.mode is Mode.fit and not config.rare_counts
+    if not is_table and config.engine is EngineName.duckdb and is_fit:
         from preproc.criteo.pipeline import build_criteo
 
-        return lambda progress: build_criteo(config, progress)
+        return partial(build_criteo, config)
     from preproc.criteo.as_table import criteo_table
     from preproc.table.pipeline.build import build_table
 
-    return lambda progress: build_table(config, criteo_table(config), progress)
+    return partial(
+        build_table, config, TableConfig.of(config.table) if is_table else criteo_table(config)
+    )
 
 
 def _was_complete(config: PreprocConfig, output: Path) -> bool:
@@ -107,30 +104,22 @@ def execute(config: PreprocConfig) -> None:
         restore_signals()
         run_describe(config, LiteralConsole())
         return
-    config = replace(config, path=_local(config.path), fitted=_local(config.fitted))
-    _refuse_input_as_output(config)
+    read = {key: getattr(config, key) for key in ("path", "fitted") if getattr(config, key)}
+    read = {key: str(local_path(path)) for key, path in read.items()}
+    config = replace(config, **read)
     if config.output is None:
         _execute(config)
         return
+    for key, path in read.items():
+        require(
+            is_remote(config.output)
+            or not Path(path).resolve().is_relative_to(Path(config.output).resolve()),
+            f"output={config.output} would replace {key}={path}, which the run reads; name another output",
+        )
     with writable(config.output, SPEC_NAME, config.overwrite) as output:
         # What an upload that failed has left in the cache may be of other options.
         overwrite = config.overwrite or is_remote(config.output)
         _execute(replace(config, output=str(output), overwrite=overwrite))
-
-
-def _refuse_input_as_output(config: PreprocConfig) -> None:
-    """Raise ValueError if the output would replace a dataset that the run reads."""
-    for key, read in (("path", config.path), ("fitted", config.fitted)):
-        if read is None or config.output is None or is_remote(config.output):
-            continue
-        require(
-            not Path(read).resolve().is_relative_to(Path(config.output).resolve()),
-            f"output={config.output} would replace {key}={read}, which the run reads; name another output",
-        )
-
-
-def _local(path: str | None) -> str | None:
-    return None if path is None else str(local_path(path))
 
 
 def _execute(config: PreprocConfig) -> None:

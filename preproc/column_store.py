@@ -17,16 +17,12 @@ SYNC_SECONDS = 0.3
 def size_and_crc32(path: Path, start: int = 0, num_bytes: int | None = None) -> tuple[int, int]:
     """Return size and CRC-32 of a file, or of the `num_bytes` bytes from `start` on, as far as the file has them."""
     size = checksum = 0
-    buffer = memoryview(bytearray(READ_BYTES if num_bytes is None else min(num_bytes, READ_BYTES)))
-    with path.open("rb", buffering=0) as stream:
+    with path.open("rb") as stream:
         stream.seek(start)
-        while num_bytes is None or size < num_bytes:
-            rest = len(buffer) if num_bytes is None else min(len(buffer), num_bytes - size)
-            count = stream.readinto(buffer[:rest])
-            if not count:
-                break
-            checksum = crc32(buffer[:count], checksum)
-            size += count
+        most = READ_BYTES
+        while data := stream.read(most if num_bytes is None else min(most, num_bytes - size)):
+            checksum = crc32(data, checksum)
+            size += len(data)
     return size, checksum
 
 
@@ -37,8 +33,6 @@ def bytes_of(values: np.ndarray) -> memoryview:
 
 
 class StoredColumn:
-    """One file of fixed-width rows."""
-
     def __init__(self, path: Path, dtype: str, width: int = 1) -> None:
         self.path = path  # the file
         self.dtype = np.dtype(dtype)  # of an item
@@ -46,7 +40,6 @@ class StoredColumn:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row."""
         return self.dtype.itemsize * self.width
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -59,7 +52,6 @@ class StoredColumn:
         return values if self.width == 1 else values.reshape(-1, self.width)
 
     def chunks(self, rows: range, size: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the first row and the values of each chunk of `rows`."""
         for start in range(rows.start, rows.stop, size):
             yield start, self.read(start, min(start + size, rows.stop))
 
@@ -99,12 +91,10 @@ class ColumnAppender:
 
     @property
     def records(self) -> dict[str, list[list[int]]]:
-        """Entry of each file in the record of a run."""
         pairs = zip(self._columns, self._parts, strict=True)
         return {column.path.name: [list(part)] for column, part in pairs}
 
     def append(self, values: list[np.ndarray]) -> None:
-        """Append one array per column."""
         for index, array in enumerate(values):
             data = bytes_of(array)
             num_bytes, checksum = self._parts[index]
@@ -121,7 +111,6 @@ class ColumnAppender:
             raise self._failed
 
     def close(self) -> None:
-        """Close the files."""
         self._ends.set()
         self._syncing.join()
         for stream in self._streams:

@@ -1,7 +1,8 @@
 """Last stages of every pipeline: draw the report, write fitted state and spec, then rename the dataset."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,20 @@ from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.split_files import SplitFiles
-from dataloading.lineage import DAY, OF_FIT, PARENT, Lineage
+from dataloading.lineage import DAY, FITTED, OF_FIT, PARENT, Lineage
 from preproc.dataset_writer import finish_dataset
-from preproc.fitted_state import save_fitted
+from preproc.fitted_state import (
+    FIVE,
+    IS_TEXT,
+    READ,
+    ROWS_KEYS,
+    SOURCE,
+    TYPES,
+    features_of,
+    with_place,
+)
 from preproc.report.console import (
+    COVERAGE_LIMITS,
     ColumnSummary,
     Progress,
     RowCounts,
@@ -30,7 +41,6 @@ from preproc.report.console import (
     print_splits,
 )
 from preproc.report.distributions import read_distributions
-from preproc.report.files import write_report
 from preproc.report.plot import ReportFacts, draw
 from preproc.text_columns import TextColumns
 from preproc.work_directory import Work
@@ -41,8 +51,6 @@ UNUSED = "unused"
 
 @dataclass(frozen=True, slots=True)
 class WrittenColumns:
-    """Written columns of a dataset, and their statistics."""
-
     categorical: list[CategoricalFeature]  # features in the model's order
     files: Mapping[str, dict[str, Any]]  # bytes and CRC-32 per file
     columns: dict[str, ColumnSummary]  # summary per feature
@@ -58,9 +66,7 @@ class WrittenColumns:
     text_columns: TextColumns | None = None
     read: Sequence[str] = ()  # fingerprints of the files that were read, on the days before too
     five: Mapping[str, str] = field(default_factory=dict)
-    types: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of columns of expressions, text left out
+    types: Mapping[str, str] = field(default_factory=dict)  # SQL types in expressions, but text
 
 
 def row_columns(table: TableConfig) -> list[RowColumn]:
@@ -94,16 +100,9 @@ def draw_report(
     for name, distribution in distributions.items():
         columns[name].distribution = distribution
     if config.plot:
-        draw(directory / "report.png", columns, _facts(config, splits))
-
-
-def _facts(config: PreprocConfig, splits: Mapping[str, SplitSummary]) -> ReportFacts:
-    assert config.output is not None
-    return ReportFacts(
-        name=Path(config.output).name,
-        splits=splits,
-        frequency_limit=config.frequency_limit,
-    )
+        assert config.output is not None
+        facts = ReportFacts(Path(config.output).name, splits, config.frequency_limit)
+        draw(directory / "report.png", columns, facts)
 
 
 def complete_dataset(
@@ -116,25 +115,8 @@ def complete_dataset(
     """Write fitted state, report.json and spec beside the columns, rename all to the output and print its summary."""
     directory = work.dataset
     assert config.output is not None
-    save_fitted(
-        directory,
-        table,
-        written.statistics,
-        config.source,
-        written.lineage.day,
-        written.text_columns,
-        written.read,
-        written.five,
-        written.types,
-    )
-    write_report(
-        directory,
-        written.columns,
-        _facts(config, written.splits),
-        counted=written.counted,
-        rows=written.rows,
-        source_columns=written.source_columns,
-    )
+    save_fitted(directory, table, written, config.source)
+    _write_report(directory, written, config.frequency_limit)
     columns = row_columns(table)
     spec = FeatureSpec(
         directory,
@@ -162,6 +144,42 @@ def complete_dataset(
             print_equal_labels(progress.console, label.name, spec.title(label), written.splits)
     print_changes(progress.console, table, written.splits)
     print_new_values(progress.console, written.splits, is_ordered=bool(table.order_by))
+
+
+def save_fitted(directory: Path, table: TableConfig, written: WrittenColumns, source: Any) -> None:
+    """Write preproc.json below `directory`."""
+    whole = json.loads(json.dumps(asdict(table)))
+    sources, day, texts = whole["sources"], written.lineage.day, written.text_columns
+    for described in sources.values():
+        files = described["files"]
+        placed = with_place(files, source)
+        is_the_source = len(sources) == 1 and (placed == files or isinstance(files, list))
+        described["files"] = SOURCE if is_the_source else placed
+    saved = {
+        "features": features_of(table),
+        "statistics": written.statistics,
+        "rows": {key: whole[key] for key in ROWS_KEYS},
+        **({DAY: day} if day else {}),
+        **({} if texts is None else {IS_TEXT: texts.as_json()}),
+        READ: list(written.read),
+        FIVE: dict(written.five),
+        **({TYPES: dict(written.types)} if written.types else {}),
+    }
+    (directory / FITTED).write_text(json.dumps(saved, indent=1) + "\n")
+
+
+def _write_report(directory: Path, written: WrittenColumns, frequency_limit: int) -> None:
+    """Write report.json; the same data and options give the same bytes, since it holds no times."""
+    document = {
+        "counted": written.counted,
+        "frequency_limit": frequency_limit,
+        "rows": asdict(written.rows),
+        "source_columns": written.source_columns,
+        "splits": {name: split.document for name, split in written.splits.items()},
+        "coverage_limits": list(COVERAGE_LIMITS),
+        "columns": {name: asdict(column) for name, column in written.columns.items()},
+    }
+    (directory / "report.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _metadata(config: PreprocConfig, written: WrittenColumns) -> dict[str, Any]:

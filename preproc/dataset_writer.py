@@ -38,7 +38,6 @@ class GrowingFile:
         return self
 
     def append(self, values: np.ndarray) -> None:
-        """Append an array's bytes."""
         data = bytes_of(values)
         self._crc32 = crc32(data, self._crc32)
         self._bytes += len(data)
@@ -53,7 +52,6 @@ class GrowingFile:
 
     @property
     def record(self) -> dict[str, dict[str, Any]]:
-        """The file's entry of `metadata.files`."""
         return {self._name: {"bytes": self._bytes, "crc32": f"{self._crc32:08x}"}}
 
 

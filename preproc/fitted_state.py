@@ -30,7 +30,7 @@ from dataloading.dataset.dataset_directory import checksums_of
 from dataloading.dataset.documents import read_json, read_yaml
 from dataloading.dataset.feature_spec import SPEC_NAME
 from dataloading.dataset.split_files import find_file
-from dataloading.lineage import DAY, FITTED, RARE, VOCABULARY, Lineage
+from dataloading.lineage import FITTED, RARE, VOCABULARY, Lineage
 from preproc.dataset_writer import checksum
 from preproc.text_columns import TextColumns
 from preproc.vocabulary_file import check_vocabulary, has_days
@@ -55,8 +55,6 @@ AGAIN = "copy the dataset again, or fit again"
 
 @dataclass(frozen=True, slots=True)
 class FittedState:
-    """A fit that is compared with its records."""
-
     directory: Path  # of the dataset that holds it
     statistics: dict[str, list[list[float]]]  # fitted numbers per numerical feature and transform
     files: dict[str, dict[str, Any]]  # bytes and CRC-32 of each file, as they were compared
@@ -79,21 +77,14 @@ class FittedState:
     types: Mapping[str, str] = field(default_factory=dict)
 
     def copy_vocabulary(self, name: str, path: Path) -> None:
-        """Copy the vocabulary of feature `name` to the relation directory `path`.
-
-        Raises ValueError: it is not the one that was compared.
-        """
+        """Copy the vocabulary of a feature to the relation directory `path`; ValueError unless it is that which was compared."""
         self._copy(vocabulary_name(name), path)
 
     def copy_rare(self, name: str, path: Path) -> None:
-        """Copy the counts of the values of feature `name` without an id to the relation directory `path`.
-
-        Raises ValueError: they are not those that were compared.
-        """
+        """Copy the counts of the values of feature `name` without an id, as `copy_vocabulary`."""
         self._copy(rare_name(name), path)
 
     def has_rare(self, name: str) -> bool:
-        """Tell whether the counts of the values of feature `name` without an id were kept."""
         return rare_name(name) in self.files
 
     def has_days(self, name: str) -> bool:
@@ -109,12 +100,10 @@ class FittedState:
             raise ValueError(f"{source} has changed during this run; rerun the same command")
 
     def unreadable(self, name: str, error: Exception) -> ValueError:
-        """Return the error of a file that Arrow has read and DuckDB does not."""
         reason = shortened(printable(str(error).partition("\n")[0]))
         return ValueError(f"{self.directory / name}: damaged Parquet data ({reason}); {AGAIN}")
 
     def two_ids(self, name: str) -> ValueError:
-        """Return the error of a vocabulary in which a value has two ids."""
         return ValueError(f"{self.directory / vocabulary_name(name)}: a value has two ids; {AGAIN}")
 
 
@@ -124,7 +113,6 @@ def vocabulary_name(feature: str) -> str:
 
 
 def rare_name(feature: str) -> str:
-    """Return the path of the counts of a feature's values without an id below its dataset."""
     return f"{RARE}/{feature}.parquet"
 
 
@@ -141,38 +129,6 @@ def features_of(table: TableConfig) -> dict[str, Any]:
     if table.history:
         features["history"] = json.loads(json.dumps(whole["history"]))
     return features
-
-
-def save_fitted(
-    directory: Path,
-    table: TableConfig,
-    statistics: dict[str, Any],
-    source: Any = None,
-    day: int = 0,
-    text_columns: TextColumns | None = None,
-    read: Sequence[str] = (),
-    five: Mapping[str, str] | None = None,
-    types: Mapping[str, str] | None = None,
-) -> None:
-    """Write preproc.json below `directory`. `day`: number of the day; 0 for a fit."""
-    whole = json.loads(json.dumps(asdict(table)))
-    sources = whole["sources"]
-    for described in sources.values():
-        files = described["files"]
-        placed = with_place(files, source)
-        is_the_source = len(sources) == 1 and (placed == files or isinstance(files, list))
-        described["files"] = SOURCE if is_the_source else placed
-    saved = {
-        "features": features_of(table),
-        "statistics": statistics,
-        "rows": {key: whole[key] for key in ROWS_KEYS},
-        **({DAY: day} if day else {}),
-        **({} if text_columns is None else {IS_TEXT: text_columns.as_json()}),
-        READ: list(read),
-        FIVE: dict(five or {}),
-        **({TYPES: dict(types)} if types else {}),
-    }
-    (directory / FITTED).write_text(json.dumps(saved, indent=1) + "\n")
 
 
 def with_place(files: Any, source: Any) -> Any:
@@ -259,16 +215,25 @@ def load_fitted(
             f"{path}: fitted on other features or transforms; use the configuration of that run"
         )
     statistics = _statistics(saved.get("statistics"), table, f"{path}: statistics")
+    described = document.get("feature_spec")
     for name in with_vocabulary:
-        rows = check_vocabulary(directory / vocabulary_name(name), AGAIN)
-        _check_rows(document, name, rows, directory)
+        num_values = check_vocabulary(directory / vocabulary_name(name), AGAIN)
+        entry = described.get(name) if isinstance(described, Mapping) else None
+        cardinality = entry.get("cardinality") if isinstance(entry, Mapping) else None
+        if cardinality != num_values + 1:
+            raise ValueError(
+                f"{directory / vocabulary_name(name)}: {num_values:,} values, but {SPEC_NAME} has a table of "
+                f"{shown(cardinality)} rows for them; {AGAIN}"
+            )
     without = [name for name in files if name not in listed]
     if without:
         warn(
             f"{directory / SPEC_NAME} lists no checksum of {without[0]}"
             f"{f' and {len(without) - 1} others' if without[1:] else ''}, so only the content was checked"
         )
-    missing, text_columns = _missing_texts(saved, path)
+    rows = saved.get("rows")
+    rows = rows if isinstance(rows, Mapping) else {}
+    missing, text_columns = _missing_texts(saved, rows, path)
     if missing and text_columns is None:
         warn(
             f"{path} is of an earlier version, which did not record which columns were text: the texts of table.missing are "
@@ -277,19 +242,21 @@ def load_fitted(
     files[SPEC_NAME] = checksum(directory / SPEC_NAME)
     written = document.get("metadata")
     metadata = written if isinstance(written, Mapping) else {}
-    lineage = Lineage.of(metadata)
+    read, query = saved.get(READ, []), rows.get("query")
+    if not isinstance(read, list) or not all(isinstance(file, str) for file in read):
+        raise ValueError(f"{path}: {READ}: got {shown(read)}, want a list of texts; {AGAIN}")
     return FittedState(
         directory,
         statistics,
         files,
-        lineage,
+        Lineage.of(metadata),
         metadata,
         missing,
-        _empty_items(saved, str(path)),
-        _read_files(saved, str(path)),
+        _empty_items(rows, str(path)),
+        read,
         _mapping(saved.get(FIVE, {}), f"{path}: {FIVE}"),
         text_columns,
-        _query(saved),
+        query if isinstance(query, str) else None,
         _mapping(saved.get(TYPES, {}), f"{path}: {TYPES}"),
     )
 
@@ -303,9 +270,8 @@ def with_missing_of(fitted: FittedState, table: TableConfig) -> TableConfig:
     return replace(table, missing=[*table.missing, *more], empty_items=fitted.empty_items)
 
 
-def _empty_items(saved: Mapping[str, Any], where: str) -> str:
-    """Return the rule of a fit for empty items of lists."""
-    rows = saved.get("rows")
+def _empty_items(rows: object, where: str) -> str:
+    """Return the rule for empty items of lists of a fit, by its record of rows."""
     found = rows.get("empty_items") if isinstance(rows, Mapping) else None
     if found not in (None, *EMPTY_ITEMS):
         raise ValueError(
@@ -314,25 +280,11 @@ def _empty_items(saved: Mapping[str, Any], where: str) -> str:
     return EARLIER_EMPTY_ITEMS if found is None else found
 
 
-def _query(saved: Mapping[str, Any]) -> str | None:
-    """Return the query of a fit."""
-    rows = saved.get("rows")
-    found = rows.get("query") if isinstance(rows, Mapping) else None
-    return found if isinstance(found, str) else None
-
-
-def _read_files(saved: Mapping[str, Any], where: str) -> list[str]:
-    """Return the fingerprints of the files that a fit has read."""
-    found = saved.get(READ, [])
-    if not isinstance(found, list) or not all(isinstance(file, str) for file in found):
-        raise ValueError(f"{where}: {READ}: got {shown(found)}, want a list of texts; {AGAIN}")
-    return found
-
-
-def _missing_texts(saved: Mapping[str, Any], path: Path) -> tuple[list[str], TextColumns | None]:
+def _missing_texts(
+    saved: Mapping[str, Any], rows: Mapping[str, Any], path: Path
+) -> tuple[list[str], TextColumns | None]:
     """Return the missing texts of a fit, and the columns in which they were missing, None if it does not say."""
-    rows = saved.get("rows")
-    missing = rows.get("missing") if isinstance(rows, Mapping) else None
+    missing = rows.get("missing")
     texts = missing if isinstance(missing, list) else []
     if not all(isinstance(value, str) for value in texts):
         raise ValueError(f"{path}: rows.missing: got {shown(missing)}, want texts; {AGAIN}")
@@ -397,7 +349,7 @@ def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
                 "sources": {"rows": {"files": "-"}},
                 "label": {"name": "label of the rows"},
                 "missing": _mapping(saved.get("rows", {}), f"{path}: rows").get("missing"),
-                "empty_items": _empty_items(saved, str(path)),
+                "empty_items": _empty_items(saved.get("rows"), str(path)),
             }
             if saved
             else {"sources": {"rows": {"files": "-"}}, "categorical": ["none"]}
@@ -444,48 +396,30 @@ def _with_defaults(features: object, where: str) -> dict[str, list[dict[str, Any
         entries = saved.get(key, [] if kind is History else None)
         if not isinstance(entries, list):
             raise ValueError(f"{where}: features.{key}: got {shown(entries)}, want a list; {AGAIN}")
+        made = {f.name: f.default_factory for f in fields(kind) if f.default_factory is not MISSING}
+        defaults = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+        defaults |= {name: make() for name, make in made.items()}
         completed[key] = [
-            {**_defaults(kind), **_mapping(entry, f"{where}: features.{key}")} for entry in entries
+            {**defaults, **_mapping(entry, f"{where}: features.{key}")} for entry in entries
         ]
     return completed
 
 
-def _defaults(kind: type[Numerical] | type[Categorical] | type[History]) -> dict[str, Any]:
-    """Return the default of every option that has one."""
-    made = {f.name: f.default_factory for f in fields(kind) if f.default_factory is not MISSING}
-    values = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
-    return values | {name: make() for name, make in made.items()}
-
-
 def _statistics(saved: object, table: TableConfig, where: str) -> dict[str, list[list[float]]]:
     """Return two finite numbers per fitted transform of every numerical, and none per other transform."""
+
+    def is_finite(number: object) -> bool:
+        return type(number) in (int, float) and math.isfinite(number)  # type: ignore[arg-type]
+
     statistics = _mapping(saved, where)
     for feature in table.numerical:
         wanted = [num_fitted(transform) for transform in feature.transforms]
         fitted = statistics.get(feature.name)
-        if not isinstance(fitted, list) or [_num_finite(entry) for entry in fitted] != wanted:
+        entries = fitted if isinstance(fitted, list) else [None]
+        found = [len(e) if isinstance(e, list) and all(map(is_finite, e)) else -1 for e in entries]
+        if found != wanted:
             raise ValueError(
                 f"{where}.{feature.name}: got {shown(fitted)}, want one list per transform, with {wanted} finite "
                 f"numbers; {AGAIN}"
             )
     return {feature.name: statistics[feature.name] for feature in table.numerical}
-
-
-def _num_finite(numbers: object) -> int:
-    """Return the length of a list of finite numbers, -1 for anything else."""
-    is_list = isinstance(numbers, list) and all(
-        type(number) in (int, float) and math.isfinite(number) for number in numbers
-    )
-    return len(numbers) if is_list else -1  # type: ignore[arg-type]
-
-
-def _check_rows(document: Mapping[str, Any], name: str, rows: int, directory: Path) -> None:
-    """Raise ValueError if the table of feature `name` has not the rows of its vocabulary, and row 0."""
-    features = document.get("feature_spec")
-    entry = features.get(name) if isinstance(features, Mapping) else None
-    cardinality = entry.get("cardinality") if isinstance(entry, Mapping) else None
-    if cardinality != rows + 1:
-        raise ValueError(
-            f"{directory / vocabulary_name(name)}: {rows:,} values, but {SPEC_NAME} has a table of "
-            f"{shown(cardinality)} rows for them; {AGAIN}"
-        )

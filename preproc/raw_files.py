@@ -6,6 +6,7 @@ import stat
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -21,11 +22,11 @@ MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PACKED = (".gz", ".zst")
 ENDS_BYTES = 1 << 16
 PARQUET = b"PAR1"
-FOREIGN = {
-    b"PK\x03\x04": "zip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\x04\x22\x4d\x18": "lz4",
+PACKED_OTHERWISE = {
+    b"PK\x03\x04": "a zip file",
+    b"BZh": "a bzip2 file",
+    b"\xfd7zXZ": "an xz file",
+    b"\x04\x22\x4d\x18": "an lz4 file",
 }
 # Tables in other binary formats: first bytes, and the name.
 OTHER_TABLES = {
@@ -47,14 +48,18 @@ class RawFile:
     compression: str  # of text: none, gzip or zstd
     is_parquet: bool = False  # whether it is Parquet instead of text
 
+    @property
+    def plain_bytes(self) -> int:
+        """Size of its text; compressed logs are estimated at three times their size."""
+        return self.path.stat().st_size * (1 if self.compression == "none" else 3)
+
 
 def find_files(source: str | Sequence[str], option: str, tables: bool = False) -> list[RawFile]:
-    """Return the files of `source`, with every check that needs no full read.
+    """Return the files of `source`, a path, a glob, a file list, or several of them, with every check that needs no full read.
 
-    `source`: a path, a glob, a file list, or several of them. Matches of one glob are in natural order (day_2 before
-    day_10); several patterns and the files of a list keep their order. Raises ValueError: a path or glob matches
-    nothing, a path is a directory or no regular file, a file is named twice, is empty, has an unsupported type, or is a
-    truncated .zst file.
+    Matches of one glob are in natural order (day_2 before day_10); several patterns and the files of a list keep their order.
+    Raises ValueError: a path or glob matches nothing, a path is no regular file, a file is named twice, is empty, has an
+    unsupported type, or is truncated.
     """
     paths: list[Path] = []
     for pattern in [source] if isinstance(source, str) else source:
@@ -62,7 +67,13 @@ def find_files(source: str | Sequence[str], option: str, tables: bool = False) -
             paths.extend(sorted(local_paths(pattern), key=_natural))
             continue
         if is_file_list(pattern) and Path(pattern).is_file():
-            paths.extend(_listed_files(Path(pattern)))
+            listed = [Path(pattern).parent / name for name in read_file_list(Path(pattern))]
+            for path in listed:
+                if not path.exists():
+                    raise ValueError(
+                        f"{_name(path)}: no such file, which {_name(pattern)} lists; fetch it, or correct the list"
+                    )
+            paths.extend(listed)
             continue
         # An existing path is taken literally, even with a bracket or a star in it.
         try:
@@ -90,20 +101,6 @@ def refuse_shared(files: Sequence[RawFile], tests: Sequence[RawFile]) -> None:
     shared = {file.path.resolve() for file in files} & {file.path.resolve() for file in tests}
     if shared:
         raise ValueError(f"source and test_source both name {min(shared)}; test on other rows")
-
-
-def _listed_files(file_list: Path) -> list[Path]:
-    """Return the files that a file list names, relative to it.
-
-    Raises ValueError: the list is malformed, or a file is missing.
-    """
-    paths = [file_list.parent / name for name in read_file_list(file_list)]
-    missing = [path for path in paths if not path.exists()]
-    if missing:
-        raise ValueError(
-            f"{_name(missing[0])}: no such file, which {_name(file_list)} lists; fetch it, or correct the list"
-        )
-    return paths
 
 
 def refuse_copies(files: Sequence[RawFile]) -> None:
@@ -177,56 +174,43 @@ def _open(path: Path, option: str, tables: bool) -> RawFile:
                 f"{name}: a Parquet file, but raw Criteo logs are text; describe the table in a yaml "
                 "file as docs/your_data.md does"
             )
-        _check_parquet_end(path)
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - 4))
+            if path.stat().st_size < 12 or stream.read() != PARQUET:
+                raise ValueError(
+                    f"{name}: the Parquet data has no end marker, so the file was cut short; fetch or write it again"
+                )
         return RawFile(path, "none", is_parquet=True)
-    for magic, kind in FOREIGN.items():
-        if head.startswith(magic):
-            raise ValueError(
-                f"{name}: a {kind} file; only plain text, .gz and .zst can be read, so unpack it "
-                "first"
-            )
-    for magic, kind in OTHER_TABLES.items():
-        if head.startswith(magic):
-            raise ValueError(f"{name}: {kind}; write it as UTF-8 text or as Parquet")
+    for kinds, remedy in (
+        (PACKED_OTHERWISE, "only plain text, .gz and .zst can be read, so unpack it first"),
+        (OTHER_TABLES, "write it as UTF-8 text or as Parquet"),
+    ):
+        found = next((kind for magic, kind in kinds.items() if head.startswith(magic)), None)
+        if found:
+            raise ValueError(f"{name}: {found}; {remedy}")
     compression = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "none")
     if compression == "zstd" and not zstd_is_complete(path):
         raise ValueError(cut_short(path))
-    start = _gzip_head(path) if compression == "gzip" else head[:8]
+    text = head[:8]
+    if compression == "gzip":
+        with path.open("rb") as stream, suppress(zlib.error):  # its reader reports damage
+            reader = zlib.decompressobj(zlib.MAX_WBITS | 16)
+            text = b""
+            text = reader.decompress(stream.read(ENDS_BYTES), 8)
     # The length of a record in 8 bytes; no text has null characters.
-    if start[:4].strip(b"\0") and start[4:] == b"\0\0\0\0":
+    if text[:4].strip(b"\0") and text[4:] == b"\0\0\0\0":
         raise ValueError(
             f"{name}: a TFRecord file, whose columns only its writer knows; write its records as Parquet "
             "(docs/your_data.md#tfrecord)"
         )
-    if compression == "gzip" and _gzip_head(path).startswith((PARQUET, *MAGIC)):
+    if compression == "gzip" and text.startswith((PARQUET, *MAGIC)):
         raise ValueError(
             f"{name}: gzip data that holds Parquet or compressed data again; unpack it first"
         )
     return RawFile(path, compression)
 
 
-def _check_parquet_end(path: Path) -> None:
-    """Raise ValueError if the last bytes are not those of a Parquet file."""
-    with path.open("rb") as stream:
-        stream.seek(max(0, path.stat().st_size - 4))
-        if path.stat().st_size < 12 or stream.read() != PARQUET:
-            raise ValueError(
-                f"{_name(path)}: the Parquet data has no end marker, so the file was cut short; "
-                "fetch or write it again"
-            )
-
-
-def _gzip_head(path: Path) -> bytes:
-    """Return the first bytes of the text in a gzip file; none if it is damaged, which its reader reports."""
-    with path.open("rb") as stream:
-        try:
-            return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(stream.read(ENDS_BYTES), 8)
-        except zlib.error:
-            return b""
-
-
 def cut_short(path: Path) -> str:
-    """Return the message for a truncated compressed file."""
     return (
         f"{_name(path)}: the compressed data ends before its end marker, so the file was cut short; "
         "fetch it again"

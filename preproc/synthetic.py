@@ -1,18 +1,15 @@
 """The built-in click stream as a dataset directory. It needs numpy only."""
 
 import os
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.dataset_directory import write_dataset
-from dataloading.dataset.source import Columns
 from dataloading.synthetic import SyntheticSource
+from preproc.ordered_map import ordered_map
 from preproc.report.console import LabelSum, Progress, SplitSummary, print_result, print_splits
 
 # Rows per thread and chunk: about 10 MB for 26 tables.
@@ -38,24 +35,26 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
     )
     threads = config.threads or os.cpu_count() or 1
     summaries = {}
-    with (
-        write_dataset(
-            output,
-            categorical=source.spec.categorical,
-            numerical=source.spec.numerical,
-            label=source.spec.labels,
-            numerical_dtype=config.numerical_dtype.name,
-            metadata={"synthetic": {"exponent": stream.exponent, "seed": config.seed}},
-            overwrite=config.overwrite,
-        ) as dataset,
-        ThreadPoolExecutor(threads) as pool,
-    ):
+    with write_dataset(
+        output,
+        categorical=source.spec.categorical,
+        numerical=source.spec.numerical,
+        label=source.spec.labels,
+        numerical_dtype=config.numerical_dtype.name,
+        metadata={"synthetic": {"exponent": stream.exponent, "seed": config.seed}},
+        overwrite=config.overwrite,
+    ) as dataset:
         for split in source.spec.splits:
             labels = LabelSum()
             name = source.spec.labels[0].name
             summary = summaries[split] = SplitSummary(source.num_rows(split), {name: labels})
+            starts = range(0, summary.rows, CHUNK_ROWS)
+            chunks = [
+                np.array([[start, min(start + CHUNK_ROWS, summary.rows)]]) for start in starts
+            ]
+            read = partial(source.read, split)
             with progress.stage(f"make and write {split}: {summary.rows:,} rows"):
-                for columns in _chunks(source, split, pool, ahead=2 * threads):
+                for columns in ordered_map(read, chunks, threads, ahead=2 * threads):
                     dataset[split].append(
                         numerical=columns.numerical if source.spec.numerical else None,
                         labels=columns.labels,
@@ -69,23 +68,3 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
                     labels.add(columns.labels)
     print_splits(progress.console, summaries)
     print_result(progress.console, progress, output, sum(s.rows for s in summaries.values()))
-
-
-def _chunks(
-    source: SyntheticSource, split: str, pool: ThreadPoolExecutor, ahead: int
-) -> Iterator[Columns]:
-    """Yield the rows of `split` in order; at most `ahead` chunks are made at a time."""
-    num_rows = source.num_rows(split)
-    starts = iter(range(0, num_rows, CHUNK_ROWS))
-    making: deque[Future[Columns]] = deque()
-
-    def make(start: int) -> Future[Columns]:
-        return pool.submit(
-            source.read, split, np.array([[start, min(start + CHUNK_ROWS, num_rows)]])
-        )
-
-    making.extend(make(start) for start in islice(starts, ahead))
-    while making:
-        columns = making.popleft().result()
-        making.extend(make(start) for start in islice(starts, 1))
-        yield columns

@@ -43,7 +43,6 @@ class TextColumns:
         return cls(sources, saved["result"])
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON of it."""
         return asdict(self)
 
     def named(self, names: Collection[str]) -> "TextColumns":

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import duckdb
 import numpy as np
@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from configs.messages import shown
 from configs.preproc_schema import Layout, Mode, PreprocConfig
-from configs.table_schema import Categorical, Source, SplitRule, TableConfig
+from configs.table_schema import Categorical, SplitRule, TableConfig
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from preproc.criteo.as_table import columns_of
 from preproc.fitted_state import FittedState, described_rows, load_fitted, vocabulary_name
@@ -27,7 +27,7 @@ from preproc.table.expressions import quoted, text
 from preproc.table.feature_values import items_of
 from preproc.table.known_values import note_of_new_values, refuse_other_numbers
 from preproc.table.mistakes import bad_row, overflow
-from preproc.table.source_files import SourceFiles, find_source, read_columns
+from preproc.table.source_files import find_source, read_columns
 from preproc.table.staging import Staging
 from preproc.table.text_codes import array_of
 from preproc.table.transformation import (
@@ -49,13 +49,9 @@ ROWS = "rows_"
 
 
 class RowBatch(NamedTuple):
-    """Consecutive rows."""
-
-    # columns as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the
-    # files have it
+    # as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the files have it
     features: pa.RecordBatch
-    # raw columns as they stand, in the order in which they were named; a name may be that of a
-    # feature
+    # raw columns as they stand, in the order in which they were named
     kept: pa.RecordBatch
 
 
@@ -80,7 +76,6 @@ def open_transformed_rows(
 
 
 def refuse_histories(fitted: Path, table: TableConfig) -> None:
-    """Raise `ValueError` if a feature of the description needs more rows than its own."""
     if table.history:
         raise ValueError(
             f"{fitted}: the history {shown(table.history[0].name)} of a row takes all rows before it; make a dataset of the "
@@ -96,9 +91,23 @@ class TransformedRows:
         self._state = state
         self._directory = TemporaryDirectory(prefix="transformed-rows-")
         directory = Path(self._directory.name)
-        self._engine = DuckDBEngine(_config(spec, table, directory), directory, may_skip=False)
+        # They check the description.
+        options = PreprocConfig(
+            mode=Mode.transform,
+            fitted=str(spec.root),
+            output=str(directory),
+            layout=Layout.table,
+            table=asdict(table),
+            memory_limit=MEMORY_LIMIT,
+        )
+        self._engine = DuckDBEngine(options, directory, may_skip=False)
         try:
-            sources = {name: _with_columns(name, source) for name, source in table.sources.items()}
+            sources = {}
+            for name, source in table.sources.items():
+                described, files = find_source(name, source)
+                if described.columns == list(COLUMNS):  # of Criteo's logs, which may lack the label
+                    described = replace(described, columns=columns_of(files[0]))
+                sources[name] = read_columns(described, files)
             # A description of rows alone: nothing is divided, and no label is read.
             rows = replace(table, label=[], weight=None, split=SplitRule())
             self._staging = Staging(
@@ -130,7 +139,6 @@ class TransformedRows:
         self.close()
 
     def close(self) -> None:
-        """Close the database and remove its files."""
         self._engine.close()
         self._directory.cleanup()
 
@@ -158,7 +166,6 @@ class TransformedRows:
             raise ValueError("the sources have no rows; give files that have some")
 
     def _load_vocabulary(self, number: int, name: str) -> str:
-        """Load the vocabulary of a feature as a table, and return its name."""
         relation = f"vocabulary_{number}"
         path = self._state.directory / vocabulary_name(name)
         try:
@@ -182,7 +189,11 @@ class TransformedRows:
         num_rows = batch.num_rows
         part = range(num_rows)
         rows = pa.Table.from_batches([batch]).append_column("row_", array_of(np.arange(num_rows)))
-        self._check(batch, first)
+        bad = batch.column("bad_")
+        if bad.null_count < len(bad):
+            row = int(np.asarray(bad.is_valid()).argmax())
+            where, reason = self._place(batch, first, row), bad[row].as_py()
+            raise bad_row(where, reason, self._table, is_fit=False, may_skip=False)
         self._cursor.register(ROWS, rows)
         columns: dict[str, pa.Array] = {}
         if self.spec.keep_rate is not None and "keep_rate_" in self._table.row_numbers:
@@ -240,7 +251,9 @@ class TransformedRows:
         if is_first and not owner.is_hashed and not np.any(found["id"]):
             counts = f"(SELECT value, count(*) AS count FROM {values} WHERE value IS NOT NULL GROUP BY value)"
             known = self._vocabularies[owner.name]
-            note_of_new_values(self._rows, counts, known, feature.name)
+            note_of_new_values(
+                lambda query: self._cursor.execute(query).fetchall(), counts, known, feature.name
+            )
         ids, lengths = stored_ids(found, part, stored, feature)
         if stored.hotness == 1:
             return array_of(ids.reshape(-1))
@@ -249,17 +262,6 @@ class TransformedRows:
             lengths = np.full(len(part), stored.hotness)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return pa.ListArray.from_arrays(array_of(offsets), array_of(ids.reshape(-1)))
-
-    def _rows(self, query: str) -> list[tuple[Any, ...]]:
-        return self._cursor.execute(query).fetchall()
-
-    def _check(self, batch: pa.RecordBatch, first: int) -> None:
-        """Raise ValueError for the first bad row."""
-        bad = batch.column("bad_")
-        if bad.null_count < len(bad):
-            row = int(np.asarray(bad.is_valid()).argmax())
-            where, reason = self._place(batch, first, row), bad[row].as_py()
-            raise bad_row(where, reason, self._table, is_fit=False, may_skip=False)
 
     def _place(self, batch: pa.RecordBatch, first: int, row: int) -> str:
         """Return the file of a row of a batch and its number in the file, from 1."""
@@ -276,23 +278,3 @@ def _num_items(column: str, *, whole: bool) -> str:
     if whole:
         column = f"list_filter({column}, lambda item_: CAST(item_ AS STRING) <> '')"
     return f"coalesce(len({column}), 0)"
-
-
-def _config(spec: FeatureSpec, table: TableConfig, directory: Path) -> PreprocConfig:
-    """Return the options of the engine; they check the description."""
-    return PreprocConfig(
-        mode=Mode.transform,
-        fitted=str(spec.root),
-        output=str(directory),
-        layout=Layout.table,
-        table=asdict(table),
-        memory_limit=MEMORY_LIMIT,
-    )
-
-
-def _with_columns(name: str, source: Source) -> SourceFiles:
-    """Return a source with its files; those of Criteo's logs may lack the label."""
-    found, files = find_source(name, source)
-    if found.columns == list(COLUMNS):
-        found = replace(found, columns=columns_of(files[0]))
-    return read_columns(found, files)

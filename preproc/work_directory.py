@@ -63,7 +63,6 @@ class Work:
             state.setdefault(key, empty)
 
     def save(self) -> None:
-        """Write the state by rename, synced."""
         # Syncing the directory also covers the names of all files that the state lists.
         path = self.directory / STATE
         text = json.dumps(self.state)
@@ -103,7 +102,6 @@ class Work:
 
 
 def work_directory_of(config: PreprocConfig, output: Path) -> Path:
-    """Return the work directory of a run to `output`."""
     parent = Path(config.temp_directory).absolute() if config.temp_directory else output.parent
     return parent / f".{output.name}.preproc"
 
@@ -155,7 +153,8 @@ def work_directory(
     except duckdb.Error as error:
         if not is_disk_error(error):
             raise
-        remedy = "free some space there" if _is_full(error) else "check that disk"
+        is_full = any(os.strerror(code) in str(error) for code in FULL)
+        remedy = "free some space there" if is_full else "check that disk"
         raise ValueError(
             f"DuckDB could not read or write in {directory}; {remedy} and rerun the same command (it resumes), or move "
             f"the directory with temp_directory: {first_line(error)}"
@@ -289,7 +288,6 @@ def _compare_file(path: Path, parts: list[list[Any]], may_be_longer: bool) -> No
 
 
 def clear(directory: Path, but: str | None = None) -> None:
-    """Remove everything in `directory`, except the file `but`."""
     for stale in directory.iterdir():
         if stale.name != but:
             _delete(stale)
@@ -380,15 +378,9 @@ def _existing(directory: Path) -> Path:
 
 def is_disk_error(error: duckdb.Error) -> bool:
     """Return whether DuckDB could not read or write a file; it has several exceptions for that."""
-    return isinstance(error, duckdb.IOException) or any(
-        part in str(error) for part in ("fsync failed", *map(os.strerror, (*FULL, *BROKEN)))
-    )
-
-
-def _is_full(error: duckdb.Error) -> bool:
-    return any(os.strerror(code) in str(error) for code in FULL)
+    signs = ("fsync failed", *map(os.strerror, (*FULL, *BROKEN)))
+    return isinstance(error, duckdb.IOException) or any(sign in str(error) for sign in signs)
 
 
 def first_line(error: Exception | str) -> str:
-    """Return the first line of a message from DuckDB."""
     return str(error).splitlines()[0]

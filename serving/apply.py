@@ -37,8 +37,7 @@ def run(composed: DictConfig) -> None:
 def places(config: ApplyConfig) -> tuple[Path, Path]:
     """Return the model directory to begin at, and the one to write.
 
-    Raises:
-        ValueError: there is no version to begin at, or no directory to write.
+    Raises ValueError: there is no version to begin at, or no directory to write.
     """
     assert config.model is not None, "checked by the options"
     model = Path(config.model)

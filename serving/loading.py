@@ -15,11 +15,8 @@ def model_loader(
 ) -> "LoadModel":
     """Return the function that loads a model directory.
 
-    `max_batch`: rows of the largest batch on a GPU.
-    `table_gib`: GiB of tables in the GPU's memory; None for most of what is free.
-
-    Raises:
-        ValueError: there is no GPU.
+    `max_batch`: rows of the largest batch on a GPU. `table_gib`: GiB of tables in the GPU's memory; None for most of what is
+    free. Raises ValueError: there is no GPU.
     """
     if device == "cpu":
         from serving.inference.model import ServedModel

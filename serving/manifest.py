@@ -124,13 +124,11 @@ class FileState:
 class Manifest:
     """Content of `model.json`.
 
-    `keep_rate`: name of the column of keep rates that rows of the dataset have; None without.
-    `dtype`: of the tables, a key of `TABLE_BYTES`.
-    `keys`: file of the rows of raw keys by feature; features that are not named have ids.
-    `raw`: how raw values become features (`serving.inference.raw_values`); None if only ids are served.
-    `source`: checkpoint, step, fingerprint of the features, versions of the libraries.
-    `proof`: rows that were compared with the training path, and the largest difference; likewise of machine code.
-    `files`: bytes and SHA-256 of every other file.
+    `keep_rate`: name of the column of keep rates that rows of the dataset have; None without. `dtype`: of the tables, a key of
+    `TABLE_BYTES`. `keys`: file of the rows of raw keys by feature; features that are not named have ids. `raw`: how raw values
+    become features (`serving.inference.raw_values`); None if only ids are served. `source`: checkpoint, step, fingerprint of
+    the features, versions of the libraries. `proof`: rows that were compared with the training path, and the largest
+    difference; likewise of machine code. `files`: bytes and SHA-256 of every other file.
     """
 
     name: str
@@ -219,8 +217,7 @@ class Manifest:
     def read(cls, directory: Path) -> Self:
         """Read and check the manifest of a model directory; no other file is opened.
 
-        Raises:
-            ModelError: there is none, or it is malformed.
+        Raises ModelError: there is none, or it is malformed.
         """
         path = directory / MANIFEST
         try:
@@ -257,8 +254,7 @@ class Manifest:
     def check_sizes(self, directory: Path) -> None:
         """Compare the size of every file, which tells whether the directory is complete.
 
-        Raises:
-            ModelError: a file is missing or differs.
+        Raises ModelError: a file is missing or differs.
         """
         for name, wanted in self.files.items():
             try:
@@ -271,8 +267,7 @@ class Manifest:
     def verify(self, directory: Path, threads: int = 1) -> None:
         """Compare size and SHA-256 of every file, `threads` of them at a time.
 
-        Raises:
-            ModelError: a file is missing or differs, or a table has a number that is not finite.
+        Raises ModelError: a file is missing or differs, or a table has a number that is not finite.
         """
         self.check_sizes(directory)
         # In the same pass: to read a table takes longer than to look at its numbers.

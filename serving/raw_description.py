@@ -21,11 +21,8 @@ def check_raw(
 ) -> None:
     """Raise ValueError unless a description makes the features of a model, with ids of their tables.
 
-    `keys`: those that have raw keys.
-
-    Raises:
-        ValueError: it does not.
-        LookupError, TypeError, AttributeError: it lacks a part, or has one of another type.
+    `keys`: those that have raw keys. Raises ValueError: it does not. Raises LookupError, TypeError, AttributeError: it lacks a
+    part, or has one of another type.
     """
     columns: Mapping[str, Any] = raw["columns"]
     if not all(name and type(size) is int and size in (1, 2) for name, size in columns.items()):

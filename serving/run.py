@@ -54,11 +54,7 @@ def run(composed: DictConfig) -> None:
 
 
 def check_model(path: Path) -> None:
-    """Check that there is a manifest or a version, before torch is imported.
-
-    Raises:
-        ValueError: there is neither.
-    """
+    """Check that there is a manifest or a version, before torch is imported. Raises ValueError: there is neither."""
     if not (path / MANIFEST).exists() and not list_versions(path):
         raise ValueError(
             f"model={path} is no model directory and has no versions; write one with python -m serving.export output={path}/1"
@@ -66,11 +62,7 @@ def check_model(path: Path) -> None:
 
 
 def open_service(config: ServerConfig, token: str | None) -> "Service":
-    """Load the model and return its server, which does not listen yet.
-
-    Raises:
-        ValueError: there is no model that can serve.
-    """
+    """Load the model and return its server, which does not listen yet. Raises ValueError: there is no model that can serve."""
     import torch
 
     from serving.inference.versions import Versions

@@ -32,8 +32,7 @@ class Deciding:
     def differing(self, path: Path, manifest: Manifest) -> list[str]:
         """Return what clients of this version would send wrongly to another one, in `path`.
 
-        Raises:
-            ModelError: a vocabulary is damaged, or cannot be read.
+        Raises ModelError: a vocabulary is damaged, or cannot be read.
         """
         parts = manifest.differing(self.manifest.interface())
         if parts or manifest == self.manifest:
@@ -78,11 +77,7 @@ def _described(raw: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def list_versions(directory: Path) -> list[str]:
-    """Return the versions of a directory, newest first.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """Return the versions of a directory, newest first. Raises ValueError: it cannot be read."""
     try:
         names = [path.name for path in directory.iterdir() if NAME.fullmatch(path.name)]
     except OSError as error:
@@ -95,8 +90,7 @@ def list_versions(directory: Path) -> list[str]:
 def read_complete(directory: Path) -> Manifest:
     """Return the manifest of a version whose files have their sizes.
 
-    Raises:
-        ModelError: it is no version, or is not complete.
+    Raises ModelError: it is no version, or is not complete.
     """
     try:
         manifest = Manifest.read(directory)
@@ -109,8 +103,7 @@ def read_complete(directory: Path) -> Manifest:
 def complete_versions(directory: Path) -> dict[str, Manifest]:
     """Return the manifests of the versions that are complete, newest first.
 
-    Raises:
-        ValueError: the directory cannot be read.
+    Raises ValueError: the directory cannot be read.
     """
     found = {}
     for name in list_versions(directory):
@@ -124,8 +117,7 @@ def complete_versions(directory: Path) -> dict[str, Manifest]:
 def differing_versions(directory: Path) -> tuple[Deciding | None, dict[str, list[str]]]:
     """Return the version that decides, and in what each complete version differs from it, newest first: one in nothing serves.
 
-    Raises:
-        ValueError: the directory cannot be read.
+    Raises ValueError: the directory cannot be read.
     """
     versions = complete_versions(directory)
     name = min(versions, key=int, default=None)
@@ -173,11 +165,8 @@ def note_of_others(path: Path) -> str | None:
 def withdraw(directory: Path, version: int | None) -> tuple[list[str], str]:
     """Return to `version`, or to the one before the version that serves: withdraw all after it.
 
-    Returns:
-        Names of the withdrawn versions, and the version that serves then.
-
-    Raises:
-        ValueError: there is no such version, or none to return to.
+    Returns names of the withdrawn versions, and the version that serves then. Raises ValueError: there is no such version, or
+    none to return to.
     """
     names = list_versions(directory)
     if version is not None and str(version) not in names:
@@ -200,8 +189,7 @@ def withdraw(directory: Path, version: int | None) -> tuple[list[str], str]:
 def withdraw_before(directory: Path, version: int) -> tuple[list[str], str]:
     """Withdraw all versions before one, which decides inputs and outputs then; return as `withdraw` does.
 
-    Raises:
-        ValueError: there is no such version, it is not complete, or none is before it.
+    Raises ValueError: there is no such version, it is not complete, or none is before it.
     """
     names = list_versions(directory)
     if str(version) not in names:

@@ -58,11 +58,7 @@ def write_vocabulary(path: Path, batches: Iterable[Sequence[str | None]]) -> int
 
 
 class Vocabulary:
-    """Ids of the values of one vocabulary.
-
-    Raises:
-        ModelError: the file has not the size of so many values.
-    """
+    """Ids of the values of one vocabulary. Raises ModelError: the file has not the size of so many values."""
 
     def __init__(self, path: Path, size: int) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -174,21 +174,31 @@ def replace_directory(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def new_directory(path: Path, temporary: Path) -> Iterator[Path]:
-    """Yield `temporary`, empty; rename it to `path` at the end of the block, or remove it after an error.
+def new_output(path: Path) -> Iterator[Path]:
+    """Yield an empty directory, synced and renamed to the option `output` at the end of the block; removed after an error.
 
-    `path` must not exist. Everything is synced before the rename.
+    Raises ValueError: the output exists, or another process writes it.
     """
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        sync_tree(temporary)
-        os.rename(temporary, path)
-        sync_directory(path.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with hold(path, f"is writing {path}") as alone:
+        require_absent(path)
+        if alone:
+            clear_leftovers(path)
+        temporary = partial_sibling(path)
+        temporary.mkdir()
+        try:
+            yield temporary
+            sync_tree(temporary)
+            os.rename(temporary, path)
+            sync_directory(path.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def require_absent(output: Path) -> None:
+    """Raise ValueError if the option `output` names something that exists."""
+    if os.path.lexists(output):
+        raise ValueError(f"output={output} exists; name a new directory, or remove that one")
 
 
 def lock_directory(directory: Path) -> int:

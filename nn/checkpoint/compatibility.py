@@ -10,8 +10,7 @@ from configs.messages import shown
 from configs.schema import Component
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import vocabularies
-from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, read_index
-from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
+from nn.checkpoint.tensor_index import StoredTensor, TensorIndex
 
 if TYPE_CHECKING:
     import torch
@@ -20,28 +19,6 @@ AVERAGE = "dense_ema."
 """Prefix of the average of a weight of the dense component."""
 LAYER_STATE = "dense_state."
 """Prefix of the state of layers that only training needs: the scales of `train.fp8`."""
-
-
-def open_index(path: Path, tables: Sequence[str]) -> TensorIndex:
-    """Read the index of a checkpoint of this recipe or of the TF2 recipe. Raises ValueError: `path` is neither."""
-    folder = find_tf2_tables(path)
-    return read_index(path) if folder is None else tf2_index(folder, tables)
-
-
-def select_tensors(
-    index: TensorIndex,
-    components: Collection[Component],
-    *,
-    with_optimizer: bool,
-    frozen: Collection[Component] = (),
-) -> dict[str, StoredTensor]:
-    """Return the weights of some components and, optionally, the state of their optimizers."""
-    return {
-        name: tensor
-        for name, tensor in index.tensors.items()
-        if component_of(name) in components
-        and (is_weight(name) or (with_optimizer and component_of(name) not in frozen))
-    }
 
 
 def match_options(
@@ -83,39 +60,44 @@ def match_options(
     )
 
 
+def first_four(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}"
+
+
 def component_of(name: str) -> Component | None:
     """Return the component of a tensor; None for tensors of the training loop."""
     kind = name.partition(".")[0]
-    return {
-        "tables": Component.tables,
-        "keys": Component.tables,
-        "dense": Component.dense,
-        "dense_ema": Component.dense,
-        "dense_optimizer": Component.dense,
-        "dense_state": Component.dense,
-    }.get(kind)
+    of_dense = ("dense", "dense_ema", "dense_optimizer", "dense_state")
+    tables = {"tables": Component.tables, "keys": Component.tables}
+    return (tables | dict.fromkeys(of_dense, Component.dense)).get(kind)
 
 
 def is_weight(name: str) -> bool:
     """Return whether a tensor is a weight, the average of one, or the keys of rows; False for what training alone needs."""
     kind, last = name.partition(".")[0], name.rpartition(".")[2]
-    return kind in ("dense", "dense_ema") or (kind, last) in (
-        ("tables", "weight"),
-        ("keys", "keys"),
-    )
+    return kind in ("dense", "dense_ema") or {"tables": "weight", "keys": "keys"}.get(kind) == last
 
 
 def differences(
     stored: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], *, grow: bool
 ) -> list[str]:
     """Describe the differences between the shapes in a checkpoint and the shapes in a run."""
+
+    def fits(name: str, size: Sequence[int]) -> bool:
+        (old, *width), (new, *new_width) = stored[name] or (1,), size or (1,)
+        may_grow = grow and name.startswith("tables.")
+        return (
+            width == new_width
+            and len(stored[name]) == len(size)
+            and (old == new or (may_grow and old < new))
+        )
+
     return [
         *(
             f"{name} {tuple(stored[name])} instead of {tuple(size)}"
             for name, size in wanted.items()
-            if name in stored
-            and tuple(stored[name]) != tuple(size)
-            and not (grow and name.startswith("tables.") and _is_grown(stored[name], size))
+            if name in stored and not fits(name, size)
         ),
         *(f"no {name}" for name in wanted if name not in stored),
         *(f"unexpected {name}" for name in stored if name not in wanted),
@@ -141,11 +123,11 @@ def remedy(
         option = f"{new_run or 'set '}checkpoint.grow=true"
         return f"if the ids that both have mean the same, {option}"
     parts = "checkpoint.parts=[dense,tables]"
-    without = [
-        component
-        for component in Component
-        if _has_state(wanted, component) and not _has_state(stored, component)
-    ]
+
+    def with_state(names: Collection[str]) -> set[Component | None]:
+        return {component_of(name) for name in names if not is_weight(name)}
+
+    without = [c for c in Component if c in with_state(wanted) - with_state(stored)]
     rest = {
         name: size
         for name, size in wanted.items()
@@ -160,14 +142,6 @@ def remedy(
         "use the model, embedding_dim and optimizer that it was trained with, or load only the weights that fit: "
         f"{new_run}{parts} or one of the two"
     )
-
-
-def _has_state(names: Collection[str], component: Component) -> bool:
-    return any(component_of(name) is component and not is_weight(name) for name in names)
-
-
-def _is_grown(stored: Sequence[int], wanted: Sequence[int]) -> bool:
-    return tuple(stored[1:]) == tuple(wanted[1:]) and stored[0] <= wanted[0]
 
 
 def feature_mismatch(
@@ -194,12 +168,26 @@ def feature_mismatch(
         if weight is not None and weight.size
     }
     # Equal fingerprints with the checkpoint's row counts mean that only row counts differ.
-    if len(stored_rows) == len(weights) and spec.fingerprint(stored_rows) == fingerprint:
-        return _row_count_mismatch(stored_rows, spec, grow, how_to_grow)
+    if len(stored_rows) < len(weights) or spec.fingerprint(stored_rows) != fingerprint:
+        return (
+            "was trained on other features than this dataset's (names, order, cardinalities or hotness "
+            "differ); set data.path to the dataset it was trained on, or checkpoint.allow_changes=true if the "
+            "features mean the same"
+        )
+    pairs = [(f.name, stored_rows[f.name], f.cardinality) for f in spec.categorical]
+    shrunk = [pair for pair in pairs if pair[1] > pair[2]]
+    if not shrunk and grow:
+        return None
+    changed = shrunk or [pair for pair in pairs if pair[1] < pair[2]]
+    listed = first_four([f"{name} {old:,} instead of {new:,}" for name, old, new in changed])
+    if shrunk:
+        return (
+            f"has tables with more rows than this dataset ({listed}), but tables can only grow, not "
+            "shrink; set data.path to the dataset it was trained on"
+        )
     return (
-        "was trained on other features than this dataset's (names, order, cardinalities or hotness "
-        "differ); set data.path to the dataset it was trained on, or checkpoint.allow_changes=true if the "
-        "features mean the same"
+        f"has tables with fewer rows than this dataset ({listed}); if the ids that both have mean "
+        f"the same, {how_to_grow}; the additional rows are initialized from the seed"
     )
 
 
@@ -213,29 +201,7 @@ def vocabulary_mismatch(facts: Mapping[str, Any], metadata: Mapping[str, Any]) -
     other = [name for name, checksum in learnt.items() if here.get(name, checksum) != checksum]
     if not other:
         return None
-    more = f" and {len(other) - 4} more" if len(other) > 4 else ""
     return (
-        f"was trained with other vocabularies than this dataset's, of {', '.join(map(shown, other[:4]))}{more}: the same id "
-        "means another value"
-    )
-
-
-def _row_count_mismatch(
-    stored_rows: Mapping[str, int], spec: FeatureSpec, grow: bool, how_to_grow: str
-) -> str | None:
-    pairs = [(f.name, stored_rows[f.name], f.cardinality) for f in spec.categorical]
-    shrunk = [(name, old, new) for name, old, new in pairs if old > new]
-    if not shrunk and grow:
-        return None
-    changed = shrunk or [(name, old, new) for name, old, new in pairs if old < new]
-    listed = ", ".join(f"{name} {old:,} instead of {new:,}" for name, old, new in changed[:4])
-    more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
-    if shrunk:
-        return (
-            f"has tables with more rows than this dataset ({listed}{more}), but tables can only grow, not "
-            "shrink; set data.path to the dataset it was trained on"
-        )
-    return (
-        f"has tables with fewer rows than this dataset ({listed}{more}); if the ids that both have mean "
-        f"the same, {how_to_grow}; the additional rows are initialized from the seed"
+        f"was trained with other vocabularies than this dataset's, of {first_four([*map(shown, other)])}: the same id means "
+        "another value"
     )

@@ -117,21 +117,18 @@ class DcpWriter(dcp.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Assign a file to each rank."""
         return [
             SavePlan(plan.items, storage_data=f"rank_{rank:05}.bin", planner_data=plan.planner_data)
             for rank, plan in enumerate(plans)
         ]
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: no state is kept between saves."""
+    # The constructor has the directory and the tables, and no state is kept between saves.
+    def reset(self, checkpoint_id: Any = None) -> None: ...
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the constructor has the directory and the tables."""
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return whether there is no id, as always here."""
         return checkpoint_id is None
 
 
@@ -154,7 +151,6 @@ class ArrayFile:
         sync_descriptor(self._descriptor)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
 
@@ -200,7 +196,6 @@ class DcpReader(dcp.StorageReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the chunks of all tensors."""
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, tensor in self._tensors.items():
             chunks = [
@@ -213,8 +208,6 @@ class DcpReader(dcp.StorageReader):
         return Metadata(described)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of a plan in the order of the files."""
-
         def position(item: ReadItem) -> tuple[str, int]:
             chunk = self._chunks[_key(item)]
             return chunk.file.name, chunk.start
@@ -237,23 +230,19 @@ class DcpReader(dcp.StorageReader):
             values = torch.from_numpy(block).view(getattr(torch, dtype))
             rows[row - first : row - first + len(block)] = values[(slice(None), *where)]
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: no state is kept between loads."""
+    # The constructor has the index, and no state is kept between loads.
+    def reset(self, checkpoint_id: Any = None) -> None: ...
 
-    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the constructor has the index."""
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return whether there is no id, as always here."""
         return checkpoint_id is None
 
 

@@ -76,7 +76,6 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def unfinished(directory: Path, num_steps: int) -> Path:
-    """Return the directory of a checkpoint until it is complete."""
     return directory / f".step_{num_steps}.unfinished"
 
 
@@ -178,7 +177,6 @@ def mark_damaged(path: Path) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """Return N of `step_N`."""
     return int(path.name.removeprefix("step_"))
 
 
@@ -253,10 +251,10 @@ def find_damage(path: Path, facts: dict[str, Any], rank: int, num_ranks: int) ->
         if zlib.crc32(data) != facts["index_crc32"]:
             return f"{INDEX_FILE} is damaged (its checksum differs)"
         blocks = [
-            (chunk.file, name, start, num_bytes, crc32)
+            (chunk, name, tensor.dtype, number, crc32)
             for name, tensor in parse_index(path, data).tensors.items()
             for chunk in tensor.chunks
-            for start, num_bytes, crc32 in _blocks_of(chunk, tensor.dtype)
+            for number, crc32 in enumerate(chunk.crc32)
         ][rank::num_ranks]
         with ThreadPoolExecutor(THREADS) as pool:
             return next((damage for damage in pool.map(_damage_of_block, blocks) if damage), None)
@@ -269,25 +267,20 @@ def find_damage(path: Path, facts: dict[str, Any], rank: int, num_ranks: int) ->
         return str(error)
 
 
-def _blocks_of(chunk: Chunk, dtype: str) -> list[tuple[int, int, int]]:
-    """Return (first byte, bytes, CRC-32) of each block of a chunk."""
-    num_bytes = math.prod(chunk.sizes) * DTYPES[dtype].itemsize
-    return [
-        (chunk.start + at, min(CHECKSUM_BYTES, num_bytes - at), crc32)
-        for at, crc32 in zip(range(0, num_bytes, CHECKSUM_BYTES), chunk.crc32, strict=True)
-    ]
-
-
-def _damage_of_block(block: tuple[Path, str, int, int, int]) -> str | None:
-    path, name, start, num_bytes, crc32 = block
-    data = bytearray(num_bytes)
-    with _reading(path), open_regular(path) as stream:
-        if os.fstat(stream.fileno()).st_size < start + num_bytes:
-            return f"{path.name} is truncated ({name} ends at byte {start + num_bytes})"
+def _damage_of_block(block: tuple[Chunk, str, str, int, int]) -> str | None:
+    """Return the damage of one of the blocks of a chunk that have a checksum each."""
+    chunk, name, dtype, number, crc32 = block
+    chunk_bytes = math.prod(chunk.sizes) * DTYPES[dtype].itemsize
+    start = chunk.start + number * CHECKSUM_BYTES
+    end = min(start + CHECKSUM_BYTES, chunk.start + chunk_bytes)
+    with _reading(chunk.file), open_regular(chunk.file) as stream:
+        if os.fstat(stream.fileno()).st_size < end:
+            return f"{chunk.file.name} is truncated ({name} ends at byte {end})"
+        data = bytearray(end - start)
         stream.seek(start)
-        if read_into(stream, data) == num_bytes and zlib.crc32(data) == crc32:
+        if read_into(stream, data) == len(data) and zlib.crc32(data) == crc32:
             return None
-    return f"{path.name} is damaged ({name}, bytes {start} to {start + num_bytes}: the checksum differs)"
+    return f"{chunk.file.name} is damaged ({name}, bytes {start} to {end}: the checksum differs)"
 
 
 def remove(path: Path) -> None:

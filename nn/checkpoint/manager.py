@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from logging import Logger
 from pathlib import Path
 from threading import Thread
@@ -101,9 +102,8 @@ class CheckpointManager:
         self._heartbeat = heartbeat or Heartbeat()
         self._channel = HostChannel()
         self.copy = StagingBuffer(ranks.device)
-        self.write_s = (
-            0.0  # of the latest checkpoint, or what the first is expected to take; on rank 0
-        )
+        # Of the latest checkpoint, or what the first is expected to take; on rank 0.
+        self.write_s = 0.0
         self._has_room: bool | None = None
         self._thread: Thread | None = None
         self._problem: str | None = None
@@ -259,7 +259,15 @@ class CheckpointManager:
             self._error = error
             return
         if self._problem is not None and self._ranks.is_rank0:
-            self._discard_failed(num_steps)
+            shutil.rmtree(unfinished(self.directory, num_steps), ignore_errors=True)
+            latest = self.latest
+            fallback = "there is none yet"
+            if latest is not None:
+                fallback = f"the latest is of step {step_of(latest)}"
+            further = "" if self._is_last else ". The run continues, and the next save tries again"
+            self._logger.warning(
+                f"the checkpoint of step {num_steps} could not be written: {self._problem}; {fallback}{further}"
+            )
 
     def _commit(
         self,
@@ -276,12 +284,13 @@ class CheckpointManager:
         except (OSError, ValueError) as error:
             return str(error)
         best = facts["trainer"]["best_step"]
+        removal = partial(prune, self.directory, num_steps, self._config.keep, best)
         try:
             try:
-                prune(self.directory, num_steps, self._config.keep, best)
+                removal()
             except OSError:
                 # An error may pass, and no later save would repeat this after the last one.
-                prune(self.directory, num_steps, self._config.keep, best)
+                removal()
             record |= _longest([record, pause.seconds])
             append_line(self.directory / SAVED, json.dumps(record))
         except (OSError, UnreadableError) as error:
@@ -293,23 +302,15 @@ class CheckpointManager:
             self._mirror.start()
         return None
 
-    def _discard_failed(self, num_steps: int) -> None:
-        shutil.rmtree(unfinished(self.directory, num_steps), ignore_errors=True)
-        latest = self.latest
-        fallback = (
-            "there is none yet" if latest is None else f"the latest is of step {step_of(latest)}"
-        )
-        further = "" if self._is_last else ". The run continues, and the next save tries again"
-        self._logger.warning(
-            f"the checkpoint of step {num_steps} could not be written: {self._problem}; {fallback}{further}"
-        )
-
     def _fits(self, state: State) -> bool:
         """Return whether every node has memory for the copies; checked once, before any rank allocates them."""
         if self._has_room is None:
             copied = num_bytes(state, with_files=False)
             needed = copied * self._ranks.local_world_size
-            self._has_room = all(self._channel.gather(needed < SPARE_MEMORY * _free_bytes()))
+            with open("/proc/meminfo") as stream:  # the file cache included
+                (line,) = [line for line in stream if line.startswith("MemAvailable:")]
+            free = int(line.split()[1]) * 1024
+            self._has_room = all(self._channel.gather(needed < SPARE_MEMORY * free))
             if not self._has_room and self._ranks.is_rank0:
                 self._logger.info(
                     f"checkpoints: no room in host memory for a copy of {needed / 2**30:,.1f} GiB, so that "
@@ -333,10 +334,3 @@ class CheckpointManager:
 def _longest(pauses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the longest seconds of each kind; the last pause has all kinds, and no others."""
     return {name: max(pause[name] for pause in pauses) for name in pauses[-1]}
-
-
-def _free_bytes() -> int:
-    """Return the available memory of this node, file cache included."""
-    with open("/proc/meminfo") as stream:
-        (line,) = [line for line in stream if line.startswith("MemAvailable:")]
-    return int(line.split()[1]) * 1024

@@ -84,10 +84,19 @@ class CheckpointMirror:
         # The oldest first: a chain with a gap leads nowhere.
         deltas = list_checkpoints(self._run_dir / DELTAS)[::-1]
         # Before these checkpoints: a run that resumes cuts records beyond its checkpoint, and cannot make those that lack.
-        self._upload_records()
+        for path in sorted(self._run_dir.iterdir()):
+            if path.is_file() and not path.name.startswith("."):
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    self._store.upload(path, path.name)
         for folder, paths in zip(FOLDERS, (deltas, checkpoints), strict=True):
             self._upload_steps(folder, {f"{folder}/{path.name}": path for path in paths})
-        self._upload_best()
+        best = self._run_dir / CHECKPOINTS / BEST
+        if best.is_symlink():
+            # As a file with its name: an object store has no links.
+            with TemporaryDirectory() as directory:
+                named = Path(directory) / BEST
+                named.write_text(os.readlink(best) + "\n")
+                self._store.upload(named, f"{CHECKPOINTS}/{BEST}")
 
     def _upload_steps(self, folder: str, local: dict[str, Path]) -> None:
         self._removed -= local.keys()
@@ -107,12 +116,6 @@ class CheckpointMirror:
             self._removed.add(name)
             self._uploaded.pop(name, None)
 
-    def _upload_records(self) -> None:
-        for path in sorted(self._run_dir.iterdir()):
-            if path.is_file() and not path.name.startswith("."):
-                with suppress(FileNotFoundError):  # removed meanwhile
-                    self._store.upload(path, path.name)
-
     def _is_same(self, name: str, path: Path) -> bool:
         """Return whether the mirror's checkpoint or delta is that of the run directory, which may have saved it again."""
         try:
@@ -125,16 +128,6 @@ class CheckpointMirror:
                 return False
             self._uploaded[name] = own
         return True
-
-    def _upload_best(self) -> None:
-        """Upload which checkpoint `best` links to, as a file with its name: an object store has no links."""
-        best = self._run_dir / CHECKPOINTS / BEST
-        if not best.is_symlink():
-            return
-        with TemporaryDirectory() as folder:
-            named = Path(folder) / BEST
-            named.write_text(os.readlink(best) + "\n")
-            self._store.upload(named, f"{CHECKPOINTS}/{BEST}")
 
 
 def complete_steps(store: ObjectStore, folder: str) -> list[str]:

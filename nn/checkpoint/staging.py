@@ -50,7 +50,11 @@ class StagingBuffer:
             return value
         buffer = self._buffers.get(key)
         if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-            buffer = self._buffers[key] = _host_memory(value)
+            if value.device.type == "cuda":
+                buffer = pinned_memory(value.shape, value.dtype)
+            else:
+                buffer = torch.empty(value.shape, dtype=value.dtype)
+            self._buffers[key] = buffer
         return buffer.copy_(value, non_blocking=True)
 
 
@@ -81,10 +85,3 @@ def num_bytes(state: State, *, with_files: bool = True) -> int:
             else [value]
         )
     )
-
-
-def _host_memory(value: Tensor) -> Tensor:
-    """Allocate host memory of a tensor's shape and dtype; pinned if the tensor is on a GPU."""
-    if value.device.type != "cuda":
-        return torch.empty(value.shape, dtype=value.dtype)
-    return pinned_memory(value.shape, value.dtype)

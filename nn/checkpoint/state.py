@@ -28,10 +28,10 @@ from nn.checkpoint.compatibility import (
     component_of,
     differences,
     feature_mismatch,
+    first_four,
+    is_weight,
     match_options,
-    open_index,
     remedy,
-    select_tensors,
     vocabulary_mismatch,
 )
 from nn.checkpoint.dcp_storage import DcpReader, DcpWriter
@@ -49,7 +49,7 @@ from nn.checkpoint.tensor_index import (
     TRAINER_WEIGHTS,
     read_index,
 )
-from nn.checkpoint.tf2 import find_tf2_tables
+from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
 from nn.distributed.process_group import HostChannel, Ranks
 
 TRAINER, DENSE_OPTIMIZER = "trainer.", "dense_optimizer."
@@ -78,7 +78,6 @@ class Trained(Protocol):
 
 
 def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
-    """Return the content of run.json for a run."""
     return {
         "format_version": FORMAT_VERSION,
         "seed": config.seed,
@@ -186,12 +185,24 @@ def restore(
     tensors are not those of this model or cannot be read; raised on all ranks.
     """
     named = str(path) if is_own else f"checkpoint.restore={path}"
-    if find_tf2_tables(path) is None:
+    tf2 = find_tf2_tables(path)
+    if tf2 is None:
         # Rank 0 of another host may have renamed it a moment ago.
         wait_for(path / "run.json")
-    index = open_index(path, step.table_names)
-    tensors = select_tensors(index, components, with_optimizer=with_optimizer, frozen=step.frozen)
-    lacks_state = with_optimizer and _is_before_first_step(path, tensors)
+    stored_tensors = (tf2_index(tf2, step.table_names) if tf2 else read_index(path)).tensors
+    tensors = {
+        name: tensor
+        for name, tensor in stored_tensors.items()
+        if (component := component_of(name)) in components
+        and (is_weight(name) or (with_optimizer and component not in step.frozen))
+    }
+    # Torch creates the state of Adam and others in the first step.
+    lacks_state = (
+        with_optimizer
+        and tf2 is None
+        and not any(_is_of_dense_optimizer(name) for name in tensors)
+        and read_facts(path).get("num_steps") == 0
+    )
     if with_optimizer and not lacks_state:
         step.allocate_optimizer_state()
     wanted = step.state_dict(with_optimizer=with_optimizer)
@@ -206,33 +217,20 @@ def restore(
     stored = {name: tensor.size for name, tensor in tensors.items()}
     differing = differences(stored, shapes, grow=grow)
     if differing:
-        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
         raise ValueError(
-            f"{named} holds another model or optimizer: {', '.join(differing[:4])}{more}; "
+            f"{named} holds another model or optimizer: {first_four(differing)}; "
             + remedy(path, stored, shapes, grow=grow, is_own=is_own)
         )
-    _read(wanted, DcpReader(tensors, shapes), named)
-    step.load_state_dict(wanted)
-    return None if note is None else f"{named} {note}"
-
-
-def _read(wanted: State, reader: DcpReader, named: str) -> None:
-    """Read tensors in place; ValueError on all ranks if one of them cannot."""
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        dcp.load(wanted, storage_reader=reader, planner=planner)
+        dcp.load(wanted, storage_reader=DcpReader(tensors, shapes), planner=planner)
     except dcp.CheckpointException as error:
         problem = _first_problem(error)
         # The message about damaged bytes has the remedy already.
         advice = "" if REMEDY in problem else f"; {REMEDY}"
         raise ValueError(f"{named} cannot be read: {problem}{advice}") from None
-
-
-def _is_before_first_step(path: Path, tensors: Collection[str]) -> bool:
-    """Return whether a checkpoint was saved before the first step, in which torch creates the state of Adam and others."""
-    if any(_is_of_dense_optimizer(name) for name in tensors) or find_tf2_tables(path) is not None:
-        return False
-    return read_facts(path).get("num_steps") == 0
+    step.load_state_dict(wanted)
+    return None if note is None else f"{named} {note}"
 
 
 def _is_of_dense_optimizer(name: str) -> bool:

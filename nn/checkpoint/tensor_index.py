@@ -40,15 +40,8 @@ THREADS = 4
 DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
-        "float64",
-        "float32",
-        "float16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
+        *("float64", "float32", "float16"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
     )
 } | {"bfloat16": np.dtype("<u2")}
 
@@ -92,7 +85,6 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the complete tensor."""
         return math.prod(self.size) * DTYPES[self.dtype].itemsize
 
     def array(self) -> np.ndarray:
@@ -102,7 +94,7 @@ class StoredTensor:
         return complete.reshape(self.size)
 
     def blocks(self) -> "Iterator[np.ndarray]":
-        """Yield the rows in order; see the function of this name."""
+        """Yield the rows in order, as a `ReplayedTable` does."""
         return blocks(self)
 
 
@@ -159,7 +151,17 @@ def parse_index(directory: Path, data: bytes) -> TensorIndex:
         tables = tuple(_checked(name, str) for name in document["tables"])
         if len(set(tables)) < len(tables):
             raise ValueError("it lists a table twice")
-        _check_trainer_rows(tensors)
+        # The rows that the training loop has collected, if any, have a logit and a label per task.
+        sizes = [tensors[name].size for name in TRAINER_ROWS if name in tensors]
+        weights = tensors[TRAINER_WEIGHTS].size if TRAINER_WEIGHTS in tensors else None
+        if sizes and (len(sizes) < 2 or sizes[0] != sizes[1] or len(sizes[0]) not in (1, 2)):
+            raise ValueError(
+                f"{' and '.join(TRAINER_ROWS)} have the sizes {sizes}; want one length"
+            )
+        if weights is not None and (not sizes or weights != sizes[0][:1]):
+            raise ValueError(
+                f"{TRAINER_WEIGHTS} have the size {weights} for rows of {sizes}; want one length"
+            )
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no index of tensors: {shown(error)}") from None
     except ValueError as error:
@@ -210,9 +212,12 @@ def _any_overlap(chunks: Sequence[Chunk]) -> bool:
     if not chunks or not chunks[0].sizes:
         return len(chunks) > 1
     if len(chunks[0].sizes) > 2:
-        return len(chunks) > MAX_BLOCKS or any(
-            _overlap(one, two) for one, two in combinations(chunks, 2)
-        )
+
+        def overlap(one: Chunk, two: Chunk) -> bool:
+            sides = zip(one.offsets, one.sizes, two.offsets, two.sizes, strict=True)
+            return all(max(a, b) < min(a + size, b + other) for a, size, b, other in sides)
+
+        return len(chunks) > MAX_BLOCKS or any(overlap(*pair) for pair in combinations(chunks, 2))
     # End before begin: neighbours do not overlap.
     events = [(chunk.offsets[0], 1, index) for index, chunk in enumerate(chunks)]
     events += [(chunk.offsets[0] + chunk.sizes[0], 0, i) for i, chunk in enumerate(chunks)]
@@ -228,27 +233,6 @@ def _any_overlap(chunks: Sequence[Chunk]) -> bool:
             return True
         columns.insert(at, (first, last))
     return False
-
-
-def _overlap(one: Chunk, two: Chunk) -> bool:
-    return all(
-        max(first, second) < min(first + length, second + other)
-        for first, length, second, other in zip(
-            one.offsets, one.sizes, two.offsets, two.sizes, strict=True
-        )
-    )
-
-
-def _check_trainer_rows(tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError unless the rows that the training loop has collected, if any, have a logit and a label per task."""
-    sizes = [tensors[name].size for name in TRAINER_ROWS if name in tensors]
-    if sizes and (len(sizes) < 2 or sizes[0] != sizes[1] or len(sizes[0]) not in (1, 2)):
-        raise ValueError(f"{' and '.join(TRAINER_ROWS)} have the sizes {sizes}; want one length")
-    weights = tensors[TRAINER_WEIGHTS].size if TRAINER_WEIGHTS in tensors else None
-    if weights is not None and (not sizes or weights != sizes[0][:1]):
-        raise ValueError(
-            f"{TRAINER_WEIGHTS} have the size {weights} for rows of {sizes}; want one length"
-        )
 
 
 def _counts(values: Any) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ _HEADER_ERRORS = (SyntaxError, TokenError, TypeError, LookupError, RecursionErro
 
 
 def tf2_file_name(index: int) -> str:
-    """Return the file name of feature number `index`."""
     return f"feature_{index}.npy"
 
 

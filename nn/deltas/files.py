@@ -23,9 +23,8 @@ from nn.deltas.row_ids import encode_ids
 class TakenRows:
     """Rows of a shard that changed.
 
-    `row_offset`: first row of the shard in the table.
-    `ids`: numbers of the rows in the shard, int64 [n], n > 0.
-    `rows`: [n, columns].
+    `row_offset`: first row of the shard in the table. `ids`: numbers of the rows in the shard, int64 [n], n > 0. `rows`: [n,
+    columns].
     """
 
     table: str

@@ -41,9 +41,8 @@ Chain = Callable[[], dict[str, Any]]
 class DeltaRun:
     """Facts of a run for its deltas.
 
-    `start`: the state that the run starts from; None if it is part of no chain.
-    `start_rows`: rows of every table in that state; tables may have grown since.
-    `written`: called in a thread of rank 0 after every delta.
+    `start`: the state that the run starts from; None if it is part of no chain. `start_rows`: rows of every table in that
+    state; tables may have grown since. `written`: called in a thread of rank 0 after every delta.
     """
 
     facts: Mapping[str, Any]
@@ -55,9 +54,8 @@ class DeltaRun:
 class DeltaWriter:
     """Writer of one delta at a time; all ranks must call its methods in the same order.
 
-    If a delta cannot be written, one line reports it, and the next one holds its rows too.
-
-    `needs_base`: whether no checkpoint holds the state that the first delta will begin at.
+    If a delta cannot be written, one line reports it, and the next one holds its rows too. `needs_base`: whether no checkpoint
+    holds the state that the first delta will begin at.
     """
 
     def __init__(

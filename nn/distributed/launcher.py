@@ -16,7 +16,6 @@ PR_SET_PDEATHSIG = 1
 
 
 def is_launched() -> bool:
-    """Return whether a launcher started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -26,7 +25,6 @@ def node_name() -> str:
 
 
 def is_single_node() -> bool:
-    """Return whether all ranks run on this node."""
     return os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
 
 
@@ -56,9 +54,8 @@ def check_variables() -> None:
     if counts["LOCAL_WORLD_SIZE"] > world_size:
         problems.append("LOCAL_WORLD_SIZE is larger than WORLD_SIZE")
     if world_size > 1:
-        missing = [
-            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-        ]
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in os.environ]
         problems += [f"WORLD_SIZE is {world_size}, and {name} is not set" for name in missing]
         if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
             # On all ranks alike: one that passes would wait for those that do not.
@@ -116,9 +113,7 @@ def ask_launcher_to_end() -> None:
 def leave_launcher(exit_code: int = 0) -> NoReturn:
     """Exit a rank that torchrun started without Python's shutdown; all files must be closed.
 
-    Threads of torch may still run during Python's shutdown and abort the process ("terminate called without an active
-    exception", 2 of 14 two-rank CPU runs). torchrun would report that as a failure of the run. After a failure, threads
-    may also wait for lost ranks.
+    Threads of torch may abort the process during it, which torchrun would report as a failure, or wait for lost ranks.
     """
     sys.stdout.flush()
     sys.stderr.flush()

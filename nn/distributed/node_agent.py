@@ -104,7 +104,6 @@ def exit_code(codes: Sequence[int], *, was_preempted: bool) -> int:
 
 
 def has_gpus() -> bool:
-    """Return whether this node has a GPU that torch can use."""
     return torch.cuda.is_available()
 
 

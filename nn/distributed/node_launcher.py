@@ -103,15 +103,13 @@ def shows_progress(arguments: Sequence[str]) -> bool:
     saved = ""
     with suppress(OSError):  # the recipe reports a file that cannot be read
         saved = Path(named.get("config", "").strip("'\"")).read_text(errors="replace")
-    options = (
-        ("mode", r"^mode: *(\S+)", "train"),
-        ("checkpoint.mirror", r"^ +mirror: *(\S+)", "null"),
-    )
-    for name, line, default in options:
+
+    def chosen(name: str, line: str, default: str) -> str:
         found = re.search(line, saved, re.MULTILINE)
-        if named.get(name, found[1] if found else default).strip("'\"") != default:
-            return False
-    return True
+        return named.get(name, found[1] if found else default).strip("'\"")
+
+    mirror = chosen("checkpoint.mirror", r"^ +mirror: *(\S+)", "null")
+    return chosen("mode", r"^mode: *(\S+)", "train") == "train" and mirror == "null"
 
 
 def newest_step(arguments: Sequence[str]) -> int:

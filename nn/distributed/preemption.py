@@ -34,7 +34,6 @@ class Heartbeat:
         self.last = time.monotonic()
 
     def beat(self) -> None:
-        """Record the current time."""
         self.last = time.monotonic()
 
 
@@ -98,8 +97,6 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision of all ranks after a step."""
-
     signum: int  # number of a signal that asks a rank to stop, or 0
     is_time_to_save: bool  # whether the interval of checkpoints has passed on rank 0
 

@@ -52,9 +52,9 @@ class Ranks:
         """Gather tensors of one shape on rank 0; return None on other ranks."""
         if self.world_size == 1:
             return [tensor]
-        gathered = (
-            [torch.empty_like(tensor) for _ in range(self.world_size)] if self.is_rank0 else None
-        )
+        gathered = None
+        if self.is_rank0:
+            gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.gather(tensor.contiguous(), gathered, dst=0)
         return gathered
 
@@ -83,7 +83,6 @@ class Ranks:
         return tensor
 
     def broadcast_object(self, value: Any) -> Any:
-        """Broadcast a picklable value from rank 0."""
         if self.world_size == 1:
             return value
         objects = [value]
@@ -110,7 +109,6 @@ class Ranks:
         return value
 
     def barrier(self) -> None:
-        """Wait until all ranks arrive."""
         if self.world_size > 1:
             self.all_reduce_sum(torch.zeros(1, device=self.device)).item()
 
@@ -193,19 +191,16 @@ class HostChannel:
         self.group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
 
     def maximum(self, values: list[float]) -> list[float]:
-        """Return the elementwise maximum over ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor.tolist()
 
     def broadcast(self, value: Any) -> Any:
-        """Broadcast a picklable value from rank 0."""
         objects = [value]
         dist.broadcast_object_list(objects, src=0, group=self.group, device=torch.device("cpu"))
         return objects[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gather picklable values."""
         values = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -218,9 +213,9 @@ def process_group(ranks: Ranks) -> Iterator[None]:
     After an error the NCCL communicators are aborted: destroying them would wait for collectives that other ranks have
     started and this rank will never join. The launcher ends the other ranks.
 
-    Raises RankError: NCCL found too little room in /dev/shm.
+    Raises RankError: NCCL found too little room in /dev/shm, which containers limit to 64 MiB by default.
     """
-    with _shared_memory_named():
+    try:
         _open(ranks)
         try:
             yield
@@ -237,6 +232,14 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         # A graph that somebody still refers to, or a cycle that is not collected yet, would hold this rank here without end.
         close_graphs()
         dist.destroy_process_group()
+    except dist.DistBackendError as error:
+        line = next((line for line in str(error).splitlines() if SHARED_MEMORY in line), None)
+        if line is None:
+            raise
+        raise RankError(
+            f"NCCL has too little shared memory ({line}); give the container a larger {SHARED_MEMORY} (docker run --shm-size=1g, "
+            "or in Kubernetes an emptyDir of medium Memory mounted there), or share the host's (--ipc=host)"
+        ) from error
 
 
 def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -252,7 +255,6 @@ def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _open(ranks: Ranks) -> None:
-    """Open the default process group."""
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
         options: dict[str, Any] = {"backend": "nccl", "device_id": ranks.device}
@@ -269,21 +271,6 @@ def _open(ranks: Ranks) -> None:
         store = dist.PrefixStore(f"restart_{restart}", store)
         options |= {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT, **options)
-
-
-@contextmanager
-def _shared_memory_named() -> Iterator[None]:
-    """Convert NCCL's error about its shared memory, which containers limit to 64 MiB by default."""
-    try:
-        yield
-    except dist.DistBackendError as error:
-        line = next((line for line in str(error).splitlines() if SHARED_MEMORY in line), None)
-        if line is None:
-            raise
-        raise RankError(
-            f"NCCL has too little shared memory ({line}); give the container a larger {SHARED_MEMORY} (docker run --shm-size=1g, "
-            "or in Kubernetes an emptyDir of medium Memory mounted there), or share the host's (--ipc=host)"
-        ) from error
 
 
 def open_channel(ranks: Ranks, name: str) -> dist.ProcessGroup | None:

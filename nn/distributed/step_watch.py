@@ -137,8 +137,9 @@ class StepWatch:
             if self._end.wait(min(POLL_S, 0.5)):
                 return None
         answers = [self._store.get(key) if self._store.check([key]) else None for key in keys]
-        silent = [rank for rank, answer in enumerate(answers) if answer is None]
-        return None if ELSEWHERE.encode() in answers else silent
+        if ELSEWHERE.encode() in answers:
+            return None
+        return [rank for rank, answer in enumerate(answers) if answer is None]
 
     def _finish(self, silent: list[int]) -> None:
         """Write the stacks of this process, say once what has happened, and end the process."""

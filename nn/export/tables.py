@@ -14,7 +14,6 @@ the directory.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +24,7 @@ import numpy as np
 
 from configs.export_schema import ExportFormat
 from configs.schema import Component
-from dataloading.dataset.durable_files import (
-    clear_leftovers,
-    hold,
-    new_directory,
-    partial_sibling,
-    write_synced,
-)
+from dataloading.dataset.durable_files import new_output, require_absent, write_synced
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import is_weight, vocabulary_mismatch
 from nn.checkpoint.directory import write_facts
@@ -87,7 +80,7 @@ def export_tables(
     names of the files by table, `dense` those of the dense component. Raises ValueError: `output` exists or another process
     writes it, the checkpoint or a table does not exist, a file cannot be read, or a vocabulary is of another table.
     """
-    check_output(output)
+    require_absent(output)
     saved = SavedModel.open(checkpoint, "checkpoint")
     index = saved.index
     unknown = [name for name in selection.tables if name not in index.tables]
@@ -119,29 +112,16 @@ def write_export(
         )
     names = list(selection.tables or exported.tables)
     names = names if Component.tables in selection.parts else []
-    with hold(output, f"is writing {output}") as alone:
-        check_output(output)  # again: another process may have written it meanwhile
-        if alone:
-            clear_leftovers(output)
-        with new_directory(output, partial_sibling(output)) as unfinished:
-            record: dict[str, Any] = {
-                "checkpoint": exported.name,
-                "format": format.name,
-            }
-            if format is ExportFormat.tf2:
-                record["tables"] = _write_tf2(unfinished, exported)
-            else:
-                record |= _write(unfinished, exported, names, selection, format)
-            if fitted is not None:
-                _write_values(unfinished, exported, record["tables"], fitted)
-            (unfinished / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    record: dict[str, Any] = {"checkpoint": exported.name, "format": format.name}
+    with new_output(output) as unfinished:
+        if format is ExportFormat.tf2:
+            record["tables"] = _write_tf2(unfinished, exported)
+        else:
+            record |= _write(unfinished, exported, names, selection, format)
+        if fitted is not None:
+            _write_values(unfinished, exported, record["tables"], fitted)
+        (unfinished / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
     return record
-
-
-def check_output(output: Path) -> None:
-    """Raise ValueError if the output exists."""
-    if os.path.lexists(output):
-        raise ValueError(f"output={output} exists; name a new directory, or remove that one")
 
 
 def _write(

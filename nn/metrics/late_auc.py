@@ -54,7 +54,6 @@ class LateAuc:
             self._event.record()
 
     def is_there(self) -> bool:
-        """Return whether `value` need not wait."""
         return self._event is None or self._event.query()
 
     def value(self) -> float:

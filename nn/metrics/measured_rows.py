@@ -9,19 +9,15 @@ from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from nn.metrics.grouped_auc import weighted_auc
-from nn.metrics.ranking import BLOCK_ROWS, Collectives, RankingMetrics
+from nn.metrics.ranking import BLOCK_ROWS, Collectives, log_loss_sum, roc_auc
 
 
 class MeasuredRows:
     """Rows of one task since the last reset; a rank has its own, and the methods return the same numbers on each.
 
     All ranks call the same methods in the same order, so a metric must not decide by the rows of its rank what it calls.
-
-    Attributes:
-        predictions: float32 [n], logits of a binary label, or the predicted numbers.
-        labels: [n], bool of a binary label, else float32.
-        weights: float32 [n]; None counts every row once.
-        groups: int64 [n], ids of `eval.group`; empty without it.
+    `predictions`: float32 [n], logits of a binary label, or the predicted numbers. `labels`: [n], bool of a binary label, else
+    float32. `weights`: float32 [n]; None counts every row once. `groups`: int64 [n], ids of `eval.group`; empty without it.
     """
 
     def __init__(
@@ -31,12 +27,10 @@ class MeasuredRows:
         weights: Tensor | None,
         groups: Tensor,
         gather: "RowGather",
-        ranking: RankingMetrics | None,
     ) -> None:
         self.predictions, self.labels = predictions, labels
         self.weights, self.groups = weights, groups
         self._gather = gather
-        self._ranking = ranking  # of a binary label
 
     def sums(self, function: Callable[[Tensor, Tensor, Tensor], list[Tensor]]) -> list[float]:
         """Sum scalars over the rows of all ranks, exact to float64.
@@ -62,25 +56,25 @@ class MeasuredRows:
         A binary label has `auc`, `log_loss` and `label_mean`, and with weights `others_mean`, the part of label 0, exact
         where label 1 has nearly all of the weight. Another has the sums `squares` and `absolute` of the errors.
         """
-        if self._ranking is None:
-            return self._of_errors()
+        count = float(len(self.predictions))
+        num_rows = torch.tensor(count, dtype=torch.float64, device=self.predictions.device)
+        if self.labels.dtype is not torch.bool:
+            errors = self._block_sums(
+                lambda x, y, w: [((x - y).square() * w).sum(), ((x - y).abs() * w).sum(), w.sum()]
+            )
+            squares, absolute, weight, rows = self._gather.sum([*errors, num_rows])
+            return {"squares": squares, "absolute": absolute, "weight": weight, "rows": int(rows)}
         if self.weights is None:
-            measured = self._ranking.compute()
-            return measured | {"weight": measured["rows"]}
-        return self._of_weighted(self.weights)
-
-    def _of_weighted(self, weights: Tensor) -> dict[str, float | int]:
+            return self._of_unweighted()
         # Both: where one label has nearly all of the weight, 1 less its part is 0.
-        parts = [weights[chosen].double().sum() for chosen in (self.labels, ~self.labels)]
+        parts = [self.weights[chosen].double().sum() for chosen in (self.labels, ~self.labels)]
         sums = self._block_sums(
             lambda x, y, w: [(softplus(torch.where(y > 0, -x, x)) * w).sum(), w.sum()]
         )
-        losses, weight, positives, negatives, rows = self._gather.sum(
-            [*sums, *parts, self._count()]
-        )
+        losses, weight, positives, negatives, rows = self._gather.sum([*sums, *parts, num_rows])
         defined = weight > 0
         return {
-            "auc": self.on_rank0(weighted_auc, self.predictions, self.labels, weights),
+            "auc": self.on_rank0(weighted_auc, self.predictions, self.labels, self.weights),
             "log_loss": losses / weight if defined else math.nan,
             "rows": int(rows),
             "weight": weight,
@@ -88,16 +82,20 @@ class MeasuredRows:
             "others_mean": negatives / weight if defined else math.nan,
         }
 
-    def _of_errors(self) -> dict[str, float | int]:
-        sums = self._block_sums(
-            lambda x, y, w: [((x - y).square() * w).sum(), ((x - y).abs() * w).sum(), w.sum()]
-        )
-        squares, absolute, weight, rows = self._gather.sum([*sums, self._count()])
-        return {"squares": squares, "absolute": absolute, "weight": weight, "rows": int(rows)}
-
-    def _count(self) -> Tensor:
-        count = float(len(self.predictions))
-        return torch.tensor(count, dtype=torch.float64, device=self.predictions.device)
+    def _of_unweighted(self) -> dict[str, float | int]:
+        positive, negative = self.predictions[self.labels], self.predictions[~self.labels]
+        counts = [self.labels.sum(), (~self.labels).sum()]
+        losses, positives, negatives = self._gather.sum([log_loss_sum(positive, negative), *counts])
+        rows, auc = int(positives + negatives), math.nan
+        if positives and negatives:
+            auc = self.on_rank0(roc_auc, self.predictions, self.labels)
+        return {
+            "auc": auc,
+            "log_loss": losses / rows if rows else math.nan,
+            "rows": rows,
+            "label_mean": positives / rows if rows else math.nan,
+            "weight": rows,
+        }
 
     def _block_sums(
         self, function: Callable[[Tensor, Tensor, Tensor], list[Tensor]]
@@ -130,7 +128,6 @@ class RowGather:
         ]
 
     def counts(self, num_rows: int) -> list[int]:
-        """Return the rows of every rank."""
         group = self.collectives
         counts = torch.zeros(group.world_size, dtype=torch.int64, device=self._device)
         counts[group.rank] = num_rows

@@ -28,7 +28,6 @@ def pr_auc(rows: MeasuredRows) -> float:
 
 
 def normalised_entropy(rows: MeasuredRows) -> float:
-    """Return the log loss divided by the entropy of the label."""
     rate = rows.totals["label_mean"]
     return loss_over_entropy(
         rows.totals["log_loss"], rate, rows.totals.get("others_mean", 1 - rate)
@@ -43,13 +42,11 @@ def calibration(rows: MeasuredRows) -> float:
 
 
 def rmse(rows: MeasuredRows) -> float:
-    """Return the root of the mean squared error."""
     weight = rows.totals["weight"]
     return math.sqrt(rows.totals["squares"] / weight) if weight > 0 else math.nan
 
 
 def mae(rows: MeasuredRows) -> float:
-    """Return the mean absolute error."""
     weight = rows.totals["weight"]
     return rows.totals["absolute"] / weight if weight > 0 else math.nan
 

@@ -1,12 +1,11 @@
 """Exact ROC AUC and log loss over the rows of all ranks, both from logits: neither needs the sigmoid."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import logsigmoid
 
 from nn.metrics.late_auc import LateAuc
 
@@ -19,17 +18,13 @@ TRAIN_AUC_ROWS = 2**20
 
 
 class Collectives(Protocol):
-    """The part of the process group that `RankingMetrics` uses."""
+    """The part of the process group that metrics use."""
 
     @property
-    def rank(self) -> int:
-        """This process's rank."""
-        ...
+    def rank(self) -> int: ...
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        ...
+    def world_size(self) -> int: ...
 
     def gather(self, tensor: Tensor) -> list[Tensor] | None:
         """Return every rank's tensor, all of one shape, in rank order on rank 0; None elsewhere."""
@@ -76,7 +71,7 @@ def _searchable(scores: Tensor) -> Tensor:
     return scores if scores.dtype == torch.float64 else scores.float()
 
 
-def _log_loss_sum(positives: Tensor, negatives: Tensor) -> Tensor:
+def log_loss_sum(positives: Tensor, negatives: Tensor) -> Tensor:
     """Sum binary cross entropy over rows, from the logits of each class; float64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=positives.device)
     for block in positives.split(BLOCK_ROWS):
@@ -86,137 +81,56 @@ def _log_loss_sum(positives: Tensor, negatives: Tensor) -> Tensor:
     return total
 
 
-def first_not_finite(calls: Sequence[Tensor]) -> tuple[int, int, int] | None:
-    """Return the first number that is not finite: its tensor, its place there, and how many there are; None without any."""
-    counts = [int((~numbers.isfinite()).sum()) for numbers in calls]
-    for call, count in enumerate(counts):
-        if count:
-            return call, int(calls[call].isfinite().int().argmin()), sum(counts)
-    return None
+class KeptRows:
+    """Predictions and labels of one task on this rank since the last `reset`, float32; of a binary one whether the label is 1."""
 
-
-class RankingMetrics:
-    """AUC and log loss of the rows of all `update` calls on all ranks since the last `reset`; of one process without collectives.
-
-    Rows are kept on `device`, 5 bytes each, where rank 0 sorts those of all ranks.
-    """
-
-    def __init__(self, device: torch.device, collectives: Collectives | None = None) -> None:
+    def __init__(self, device: torch.device, *, is_binary: bool = True) -> None:
         self.device = device
-        self.collectives = collectives
+        self.is_binary = is_binary
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows."""
-        self._logits: list[Tensor] = []
-        self._is_positive: list[Tensor] = []
+        self._predictions: list[Tensor] = []
+        self._labels: list[Tensor] = []
         self._latest: list[Tensor] = []
 
-    def update(self, logits: Tensor, labels: Tensor, num_valid: int) -> None:
-        """Keep one batch, logits and labels [B], without its padding. They are copied, so a captured step may overwrite them.
+    def update(self, predictions: Tensor, labels: Tensor, num_valid: int) -> None:
+        """Keep one batch, both [B], without its padding. They are copied, so a captured step may overwrite them.
 
         The host does not wait for the device.
         """
-        assert logits.shape == labels.shape, (logits.shape, labels.shape)
-        both = torch.stack([logits.detach()[:num_valid].float(), labels[:num_valid].float()])
+        assert predictions.shape == labels.shape, (predictions.shape, labels.shape)
+        both = torch.stack([predictions.detach()[:num_valid].float(), labels[:num_valid].float()])
         self._latest.append(both.to(self.device))
         if len(self._latest) == MOST_LATEST:
             self._keep_latest()
 
     def _keep_latest(self) -> None:
-        """Keep the latest batches with 5 bytes per row."""
+        """Keep the latest batches with 5 bytes per row of a binary label."""
         if not self._latest:
             return
-        logits, labels = torch.cat(self._latest, dim=1)
-        self._logits += logits.clone().split([both.shape[1] for both in self._latest])
-        self._is_positive.append(labels > 0.5)
+        predictions, labels = torch.cat(self._latest, dim=1)
+        self._predictions += predictions.clone().split([both.shape[1] for both in self._latest])
+        self._labels.append(labels > 0.5 if self.is_binary else labels.clone())
         self._latest = []
 
     def late_auc(self) -> LateAuc:
         """Start to compute the AUC of this rank's rows beside further work."""
-        pieces = [*self._logits, *self._is_positive, *self._latest]
+        pieces = [*self._predictions, *self._labels, *self._latest]
         return LateAuc(pieces, self.kept, self.device)
 
-    def rows(self) -> tuple[Tensor, Tensor] | None:
-        """Return the logits and labels (bool) of all ranks' rows so far, on rank 0; all must call it."""
-        kept = self.kept()
-        if self.collectives is None:
-            return kept
-        counts = torch.zeros(self.collectives.world_size, dtype=torch.int64, device=self.device)
-        counts[self.collectives.rank] = len(kept[0])
-        num_rows = self.collectives.all_reduce_sum(counts).tolist()
-        logits, labels = (self._gather(values, num_rows) for values in kept)
-        return None if logits is None or labels is None else (logits, labels)
-
-    def compute(self) -> dict[str, float | int]:
-        """Return the metrics over all ranks, the same numbers on each of them; all must call it.
-
-        They are `auc` (nan as in `roc_auc`), `log_loss` (mean over rows), `rows` and `label_mean`. Without rows the three numbers
-        are nan; with labels of one class only `auc` is.
-        """
-        logits, is_positive = self.kept()
-        positives, negatives = logits[is_positive], logits[~is_positive]
-        sums = self._sums_of_ranks(positives, negatives)
-        log_loss_sum = math.fsum(log_loss for log_loss, _, _ in sums)
-        num_positives = [int(positive) for _, positive, _ in sums]
-        num_negatives = [int(negative) for _, _, negative in sums]
-        rows = sum(num_positives) + sum(num_negatives)
-        return {
-            "auc": self._auc(positives, negatives, num_positives, num_negatives),
-            "log_loss": log_loss_sum / rows if rows else math.nan,
-            "rows": rows,
-            "label_mean": sum(num_positives) / rows if rows else math.nan,
-        }
-
     def first_not_finite(self) -> tuple[int, int, int] | None:
-        """Return the first of this rank's logits that is not finite: its `update` call, its place there, and their number."""
+        """Return the first prediction that is not finite: its `update` call, its place there, and how many there are."""
         self._keep_latest()
-        return first_not_finite(self._logits)
+        counts = [int((~numbers.isfinite()).sum()) for numbers in self._predictions]
+        for call, count in enumerate(counts):
+            if count:
+                return call, int(self._predictions[call].isfinite().int().argmin()), sum(counts)
+        return None
 
     def kept(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's rows: logits, and whether the label is 1."""
+        """Return predictions and labels, [n]."""
         self._keep_latest()
-        no_logits = torch.empty(0, device=self.device)
-        no_labels = torch.empty(0, dtype=torch.bool, device=self.device)
-        return torch.cat([no_logits, *self._logits]), torch.cat([no_labels, *self._is_positive])
-
-    def _sums_of_ranks(self, positives: Tensor, negatives: Tensor) -> list[list[float]]:
-        """Return [world_size][3]: log loss sum, positives and negatives per rank, by one all-reduce.
-
-        Each rank fills its own row, so the sum over ranks is the same on all ranks, bit by bit.
-        """
-        group = self.collectives
-        rank, world_size = (group.rank, group.world_size) if group else (0, 1)
-        sums = torch.zeros(world_size, 3, dtype=torch.float64, device=self.device)
-        sums[rank, 0] = _log_loss_sum(positives, negatives)
-        sums[rank, 1] = positives.numel()
-        sums[rank, 2] = negatives.numel()
-        return (group.all_reduce_sum(sums) if group else sums).tolist()
-
-    def _auc(
-        self,
-        positives: Tensor,
-        negatives: Tensor,
-        num_positives: list[int],
-        num_negatives: list[int],
-    ) -> float:
-        """Gather the scores on rank 0, compute the area there and broadcast it."""
-        if self.collectives is None:
-            return _auc_of_classes(positives, negatives)
-        auc = math.nan
-        if sum(num_positives) == 0 or sum(num_negatives) == 0:
-            return auc
-        all_positives = self._gather(positives, num_positives)
-        all_negatives = self._gather(negatives, num_negatives)
-        if all_positives is not None and all_negatives is not None:
-            auc = _auc_of_classes(all_positives, all_negatives)
-        return self.collectives.broadcast_object(auc)
-
-    def _gather(self, scores: Tensor, num_scores: list[int]) -> Tensor | None:
-        """Join the ranks' scores, `num_scores[r]` of rank r, on rank 0; None elsewhere."""
-        padded = pad(scores, (0, max(num_scores) - scores.numel()))
-        assert self.collectives is not None, "several ranks have a process group"
-        gathered = self.collectives.gather(padded)
-        if gathered is None:
-            return None
-        return torch.cat([scores[:num] for scores, num in zip(gathered, num_scores, strict=True)])
+        no_rows = torch.empty(0, device=self.device)
+        no_labels = no_rows.bool() if self.is_binary else no_rows
+        return torch.cat([no_rows, *self._predictions]), torch.cat([no_labels, *self._labels])

@@ -1,12 +1,12 @@
 """Metrics of all tasks, exact over the rows of all ranks.
 
 Rows count by their weights, as in scikit-learn's `sample_weight` and TorchRec's metric modules; without weights every row
-counts once. A binary label without weights takes `RankingMetrics`.
+counts once.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from dataloading.batch import Batch
 from nn.metrics.late_auc import LateAuc
 from nn.metrics.measured_rows import MeasuredRows, RowGather
 from nn.metrics.prediction_curves import describe_predictions, score_buckets
-from nn.metrics.ranking import Collectives, RankingMetrics, first_not_finite
+from nn.metrics.ranking import Collectives, KeptRows
 from nn.models.metric import AUC, Metric
 from nn.models.tasks import Task, check_logits, column_of
 
@@ -48,13 +48,7 @@ class TaskMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows."""
-        self._of_task: list[_TaskRows] = [
-            RankingMetrics(self._device, self._collectives)
-            if task.is_binary
-            else _Numbers(self._device)
-            for task in self._tasks
-        ]
+        self._of_task = [KeptRows(self._device, is_binary=task.is_binary) for task in self._tasks]
         self._weights: list[Tensor] = []
         self._groups: list[Tensor] = []
 
@@ -125,7 +119,10 @@ class TaskMetrics:
     def _value(self, metric: Metric, rows: MeasuredRows) -> float:
         """Return a metric; ValueError if one of the user's fails, or returns no number."""
         try:
-            return float(_function_of(metric)(rows))
+            compute = metric.compute
+            if isinstance(compute, str):
+                compute = load_user_object(compute, f"the metric {metric.name}")
+            return float(compute(rows))
         except (Exception, SystemExit) as error:  # the user's may raise anything
             may_be_lost_rank = isinstance(error, RuntimeError) and self._collectives.world_size > 1
             if not metric.compute or may_be_lost_rank:
@@ -135,34 +132,29 @@ class TaskMetrics:
             ) from error
 
     def _measured(self) -> Iterator[MeasuredRows]:
-        """Yield the rows of every task."""
         none = torch.empty(0, dtype=torch.int64, device=self._device)
         groups = torch.cat([none, *self._groups])
         for kept in self._of_task:
-            ranking = kept if isinstance(kept, RankingMetrics) else None
-            yield MeasuredRows(*kept.kept(), self._kept_weights(), groups, self._rows, ranking)
+            yield MeasuredRows(*kept.kept(), self._kept_weights(), groups, self._rows)
 
     def start(self) -> "StartedMetrics":
         """Start to compute the metrics of training rows, beside further steps if possible; all ranks must call it.
 
         Several ranks, weights and metrics other than AUC are measured at once.
         """
-        kept = [rows for rows in self._of_task if isinstance(rows, RankingMetrics)]
         is_exchanged = self._collectives.world_size > 1 or self._has_weights
         others = {m.name for task in self._tasks for m in task.metrics if m.while_training} - {
             AUC.name
         }
         if is_exchanged or not self._while_training or others:
             return StartedMetrics(self.compute(), {})
-        return StartedMetrics(
-            {},
-            {
-                metric.key: rows.late_auc()
-                for task, rows in zip(self._tasks, kept, strict=True)
-                for metric in task.metrics
-                if metric.name == AUC.name
-            },
-        )
+        late = {
+            metric.key: rows.late_auc()
+            for task, rows in zip(self._tasks, self._of_task, strict=True)
+            for metric in task.metrics
+            if metric.name == AUC.name
+        }
+        return StartedMetrics({}, late)
 
     def describe_predictions(self) -> dict[str, dict[str, Any]]:
         """Return calibration, gain and lift of every binary label over all ranks by its name; all must call it.
@@ -174,7 +166,7 @@ class TaskMetrics:
                 score_buckets(*kept.kept(), self._kept_weights(), self._collectives)
             )
             for task, kept in zip(self._tasks, self._of_task, strict=True)
-            if isinstance(kept, RankingMetrics)
+            if kept.is_binary
         }
 
     def first_not_finite(self) -> tuple[int, int, int] | None:
@@ -205,17 +197,9 @@ class TaskMetrics:
             self._weights.append(weights[:num_valid].to(self._device, torch.float32, copy=True))
 
     def _kept_weights(self) -> Tensor | None:
-        """Return the weights of this rank's rows, [n]; None without weights."""
         if not self._has_weights:
             return None
         return torch.cat([torch.empty(0, device=self._device), *self._weights])
-
-
-def _function_of(metric: Metric) -> Callable[[MeasuredRows], float]:
-    """Return what computes a metric."""
-    if isinstance(metric.compute, str):
-        return load_user_object(metric.compute, f"the metric {metric.name}")
-    return metric.compute
 
 
 class StartedMetrics:
@@ -225,40 +209,8 @@ class StartedMetrics:
         self._values, self._late = values, late
 
     def are_there(self) -> bool:
-        """Return whether `values` need not wait."""
         return all(auc.is_there() for auc in self._late.values())
 
     def values(self) -> dict[str, float | int]:
         """Return all metrics by their keys, the same on all ranks; wait for them."""
         return self._values | {key: auc.value() for key, auc in self._late.items()}
-
-
-class _TaskRows(Protocol):
-    """Kept rows of one task."""
-
-    def update(self, logits: Tensor, labels: Tensor, num_valid: int) -> None: ...
-    def kept(self) -> tuple[Tensor, Tensor]: ...
-    def first_not_finite(self) -> tuple[int, int, int] | None: ...
-
-
-class _Numbers:
-    """Predictions and labels of a regression task on this rank."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._predictions: list[Tensor] = []
-        self._labels: list[Tensor] = []
-
-    def update(self, logits: Tensor, labels: Tensor, num_valid: int) -> None:
-        """Keep one batch, without its padding rows."""
-        for kept, values in ((self._predictions, logits), (self._labels, labels)):
-            kept.append(values.detach()[:num_valid].to(self._device, torch.float32, copy=True))
-
-    def kept(self) -> tuple[Tensor, Tensor]:
-        """Return predictions and labels, float32 [n]."""
-        none = torch.empty(0, device=self._device)
-        return torch.cat([none, *self._predictions]), torch.cat([none, *self._labels])
-
-    def first_not_finite(self) -> tuple[int, int, int] | None:
-        """See `RankingMetrics.first_not_finite`."""
-        return first_not_finite(self._predictions)

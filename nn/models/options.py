@@ -387,6 +387,51 @@ class TransActOptions(_TransformerOptions):
 
 
 @dataclass(kw_only=True, slots=True)
+class OneTransOptions(_SequenceOptions):
+    """Options of OneTrans."""
+
+    tokens: int = option(
+        16, "tokens of the candidate and the other features, T", most=MOST_COLUMNS, gt=0
+    )
+    token_dim: int = option(64, "columns of a token, D; a multiple of heads", most=MOST_WIDTH, gt=0)
+    blocks: int = option(2, "transformer blocks", most=1024, gt=0)
+    heads: int = option(4, "heads of the attention", most=1024, gt=0)
+    expansion: int = option(
+        4,
+        "hidden columns of a block's networks, as a multiple of token_dim",
+        most=1024,
+        gt=0,
+    )
+    block_dropout: float = rate(0.0, "rate of the dropout after every layer of a block")
+
+
+class Search(Enum):
+    """Similarities that the events of a long history are searched by."""
+
+    product = "product"
+    hash = "hash"
+
+
+@dataclass(kw_only=True, slots=True)
+class SIMOptions(_SequenceOptions):
+    """Options of SIM and ETA."""
+
+    search: Search = option(
+        Search.product,
+        "similarity of an event and the candidate: product of their vectors (SIM), or equal signs of random projections "
+        "(ETA)",
+    )
+    found: int = option(50, "events that the attention reads", most=MOST_COLUMNS, gt=0)
+    recent: int = option(
+        20, "latest events that DIN's attention reads; 0: none", most=MOST_COLUMNS, ge=0
+    )
+    heads: int = option(
+        2, "heads of the attention; they divide the columns of an event", most=1024, gt=0
+    )
+    hash_bits: int = option(64, "random projections of model.search=hash", most=4096, gt=0)
+
+
+@dataclass(kw_only=True, slots=True)
 class _TaskOptions(ModelConfig):
     """Options of a model of several tasks."""
 
@@ -629,6 +674,8 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
     if isinstance(options, DINOptions) and options.sequence is not None:
         for name in ("history_features", "history_length", "history_positions"):
             found[name] = "the history is that of model.sequence"
+    if isinstance(options, SIMOptions) and options.search is not Search.hash:
+        found["hash_bits"] = "only model.search=hash hashes"
     if isinstance(options, RankMixerOptions) and options.experts == 1:
         found["active_experts"] = "model.experts=1 needs no routing"
     if isinstance(options, EmbeddingMLPOptions) and options.embedding_dims == SUGGESTED:

@@ -65,7 +65,7 @@ class SequenceModel(Model):
 
     def activations(self) -> Activations:
         """Return what events and blocks keep, and the operations of the blocks."""
-        blocks = cast("list[TransformerBlock]", list(self.blocks))
+        blocks = cast("list[TransformerBlock]", list(self.blocks))  # or others with their methods
         kept = sum(block.kept_per_position for block in blocks)
         tokens = self.inputs.mean_events * self.tokens_per_event + self.tokens_per_sample
         return Activations(

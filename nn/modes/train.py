@@ -355,8 +355,7 @@ def finish_training(
 ) -> tuple[dict[str, Any], str | None]:
     """Save the last checkpoint, and record the result.
 
-    Returns:
-        The summary, and why that checkpoint could not be written, or None.
+    Returns the summary, and why that checkpoint could not be written, or None.
     """
     ranks, problem = session.ranks, None
     if saving is not None:

@@ -94,9 +94,8 @@ class MlperfLog(Observer):
     """Writer of the log; exists on rank 0 only. A context manager: a run that ends before its target has status aborted.
 
     Steps count updates from the start of the run; lines have them as the fraction of an epoch, as the rules number them.
-
-    `restored_step`: updates of the checkpoint that the run starts from; None for new weights. Raises OSError: the file
-    cannot be written; so do all methods.
+    `restored_step`: updates of the checkpoint that the run starts from; None for new weights. Raises OSError: the file cannot
+    be written; so do all methods.
     """
 
     def __init__(
@@ -130,9 +129,7 @@ class MlperfLog(Observer):
     def start(self, started_ms: int, *, is_cache_cleared: bool) -> None:
         """Write the lines up to the first step: initialisation ends, and the clock of the run starts.
 
-        No row may have been read before.
-
-        `is_cache_cleared`: whether the system's caches were cleared before the run.
+        No row may have been read before. `is_cache_cleared`: whether the system's caches were cleared before the run.
         """
         self._write(POINT, "cache_clear", is_cache_cleared, time_ms=started_ms)
         self._write(START, "init_start", time_ms=started_ms)

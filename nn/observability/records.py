@@ -74,9 +74,8 @@ class KeptRecords:
 def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the environment (first line) and the training and evaluation records.
 
-    A last line without a line end is left out: the run was killed while it wrote that line.
-
-    Raises ValueError: a line is no record; the message names file and line. Raises OSError: the file cannot be read.
+    A last line without a line end is left out: the run was killed while it wrote that line. Raises ValueError: a line is no
+    record; the message names file and line. Raises OSError: the file cannot be read.
     """
     numbered = list(enumerate(_complete_lines(path), start=1))
     objects = [_parsed(path, number, line) for number, line in numbered]
@@ -108,10 +107,7 @@ def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def has_records(path: Path) -> bool:
-    """Return whether anything follows the environment; the file may be missing.
-
-    Raises OSError: the file cannot be read.
-    """
+    """Return whether anything follows the environment; the file may be missing. Raises OSError: the file cannot be read."""
     try:
         return len(_complete_lines(path)) > 1
     except FileNotFoundError:
@@ -123,9 +119,8 @@ def records_until(
 ) -> KeptRecords:
     """Return the lines up to a step, and all of the days before.
 
-    Damaged lines behind them are left out: a power cut may damage what was written after the latest checkpoint.
-
-    `path`: metrics.jsonl; may be missing. `last_record`: step of the last record before that checkpoint; None if unknown.
+    Damaged lines behind them are left out: a power cut may damage what was written after the latest checkpoint. `path`:
+    metrics.jsonl; may be missing. `last_record`: step of the last record before that checkpoint; None if unknown.
     `is_new_day`: whether the checkpoint is of the stage before. Raises ValueError: a line that should be kept is no record;
     the message names file and line. Raises OSError: the file cannot be read.
     """

@@ -96,12 +96,11 @@ def to_json_value(value: Any) -> Any:
 class RunDirectory:
     """Writer of the run directory; every method is a no-op on ranks other than 0.
 
-    Every file is complete or absent: a start that is killed, or that fills the disk, leaves no part of a file.
-
-    `run_dir`: an existing directory; `nn.observability.run_lock` keeps other runs out of it. `logger`: prints a warning if
-    the curves cannot be drawn. `loggers`: get the records too; None for none. They are started here, and closed with the
-    directory. `kept`: what a run that resumes keeps of its records. None starts from nothing, and removes what is there.
-    Raises OSError: a file cannot be written.
+    Every file is complete or absent: a start that is killed, or that fills the disk, leaves no part of a file. `run_dir`: an
+    existing directory; `nn.observability.run_lock` keeps other runs out of it. `logger`: prints a warning if the curves cannot
+    be drawn. `loggers`: get the records too; None for none. They are started here, and closed with the directory. `kept`: what
+    a run that resumes keeps of its records. None starts from nothing, and removes what is there. Raises OSError: a file cannot
+    be written.
     """
 
     def __init__(

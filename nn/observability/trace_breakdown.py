@@ -114,10 +114,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def break_down(trace: Trace, num_kernels: int = 20) -> Breakdown:
-    """Attribute the time of a trace to phases.
-
-    Raises ValueError: the trace has no step.
-    """
+    """Attribute the time of a trace to phases. Raises ValueError: the trace has no step."""
     steps = _steps_of(trace)
     on_gpu = bool(trace.kernels)
     annotations = [span for span in trace.annotations if span.name != STEP]

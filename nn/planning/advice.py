@@ -100,33 +100,23 @@ def lacks_host_memory(
     }
     in_host = [name for name in sizes if not chosen[name].is_on_disk]
     of_disk = staged_bytes(config) * (len(in_host) < len(chosen))
-    most = usable_host_bytes(hardware, config)
-    usable = max(most - of_disk, 0)
-    needed = sum(sizes.values())
+    usable = max(usable_host_bytes(hardware, config) - of_disk, 0)
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)
-    remedies = []
-    if in_host:
-        remedies.append(_on_disk(max(in_host, key=sizes.__getitem__)))
-    on_device = hardware.world_size * usable_bytes(hardware, config)
-    if sum(bytes_of(table, rule) for table in tables) <= on_device:
-        remedies.append("leave the tables on the GPUs, where all fit (tier: device)")
-    if of_disk and needed <= hardware.world_size * most:
+    remedies = [_on_disk(max(in_host, key=sizes.__getitem__))] if in_host else []
+    remedies.append("leave tables on the GPUs (tier: device)")
+    if of_disk:
         remedies.append("lower sharding.staged_gib")
     if hardware.world_size > 1 and sizes[largest[0]] > usable:
         remedies.append(f"shard {largest[0]} row_wise")
     remedies += [*(_smaller_rows(embeddings, rule) if in_host else ()), MORE_HOST_MEMORY]
     listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest[:3])
     further = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
-    per_node = hardware.host_bytes / GIB
-    kept = f"sharding.reserve={config.reserve:g}"
-    if of_disk:
-        kept += (
-            f" and, per rank, sharding.staged_gib={config.staged_gib:g} for rows of tables on disk"
-        )
+    staged = f" and, per rank, sharding.staged_gib={config.staged_gib:g} for rows of tables on disk"
     return (
-        f"host memory is too small: the tables that sharding.tables puts there or on disk take {needed / GIB:.1f} GiB of it "
-        f"({listed}{further}), and {hardware.world_size} x {usable / GIB:.1f} GiB are usable ({per_node:.1f} GiB per node less "
-        f"{kept}). {_either(remedies)}"
+        f"host memory is too small: the tables that sharding.tables puts there or on disk take "
+        f"{sum(sizes.values()) / GIB:.1f} GiB of it ({listed}{further}), and {hardware.world_size} x {usable / GIB:.1f} GiB are "
+        f"usable ({hardware.host_bytes / GIB:.1f} GiB per node less sharding.reserve={config.reserve:g}"
+        f"{staged * bool(of_disk)}). {_either(remedies)}"
     )
 
 
@@ -141,7 +131,6 @@ def _on_disk(table: str) -> str:
 
 
 def _smaller_rows(embeddings: EmbeddingBagCollection, rule: TableRule) -> list[str]:
-    """Return the remedies that make rows smaller."""
     remedies = []
     if less_state(rule):
         names = " or ".join(less_state(rule))

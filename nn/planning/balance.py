@@ -27,8 +27,6 @@ MOST_CHANGES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ShardCost:
-    """Time and memory that a shard takes on its rank."""
-
     ms: float  # of a step, as the planner estimates it
     ids_ms: float  # the part of it that its ids take whatever the columns
     storage: Storage
@@ -77,7 +75,20 @@ def balance(plan: Plan, costs: Costs, world_size: int, device: str, local_size: 
             else:
                 groups[rank][table] = _Group(table, [shard], cost.ms, cost.storage)
     fullest = Storage(hbm=max(size.hbm for size in used), ddr=max(size.ddr for size in used))
-    _improve(groups, fixed, [fullest - size for size in used])
+    free = [fullest - size for size in used]
+    times = [
+        other + sum(group.ms for group in held.values())
+        for other, held in zip(fixed, groups, strict=True)
+    ]
+    for _ in range(MOST_CHANGES):
+        busiest = max(range(world_size), key=times.__getitem__)
+        change = _best_change(busiest, groups, times, free)
+        if change is None:
+            break
+        group, rank, partner = change
+        _move(group, busiest, rank, groups, times, free)
+        if partner is not None:
+            _move(partner, rank, busiest, groups, times, free)
     for rank, held in enumerate(groups):
         for group in held.values():
             for shard in group.shards:
@@ -85,23 +96,6 @@ def balance(plan: Plan, costs: Costs, world_size: int, device: str, local_size: 
     for sharding in plan.values():
         if sharding.sharding_spec is not None:
             sharding.ranks = [shard.placement.rank() for shard in sharding.sharding_spec.shards]
-
-
-def _improve(groups: list[dict[str, _Group]], fixed: list[float], free: list[Storage]) -> None:
-    """Change the groups of the ranks, in place, and `free` with them."""
-    times = [
-        other + sum(group.ms for group in held.values())
-        for other, held in zip(fixed, groups, strict=True)
-    ]
-    for _ in range(MOST_CHANGES):
-        busiest = max(range(len(times)), key=times.__getitem__)
-        change = _best_change(busiest, groups, times, free)
-        if change is None:
-            return
-        group, rank, partner = change
-        _move(group, busiest, rank, groups, times, free)
-        if partner is not None:
-            _move(partner, rank, busiest, groups, times, free)
 
 
 def _best_change(

@@ -16,8 +16,6 @@ REMEDY = "name a directory on a local disk that can be written"
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """Bytes on the disk of a node."""
-
     table_bytes: float  # of the files of all rows
     # of the journals, as expected: rows that change between two saves, unless host memory has room for all
     journal_bytes: float

@@ -13,7 +13,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import id_counts
 from nn.embedding.multi_hot import MultiHot
 from nn.models.registry import build_meta, declared_tables
-from nn.planning.memory_estimate import Requests, not_requested, replicated_weights, requests_of
+from nn.planning.memory_estimate import not_requested, replicated_weights, requests_of
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.planner import INTER_HOST_BYTES_PER_MS, INTRA_HOST_BYTES_PER_MS
 
@@ -42,7 +42,6 @@ class Link:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes per step."""
         return sum(self.sent.values())
 
     @property
@@ -76,8 +75,18 @@ def planned_exchange(
     batch = config.train.batch_size // world_size
     seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
     requests = requests_of(config, seen, plan, world_size)
-    arrives = _arriving_ids(config, spec, plan, requests, batch, world_size)
-    columns = _owned_columns(plan, requests, world_size)
+    # Columns of the vectors that each rank sends per sample, and the features whose ids it is sent; of row-wise tables all
+    # ranks send a part of the sum.
+    columns, arriving = [0.0] * world_size, [set[str]() for _ in range(world_size)]
+    features = {table.name: table.feature_names for table in declared_tables(config.model, spec)}
+    for table in not_requested(plan, requests):
+        if table.sharding != "data_parallel":
+            for rank in range(world_size) if table.is_row_wise else table.ranks:
+                columns[rank] += table.num_vectors * table.columns_on(rank)
+                arriving[rank].update(features[table.table])
+    # Of each other rank's batch, with the lengths of ragged features; once per feature.
+    sizes = {name: count.sent_size(batch) for name, count in id_counts(spec, batch).items()}
+    arrives = [sum(sizes[name] for name in names) for names in arriving]
     is_bf16 = hardware.device_type == "cuda" and config.train.amp is Amp.bf16
     element = 2 if is_bf16 else FP32_BYTES
     exchanges = []
@@ -101,40 +110,6 @@ def planned_exchange(
         between["dense gradients"] += dense_across
         exchanges.append(RankExchange(within, between))
     return exchanges
-
-
-def _arriving_ids(
-    config: Config,
-    spec: FeatureSpec,
-    plan: Sequence[TablePlan],
-    requests: Sequence[Requests],
-    batch: int,
-    world_size: int,
-) -> list[int]:
-    """Return the ids, and lengths of ragged features, that a rank is sent of each other rank's batch; once per feature."""
-    features = {table.name: table.feature_names for table in declared_tables(config.model, spec)}
-    sizes = {name: count.sent_size(batch) for name, count in id_counts(spec, batch).items()}
-    of_rank: list[set[str]] = [set() for _ in range(world_size)]
-    for table in _exchanged(plan, requests):
-        for rank in range(world_size) if table.is_row_wise else table.ranks:
-            of_rank[rank].update(features[table.table])
-    return [sum(sizes[name] for name in names) for names in of_rank]
-
-
-def _owned_columns(
-    plan: Sequence[TablePlan], requests: Sequence[Requests], world_size: int
-) -> list[float]:
-    """Return the columns of the vectors that each rank sends per sample; of row-wise tables all ranks send a part of the sum."""
-    columns = [0.0] * world_size
-    for table in _exchanged(plan, requests):
-        for rank in range(world_size) if table.is_row_wise else table.ranks:
-            columns[rank] += table.num_vectors * table.columns_on(rank)
-    return columns
-
-
-def _exchanged(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> list[TablePlan]:
-    """Return the tables whose vectors are sent: neither replicated nor requested."""
-    return [x for x in not_requested(plan, requests) if x.sharding != "data_parallel"]
 
 
 def _ring(num_bytes: int, hardware: Hardware) -> tuple[float, float]:

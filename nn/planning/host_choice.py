@@ -37,7 +37,6 @@ class Movable:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of all rows."""
         return self.rows * self.row_bytes
 
     def cached(self, cache: float) -> HostTable | None:
@@ -93,8 +92,6 @@ def movable_tables(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Tables in host memory."""
-
     tables: Mapping[str, HostTable]  # by name
     host_bytes: float  # that they take in host memory
     freed_bytes: float  # of the devices, at most

@@ -251,12 +251,10 @@ def _ring(plan: TieredPlan, members: Members) -> int:
 
 
 def _live_rows(plan: TieredPlan, name: str, count: int) -> int:
-    """Return the rows of a shard that the live batches may need."""
     return min(plan.host_tables[name].live_rows, count)
 
 
 def _fixed(plan: TieredPlan, members: Members, name: str, count: int) -> int:
-    """Return the rows of a shard that keep their slots."""
     share = 1 - _ring(plan, members) / max(_slots(plan, members), 1)
     return int(plan.host_tables[name].slots(count) * share)
 
@@ -276,13 +274,8 @@ def link_ms(tables: Sequence[TablePlan]) -> float:
             num_bytes[rank] = num_bytes.get(rank, 0.0) + share * fetched_bytes(table)
             searches = share * table.fetched_rows * table.memories
             num_rows[rank] = num_rows.get(rank, 0.0) + searches
-    return max(
-        (
-            max(num_bytes[rank] / LINK_BYTES_PER_MS, num_rows[rank] / LINK_ROWS_PER_MS)
-            for rank in num_bytes
-        ),
-        default=0.0,
-    )
+    of_bytes = [size / LINK_BYTES_PER_MS for size in num_bytes.values()]
+    return max([*of_bytes, *(count / LINK_ROWS_PER_MS for count in num_rows.values())], default=0.0)
 
 
 def staged_row_bytes(table: TablePlan) -> float:

@@ -43,8 +43,6 @@ LISTED_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes on one rank's GPU, by purpose."""
-
     tables: int  # weights and optimizer state, as planned
     expansion: int  # further ids of each stored id (`data.multi_hot`), as planned
     dense_tables: int  # gradients of the replicated tables, as large as their weights
@@ -63,7 +61,6 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Sum of all purposes."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -82,15 +79,6 @@ def plan_memory(
     model = build_meta(config.model, seen)
     dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
     batch_bytes, arrived_bytes = _bytes_of_batches(spec, seen, plan, batch, world_size)
-    counts = id_counts(seen, batch)
-    # Events have room for the capacity of their group; the graph has a copy of their numbers.
-    capacity = {group.name: counts[group.features[0]].capacity for group in seen.sequences}
-    numbers = sum(capacity[group.name] * len(group.numbers) for group in seen.sequences)
-    batch_bytes += (BATCHES_ON_DEVICE + 1) * 4 * numbers
-    event_columns = model.activations().event_columns
-    event_bytes = activation_bytes * sum(
-        capacity[name] * event_columns[name] for name in event_columns
-    )
     declared = declared_tables(config.model, seen)
     # Of an element that is looked up; fp16 is sent as fp32.
     sent_bytes = 2 if amp is Amp.bf16 else 4
@@ -99,7 +87,9 @@ def plan_memory(
     eval_batch = config.eval.batch_size // world_size
     features = _ids_of_tables(declared, seen, batch)
     requests = requests_of(config, seen, plan, world_size)
-    handed_out = _HandedOut.of(requests, sent_bytes, event_bytes)
+    event_columns = model.activations().event_columns
+    events = sum(size * event_columns.get(name, 0) for name, size in _events(seen, batch).items())
+    handed_out = _HandedOut.of(requests, sent_bytes, activation_bytes * events)
     dense_pass = _dense_pass(config, model, batch, embedding_bytes, handed_out, world_size == 1)
     eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
     others = not_requested(plan, requests)
@@ -154,11 +144,9 @@ class Requests:
 
     @property
     def is_sent(self) -> bool:
-        """Return whether ranks send each other rows."""
         return len(self.capacity) > 1
 
     def asked_of(self, rank: int) -> int:
-        """Return the rows that can be asked of a rank."""
         return len(self.capacity) * self.capacity[rank if self.is_sent else 0]
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
@@ -183,7 +171,6 @@ class Requests:
         return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * self.asked_of(rank)
 
     def evaluation_bytes(self, rank: int, sent_bytes: int) -> int:
-        """Return the memory of an evaluation with another batch size."""
         rows = self.is_sent * self.asked_of(rank) + sum(self.capacity)
         return rows * self.columns * sent_bytes + REQUEST_BYTES * self.keys
 
@@ -223,12 +210,8 @@ def requests_of(
             per_shard = -(-table.num_embeddings // len(owners))
             for number, rank in enumerate(owners):
                 first = min(number * per_shard, table.num_embeddings)
-                capacity[rank] += expected_distinct(
-                    batch * table.hotness,
-                    share,
-                    first,
-                    min(first + per_shard, table.num_embeddings),
-                )
+                end = min(first + per_shard, table.num_embeddings)
+                capacity[rank] += expected_distinct(batch * table.hotness, share, first, end)
         requests.append(
             Requests(
                 tuple(table.table for table in group),
@@ -249,7 +232,6 @@ def replicated_weights(tables: Sequence[TablePlan]) -> int:
 
 
 def not_requested(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> list[TablePlan]:
-    """Return the tables whose rows are not asked for."""
     asked = {name for request in requests for name in request.tables}
     return [table for table in plan if table.table not in asked]
 
@@ -270,7 +252,17 @@ def _bytes_of_batches(
     own += (ID_BYTES + POSITION_BYTES) * ids_per_row
     # What arrives is copied to the graphs of training and evaluation. Between ranks it is also received and put in order.
     arrived_bytes = 3 * ID_BYTES + (ID_BYTES + POSITION_BYTES if world_size > 1 else 0)
-    return batch * (BATCHES_ON_DEVICE * row + own), arrived_bytes
+    # Numbers of events are padded, and the graph has a copy.
+    events, groups = _events(spec, batch), spec.sequences
+    numbers = sum(events[group.name] * len(group.numbers) for group in groups)
+    events_bytes = (BATCHES_ON_DEVICE + 1) * 4 * numbers
+    return batch * (BATCHES_ON_DEVICE * row + own) + events_bytes, arrived_bytes
+
+
+def _events(spec: FeatureSpec, batch: int) -> dict[str, int]:
+    """Return the events of each sequence group that a rank's batch has room for."""
+    counts = id_counts(spec, batch)
+    return {group.name: counts[group.features[0]].capacity for group in spec.sequences}
 
 
 def update_bytes(num_keys: float, columns: int) -> int:
@@ -309,8 +301,6 @@ def _ids_of_tables(
 
 @dataclass(frozen=True, slots=True)
 class _SparseWork:
-    """Lookups of one rank per step."""
-
     # elements of the embeddings that are looked up for all ranks; those of replicated tables do not count
     elements: int
     ids: int  # ids that arrive: once per feature, whatever number of tables takes them
@@ -320,7 +310,6 @@ class _SparseWork:
 
     @property
     def sorted_bytes(self) -> int:
-        """Memory of the update."""
         return self.keys * SORTED_KEY_BYTES + self.update_bytes
 
 
@@ -352,22 +341,11 @@ def _work_of(
             size += update_bytes(keys_of[table.table], table.columns_on(rank))
         ids += rows * sum(arriving.values())
         keys += sum(keys_of.values())
-        has_listed = any(
-            len(features[table.table]) > 1
-            or any(ids.is_ragged for ids in features[table.table].values())
-            for table in tables
-        )
+        looked_up = [features[table.table].values() for table in tables]
+        has_listed = any(len(of) > 1 or any(ids.is_ragged for ids in of) for of in looked_up)
         size += LISTED_BYTES * has_listed * sum(keys_of.values())
-    mapping = (
-        MAPPED_ID_BYTES
-        * global_batch
-        * sum(
-            ids.keys
-            for table in sharded
-            if table.has_arena
-            for ids in features[table.table].values()
-        )
-    )
+    tiered = [features[table.table].values() for table in sharded if table.has_arena]
+    mapping = MAPPED_ID_BYTES * global_batch * sum(ids.keys for of in tiered for ids in of)
     return _SparseWork(round(elements), round(ids), round(keys), round(size), round(mapping))
 
 

@@ -8,8 +8,6 @@ from nn.sharding.tables import ROWS_CUT
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """The plan of one table."""
-
     table: str
     num_embeddings: int  # rows of the complete table
     embedding_dim: int  # columns of the complete table
@@ -32,9 +30,8 @@ class TablePlan:
     fetched_rows: float = 0.0  # rows that are expected to be fetched per step, over all ranks
     # weight and optimizer bytes on disk of each of `ranks`, with tier `disk`
     disk_bytes_per_rank: tuple[int, ...] = ()
-    staged_rows: float = (
-        0.0  # rows that are expected to be read from disk per read-ahead group, over all ranks
-    )
+    # rows that are expected to be read from disk per read-ahead group, over all ranks
+    staged_rows: float = 0.0
     # rows on disk that are expected to change between two saves, over all ranks; 0 if host memory has room for all
     journal_rows: float = 0.0
     # that a row is spread over in host memory: its weights, and each state of the optimizer
@@ -44,7 +41,6 @@ class TablePlan:
 
     @property
     def has_arena(self) -> bool:
-        """Return whether the device holds a part of its rows."""
         return self.tier != "device"
 
     @property
@@ -53,7 +49,6 @@ class TablePlan:
         return self.sharding in ROWS_CUT and len(self.ranks) > 1
 
     def columns_on(self, rank: int) -> int:
-        """Return its columns on one of its ranks."""
         if self.sharding != "column_wise":
             return self.embedding_dim
         size = self.bytes_per_rank[self.ranks.index(rank)]
@@ -61,7 +56,6 @@ class TablePlan:
 
 
 def replicated_tables(rows: Sequence[TablePlan]) -> list[str]:
-    """Return the names of the tables of which every rank has a replica."""
     return [row.table for row in rows if row.sharding == "data_parallel"]
 
 
@@ -73,17 +67,13 @@ def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:
     lookups = [0.0] * world_size
     for row in rows:
         for rank, size in zip(row.ranks, row.bytes_per_rank, strict=True):
-            is_cut_by_columns = row.sharding == "column_wise"
-            lookups[rank] += row.hotness * (
-                1 if is_cut_by_columns else size / sum(row.bytes_per_rank)
-            )
+            share = 1 if row.sharding == "column_wise" else size / sum(row.bytes_per_rank)
+            lookups[rank] += row.hotness * share
     return lookups
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The hardware that the plan is made for."""
-
     device_type: str
     world_size: int
     local_world_size: int
@@ -92,7 +82,6 @@ class Hardware:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Memory for the tables of one rank."""
         if self.device_type == "cuda":
             return self.hbm_bytes
         return self.host_bytes // self.local_world_size

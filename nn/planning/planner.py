@@ -100,7 +100,6 @@ class TableSharder(EmbeddingBagCollectionSharder):
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return the layouts of `ShardingType`, on every device."""
         return [kind.value for kind in ShardingType]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
@@ -137,7 +136,6 @@ class TableEnumerator(EmbeddingEnumerator):
         self.costs: dict[tuple[str, str, tuple[int, ...]], ShardCost] = {}
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Estimate cost and memory of each option of each table."""
         super().populate_estimates(sharding_options)
         for option in sharding_options:
             weight_bytes = option.tensor.element_size()
@@ -184,18 +182,6 @@ def planned_tables(
     return embeddings
 
 
-def _keep_float32(
-    embeddings: EmbeddingBagCollection, constraints: Mapping[str, ParameterConstraints]
-) -> None:
-    """Make replicated tables float32, whatever the dtype of the others; the tables are on the meta device."""
-    replicated = [ShardingType.data_parallel.value]
-    tables = [name for name, limits in constraints.items() if limits.sharding_types == replicated]
-    for table in embeddings.embedding_bag_configs():
-        if table.name in tables:
-            table.data_type = DataType.FP32
-            embeddings.embedding_bags[table.name].float()
-
-
 def plan_tables(
     declared: Sequence[EmbeddingBagConfig],
     spec: FeatureSpec,
@@ -207,42 +193,43 @@ def plan_tables(
     live_samples: int | None = None,
     traffic_of: Callable[[str], IdTraffic] | None = None,
 ) -> tuple[TieredPlan, list[TablePlan]]:
-    """Plan the sharding of all tables.
+    """Plan the sharding of all tables, as TorchRec's plan and as plain rows.
 
-    `expansion_bytes`: feature -> bytes of the expansion of its ids on every rank with a shard of its table. `live_samples`:
-    rows per rank of all batches that are at work at once; None: those of three training batches. `traffic_of`: returns how
-    often the rows of a table are looked up; None: all alike. Returns TorchRec's plan, and the same as plain rows. Raises
-    ValueError: the tables do not fit, or an override is invalid.
+    `expansion_bytes`: by feature, of the expansion of its ids on every rank with a shard of its table. `live_samples`: rows per
+    rank of all batches at work at once. Raises ValueError: the tables do not fit, or an override is invalid.
     """
-    # A table may have several features.
     expansions: Counter[str] = Counter()
     for feature, size in expansion_bytes.items():
         expansions.update(dict.fromkeys(tables_of_feature(declared)[feature], size))
     embeddings = planned_tables(declared, rule)
     constraints = _constraints(declared, spec, config, rule, hardware, batch_size)
-    _keep_float32(embeddings, constraints)
+    # Replicated tables are float32, whatever the dtype of the others; they are on the meta device.
+    for table in embeddings.embedding_bag_configs():
+        if constraints[table.name].sharding_types == [ShardingType.data_parallel.value]:
+            table.data_type = DataType.FP32
+            embeddings.embedding_bags[table.name].float()
     live_rows = live_rows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
     keyed = keyed_tables(declared, spec)
     chosen = chosen_host_tables(declared, config, live_rows, keyed)
     topology = _topology(hardware, config, update_passes(embeddings, rule), chosen)
     inputs = (batch_size, constraints, embeddings, expansions, rule)
     planned = partial(_run_planner, topology, *inputs)
-    global_batch = batch_size * hardware.world_size
+    num_ranks = hardware.world_size
     movable = partial(
         movable_tables,
         _candidates(declared, config, hardware, constraints, keyed),
         partial(bytes_of, rule=rule),
         live_rows,
         {
-            name: hardware.world_size if {*(limits.sharding_types or ())} & {*ROWS_CUT} else 1
+            name: num_ranks if {*(limits.sharding_types or ())} & {*ROWS_CUT} else 1
             for name, limits in constraints.items()
         },
-        {name: global_batch * ids for name, ids in ids_per_sample(declared, spec).items()},
+        {name: batch_size * num_ranks * n for name, n in ids_per_sample(declared, spec).items()},
         traffic_of,
     )
     on_device = sum(bytes_of(table, rule) for table in declared if table.name not in chosen)
-    lacking = on_device - hardware.world_size * usable_bytes(hardware, config)
-    in_hosts = hardware.world_size * usable_host_bytes(hardware, config)
+    lacking = on_device - num_ranks * usable_bytes(hardware, config)
+    in_hosts = num_ranks * usable_host_bytes(hardware, config)
     try:
         plan, host_tables = with_host_tables(planned, chosen, movable, lacking, in_hosts)
     except PlannerError as error:
@@ -327,13 +314,8 @@ def _run_planner(
     finally:
         logging.disable(logging.NOTSET)
     tables = plan.plan["embeddings"]
-    balance(
-        tables,
-        enumerator.costs,
-        topology.world_size,
-        topology.compute_device,
-        topology.local_world_size,
-    )
+    local_size = topology.local_world_size
+    balance(tables, enumerator.costs, topology.world_size, topology.compute_device, local_size)
     join_columns(tables)
     return plan
 
@@ -388,9 +370,7 @@ def _constraints(
     of_feature = {feature.name: feature.mean_hotness for feature in spec.categorical}
     wanted = wanted_exchanges(declared, spec, config)
     overrides = overrides_of(declared, config)
-    unknown = sorted(
-        name for name in config.tables if name not in tables_of and name not in hotness
-    )
+    unknown = sorted({*config.tables} - {*tables_of, *hotness})
     if unknown:
         raise ValueError(
             f"sharding.tables names {', '.join(unknown)}, but the tables are "
@@ -414,7 +394,13 @@ def _constraints(
         else:
             types = _replicated_or_not(table.num_embeddings, batch_size, config.types)
         if not rule.columns_may_be_cut and ShardingType.column_wise in types:
-            types = _without_column_cuts(table.name, types, rule, overridden=chosen is not None)
+            types = [kind for kind in types if kind is not ShardingType.column_wise]
+            if not types:
+                raise ValueError(
+                    f"table {table.name} would be column_wise, but {rule.name} keeps one state per row, and a column-wise table "
+                    "would have several; choose table_wise, row_wise or data_parallel, or "
+                    f"optimizer.embedding_name={with_column_cuts(rule)}"
+                )
         # Every column shard repeats the lookup, so only tables that are hard to place on one rank are sharded by columns, for
         # their lookups in two: quarters would take as long as halves.
         size = bytes_of(table, rule)
@@ -452,27 +438,6 @@ def _replicated_or_not(
         return list(types)
     is_small = batch_size >= REPLICATED_FROM and num_embeddings * REPLICATED_BELOW <= batch_size
     return [ShardingType.data_parallel] if is_small else rest
-
-
-def _without_column_cuts(
-    table: str, types: list[ShardingType], rule: TableRule, *, overridden: bool
-) -> list[ShardingType]:
-    """Return the layouts of a table whose optimizer depends on complete rows.
-
-    Raises ValueError: there is none that leaves its rows complete.
-    """
-    reason = "keeps one state per row, and a column-wise table would have several"
-    if overridden:
-        raise ValueError(
-            f"sharding.tables sets {table} to column_wise, but {rule.name} {reason}; choose table_wise, row_wise or "
-            f"data_parallel, or optimizer.embedding_name={with_column_cuts(rule)}"
-        )
-    rest: list[ShardingType] = [kind for kind in types if kind is not ShardingType.column_wise]
-    if not rest:
-        raise ValueError(
-            f"sharding.types=[column_wise] leaves {rule.name} no layout: it {reason}; add table_wise or row_wise"
-        )
-    return rest
 
 
 def _column_width(embedding_dim: int, parts: float, world_size: int) -> int | None:

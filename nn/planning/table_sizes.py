@@ -31,7 +31,6 @@ def arena_bytes(
 
 
 def bytes_of(table: EmbeddingBagConfig, rule: TableRule) -> int:
-    """Return weight and optimizer bytes of a complete table."""
     return table_bytes(
         table.num_embeddings, table.embedding_dim, rule, weight_bytes=weight_bytes_of(table)
     )
@@ -51,7 +50,6 @@ def device_bytes(table: EmbeddingBagConfig, rule: TableRule, host_table: HostTab
 
 
 def weight_bytes_of(table: EmbeddingBagConfig) -> int:
-    """Return the bytes of one weight."""
     return data_type_to_dtype(table.data_type).itemsize
 
 
@@ -61,5 +59,4 @@ def usable_bytes(hardware: Hardware, config: ShardingConfig) -> int:
 
 
 def usable_host_bytes(hardware: Hardware, config: ShardingConfig) -> int:
-    """Return the host memory of a rank for tables."""
     return int(hardware.host_bytes // hardware.local_world_size * (1 - config.reserve))

@@ -25,8 +25,7 @@ BLOCK_ROWS = 1 << 16
 def average(config: Config, arguments: Sequence[str]) -> None:
     """Score rows with each run of `predict.average`, which gets the arguments of this command, and write the means.
 
-    Raises:
-        ValueError: a run has no checkpoint, or could not score the rows, or has other labels.
+    Raises ValueError: a run has no checkpoint, or could not score the rows, or has other labels.
     """
     runs, output = [Path(run) for run in config.predict.average], Path(str(config.output))
     if is_launched() or is_remote(str(config.output)):
@@ -69,7 +68,7 @@ def average(config: Config, arguments: Sequence[str]) -> None:
             for name in columns:
                 mean = np.mean([batch[name].to_numpy() for batch in batches], axis=0)
                 table = table.set_column(schema.get_field_index(name), name, pa.array(mean))
-            target.write(table)
+            target.write_table(table)
         target.close()
         replace_file(Path(work) / output.name, output)
     print(f"mean of {len(runs)} runs written to {output}")

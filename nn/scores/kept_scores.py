@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,16 @@ class KeptScores:
     """Scores of the first rows of a split, float64, in a directory.
 
     Each chunk has a line with its rows and its CRC-32, so the bytes need no sync: after a power cut, chunks count up to the
-    first one that is damaged.
-
-    `directory`: exists; what it holds of other scores is removed.
-
-    `is_other`: whether scores of another model or other data were removed.
+    first one that is damaged. `directory`: exists; what it holds of other scores is removed. `is_other`: whether scores of
+    another model or other data were removed.
     """
 
     def __init__(self, directory: Path, facts: dict[str, Any], num_tasks: int) -> None:
         self._directory = directory
         self._num_tasks = num_tasks
-        before = _read_facts(directory / FACTS)
+        before = None
+        with suppress(FileNotFoundError, ValueError):
+            before = read_json(directory / FACTS)
         self.is_other = before not in (None, facts)
         if before != facts:
             for name in (FACTS, CHUNKS, SCORES):
@@ -72,7 +72,6 @@ class KeptScores:
         self._lines.append(f"{line}\n".encode())
 
     def close(self) -> None:
-        """Close the files."""
         for file in (self._lines, self._scores):
             if file is not None:
                 file.close()
@@ -98,12 +97,4 @@ def _parsed(line: str) -> Any:
     try:
         return parse_json(line, SCORES)
     except ValueError:
-        return None
-
-
-def _read_facts(path: Path) -> Any:
-    """Return the facts of kept scores; None if there are none or they are damaged."""
-    try:
-        return read_json(path)
-    except (FileNotFoundError, ValueError):
         return None

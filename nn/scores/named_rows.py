@@ -16,14 +16,11 @@ ROW_FIELD = pa.field(ROW, pa.int64())
 
 
 class NamedRows(Protocol):
-    """Columns that name the rows."""
+    """Columns that name the rows; `read` returns those of the rows [start, stop), and follows their order."""
 
-    @property
-    def fields(self) -> Sequence[pa.Field]:
-        """Names and types of the columns."""
+    fields: Sequence[pa.Field]
 
-    def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]:
-        """Return the columns of the rows [start, stop); calls follow the order of the rows."""
+    def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]: ...
 
 
 def as_arrow(numbers: np.ndarray) -> pa.Array:
@@ -38,18 +35,14 @@ class RowNumbers:
     fields: Sequence[pa.Field] = (ROW_FIELD,)
 
     def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]:
-        """Return the numbers from `start` to `stop` - 1."""
         return [as_arrow(np.arange(start, stop))]
 
 
 class KeptRows:
     """Columns that a dataset keeps of its raw data.
 
-    `num_rows`: rows of the split, with which those of the columns are compared; None: not.
-    `first`: row of the split that is the first one.
-
-    Raises:
-        ValueError: the dataset does not keep one of them.
+    `num_rows`: rows of the split, with which those of the columns are compared; None: not. `first`: row of the split that is
+    the first one. Raises ValueError: the dataset does not keep one of them.
     """
 
     def __init__(
@@ -59,10 +52,9 @@ class KeptRows:
         self._first = first
         self._names = list(names)
         check_names(names, self._kept.names, f"{root}, split '{split}',")
-        self.fields = tuple(self._kept.read(0, 0, names).schema)
+        self.fields: Sequence[pa.Field] = tuple(self._kept.read(0, 0, names).schema)
 
     def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]:
-        """Return the columns of the rows [start, stop)."""
         return self._kept.read(self._first + start, self._first + stop, self._names).columns
 
 

@@ -35,8 +35,7 @@ class ScoreOutput:
     def finish(self) -> int:
         """Complete the file, sync and rename it, and remove what was kept for another start; return its bytes.
 
-        Raises:
-            ValueError: it cannot be uploaded; the scores are still kept for another start.
+        Raises ValueError: it cannot be uploaded; the scores are still kept for another start.
         """
         self.writer.finish()
         work = work_directory(self.path)
@@ -65,12 +64,9 @@ def open_output(
 ) -> Iterator[ScoreOutput]:
     """Open the output at `path`, with the scores that an earlier start of the same command left; only rank 0 may call it.
 
-    `facts`: model and data; scores of others are not used.
-    `address`: of an object store, that the complete file is uploaded to instead; then `path` is in the cache.
-
-    Raises:
-        ValueError: another process writes the output, or two columns have one name.
-        OSError: the files cannot be written.
+    `facts`: model and data; scores of others are not used. `address`: of an object store, that the complete file is uploaded
+    to instead; then `path` is in the cache. Raises ValueError: another process writes the output, or two columns have one
+    name. Raises OSError: the files cannot be written.
     """
     schema = score_schema(named.fields, tasks, origin, path)
     with hold(path, f"is writing output={path if address is None else shown_address(address)}"):

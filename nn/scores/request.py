@@ -15,8 +15,7 @@ DEFAULT_SPLIT = "test"
 def output_path(config: Config) -> Path:
     """Return the file to write; of an address, the one in the cache that is uploaded.
 
-    Raises:
-        ValueError: it exists, or its directory does not or cannot be written, or the address cannot be read.
+    Raises ValueError: it exists, or its directory does not or cannot be written, or the address cannot be read.
     """
     assert config.output is not None, "Config refuses mode=predict without an output"
     if is_remote(config.output):
@@ -59,8 +58,7 @@ def is_held_out(config: Config) -> bool:
 def split_to_score(config: Config, spec: FeatureSpec) -> str:
     """Return the split whose rows are scored: `predict.split`, else `test`, or the only split of a dataset.
 
-    Raises:
-        ValueError: there is no such split, or several and none called `test`.
+    Raises ValueError: there is no such split, or several and none called `test`.
     """
     named = config.predict.split
     if is_held_out(config):

@@ -1,7 +1,7 @@
 """Rows to score: those of a split."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from configs.schema import Config
 from dataloading.batch import Batch
@@ -18,33 +18,12 @@ if TYPE_CHECKING:
     from dataloading.keys.key_maps import KeyMaps
 
 
-class Rows(Protocol):
-    """Rows to score, in their order; a context manager, entered before the process group exists.
-
-    `num_rows`: their number; None if it is not known before the end.
-    `missing_rate`: column of keep rates that the training rows had and these rows lack, or None.
-    `facts`: all that tells these rows from others, as values of JSON.
-    """
-
-    source: Source
-    named: NamedRows
-    num_rows: int | None
-    title: str
-    missing_rate: str | None
-    facts: dict[str, Any]
-
-    def __enter__(self) -> Self: ...
-    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None: ...
-
-    def start(self, num_done: int) -> tuple[Iterator[Batch], int]:
-        """Return this rank's batches behind the first `num_done` rows, and how many rows of the first batch are done too."""
-
-
 class SplitRows:
-    """Rows of one split of a dataset, or of the synthetic clicks.
+    """Rows of one split of a dataset, or of the synthetic clicks, in their order.
 
-    Raises:
-        ValueError: there is no such split, or it does not keep one of `predict.columns`.
+    A context manager, entered before the process group exists. `missing_rate`: column of keep rates that the training rows had
+    and these rows lack, or None. `facts`: all that tells these rows from others, as values of JSON. Raises ValueError: there is
+    no such split, or it does not keep one of `predict.columns`.
     """
 
     def __init__(
@@ -70,7 +49,10 @@ class SplitRows:
         self._loaders.__exit__(error, *rest)
 
     def start(self, num_done: int) -> tuple[Iterator[Batch], int]:
-        """See `Rows`; another start may have had another batch size."""
+        """Return this rank's batches behind the first `num_done` rows, and how many rows of the first batch are done too.
+
+        The start that scored them may have had another batch size.
+        """
         loader = self._loader
         first_step, num_skipped = divmod(num_done, loader.batch_size)
         return loader.batches(first_step, loader.steps_per_epoch - first_step), num_skipped

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from logging import Logger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,57 +14,36 @@ from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import Config
 from dataloading.batch import Batch
-from dataloading.dataset.source import Source
 from dataloading.storage.object_store import is_remote
-from nn.build import (
-    build_key_maps,
-    build_step,
-    checked_plan,
-    device_type,
-    hardware_of,
-    open_source,
-)
+from nn.build import build_key_maps, build_step, checked_plan, device_type, hardware_of, open_source
 from nn.checks import check_optimizers
 from nn.distributed.failures import report_faults, report_lost_rank
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
 from nn.models.registry import check_model
 from nn.models.tasks import Task, scores_of, tasks_of_run
-from nn.observability.console import (
-    make_logger,
-    print_header,
-)
-from nn.observability.environment import (
-    environment,
-)
+from nn.observability.console import make_logger, print_header
+from nn.observability.environment import environment
 from nn.resume import ResumePoint, load, named_resume_point
 from nn.scores.output import ScoreOutput, open_output
 from nn.scores.request import output_path, shown_output
-from nn.scores.rows import Rows, SplitRows
+from nn.scores.rows import SplitRows
 from nn.scores.streamed_rows import RawRows, StreamedRows
 from nn.scores.terminal import RowProgress
 from nn.training.prediction_pass import predictions
 from nn.training.train_step import TrainStep
 
-if TYPE_CHECKING:
-    # Numba is imported only where there are keys.
-    from dataloading.keys.key_maps import KeyMaps
+Rows = SplitRows | StreamedRows
 
 
 def predict(config: Config, console: Console, raw: RawRows | None = None) -> dict[str, Any]:
     """Score rows and write `output`.
 
-    `raw`: rows of the raw files `config.source`; None: rows of a split.
-
-    Returns:
-        `rows`, `bytes` of the file, `seconds`, of these `first_batch_s` for the first batch, and those after it that the
-        pass waited: `data_wait_s` for the rows, `file_wait_s` for the writer. `scored_rows` leaves out rows that an
-        earlier start has scored; `writer_s` is the work of the thread that writes.
-
-    Raises:
-        ValueError: an invalid option or input; raised on all ranks.
-        RankError: an error that one rank alone finds, such as a bad row.
-        SharedError: the checkpoint is of another model, or a raw row is invalid; raised on all ranks.
-        LostRankError: another rank has ended.
+    `raw`: rows of the raw files `config.source`; None: rows of a split. Returns `rows`, `bytes` of the file, `seconds`, of
+    these `first_batch_s` for the first batch, and those after it that the pass waited: `data_wait_s` for the rows,
+    `file_wait_s` for the writer. `scored_rows` leaves out rows that an earlier start has scored; `writer_s` is the work of the
+    thread that writes. Raises ValueError: an invalid option or input; raised on all ranks. Raises RankError: an error that one
+    rank alone finds, such as a bad row. Raises SharedError: the checkpoint is of another model, or a raw row is invalid;
+    raised on all ranks. Raises LostRankError: another rank has ended.
     """
     logger = make_logger(console)
     ranks = ranks_from_environment(device_type(config))
@@ -86,9 +66,16 @@ def predict(config: Config, console: Console, raw: RawRows | None = None) -> dic
         stack.enter_context(report_lost_rank(ranks))
         output, num_done = _open_output(stack, config, rows, tasks, start, ranks, logger)
         _print_header(console, config, ranks, start, rows)
-        _warn_of_keep_rates(rows, logger)
+        if rows.missing_rate is not None:
+            logger.warning(
+                f"the model was trained on rows with keep rates, column '{rows.missing_rate}', which these rows lack: their "
+                "scores are not corrected, as if all negatives had been kept"
+            )
         with report_faults(ranks):
-            step = _build(config, rows.source, ranks, key_maps)
+            device, world_size = ranks.device.type, ranks.world_size
+            hardware = hardware_of(config, device, world_size, ranks.local_world_size)
+            plan, _, _ = ranks.run_on_rank0(partial(checked_plan, config, rows.source, hardware))
+            step = build_step(config, rows.source, plan, ranks, key_maps)
             stack.callback(step.close)
             load(config, start, step, logger)
             with RowProgress(console, rows.num_rows, num_done) as progress:
@@ -186,12 +173,6 @@ def _score(
     }
 
 
-def _build(config: Config, source: Source, ranks: Ranks, key_maps: "KeyMaps | None") -> TrainStep:
-    hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
-    plan, _, _ = ranks.run_on_rank0(lambda: checked_plan(config, source, hardware))
-    return build_step(config, source, plan, ranks, key_maps)
-
-
 def _facts(config: Config, start: ResumePoint) -> dict[str, Any]:
     """Return all but the rows that the scores depend on: scores of an earlier start are kept if it is the same."""
     options = plain_values(config)
@@ -208,8 +189,7 @@ def _facts(config: Config, start: ResumePoint) -> dict[str, Any]:
 def _check_corrections(config: Config, tasks: Sequence[Task], start: ResumePoint) -> None:
     """Compare the constants that correct predictions with those of the training, whose evaluation used them.
 
-    Raises:
-        ValueError: the options name another keep rate or positive weight than those of the training.
+    Raises ValueError: the options name another keep rate or positive weight than those of the training.
     """
     if config.checkpoint.allow_changes:
         return
@@ -225,15 +205,6 @@ def _check_corrections(config: Config, tasks: Sequence[Task], start: ResumePoint
                     f"is {shown(now)}: the scores would not be those of its evaluation; set the same tasks, or "
                     "checkpoint.allow_changes=true"
                 )
-
-
-def _warn_of_keep_rates(rows: Rows, logger: Logger) -> None:
-    """Print a warning if the rows lack the keep rates that the training had, since their scores are then not corrected."""
-    if rows.missing_rate is not None:
-        logger.warning(
-            f"the model was trained on rows with keep rates, column '{rows.missing_rate}', which these rows lack: their "
-            "scores are not corrected, as if all negatives had been kept"
-        )
 
 
 def _print_header(

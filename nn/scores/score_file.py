@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.csv as pc
@@ -15,16 +14,6 @@ from nn.scores.request import is_csv
 SCORE = "score"
 
 
-class ScoreFile(Protocol):
-    """File that grows by tables of one schema."""
-
-    def write(self, table: pa.Table) -> None:
-        """Append the rows of a table."""
-
-    def close(self) -> None:
-        """Complete the file; it is not synced."""
-
-
 def score_columns(tasks: Sequence[str]) -> list[str]:
     """Return the names of the scores: `score` of a single label, `score_<label>` of each of several."""
     return [SCORE] if len(tasks) == 1 else [f"{SCORE}_{task}" for task in tasks]
@@ -35,8 +24,7 @@ def score_schema(
 ) -> pa.Schema:
     """Return the columns of a file: those that name the rows, then the scores, float64.
 
-    Raises:
-        ValueError: two columns have one name, or CSV cannot hold one.
+    Raises ValueError: two columns have one name, or CSV cannot hold one.
     """
     scores = score_columns(tasks)
     for field in fields:
@@ -55,36 +43,26 @@ def score_schema(
     )
 
 
-def open_score_file(path: Path, schema: pa.Schema, num_scores: int) -> ScoreFile:
-    """Open a new file at `path`; its ending tells the format, and the last `num_scores` columns are scores."""
-    return pc.CSVWriter(path, schema) if is_csv(path) else _ParquetFile(path, schema, num_scores)
+def open_score_file(
+    path: Path, schema: pa.Schema, num_scores: int
+) -> pc.CSVWriter | pq.ParquetWriter:
+    """Open a new file at `path`; its ending tells the format, and the last `num_scores` columns are scores.
 
-
-class _ParquetFile:
-    """Parquet with one row group per table.
-
-    Scores are written as they are: they hardly compress, and a dictionary of them costs half of the speed. Row numbers take
-    no room as differences. Arrow then writes 58 million rows/s on one core, and 22
-    million with zstd.
+    Scores in Parquet are written as they are: they hardly compress, and a dictionary of them costs half of the speed. Row
+    numbers take no room as differences. Arrow then writes 58 million rows/s on one core, and 22 million with zstd.
     """
-
-    def __init__(self, path: Path, schema: pa.Schema, num_scores: int) -> None:
-        scores = set(schema.names[-num_scores:])
-        numbers = {ROW} if schema.field(0).equals(ROW_FIELD) else set()
-        kept = [name for name in schema.names if name not in scores | numbers]
-        self._writer = pq.ParquetWriter(
-            path,
-            schema,
-            compression={name: "zstd" if name in kept else "none" for name in schema.names},
-            use_dictionary=kept,
-            column_encoding={
-                **dict.fromkeys(scores, "PLAIN"),
-                **dict.fromkeys(numbers, "DELTA_BINARY_PACKED"),
-            },
-        )
-
-    def write(self, table: pa.Table) -> None:
-        self._writer.write_table(table, row_group_size=max(len(table), 1))
-
-    def close(self) -> None:
-        self._writer.close()
+    if is_csv(path):
+        return pc.CSVWriter(path, schema)
+    scores = set(schema.names[-num_scores:])
+    numbers = {ROW} if schema.field(0).equals(ROW_FIELD) else set()
+    kept = [name for name in schema.names if name not in scores | numbers]
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression={name: "zstd" if name in kept else "none" for name in schema.names},
+        use_dictionary=kept,
+        column_encoding={
+            **dict.fromkeys(scores, "PLAIN"),
+            **dict.fromkeys(numbers, "DELTA_BINARY_PACKED"),
+        },
+    )

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pc
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from nn.scores.kept_scores import KeptScores
 from nn.scores.named_rows import NamedRows, as_arrow
-from nn.scores.score_file import ScoreFile
 
 CHUNK_ROWS = 1 << 20
 """Rows of a row group and of a kept chunk, rounded up to complete batches."""
@@ -31,15 +32,16 @@ class _Copy(NamedTuple):
 class ScoreWriter:
     """Writes scores to a file, batch after batch, and keeps them for a start after a kill.
 
-    `schema`: its columns; the last ones are the scores.
-
-    `num_rows`: rows that were restored or given to `put`.
-    `wait_s`: time that `put` waited for the thread.
-    `busy_s`: time that the thread worked.
+    `schema`: its columns; the last ones are the scores. `num_rows`: rows that were restored or given to `put`. `wait_s`: time
+    that `put` waited for the thread. `busy_s`: time that the thread worked.
     """
 
     def __init__(
-        self, file: ScoreFile, schema: pa.Schema, named: NamedRows, kept: KeptScores
+        self,
+        file: pc.CSVWriter | pq.ParquetWriter,
+        schema: pa.Schema,
+        named: NamedRows,
+        kept: KeptScores,
     ) -> None:
         self._file = file
         self._schema = schema
@@ -60,15 +62,12 @@ class ScoreWriter:
 
     @property
     def has_kept(self) -> bool:
-        """Return whether scores were kept for another start."""
         return self._num_written > 0
 
     def put(self, scores: Tensor) -> None:
         """Take the scores of the next rows, [n, tasks] float64; the host does not wait for the device.
 
-        Raises:
-            ValueError: a score is not finite.
-            OSError: the file cannot be written.
+        Raises ValueError: a score is not finite. Raises OSError: the file cannot be written.
         """
         self._raise_error()
         started = time.perf_counter()
@@ -78,11 +77,7 @@ class ScoreWriter:
         self.num_rows += len(scores)
 
     def finish(self) -> None:
-        """Wait for the thread, and complete the file; it is not synced.
-
-        Raises:
-            ValueError, OSError: as `put`.
-        """
+        """Wait for the thread, and complete the file; it is not synced. Raises ValueError, OSError: as `put`."""
         self._pending.put(None)
         self._thread.join()
         self._raise_error()
@@ -142,9 +137,9 @@ class ScoreWriter:
         start = self._num_written
         stop = start + len(scores)
         columns = [as_arrow(np.ascontiguousarray(column)) for column in scores.T]
-        self._file.write(
-            pa.Table.from_arrays([*self._named.read(start, stop), *columns], schema=self._schema)
-        )
+        columns = [*self._named.read(start, stop), *columns]
+        table = pa.Table.from_arrays(columns, schema=self._schema)
+        self._file.write_table(table, len(scores))  # Parquet: one row group
         self._num_written = stop
 
 

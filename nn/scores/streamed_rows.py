@@ -42,12 +42,8 @@ class RawRows(Protocol):
 class StreamedRows:
     """Rows of raw files; every rank transforms all of them and scores its own.
 
-    A thread transforms the next rows beside the scoring of others.
-
-    `unknown`: features of which no row so far has a known value.
-
-    Raises:
-        ValueError: one of the first rows is invalid.
+    A thread transforms the next rows beside the scoring of others. `unknown`: features of which no row so far has a known
+    value. Raises ValueError: one of the first rows is invalid.
     """
 
     def __init__(
@@ -82,7 +78,7 @@ class StreamedRows:
         self.named: NamedRows = (
             RowNumbers() if self._kept is None else _StreamedColumns(raw.kept_schema, self)
         )
-        self.num_rows: int | None = None
+        self.num_rows = None  # not known before the end
         self.facts: dict[str, Any] = {
             "source": _states([str(config.source)]),
             "fitted": _states(
@@ -97,7 +93,7 @@ class StreamedRows:
         self._raw.close()
 
     def start(self, num_done: int) -> tuple[Iterator[Batch], int]:
-        """See `Rows`; the batches begin behind the rows that are done."""
+        """Return this rank's batches behind the first `num_done` rows, and 0: as `SplitRows.start`."""
         self._skip(num_done)
         while self._num_read <= num_done and self._pull():
             self._skip(num_done)
@@ -137,7 +133,6 @@ class StreamedRows:
         return True
 
     def _skip(self, num_done: int) -> None:
-        """Forget the features of the first `num_done` rows."""
         while self._features and self._features[0][0] < num_done:
             first, table = self._features.popleft()
             rest = table.slice(num_done - first)
@@ -189,19 +184,15 @@ class StreamedRows:
 
 
 class _StreamedColumns:
-    """Raw columns of the rows of a stream."""
-
     def __init__(self, schema: pa.Schema, rows: StreamedRows) -> None:
         self.fields: Sequence[pa.Field] = tuple(schema)
         self._rows = rows
 
     def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]:
-        """Return the columns of the rows [start, stop), which follow those of the call before."""
         return self._rows.take_kept(stop - start).columns
 
 
 def _states(patterns: Iterable[str]) -> dict[str, list[int]]:
-    """Return bytes and modification time of the files that match."""
     paths = [path for pattern in patterns for path in sorted(glob.glob(pattern))]
     return {
         path: [state.st_size, state.st_mtime_ns]

@@ -35,7 +35,6 @@ class RowProgress(WithBar):
             self._task = self.bar.add_task("", total=total, completed=done)
 
     def advance(self, done: int) -> None:
-        """Show that `done` rows are done."""
         if self.bar is not None:
             self.bar.update(self._task, completed=done)
             return

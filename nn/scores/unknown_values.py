@@ -1,7 +1,5 @@
 """Categorical features of raw rows of which no value is known to the fit: their scores say nothing of those values."""
 
-from collections.abc import Sequence
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -34,8 +32,11 @@ class UnknownValues:
         """Name the features of which no row has a known value, and the likely cause; None if there are none."""
         if self._num_rows < FEWEST_ROWS or not self._names:
             return None
+        listed = ", ".join(shown(name) for name in self._names[:4])
+        if len(self._names) > 4:
+            listed += f" and {len(self._names) - 4} more features"
         return (
-            f"no row of {self._num_rows:,} has a known value of {_listed(self._names)}: all are missing, or were not in the rows "
+            f"no row of {self._num_rows:,} has a known value of {listed}: all are missing, or were not in the rows "
             "of the fit; compare their values with those of the training data, such as 3.0 with 3"
         )
 
@@ -44,8 +45,3 @@ def _has_id(ids: pa.Array | pa.ChunkedArray) -> bool:
     while pa.types.is_nested(ids.type):
         ids = pc.list_flatten(ids)
     return bool((pc.max(ids).as_py() or 0) > 0)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 4} more features" if len(names) > 4 else ""
-    return ", ".join(shown(name) for name in names[:4]) + more

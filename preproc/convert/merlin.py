@@ -62,8 +62,6 @@ message_type { name: "Range"
 
 @dataclass(slots=True)
 class Roles:
-    """Roles of the columns."""
-
     labels: list[str] = field(default_factory=list)  # names of the targets
     # whether a label is binary, where the schema tells; else its values do
     kinds: dict[str, bool] = field(default_factory=dict)
@@ -137,7 +135,11 @@ def _feature(
     values = values.value_type if has_lists else values
     # Unsigned ids may be beyond the keys.
     if rows is None and (has_tables or pa.types.is_uint64(values)):
-        largest = _largest(paths, name, kind)
+        largest = 0
+        for column in _columns(paths, name, kind):
+            ids = pc.list_flatten(column) if kind is ColumnKind.ids else column
+            maximum = pc.max(ids).as_py()
+            largest = max(largest, -1 if maximum is None else maximum)
         # Keys are int64.
         expect(has_tables or largest < 2**63, f"{root}: {name}", largest, "ids below 2^63")
         rows = largest + 1 if has_tables else None
@@ -154,12 +156,24 @@ def _is_binary(roles: Roles, name: str, paths: list[Path]) -> bool:
 
 
 def _splits(root: Path) -> dict[str, list[Path]]:
-    """Return the files of train, test and validation; Merlin's `valid` becomes test where there is no test folder."""
+    """Return the files of train, test and validation; Merlin's `valid` becomes test where there is no test folder.
+
+    NVTabular lists the paths of its own machine, of files beside the list, so the names alone count. Raises ValueError: a file
+    is missing, or two have one name.
+    """
 
     def files(name: str) -> list[Path]:
-        if (root / name / FILE_LIST).is_file():
-            return _listed(root / name)
-        return sorted((root / name).glob("*.parquet"), key=natural_order)
+        folder = root / name
+        if not (folder / FILE_LIST).is_file():
+            return sorted(folder.glob("*.parquet"), key=natural_order)
+        names = [Path(listed).name for listed in read_file_list(folder / FILE_LIST)]
+        refuse_doubled(folder / FILE_LIST, names)
+        for listed in names:
+            if not (folder / listed).is_file():
+                raise ValueError(
+                    f"{folder / listed}: no such file, which {FILE_LIST} lists; fetch it, or correct the list"
+                )
+        return [folder / listed for listed in names]
 
     splits = {"train": files("train"), "test": files("test")}
     validation = next((files(name) for name in VALIDATION_FOLDERS if files(name)), [])
@@ -168,22 +182,6 @@ def _splits(root: Path) -> dict[str, list[Path]]:
     if not splits["test"]:
         raise ValueError(f"{root}: train/ only; want valid/ or test/ beside it, with *.parquet")
     return splits
-
-
-def _listed(folder: Path) -> list[Path]:
-    """Return the files of a folder in the order of its file list.
-
-    NVTabular writes the paths of its own machine, of files beside the list, so the names alone count. Raises
-    ValueError: a file is missing, or two have one name.
-    """
-    names = [Path(name).name for name in read_file_list(folder / FILE_LIST)]
-    refuse_doubled(folder / FILE_LIST, names)
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"{folder / missing[0]}: no such file, which {FILE_LIST} lists; fetch it, or correct the list"
-        )
-    return [folder / name for name in names]
 
 
 def _roles(root: Path) -> Roles:
@@ -197,16 +195,14 @@ def _roles(root: Path) -> Roles:
     if metadata:
         document = read_json(metadata)
         expect(isinstance(document, Mapping), str(metadata), document, "the mapping of NVTabular")
-        labels, numerical, categorical = (
+        roles.labels, roles.numerical, roles.categorical = (
             _column_names(document.get(key, []), f"{metadata}: {key}")
             for key in ("labels", "conts", "cats")
         )
-        roles.labels, roles.numerical, roles.categorical = labels, numerical, categorical
     return roles
 
 
 def _column_names(columns: object, where: str) -> list[str]:
-    """Return the names of a list of columns in NVTabular's JSON."""
     want = "a list of columns, each with a col_name"
     expect(isinstance(columns, list), where, columns, want)
     assert isinstance(columns, list)
@@ -265,23 +261,12 @@ def _read_schema(path: Path) -> Roles:
 
 
 def _cardinality(properties: any_pb2.Any) -> int | None:
-    """Return `embedding_sizes.cardinality` of a serialised `Struct`."""
     try:
         sizes = Struct.FromString(properties.value).fields["embedding_sizes"].struct_value
     except DecodeError:
         return None
     cardinality = sizes.fields["cardinality"].number_value
     return int(cardinality) if 1 <= cardinality < 2**53 else None
-
-
-def _largest(paths: list[Path], name: str, kind: ColumnKind) -> int:
-    """Return the largest id of a column over all files; 0 without ids."""
-    largest = 0
-    for column in _columns(paths, name, kind):
-        ids = pc.list_flatten(column) if kind is ColumnKind.ids else column
-        maximum = pc.max(ids).as_py()
-        largest = max(largest, -1 if maximum is None else maximum)
-    return largest
 
 
 def _columns(paths: list[Path], name: str, kind: ColumnKind) -> Iterator[pa.ChunkedArray]:

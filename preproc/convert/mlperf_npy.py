@@ -10,7 +10,6 @@ and the second half for testing. The files hold no table sizes, so all ids are r
 one per table.
 """
 
-import io
 import math
 import zipfile
 import zlib
@@ -32,8 +31,6 @@ from preproc.convert.rows import CHUNK_ROWS, Chunk, input_feature, natural_order
 # NumPy's letters of kinds of dtypes.
 INTEGERS = "iu"
 NUMBERS = "biuf"
-MAX_HEADER_BYTES = 10_000
-"""Limit of NumPy for headers that it parses."""
 # What Python's parser of literals and NumPy's of dtypes raise for a header that is none.
 _NO_HEADER = (
     *(ValueError, SyntaxError, TokenError, TypeError, LookupError, ArithmeticError),
@@ -68,8 +65,11 @@ class NpyRows:
                 )
         rows: list[int | None] = [None] * len(hotness)
         if has_tables:
-            largest = zip(*(day.largest_ids() for day in self._days), strict=True)
-            rows = [max(of_days) + 1 for of_days in largest]
+            largest = [0] * len(hotness)
+            for day in self._days:
+                for _, ids in day.ids(0, day.num_rows):
+                    largest = list(map(max, largest, (int(table.max()) for table in ids)))
+            rows = [most + 1 for most in largest]
         read = {path.name for day in self._days for path in day.paths}
         self.left_out: Sequence[str] = [
             f"{path.name} (not read)"
@@ -111,8 +111,6 @@ class NpyRows:
 
 
 class _Day:
-    """The three files of one day."""
-
     def __init__(self, labels: Path) -> None:
         self.labels_path = labels
         stem = labels.name.removesuffix("_labels.npy")
@@ -129,7 +127,7 @@ class _Day:
         self.paths = (labels, labels.with_name(f"{stem}_dense.npy"), ids)
         if self._multi_hot.is_file():
             with _archive(self._multi_hot) as streams:
-                shapes = [_header(stream, INTEGERS)[0] for stream in streams]
+                shapes = [_header(stream)[0] for stream in streams]
         else:
             shape = _mapped(self._sparse, INTEGERS, dimensions=2).shape
             shapes = [(shape[0], 1)] * shape[1]
@@ -151,7 +149,7 @@ class _Day:
                 yield rows, list(np.ascontiguousarray(sparse[rows].T)[:, :, None])
             return
         with _archive(self._multi_hot) as streams:
-            headers = [_header(stream, INTEGERS) for stream in streams]
+            headers = [_header(stream) for stream in streams]
             for stream, (shape, dtype) in zip(streams, headers, strict=True):
                 stream.seek(start * shape[1] * dtype.itemsize, 1)
             for first in range(start, stop, CHUNK_ROWS):
@@ -161,14 +159,6 @@ class _Day:
                     for stream, (shape, dtype) in zip(streams, headers, strict=True)
                 ]
                 yield slice(first, first + count), read
-
-    def largest_ids(self) -> list[int]:
-        largest = [0] * len(self.hotness)
-        for _, ids in self.ids(0, self.num_rows):
-            largest = [
-                max(before, int(table.max())) for before, table in zip(largest, ids, strict=True)
-            ]
-        return largest
 
 
 def _mapped(path: Path, kinds: str, dimensions: int | None = None) -> np.ndarray:
@@ -220,10 +210,10 @@ def _archive(path: Path) -> Iterator[list[IO[bytes]]]:
         raise ValueError(f"{path}: not a complete npz file ({reason}); copy it again") from None
 
 
-def _header(stream: IO[bytes], kinds: str) -> tuple[tuple[int, ...], np.dtype]:
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     """Read the header of an npy stream with two dimensions, and return shape and dtype."""
     shape, by_column, dtype = _read_header(stream)
-    if by_column or len(shape) != 2 or min(shape) < 0 or shape[1] < 1 or dtype.kind not in kinds:
+    if by_column or len(shape) != 2 or min(shape) < 0 or shape[1] < 1 or dtype.kind not in INTEGERS:
         order = " in column order" if by_column else ""
         raise ValueError(
             f"an array is {shortened(str(dtype))} {shown(shape)}{order}, want row-major integers [rows, hotness]"
@@ -234,16 +224,11 @@ def _header(stream: IO[bytes], kinds: str) -> tuple[tuple[int, ...], np.dtype]:
 def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Return shape, whether the order is by columns, and dtype; numpy's parser of headers evaluates literals only."""
     version = np.lib.format.read_magic(stream)
-    if version not in ((1, 0), (2, 0), (3, 0)):
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(stream)
+    if version != (2, 0):
         raise ValueError(f"its format has version {version}")
-    length = int.from_bytes(stream.read(2 if version == (1, 0) else 4), "little")
-    if length > MAX_HEADER_BYTES:
-        raise ValueError(f"its header has {length:,} bytes")
-    text = stream.read(length)
-    header = np.lib.format.magic(1, 0) + len(text).to_bytes(2, "little") + text
-    whole = io.BytesIO(header)
-    whole.seek(np.lib.format.MAGIC_LEN)
-    return np.lib.format.read_array_header_1_0(whole)
+    return np.lib.format.read_array_header_2_0(stream)
 
 
 def _read(stream: IO[bytes], rows: int, hotness: int, dtype: np.dtype) -> np.ndarray:

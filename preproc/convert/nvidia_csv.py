@@ -67,7 +67,10 @@ class CsvRows:
         twice = sorted({name for name in self._names if self._names.count(name) > 1})
         expect(not twice, f"{where}: channel_spec", twice, "every feature in one channel, once")
         cardinalities = {name: _cardinality(features, where, name) for name in categorical}
-        table_of = {name: _table(features, where, name) for name in categorical}
+        table_of = {name: features[name].get("table", name) for name in categorical}
+        for name, table in table_of.items():
+            is_named, key = isinstance(table, str) and bool(table), f"feature_spec.{name}.table"
+            expect(is_named, f"{where}: {key}", table, "the name of a table")
         self._root, self._label = root, labels[0]
         self._numerical, self._categorical = numerical, categorical
         self._check_chunks(where)
@@ -82,22 +85,19 @@ class CsvRows:
                         rows_of[table] = max(
                             rows_of[table], int(np.asarray(chunk.column(name)).max()) + 1
                         )
+
+        def rows_of_feature(name: str) -> int | None:
+            if not has_tables:
+                return None
+            return rows_of[table_of[name]] if name in counted else int(cardinalities[name])
+
         self.spec = FeatureSpec(
             root=root,
             numerical=numerical,
             numerical_dtype=np.dtype(numerical_dtype),
             labels=(RowColumn(labels[0]),),
             categorical=tuple(
-                input_feature(
-                    name,
-                    None
-                    if not has_tables
-                    else rows_of[table_of[name]]
-                    if name in counted
-                    else int(cardinalities[name]),
-                    1,
-                    table_of[name],
-                )
+                input_feature(name, rows_of_feature(name), 1, table_of[name])
                 for name in categorical
             ),
             splits={name: SplitFiles(0) for name in self._sources},
@@ -157,7 +157,6 @@ class CsvRows:
             )
 
     def _batches(self, chunk: Mapping[str, Any]) -> Iterator[pa.Table]:
-        """Yield the rows of the files of one chunk, in order."""
         names = list(chunk["features"])
         types = dict.fromkeys(self._categorical, pa.int64())
         types |= dict.fromkeys([self._label, *self._numerical], pa.float64())
@@ -205,14 +204,6 @@ def _cardinality(features: Mapping[str, Any], where: str, name: str) -> int | st
     expect(is_count or rows == AUTO, f"{where}: feature_spec.{name}.cardinality", rows, want)
     assert rows is not None
     return rows
-
-
-def _table(features: Mapping[str, Any], where: str, name: str) -> str:
-    """Return the name of a feature's table, by default its own."""
-    table = features[name].get("table", name)
-    named = isinstance(table, str) and bool(table)
-    expect(named, f"{where}: feature_spec.{name}.table", table, "the name of a table")
-    return table
 
 
 def _unnamed_validation(root: Path, sources: Mapping[str, Any]) -> dict[str, Any]:

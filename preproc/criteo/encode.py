@@ -34,8 +34,6 @@ MERGE_ROWS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class EncodedColumn:
-    """Statistics of a column that is written."""
-
     seen: int  # counted rows that have a value
     distinct: int  # values among them
     kept: int  # values with an id
@@ -56,7 +54,6 @@ class ColumnEncoder:
         frequency_limit: int,
         table_bytes: int,
     ) -> None:
-        """Set the destination and the options."""
         self._connection = connection
         self._dataset = dataset
         self._splits = splits
@@ -156,7 +153,7 @@ class ColumnEncoder:
         last: int,
     ) -> tuple[dict[str, dict], dict[str, int]]:
         """Write the ids of every split, up to `last`; return the files and how many ids are 0."""
-        # Only values with a code; `_patch` adds the others.
+        # Only values with a code; the others are patched in.
         values = f"(SELECT value, id FROM vocabulary_{name})"
         if has_non_hex:
             values = (
@@ -180,15 +177,19 @@ class ColumnEncoder:
             zeros[split] = 0
             with GrowingFile(self._dataset, f"{split}/{name}.bin") as file:
                 for start, codes in column.chunks(rows, CHUNK_ROWS):
+                    ids = np.zeros(len(codes), dtype.newbyteorder("<"))
                     if split in partial_ids:
-                        ids = StoredColumn(partial_ids[split], "<i4").read(
-                            start - rows.start, start - rows.start + len(codes)
-                        )
-                    else:
-                        ids = np.zeros(len(codes), dtype.newbyteorder("<"))
+                        before, first = StoredColumn(partial_ids[split], "<i4"), start - rows.start
+                        ids = before.read(first, first + len(codes))
                     lookup(codes, ids)
                     if has_non_hex and (codes == NON_HEX).any():
-                        self._patch(cursor, number, name, start, ids)
+                        # The ids of texts without a code.
+                        patches = cursor.execute(
+                            f'SELECT o."row" - {start} AS at, v.id AS id FROM non_hex AS o '
+                            f"JOIN vocabulary_{name} AS v ON o.value = v.value WHERE "
+                            f'o."column" = {number} AND o."row" >= {start} AND o."row" < {start + len(ids)}'
+                        ).fetchnumpy()
+                        ids[patches["at"]] = patches["id"]
                     zeros[split] += len(ids) - int(np.count_nonzero(ids))
                     file.append(ids.astype(dtype.newbyteorder("<"), copy=False))
             files |= file.record
@@ -218,31 +219,13 @@ class ColumnEncoder:
         name: str,
         split: str,
     ) -> None:
-        """Add the ids of one part of the vocabulary to those of the parts before it."""
         path = column.path.with_name(f"{name}.{split}.ids")
         before = StoredColumn(path, "<i4") if split in partial_ids else None
         with path.open("r+b" if before else "wb") as stream:
             for start, codes in column.chunks(rows, CHUNK_ROWS):
+                ids, first = np.zeros(len(codes), "<i4"), start - rows.start
                 if before:
-                    ids = before.read(start - rows.start, start - rows.start + len(codes))
-                else:
-                    ids = np.zeros(len(codes), "<i4")
+                    ids = before.read(first, first + len(codes))
                 lookup(codes, ids)
                 stream.write(ids.data)
         partial_ids[split] = path
-
-    def _patch(
-        self,
-        cursor: duckdb.DuckDBPyConnection,
-        number: int,
-        name: str,
-        start: int,
-        ids: np.ndarray,
-    ) -> None:
-        """Write the ids of texts without a code, for the rows from `start`, into `ids`."""
-        patches = cursor.execute(
-            f'SELECT o."row" - {start} AS at, v.id AS id FROM non_hex AS o '
-            f"JOIN vocabulary_{name} AS v ON o.value = v.value "
-            f'WHERE o."column" = {number} AND o."row" >= {start} AND o."row" < {start + len(ids)}'
-        ).fetchnumpy()
-        ids[patches["at"]] = patches["id"]

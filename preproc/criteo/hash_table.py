@@ -129,7 +129,6 @@ class FirstSeen:
     """Numbers codes in the order in which they first appear, in a table that grows."""
 
     def __init__(self, first: int) -> None:
-        """Set the number of the first code; it is positive."""
         self.num_codes = 0  # distinct codes so far
         self._first = first
         self._slots = np.zeros(FIRST_SLOTS, np.uint64)
@@ -189,8 +188,6 @@ class Counter:
 
 
 class Lookup:
-    """Maps codes to ids."""
-
     def __init__(self, most_entries: int) -> None:
         """Allocate a table for `most_entries` codes, `ENTRY_BYTES` each."""
         self._slots = np.zeros(2 * most_entries + 1, np.uint64)

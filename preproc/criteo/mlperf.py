@@ -20,8 +20,8 @@ from dataloading.dataset.split_files import SplitFiles
 from preproc.column_store import StoredColumn
 from preproc.criteo.mlperf_columns import codes_of_texts, log_days, number_column
 from preproc.criteo.parse import ColumnStore, parse_files
-from preproc.criteo.pipeline import BASE_BYTES, CHUNK_ROWS, estimated_rows
-from preproc.criteo.shuffle import shuffle_rows, worker_bytes
+from preproc.criteo.pipeline import CHUNK_ROWS, estimated_rows
+from preproc.criteo.shuffle import BASE_BYTES, shuffle_training
 from preproc.dataset_writer import GrowingFile, finish_dataset
 from preproc.raw_files import find_files, find_gap, refuse_copies
 from preproc.report.console import (
@@ -56,7 +56,17 @@ def build_mlperf(config: PreprocConfig, progress: Progress) -> None:
         raise ValueError(
             gap or f"source names one file, {files[0].path}; want all days, the last one to test on"
         )
-    with work_directory(config, output, _identity(config, len(files)), progress) as work:
+    # Options that the dataset depends on.
+    identity = {
+        "layout": config.layout.name,
+        "table_rows": config.table_rows,
+        "on_bad": config.on_bad.name,
+        "shuffle": config.shuffle,
+        "seed": config.seed,
+        "source_files": len(files),
+        "format": 1,
+    }
+    with work_directory(config, output, identity, progress) as work:
         parsed = ColumnStore.below(work.directory, "int32")
         if not work.has_progress:
             rows_expected = estimated_rows(files)
@@ -66,7 +76,8 @@ def build_mlperf(config: PreprocConfig, progress: Progress) -> None:
         ends = [0, *accumulate(day_rows)]
         days = [range(start, stop) for start, stop in pairwise(ends)]
         columns = _numbered(config, work, parsed, days, progress)
-        _shuffle(config, work, columns, days[-1].start, progress)
+        if config.shuffle and not work.state.get("shuffled"):
+            shuffle_training(list(columns.values()), days[-1].start, config, work, progress)
         half = days[-1].start + (len(days[-1]) + 1) // 2
         splits = {
             "train": range(days[-1].start),
@@ -79,19 +90,6 @@ def build_mlperf(config: PreprocConfig, progress: Progress) -> None:
     print_result(progress.console, progress, output, sum(day_rows))
 
 
-def _identity(config: PreprocConfig, num_files: int) -> dict[str, object]:
-    """Return the options that the dataset depends on, without the files themselves."""
-    return {
-        "layout": config.layout.name,
-        "table_rows": config.table_rows,
-        "on_bad": config.on_bad.name,
-        "shuffle": config.shuffle,
-        "seed": config.seed,
-        "source_files": num_files,
-        "format": 1,
-    }
-
-
 def _numbered(
     config: PreprocConfig, work: Work, parsed: ColumnStore, days: list[range], progress: Progress
 ) -> dict[str, StoredColumn]:
@@ -102,16 +100,13 @@ def _numbered(
     assert config.table_rows is not None
     state = work.state.setdefault("numbered", {})
 
-    def log() -> int:
-        log_days(parsed.numerical, logs, days)
-        return 0
-
     def number(index: int, name: str, table_rows: int) -> int:
         texts = codes_of_texts(parsed.non_hex, index)
         return number_column(
             parsed.codes[name], ids[name], table_rows, days[-1].start, num_rows, texts
         )
 
+    log = partial(log_days, parsed.numerical, logs, days)
     tasks = {"numerical": (log, parsed.numerical, logs)} | {
         name: (partial(number, index, name, rows), parsed.codes[name], ids[name])
         for index, (name, rows) in enumerate(zip(CATEGORICAL, config.table_rows, strict=True))
@@ -125,7 +120,7 @@ def _numbered(
         running = [(name, pool.submit(task[0])) for name, task in waiting.items()]
         try:
             for name, future in running:
-                state[name] = future.result()
+                state[name] = future.result() or 0
                 _, source, written = tasks[name]
                 work.state["checked"] |= work.synced_records(written.path)
                 work.state["checked"].pop(source.path.name, None)
@@ -137,26 +132,6 @@ def _numbered(
             pool.shutdown(cancel_futures=True)
             raise
     return {"label": parsed.label, "numerical": logs, **ids}
-
-
-def _shuffle(
-    config: PreprocConfig,
-    work: Work,
-    columns: dict[str, StoredColumn],
-    num_rows: int,
-    progress: Progress,
-) -> None:
-    """Permute the training rows if `shuffle` is set and not done."""
-    if not config.shuffle or work.state.get("shuffled"):
-        return
-    stored = list(columns.values())
-    with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
-        spare = memory_bytes(config) - BASE_BYTES
-        threads = config.threads or os.cpu_count() or 1
-        workers = max(1, min(threads, spare // worker_bytes(stored, num_rows)))
-        shuffle_rows(stored, num_rows, config.seed, workers, work, stage)
-    work.state["shuffled"] = True
-    work.save()
 
 
 def _write(

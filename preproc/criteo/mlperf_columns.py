@@ -4,7 +4,7 @@ Its programs (`npy_preproc_criteo`, `contiguous_preproc_criteo`, `shuffle_prepro
 `materialize_synthetic_multihot_dataset`) define every step below, also those that a design of today would not have.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -75,23 +75,23 @@ def codes_of_texts(files: Path, number: int) -> dict[int, int]:
     `files`: directory of the Parquet files (column, row, value) of such texts; it may be empty. Raises ValueError: a
     text is no hexadecimal number of 32 bits.
     """
-    return dict(_texts(files, number)) if any(files.glob("*.parquet")) else {}
-
-
-def _texts(files: Path, number: int) -> Iterator[tuple[int, int]]:
+    paths = [str(path) for path in files.glob("*.parquet")]
+    if not paths:
+        return {}
     with connected({}) as connection:
         found = connection.execute(
             'SELECT "row", value FROM read_parquet($files) WHERE "column" = $number ORDER BY "row"',
-            {"files": [str(path) for path in files.glob("*.parquet")], "number": number},
+            {"files": paths, "number": number},
         ).fetchall()
+    codes = {}
     for row, text in found:
         try:
-            code = int(text, 16)
+            codes[row] = int(text, 16)
         except ValueError:
-            code = -1
-        if not 0 <= code <= MOST_CODE:
+            codes[row] = -1
+        if not 0 <= codes[row] <= MOST_CODE:
             raise ValueError(
                 f"row {row:,} has {text[:40]!r} in {CATEGORICAL[number]}; MLPerf's procedure reads categories as "
                 "hexadecimal numbers of at most 32 bits. dataset=criteo_1tb takes any text"
             )
-        yield row, code
+    return codes

@@ -28,7 +28,7 @@ from preproc.ordered_map import ordered_map
 from preproc.raw_files import RawFile
 from preproc.report.console import Progress, Stage
 from preproc.vocabulary_sql import CATEGORICAL, NUMERICAL
-from preproc.work_directory import Settings, Work, connected
+from preproc.work_directory import Work, connected
 
 # Key of the record and directory of the files. Earlier versions wrote them, and their runs resume here.
 NON_HEX_FILES = "odd"
@@ -45,8 +45,6 @@ NON_HEX_MEMORY = "128MB"
 
 @dataclass(slots=True)
 class ColumnStore:
-    """Columns of all rows, on disk."""
-
     label: StoredColumn
     numerical: StoredColumn
     missing: StoredColumn
@@ -55,7 +53,6 @@ class ColumnStore:
 
     @classmethod
     def below(cls, directory: Path, numerical_dtype: str) -> "ColumnStore":
-        """Return the column store in a work directory."""
         width = len(NUMERICAL)
         return cls(
             StoredColumn(directory / "label.u8", "u1"),
@@ -67,12 +64,10 @@ class ColumnStore:
 
     @property
     def columns(self) -> list[StoredColumn]:
-        """All columns."""
         return [self.label, self.numerical, self.missing, *self.codes.values()]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row in all files."""
         return sum(column.row_bytes for column in self.columns)
 
 
@@ -139,9 +134,7 @@ def _parse_file(
     stage: Stage,
     done_bytes: int,
 ) -> None:
-    """Store the rest of one file."""
-    size = file.path.stat().st_size
-    plain = _plain_bytes(file)
+    size, plain = file.path.stat().st_size, file.plain_bytes
     for parsed in parse(blocks(file, writer.state["offset"], BLOCK_BYTES)):
         for index, reason, line in parsed.bad:
             number = writer.state["lines"] + index + 1
@@ -156,11 +149,6 @@ def _parse_file(
         writer.append(parsed)
         stage.update(done_bytes + min(size, size * writer.state["offset"] / plain))
         writer.checkpoint_if_due()
-
-
-def _plain_bytes(file: RawFile) -> int:
-    """Return the size of its text; compressed logs are estimated at three times their size."""
-    return file.path.stat().st_size * (1 if file.compression == "none" else 3)
 
 
 def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
@@ -197,7 +185,18 @@ class _Writer:
         self._bad_path = work.directory / "bad_rows.tsv"
         columns = [self._kept(c.path, self._num_rows * c.row_bytes) for c in store.columns]
         self._bad_crc32 = self._kept(self._bad_path, state["bad_bytes"])[1]
-        stale = self._forget_rest()
+        # Recorded as shorter, before the files are.
+        checked, directory = work.state["checked"], store.non_hex
+        stale = [
+            path
+            for path in (directory.iterdir() if directory.is_dir() else ())
+            if not path.stem.isdigit() or int(path.stem) >= state[NON_HEX_FILES]
+        ]
+        for path in stale:
+            checked.pop(f"{directory.name}/{path.name}", None)
+        work.state["growing"] = [name for name in checked if "/" not in name]
+        if work.has_progress:
+            work.save()
         self._columns = ColumnAppender(store.columns, columns)
         store.non_hex.mkdir(exist_ok=True)
         for path in stale:
@@ -226,23 +225,7 @@ class _Writer:
         checked[path.name] = [list(kept)]
         return kept
 
-    def _forget_rest(self) -> list[Path]:
-        """Record that the files are shorter, before they are; return the files of non-hex texts beyond the record."""
-        checked, directory = self._work.state["checked"], self._non_hex_directory
-        stale = [
-            path
-            for path in (directory.iterdir() if directory.is_dir() else ())
-            if not path.stem.isdigit() or int(path.stem) >= self.state[NON_HEX_FILES]
-        ]
-        for path in stale:
-            checked.pop(f"{directory.name}/{path.name}", None)
-        self._work.state["growing"] = [name for name in checked if "/" not in name]
-        if self._work.has_progress:
-            self._work.save()
-        return stale
-
     def append(self, parsed: Parsed) -> None:
-        """Append one block; the next checkpoint records it."""
         self._columns.append(parsed.columns)
         for non_hex in parsed.non_hex:
             self._non_hex.append(non_hex.moved(self._num_rows))
@@ -260,7 +243,6 @@ class _Writer:
         self._bad.write(row)
 
     def checkpoint_if_due(self) -> None:
-        """Make a checkpoint if the last one is long ago."""
         due = time.monotonic() - self._saved > CHECKPOINT_SECONDS
         if due or self._non_hex_bytes > NON_HEX_BYTES:
             self.checkpoint()
@@ -287,21 +269,18 @@ def _write_non_hex(non_hex: list[NonHexTexts], path: Path) -> None:
     """Write non-hex texts ordered by column and row; `path` is in the work directory."""
     import pyarrow as pa
 
+    columns = {"column": "columns", "row": "rows", "value": "texts"}
     texts = pa.table(  # noqa: F841, the query reads it
         {
-            "column": pa.chunked_array([part.columns for part in non_hex]),
-            "row": pa.chunked_array([part.rows for part in non_hex]),
-            "value": pa.chunked_array([part.texts for part in non_hex]),
+            name: pa.chunked_array([getattr(part, of) for part in non_hex])
+            for name, of in columns.items()
         }
     )
     name = str(path).replace("'", "''")
     spill = str(path.parent.with_name("spill"))
-    settings: Settings = {
-        "threads": 1,
-        "memory_limit": NON_HEX_MEMORY,
-        "temp_directory": spill,
-    }
-    with connected(settings) as connection:
+    with connected(
+        {"threads": 1, "memory_limit": NON_HEX_MEMORY, "temp_directory": spill}
+    ) as connection:
         connection.execute(
             'COPY (SELECT CAST("column" AS INTEGER) AS "column", "row", value FROM texts '
             f'ORDER BY "column", "row") TO \'{name}\' (FORMAT parquet)'

@@ -48,14 +48,11 @@ class NonHexTexts:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory."""
         return self.columns.nbytes + self.rows.nbytes + self.texts.nbytes
 
 
 @dataclass(slots=True)
 class Parsed:
-    """A block of text as columns."""
-
     columns: list[np.ndarray]  # arrays of the good lines, in the order of `ColumnStore.columns`
     non_hex: list[NonHexTexts]
     bad: list[tuple[int, str, bytes]]  # (index of the line within the block, reason, line)
@@ -126,7 +123,11 @@ class BlockParser:
         data = np.frombuffer(text, np.uint8)
         non_hex_texts: list[NonHexTexts] = []
         bad: list[tuple[int, str, bytes]] = []
-        is_utf8 = _is_utf8(text)
+        is_utf8 = True
+        try:
+            text.decode()
+        except UnicodeDecodeError:
+            is_utf8 = False
         at = num_rows = num_lines = 0
         stop, trusted = len(text), is_utf8
         while at < len(text):
@@ -156,16 +157,6 @@ class BlockParser:
         columns = [array[:num_rows] for array in (labels, numericals.view(self._dtype), missing)]
         columns += [column[:num_rows] for column in codes]
         return Parsed(columns, non_hex_texts, bad, num_lines, len(text))
-
-
-def _is_utf8(text: bytes) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _non_hex_texts(text: bytes, non_hex: np.ndarray) -> NonHexTexts:

@@ -25,7 +25,7 @@ from preproc.complete_dataset import WrittenColumns, complete_dataset, draw_repo
 from preproc.criteo.as_table import criteo_table
 from preproc.criteo.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
 from preproc.criteo.parse import NON_HEX_FILES, ColumnStore, parse_files
-from preproc.criteo.shuffle import shuffle_rows, worker_bytes
+from preproc.criteo.shuffle import BASE_BYTES, shuffle_training
 from preproc.dataset_writer import GrowingFile
 from preproc.line_blocks import blocks
 from preproc.raw_files import (
@@ -58,8 +58,6 @@ from preproc.work_directory import (
     work_directory_of,
 )
 
-# Memory of Python, NumPy, Numba, Arrow and DuckDB themselves.
-BASE_BYTES = 320 << 20
 # Memory per column in progress: counts in DuckDB, a chunk and a hash table.
 COLUMN_BYTES = 256 << 20
 CHUNK_ROWS = 1 << 20
@@ -86,7 +84,7 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     if gap and config.split is Split.last_file and not test_files:
         raise ValueError(gap)
     if gap:
-        progress.console.print(f"warning: {gap}", highlight=False, markup=False, soft_wrap=True)
+        progress.warn(gap)
     with work_directory(
         config, output, _identity(config, len(files), len(test_files)), progress
     ) as work:
@@ -121,13 +119,11 @@ def _identity(config: PreprocConfig, num_files: int, num_test_files: int) -> dic
 
 
 def estimated_rows(files: list[RawFile]) -> float:
-    """Estimate the rows of the files from the length of their first lines."""
     rows = 0.0
     for file in files:
         piece = next(blocks(file, 0), b"")
         length = len(piece) / max(piece.count(b"\n"), 1)
-        plain = file.path.stat().st_size * (1 if file.compression == "none" else 3)
-        rows += plain / max(length, 1)
+        rows += file.plain_bytes / max(length, 1)
     return rows
 
 
@@ -189,7 +185,6 @@ def _write(
     read: list[str],
     progress: Progress,
 ) -> None:
-    """Write the dataset of a complete column store and rename it to the output."""
     dataset = work.dataset
     num_rows = max(rows.stop for rows in splits.values())
     counted = splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
@@ -209,7 +204,7 @@ def _write(
     summaries = {
         split: SplitSummary(
             len(rows),
-            {LABEL: LabelSum(_ones(store, rows))},
+            {LABEL: LabelSum(sum(int(v.sum()) for _, v in store.label.chunks(rows, CHUNK_ROWS)))},
             {name: encoded[name].zeros[split] for name in CATEGORICAL},
         )
         for split, rows in splits.items()
@@ -257,7 +252,7 @@ def _encode(
     spare = max(memory - BASE_BYTES, memory // 2)
     num_train = len(splits["train"])
     with connect(config, work.directory, spare // 2) as connection:
-        _shuffle(config, work, store, num_train, threads, progress)
+        _shuffle(config, work, store, num_train, progress)
         _view_non_hex(connection, work, store, num_train if config.shuffle else 0)
         workers = max(1, min(threads, spare // COLUMN_BYTES))
         encoder = ColumnEncoder(
@@ -276,7 +271,6 @@ def _shuffle(
     work: Work,
     store: ColumnStore,
     num_rows: int,
-    threads: int,
     progress: Progress,
 ) -> None:
     """Shuffle the training rows if `shuffle` is set and not done; note the old rows for texts without a code."""
@@ -291,12 +285,7 @@ def _shuffle(
                     np.arange(start, min(start + CHUNK_ROWS, num_rows)).tofile(stream)
             work.state["checked"] |= work.synced_records(origin.path)
         columns.append(origin)
-    with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
-        spare = memory_bytes(config) - BASE_BYTES
-        workers = max(1, min(threads, spare // worker_bytes(columns, num_rows)))
-        shuffle_rows(columns, num_rows, config.seed, workers, work, stage)
-    work.state["shuffled"] = True
-    work.save()
+    shuffle_training(columns, num_rows, config, work, progress)
 
 
 def _origin(store: ColumnStore) -> StoredColumn:
@@ -355,10 +344,6 @@ def _encode_all(
                 pool.shutdown(cancel_futures=True)
                 raise
     return {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
-
-
-def _ones(store: ColumnStore, rows: range) -> int:
-    return sum(int(values.sum()) for _, values in store.label.chunks(rows, CHUNK_ROWS))
 
 
 def _write_plain(

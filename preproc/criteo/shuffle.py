@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 from isal.isal_zlib import crc32
 
+from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.durable_files import sync_stream
 from dataloading.randomness import stream_key, uniform
 from preproc.column_store import StoredColumn, bytes_of, size_and_crc32
-from preproc.report.console import Stage
-from preproc.work_directory import Work
+from preproc.report.console import Progress, Stage
+from preproc.work_directory import Work, memory_bytes
 
 BUCKET_ROWS = 1 << 22
 CHUNK_ROWS = 1 << 21
 
 
 def num_buckets(num_rows: int) -> int:
-    """Return the number of buckets for `num_rows` rows."""
     return -(-num_rows // BUCKET_ROWS)
 
 
@@ -36,8 +36,28 @@ def buckets_of(seed: int, start: int, stop: int, buckets: int) -> np.ndarray:
 
 
 def order_within(seed: int, bucket: int, num_rows: int) -> np.ndarray:
-    """Return the order of the rows of one bucket."""
     return np.random.default_rng([seed, bucket]).permutation(num_rows)
+
+
+# Memory of Python, NumPy, Numba, Arrow and DuckDB themselves.
+BASE_BYTES = 320 << 20
+
+
+def shuffle_training(
+    columns: list[StoredColumn],
+    num_rows: int,
+    config: PreprocConfig,
+    work: Work,
+    progress: Progress,
+) -> None:
+    """Shuffle the first `num_rows` rows of all columns, and record that it is done."""
+    with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
+        spare = memory_bytes(config) - BASE_BYTES
+        threads = config.threads or os.cpu_count() or 1
+        workers = max(1, min(threads, spare // worker_bytes(columns, num_rows)))
+        shuffle_rows(columns, num_rows, config.seed, workers, work, stage)
+    work.state["shuffled"] = True
+    work.save()
 
 
 def worker_bytes(columns: list[StoredColumn], num_rows: int) -> int:

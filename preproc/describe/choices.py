@@ -42,29 +42,17 @@ SKEWED = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The use of a column.
-
-    Attributes:
-        column: its counts.
-        role: label, weight, time, numerical, categorical, kept or left out.
-        keys: of its entry in the description, besides the name.
-        why: the reason, or what was seen.
-        is_candidate: whether it may be the label, or the weight, as well.
-    """
+    """The use of a column."""
 
     column: Column
-    role: str
-    keys: dict[str, Any]
-    why: str
-    is_candidate: bool = False
+    role: str  # label, weight, time, numerical, categorical, kept or left out
+    keys: dict[str, Any]  # of its entry in the description, besides the name
+    why: str  # the reason, or what was seen
+    is_candidate: bool = False  # whether it may be the label, or the weight, as well
 
 
 def choose(columns: list[Column], table: FoundTable, label: str | None = None) -> list[Choice]:
-    """Return a choice per column; the label is the likeliest column, or the one called `label`.
-
-    Raises:
-        ValueError: there is no column `label`.
-    """
+    """Return a choice per column; the label is the likeliest column, or the one called `label`; ValueError if there is none."""
     candidates = label_candidates(columns)
     by_name = {column.name.strip(): column for column in columns}
     if label is not None and label.strip() not in by_name:
@@ -88,7 +76,7 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
             choice = replace(choice, is_candidate=True)
         choices.append(choice)
     numbers = [choice for choice in choices if choice.role == "numerical"]
-    if numbers and not any(choice.role == "categorical" for choice in choices):
+    if numbers and all(choice.role != "categorical" for choice in choices):
         fewest = min(numbers, key=lambda choice: choice.column.distinct)
         why = f"{fewest.column.distinct:,} values, {FEWEST}"
         choices[choices.index(fewest)] = replace(fewest, role="categorical", keys={}, why=why)
@@ -118,12 +106,9 @@ def label_candidates(columns: list[Column]) -> list[Column]:
 
 
 def _label(column: Column) -> tuple[dict[str, Any], str]:
-    """Return the keys of the label and what it is."""
     values = dict(column.values)
     if {value.lower() for value in values} in TRUTH:
-        ones = sum(
-            times for value, times in values.items() if value.lower() in ("1", "1.0", "true")
-        )
+        ones = sum(values[value] for value in values if value.lower() in ("1", "1.0", "true"))
         return {}, f"{100 * ones / column.rows:.3g} % ones"
     name = quoted(column.name)
     number = f"CAST({name} AS DOUBLE)" if column.is_text else name
@@ -136,10 +121,8 @@ def _label(column: Column) -> tuple[dict[str, Any], str]:
             if above and above + times > column.rows / 2:
                 break
             above, bound = above + times, float(value)
-        why = (
-            f"{100 * above / column.rows:.3g} % ones"
-            + "; for the number itself: kind: regression" * (column.distinct > 2)
-        )
+        number_itself = "; for the number itself: kind: regression" * (column.distinct > 2)
+        why = f"{100 * above / column.rows:.3g} % ones{number_itself}"
         return {"expression": f"{number} >= {bound:g}"}, why
     one = next((v for v in values if v.lower() in POSITIVE), min(values, key=lambda v: values[v]))
     share = 100 * values[one] / column.rows
@@ -162,7 +145,6 @@ def _is_time(column: Column, has_name_: bool) -> bool:
 
 
 def time_order(column: Column) -> str:
-    """Return the SQL that orders by a time."""
     kind = "TIMESTAMP" if column.is_time else "BIGINT" if column.is_whole else "DOUBLE"
     return f"CAST({quoted(column.name)} AS {kind})" if column.is_text else quoted(column.name)
 
@@ -185,7 +167,7 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
         return Choice(column, "left out", {}, why)
 
     source = table.source
-    if source.format == "libsvm" and _is_item_column(column):
+    if source.format == "libsvm" and re.fullmatch(r"ids|values|x\d+", column.name):
         return _libsvm_choice(column, source.columns)
     if source.format == "libffm" and column.name.endswith("_value"):
         return _values_choice(column, ids=by_name[column.name.removesuffix("_value")])
@@ -205,29 +187,23 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
     if is_unique and ((is_key and column.is_whole) or not (column.is_number or column.is_time)):
         return out("nearly every row has a value of its own")
     if table.is_criteo and has_name(column, r"i\d+|num_\d+"):
-        return Choice(
-            column,
-            "numerical",
-            {"transforms": [{"log": 3}, {"fill": 0}]},
-            "as dataset=criteo_kaggle",
+        transforms = {"transforms": [{"log": 3}, {"fill": 0}]}
+        return Choice(column, "numerical", transforms, "as dataset=criteo_kaggle")
+    # Numbers that name things: by their name, few of them, with zeros before, or too large for amounts.
+    is_code = column.is_whole and (
+        is_key
+        or has_name(column, THING)
+        or (
+            column.lowest >= 0
+            and (column.distinct <= FEW or column.padded > 0 or column.highest >= 2**40)
         )
-    if column.is_number and column.kind != "boolean" and not _is_code(column, is_key):
+    )
+    if column.is_number and column.kind != "boolean" and not is_code:
         return _numerical(column)
     keys: dict[str, str] = {}
     if column.is_float and column.is_whole:
         keys["expression"] = f"CAST({quoted(column.name)} AS BIGINT)"
     return Choice(column, "categorical", keys, f"{column.distinct:,} values")
-
-
-def _is_code(column: Column, is_key: bool) -> bool:
-    """Return whether numbers name things: by their name, few of them, with zeros before, or too large for amounts."""
-    if not column.is_whole:
-        return False
-    if is_key or has_name(column, THING):
-        return True
-    return column.lowest >= 0 and (
-        column.distinct <= FEW or bool(column.padded) or column.highest >= 2**40
-    )
 
 
 def _numerical(column: Column) -> Choice:
@@ -252,23 +228,14 @@ def without_constant_indices(
     return columns, replace(table, source=source)
 
 
-def _is_item_column(column: Column) -> bool:
-    return re.fullmatch(r"ids|values|x\d+", column.name) is not None
-
-
 def _libsvm_choice(column: Column, names: list[str]) -> Choice:
     """Return the choice for ids and values of all items, or for the value of one index, which is 0 where it is absent."""
     has_indices = any(name not in ("label", "qid", "ids", "values") for name in names)
     if column.name == "values" and not has_indices:
         return _values_choice(column, ids=None)
     if column.name == "ids":
-        keys = {"separator": " "}
-        return Choice(
-            column,
-            "categorical",
-            keys,
-            f"which of {column.items or column.distinct:,} indices a row has",
-        )
+        why = f"which of {column.items or column.distinct:,} indices a row has"
+        return Choice(column, "categorical", {"separator": " "}, why)
     if column.name == "values":
         return Choice(column, "left out", {}, "the columns x hold it")
     transforms: list[Any] = [{"fill": 0}, "standardise"]

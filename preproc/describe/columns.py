@@ -18,18 +18,8 @@ MOST_ROWS = 1_000_000
 MOST_VALUES = 20
 """Values that are kept, the most frequent ones; a column of no more has few values."""
 MISSING_WORDS = (
-    "na",
-    "n/a",
-    "nan",
-    "null",
-    "none",
-    "nil",
-    "\\n",
-    "?",
-    "-",
-    "--",
-    "#n/a",
-    "missing",
+    *("na", "n/a", "nan", "null", "none", "nil"),
+    *("\\n", "?", "-", "--", "#n/a", "missing"),
 )
 """Texts that are missing values where all other values are numbers or times."""
 # Separators of lists, with the part of the values that have them from which on they are ones: texts have commas and blanks too.
@@ -38,41 +28,30 @@ SEPARATORS = {"|": 0.02, "^": 0.02, "\x01": 0.02, "\x02": 0.02, ";": 0.1, ",": 0
 
 @dataclass(kw_only=True, slots=True)
 class Column:
-    """Counts of one column.
-
-    Attributes:
-        kind: its type in SQL, in lower case.
-        missing: rows without a value.
-        values: the most frequent values with their rows.
-        numbers: rows with a number, of which `whole` have a whole one.
-        padded: rows with a number that begins with 0, as 007.
-        lowest, highest, middle: of the numbers; the last is their median.
-        times: rows with a date or a time in text.
-        words: of `MISSING_WORDS`, as they are written, if all other values are numbers or times.
-        separator: between the items of a text.
-        items: distinct items of a list.
-    """
+    """Counts of one column."""
 
     name: str
-    kind: str
+    kind: str  # its type in SQL, in lower case
     rows: int
-    missing: int = 0
+    missing: int = 0  # rows without a value
     distinct: int = 0
-    values: list[tuple[str, int]] = field(default_factory=list)
-    numbers: int = 0
+    values: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # the most frequent ones, with their rows
+    numbers: int = 0  # rows with a number, of which `whole` have a whole one
     whole: int = 0
-    padded: int = 0
+    padded: int = 0  # rows with a number that begins with 0, as 007
     lowest: float = 0.0
     highest: float = 0.0
-    middle: float = 0.0
-    times: int = 0
+    middle: float = 0.0  # the median
+    times: int = 0  # rows with a date or a time in text
+    # of `MISSING_WORDS`, as they are written, if all other values are numbers or times
     words: list[str] = field(default_factory=list)
-    separator: str = ""
-    items: int = 0
+    separator: str = ""  # between the items of a text
+    items: int = 0  # distinct items of a list
 
     @property
     def present(self) -> int:
-        """Rows with a value."""
         return self.rows - self.missing
 
     @property
@@ -87,7 +66,6 @@ class Column:
 
     @property
     def is_list(self) -> bool:
-        """Return whether a row holds several values."""
         return self.kind.endswith("]") or bool(self.separator)
 
     @property
@@ -97,22 +75,18 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        """Return whether all values are numbers."""
         return 0 < self.numbers == self.present and not self.is_list
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all values are whole numbers."""
         return self.is_number and self.whole == self.present
 
     @property
     def is_time(self) -> bool:
-        """Return whether all values are dates or times."""
         return self.kind.startswith(("date", "timestamp")) or 0 < self.times == self.present
 
     @property
     def type_name(self) -> str:
-        """The type of the values, in a word or two."""
         if self.is_nested:
             return self.kind.partition("(")[0]
         if self.is_list:
@@ -125,11 +99,7 @@ class Column:
 
 
 def count_columns(files: SourceFiles, config: PreprocConfig) -> list[Column]:
-    """Return the columns of the first `MOST_ROWS` rows.
-
-    Raises:
-        ValueError: a row cannot be read, or there is none.
-    """
+    """Return the columns of the first `MOST_ROWS` rows; ValueError if a row cannot be read, or there is none."""
     with TemporaryDirectory(prefix="describe-", dir=config.temp_directory) as directory:
         engine = DuckDBEngine(config, Path(directory))
         try:
@@ -150,7 +120,6 @@ def count_columns(files: SourceFiles, config: PreprocConfig) -> list[Column]:
 
 
 def _counted(engine: DuckDBEngine, column: Column) -> Column:
-    """Count the rows per value, then what the values are."""
     name = quoted(column.name)
     value = engine.without_nan(name, column.kind) or name
     is_number = f"regexp_full_match(v, {text(NUMBER.pattern)})"
@@ -188,10 +157,9 @@ def _counted(engine: DuckDBEngine, column: Column) -> Column:
             f"WHERE 2 * s >= {column.numbers}"
         )
     if column.kind.endswith("]") and not column.is_nested:
-        items = engine.rows(
+        ((column.items,),) = engine.rows(
             f"SELECT count(DISTINCT i) FROM (SELECT unnest({name}) AS i FROM sample_)"
         )
-        ((column.items,),) = items
     elif column.is_text and not (column.is_number or column.is_time):
         _find_separator(engine, column)
     return column
@@ -200,10 +168,10 @@ def _counted(engine: DuckDBEngine, column: Column) -> Column:
 def _find_separator(engine: DuckDBEngine, column: Column) -> None:
     """Set the separator whose items recur: a list has fewer distinct items than a text has values."""
     for separator, part in SEPARATORS.items():
-        having = engine.rows(f"SELECT sum(c) FROM values_ WHERE contains(v, {text(separator)})")[0][
-            0
-        ]
-        if (having or 0) < part * column.present or not having:
+        ((having,),) = engine.rows(
+            f"SELECT sum(c) FROM values_ WHERE contains(v, {text(separator)})"
+        )
+        if not having or having < part * column.present:
             continue
         ((items,),) = engine.rows(
             f"SELECT count(DISTINCT i) FROM (SELECT unnest(string_split(v, {text(separator)})) AS i FROM values_)"

@@ -32,11 +32,7 @@ def describe_source(source: Any, config: PreprocConfig, command: str = "") -> De
 
 
 def run_describe(config: PreprocConfig, console: Console) -> None:
-    """Write the yaml of `config.source`.
-
-    Raises:
-        ValueError: the source cannot be read, or the yaml exists already.
-    """
+    """Write the yaml of `config.source`; ValueError if the source cannot be read, or the yaml exists already."""
     patterns = config.source if isinstance(config.source, list) else [config.source]
     stem = Path(patterns[0].rstrip("/*")).name.partition(".")[0]
     name = re.sub(r"\W+", "_", stem).strip("_") or "table"
@@ -61,9 +57,7 @@ def run_describe(config: PreprocConfig, console: Console) -> None:
     path.write_text(description.yaml, encoding="utf-8")
     description.print(console)
     rows = description.choices[0].column.rows
-    batch = min(
-        256, max(32, 1 << (rows // FEWEST_STEPS).bit_length() - 1 if rows >= FEWEST_STEPS else 0)
-    )
+    batch = min(256, max(32, 2 ** ((rows // FEWEST_STEPS).bit_length() - 1)))
     small = f" train.batch_size={batch}" * (rows < SMALL_ROWS)
     console.print(f"wrote {path}: look at it, change it, and then", soft_wrap=True)
     console.print(f"  {command}", soft_wrap=True)

@@ -27,17 +27,11 @@ TAKEN = ("label", "numerical")
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A description of a table.
+    """A description of a table."""
 
-    Attributes:
-        yaml: the text of the file of a table dataset.
-        choices: what each column becomes.
-        notes: lines on what a reader should look at.
-    """
-
-    yaml: str
-    choices: list[Choice]
-    notes: list[str]
+    yaml: str  # the text of the file of a table dataset
+    choices: list[Choice]  # what each column becomes
+    notes: list[str]  # lines on what a reader should look at
 
     @property
     def options(self) -> dict[str, Any]:
@@ -78,16 +72,13 @@ class Description:
         # What is not to be seen in the table: the rule that makes a label of a column, and a number that became a category.
         for choice in self.choices:
             if choice.why and (choice.role == "label" or FEWEST in choice.why):
-                rule = choice.keys.get("expression", "")
-                name = printable(choice.column.name)
-                console.print(
-                    f"{choice.role} {rule or name}: {choice.why}", highlight=False, markup=False
-                )
+                rule = choice.keys.get("expression") or printable(choice.column.name)
+                text = f"{choice.role} {rule}: {choice.why}"
+                console.print(text, highlight=False, markup=False)
         for note in self.notes:
             console.print(f"note: {note}", soft_wrap=True)
 
     def __repr__(self) -> str:
-        """Return the yaml, which a notebook shows."""
         return self.yaml
 
 
@@ -98,16 +89,20 @@ def describe_choices(
     by_role: dict[str, list[Choice]] = {}
     for choice in choices:
         by_role.setdefault(choice.role, []).append(choice)
+    keys = {"files": with_place(table.source.files, source), "format": table.source.format}
+    if table.source.delimiter != ",":
+        keys["delimiter"] = table.source.delimiter
+    if table.source.columns:
+        keys["columns"] = table.source.columns
     lines = [
         "# @package _global_",
         f"# Written by mode=describe; look at each choice. {command}".rstrip(),
-    ]
-    lines += [
         "layout: table",
         "frequency_limit: 2  # values seen once get id 0, as unknown ones do",
         "table:",
+        "  sources:",
+        f"    rows: {_flow(keys)}",
     ]
-    lines += ["  sources:", f"    rows: {_source(table, source)}"]
     words = sorted({word for choice in choices for word in choice.column.words})
     if words:
         lines.append(f"  missing: {_flow(words)}  # texts that stand for no value")
@@ -123,37 +118,29 @@ def describe_choices(
         )
     for weight in by_role.get("weight", [])[:1]:
         lines.append(f"  weight: {_entry(weight, names)}  # {weight.why}")
-    left = list(by_role.get("left out", []))
     for role in ("numerical", "categorical"):
         if role in by_role:
             lines.append(f"  {role}:")
-            lines += [_line(choice, names) for choice in by_role[role]]
+            for choice in by_role[role]:
+                column = choice.column
+                share = 100 * column.missing / column.rows
+                missing = f", {share:.3g} % missing" * bool(column.missing)
+                lines.append(f"    - {_entry(choice, names)}  # {choice.why}{missing}")
     for time in by_role.get("time", []):
         if parts := time_parts(time.column):
             lines.append("  # parts of the time, as categorical features:")
             for name, part in (("hour", "hour"), ("weekday", "dayofweek")):
                 entry = _flow({"name": name, "expression": f"{part}({parts})"})
                 lines.append(f"  #  - {entry}")
-    if left:
+    if left := by_role.get("left out"):
         lines.append("  # left out:")
         lines += [f"  #  - {_text(c.column.name)}: {c.why}" for c in left]
     if kept := by_role.get("kept"):
         names_kept = [choice.column.name for choice in kept]
         lines.append(f"  keep: {_flow(names_kept)}  # {kept[0].why}")
     lines += _split(by_role.get("time", []), table)
-    return Description(
-        "\n".join(lines) + "\n", choices, _notes(choices, table, bool("label" in by_role))
-    )
-
-
-def _source(table: FoundTable, option: Any) -> str:
-    source = table.source
-    keys = {"files": with_place(source.files, option), "format": source.format}
-    if source.delimiter != ",":
-        keys["delimiter"] = source.delimiter
-    if source.columns:
-        keys["columns"] = source.columns
-    return _flow(keys)
+    notes = _notes(choices, table, "label" in by_role)
+    return Description("\n".join(lines) + "\n", choices, notes)
 
 
 def _split(times: list[Choice], table: FoundTable) -> list[str]:
@@ -185,11 +172,8 @@ def _notes(choices: list[Choice], table: FoundTable, has_label: bool) -> list[st
             "differ, and be no numbers or values of rows"
         )
     if table.is_criteo:
-        kind = (
-            "criteo_kaggle reads them faster"
-            if table.source.format == "tsv"
-            else "any reads them by this description"
-        )
+        is_raw = table.source.format == "tsv"
+        kind = "criteo_kaggle reads them faster" if is_raw else "any reads them by this description"
         notes.append(f"these are Criteo's columns; dataset={kind}")
     for path, what in table.others.items():
         notes.append(f"left out {path}: {shortened(what, 100)}")
@@ -207,7 +191,6 @@ class _Names:
         self._used: Counter[str] = Counter(TAKEN)
 
     def of(self, column: str) -> str:
-        """Return a name for the feature of a column that no other has."""
         plain = re.sub(r"[^\w.-]", "_", column.strip()).lstrip(".") or "column"
         plain = plain.encode()[: MOST_NAME_BYTES - 8].decode(errors="ignore")
         name, number = plain, 1
@@ -219,19 +202,12 @@ class _Names:
 
 
 def _entry(choice: Choice, names: _Names) -> str:
-    """Return the entry of a label, a weight or a feature."""
     column = choice.column.name
     name = column if choice.role == "label" and column.lower() in TAKEN else names.of(column)
     keys = {"name": name, **choice.keys}
     if name != column and "expression" not in keys:
         keys["expression"] = quoted(column)
     return _text(name) if list(keys) == ["name"] and choice.role == "categorical" else _flow(keys)
-
-
-def _line(choice: Choice, names: _Names) -> str:
-    column = choice.column
-    missing = f", {100 * column.missing / column.rows:.3g} % missing" * bool(column.missing)
-    return f"    - {_entry(choice, names)}  # {choice.why}{missing}"
 
 
 def _flow(value: Any) -> str:

@@ -1,7 +1,6 @@
 """The table that the files of `source` hold: format, separator, and names where no header has them, by their first lines."""
 
 import csv
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -28,27 +27,18 @@ REGULAR = 0.9
 
 @dataclass(frozen=True, slots=True)
 class FoundTable:
-    """The table that is described.
+    """The table that is described."""
 
-    Attributes:
-        source: its description; `files` are those of the option.
-        files: resolved, with their columns.
-        others: paths of other files of the directory, with their columns or why they cannot be read.
-        is_criteo: whether its columns are those of Criteo's logs.
-    """
-
-    source: Source
-    files: SourceFiles
-    others: dict[Path, str]
-    is_criteo: bool
+    source: Source  # its `files` are those of the option
+    files: SourceFiles  # resolved, with their columns
+    others: dict[
+        Path, str
+    ]  # other files of the directory, with their columns or why they cannot be read
+    is_criteo: bool  # whether its columns are those of Criteo's logs
 
 
 def find_table(source: Any) -> FoundTable:
-    """Return the table of a file, several, a pattern, or a directory, of which the largest table counts.
-
-    Raises:
-        ValueError: a file cannot be read, or the files hold several tables.
-    """
+    """Return the table of a file, several, a pattern, or a directory, of which the largest counts; ValueError if there is none."""
     is_directory = isinstance(source, str) and not is_remote(source) and Path(source).is_dir()
     others: dict[Path, str] = {}
     if is_directory:
@@ -56,7 +46,10 @@ def find_table(source: Any) -> FoundTable:
     else:
         kinds = {file: _kind(file) for file in find_files(source, "source", tables=True)}
     tables: dict[tuple[Any, ...], list[RawFile]] = {}
-    columns = {file: _columns(kind, file) for file, kind in kinds.items()}
+    columns = {
+        file: read_columns(Source(files=str(file.path), **kind), [file]).columns
+        for file, kind in kinds.items()
+    }
     for file, kind in kinds.items():
         names = () if kind.get("format") in LINE_FORMATS else tuple(sorted(columns[file]))
         tables.setdefault((kind.get("format"), kind.get("delimiter"), names), []).append(file)
@@ -113,10 +106,6 @@ def _as_named(directory: str, paths: list[str], others: dict[Path, str]) -> Any:
     return paths if not is_whole or any(str(p).endswith(suffix) for p in others) else pattern
 
 
-def _columns(kind: dict[str, Any], file: RawFile) -> list[str]:
-    return read_columns(Source(files=str(file.path), **kind), [file]).columns
-
-
 def _kind(file: RawFile) -> dict[str, Any]:
     """Return `format`, `delimiter` and `columns` of a source by the first lines of its file."""
     if file.is_parquet:
@@ -132,7 +121,7 @@ def _kind(file: RawFile) -> dict[str, Any]:
     bare = [line for line in bare if line] or [""]
     if bare[0].startswith("{"):
         return {"format": "jsonl"}
-    if bare[0].startswith("[") and _is_json_array(bare[0]):
+    if re.match(r"\[\s*(\{|$)", bare[0]):
         raise ValueError(
             f"{file.path}: one array of JSON; write a line per row, as jq -c '.[]' does"
         )
@@ -143,8 +132,8 @@ def _kind(file: RawFile) -> dict[str, Any]:
     for name in ("libffm", "libsvm"):
         if all(re.fullmatch(LINE[name], line) for line in bare) and ":" in "".join(bare):
             return {"format": name}
-    delimiter, rows = _separated(lines)
-    if delimiter is None and (above := _lines_above(lines)):
+    delimiter, rows, above = _separated(lines)
+    if above:
         raise ValueError(
             f"{file.path}: the rows begin in line {above + 1}, with other fields than above; remove what is no header, as by "
             f"tail -n +{above + 1} FILE"
@@ -155,37 +144,25 @@ def _kind(file: RawFile) -> dict[str, Any]:
     elif delimiter is not None:
         kind["delimiter"] = delimiter
     if not _has_header(rows):
-        kind["columns"] = _criteo_names(rows) or [f"c{i + 1}" for i in range(len(rows[0]))]
+        plain = [f"c{i + 1}" for i in range(len(rows[0]))]
+        kind["columns"] = list(CRITEO) if all(map(_is_criteo, rows)) else plain
     return kind
 
 
-def _is_json_array(line: str) -> bool:
-    try:
-        json.loads(line if line.endswith("]") else f"{line.rstrip(',')}]")
-    except json.JSONDecodeError:
-        return line == "["
-    return True
+def _separated(lines: list[str]) -> tuple[str | None, list[list[str]], int]:
+    """Return the separator that parts the lines into equally many fields, most of them; these rows, and the lines above them.
 
-
-def _separated(lines: list[str]) -> tuple[str | None, list[list[str]]]:
-    """Return the separator that parts the lines into equally many fields, the most of them; None without any."""
-    found: tuple[str | None, list[list[str]]] = (None, [[line.rstrip("\r\n")] for line in lines])
+    Without such a separator None, and a field per line.
+    """
+    found = []
     for delimiter in DELIMITERS:
         rows = [row for row in csv.reader(lines, delimiter=delimiter) if row]
         ((width, times),) = Counter(map(len, rows)).most_common(1) or [(0, 0)]
-        if width > len(found[1][0]) and times >= REGULAR * len(rows) and len(rows[0]) == width:
-            found = delimiter, [row for row in rows if len(row) == width]
-    return found
-
-
-def _lines_above(lines: list[str]) -> int:
-    """Return how many lines are above those that a separator parts into equally many fields; 0 without such."""
-    for delimiter in DELIMITERS:
-        widths = [len(row) for row in csv.reader(lines, delimiter=delimiter) if row]
-        ((width, times),) = Counter(widths).most_common(1) or [(0, 0)]
-        if width > 1 and times >= REGULAR * len(widths) > 0:
-            return widths.index(width)
-    return 0
+        if width > 1 and times >= REGULAR * len(rows):
+            above = next(number for number, row in enumerate(rows) if len(row) == width)
+            found.append((delimiter, [row for row in rows if len(row) == width], above))
+    without = None, [[line.rstrip("\r\n")] for line in lines], 0
+    return min(found, key=lambda each: (each[2] > 0, -len(each[1][0])), default=without)
 
 
 def _has_header(rows: list[list[str]]) -> bool:
@@ -199,16 +176,12 @@ def _has_header(rows: list[list[str]]) -> bool:
     )
 
 
-def _criteo_names(rows: list[list[str]]) -> list[str] | None:
-    """Return the names of the columns of Criteo's raw logs if the rows look like theirs."""
-
-    def fits(row: list[str]) -> bool:
-        numbers, values = row[1 : 1 + NUM_NUMERICAL], row[1 + NUM_NUMERICAL :]
-        return (
-            row[0] in ("0", "1")
-            and all(re.fullmatch(r"-?\d*", number) for number in numbers)
-            and all(re.fullmatch(r"([0-9a-f]{8})?", value) for value in values)
-        )
-
-    is_criteo = len(rows[0]) == len(CRITEO) and all(map(fits, rows))
-    return list(CRITEO) if is_criteo else None
+def _is_criteo(row: list[str]) -> bool:
+    """Return whether a row looks like one of Criteo's raw logs."""
+    numbers, values = row[1 : 1 + NUM_NUMERICAL], row[1 + NUM_NUMERICAL :]
+    return (
+        len(row) == len(CRITEO)
+        and row[0] in ("0", "1")
+        and all(re.fullmatch(r"-?\d*", number) for number in numbers)
+        and all(re.fullmatch(r"([0-9a-f]{8})?", value) for value in values)
+    )

@@ -36,16 +36,11 @@ class LabelSum:
     is_binary: bool = True
 
     def add(self, values: np.ndarray) -> None:
-        """Add the label of some rows."""
-        self.total += (
-            int(np.count_nonzero(values)) if self.is_binary else float(values.sum(dtype=float))
-        )
+        self.total += np.count_nonzero(values) if self.is_binary else float(values.sum(dtype=float))
 
 
 @dataclass(slots=True)
 class ListCounts:
-    """Lists of a feature in a split."""
-
     empty_items: int = 0  # items without a value
     cut_rows: int = 0  # rows with more items than the hotness, which are cut
     cut_items: int = 0  # items that they lose
@@ -54,8 +49,6 @@ class ListCounts:
 
 @dataclass(slots=True)
 class SplitSummary:
-    """Statistics of one split."""
-
     rows: int  # of the split
     # sum of every label; none if the rows have no labels
     labels: dict[str, LabelSum] = field(default_factory=dict)
@@ -71,19 +64,15 @@ class SplitSummary:
         labels = {}
         for name, label in self.labels.items():
             mean = label.total / max(self.rows, 1)
-            labels[name] = (
-                {"ones": int(label.total), "rate": mean} if label.is_binary else {"mean": mean}
-            )
+            ones = {"ones": int(label.total), "rate": mean}
+            labels[name] = ones if label.is_binary else {"mean": mean}
         return asdict(self) | {"labels": labels}
 
     def rate(self, name: str) -> str:
         """Return the rate of a binary label in per cent, or the mean of another one."""
-        label, rows = self.labels[name], max(self.rows, 1)
-        return (
-            f"{100 * label.total / rows:.2f} %"
-            if label.is_binary
-            else f"mean {label.total / rows:.4g}"
-        )
+        label = self.labels[name]
+        mean = label.total / max(self.rows, 1)
+        return f"{100 * mean:.2f} %" if label.is_binary else f"mean {mean:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +110,6 @@ class NumericalRange:
     total_square: float = 0.0
 
     def add(self, values: np.ndarray) -> None:
-        """Add the values of some rows."""
         exact = values.astype(np.float64)
         self.rows += len(exact)
         self.smallest = min(self.smallest, float(exact.min()))
@@ -131,17 +119,14 @@ class NumericalRange:
 
     @property
     def mean(self) -> float:
-        """Return the mean."""
         return self.total / max(self.rows, 1)
 
     @property
     def mean_square(self) -> float:
-        """Return the mean of the squares."""
         return self.total_square / max(self.rows, 1)
 
     @property
     def deviation(self) -> float:
-        """Return the standard deviation."""
         return max(self.mean_square - self.mean**2, 0.0) ** 0.5
 
 
@@ -157,17 +142,16 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the run began."""
         return time.perf_counter() - self._started
 
     @contextmanager
     def stage(self, name: str) -> Iterator["Stage"]:
-        """Time the block as a stage called `name`."""
         began = time.perf_counter()
-        with self.console.status(_literal(f"{name} ...")) as status:
+        # A `str` would be read as rich's markup.
+        with self.console.status(Text(printable(f"{name} ..."))) as status:
 
             def update(text: str) -> None:
-                status.update(_literal(text))
+                status.update(Text(printable(text)))
 
             stage = Stage(name, update if self.console.is_terminal else self.say)
             yield stage
@@ -175,17 +159,10 @@ class Progress:
         self.console.print(f"{seconds:8.2f} s  {stage.name}", highlight=False, markup=False)
 
     def warn(self, text: str) -> None:
-        """Print a warning in one line."""
         self.say(f"warning: {text}")
 
     def say(self, text: str) -> None:
-        """Print one line."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _literal(text: str) -> Text:
-    """Return a text for rich's spinner, which would read markup in a `str`."""
-    return Text(printable(text))
+        _line(self.console, text)
 
 
 class Stage:
@@ -230,7 +207,6 @@ def print_columns(
     splits: dict[str, SplitSummary],
     counted: str,
 ) -> None:
-    """Print the table of feature columns."""
     table = Table(
         title=f"columns, counted on {counted}",
         title_justify="left",
@@ -269,15 +245,12 @@ def print_new_values(
         in_test = zeros / max(test.rows, 1)
         in_train = train.zero_ids[name] / max(train.rows, 1)
         if in_test >= MANY_NEW and in_test >= 2 * in_train:
-            console.print(
+            advice = "If the files are sorted by it, set table.order_by to their time; "
+            _line(
+                console,
                 f"note: {100 * in_test:.1f} % of the test rows, and {100 * in_train:.1f} % of the training rows, have no id "
-                f"for {shown(name)}: their values are new after the training rows. "
-                + "If the files are sorted by it, set table.order_by to their time; "
-                * (not is_ordered)
-                + "split.by=random mixes values that are new in time, too",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
+                f"for {shown(name)}: their values are new after the training rows. {advice * (not is_ordered)}"
+                "split.by=random mixes values that are new in time, too",
             )
 
 
@@ -293,11 +266,9 @@ def print_splits(console: Console, splits: dict[str, SplitSummary]) -> None:
         cells = [name, f"{split.rows:,}"]
         for label, found in split.labels.items():
             mean = found.total / max(split.rows, 1)
-            numbers = (
-                [f"{int(found.total):,}", f"{100 * mean:.3f}"]
-                if found.is_binary
-                else ["-", f"mean {mean:.4g}"]
-            )
+            numbers = ["-", f"mean {mean:.4g}"]
+            if found.is_binary:
+                numbers = [f"{int(found.total):,}", f"{100 * mean:.3f}"]
             table.add_row(*cells, Text(printable(label)), *numbers)
             cells = ["", ""]
         if not split.labels:
@@ -312,9 +283,8 @@ def print_rows(console: Console, rows: RowCounts, unused: Sequence[str]) -> None
     parts += [f"{rows.without_split:,} without a split"] if rows.without_split else []
     _line(console, f"rows: {rows.read:,} read = {' + '.join(parts)}")
     if unused:
-        _line(
-            console, f"columns that are not used: {shortened(', '.join(map(shown, unused)), 400)}"
-        )
+        listed = shortened(", ".join(map(shown, unused)), 400)
+        _line(console, f"columns that are not used: {listed}")
 
 
 def print_equal_labels(
@@ -350,11 +320,8 @@ def print_changes(console: Console, table: TableConfig, splits: Mapping[str, Spl
             for key in ("empty_items", "cut_rows", "cut_items", "filled_rows")
         )
         if empty:
-            rule = (
-                "are no ids"
-                if table.empty_items == "dropped"
-                else "have id 0, as in the fit of an earlier version; fit again to leave them out"
-            )
+            rule = "have id 0, as in the fit of an earlier version; fit again to leave them out"
+            rule = "are no ids" if table.empty_items == "dropped" else rule
             _line(console, f"note: {empty:,} empty items of {shown(feature.name)} {rule}")
         if cut or filled:
             end = "last" if feature.take == "first" else "first"
@@ -373,23 +340,18 @@ def print_notes(console: Console, ranges: dict[str, NumericalRange]) -> None:
     """Print one line per numerical feature that is large for a model."""
     for name, found in ranges.items():
         if found.mean_square > LARGE_NUMERICAL**2:
-            console.print(
+            _line(
+                console,
                 f"note: numerical feature {shown(name)} is not scaled: {found.smallest:g} to {found.largest:g}, "
                 f"mean {found.mean:.4g}, standard deviation {found.deviation:.4g} in the training rows, which makes "
                 "training unstable; add standardise, minmax or {log: 1} to its transforms",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
             )
 
 
 def print_result(console: Console, progress: Progress, output: Path, rows: int) -> None:
-    """Print the path of the dataset, its size and the speed of the run."""
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    console.print(
+    _line(
+        console,
         f"{rows:,} rows in {progress.seconds:.2f} s ({rows / progress.seconds:,.0f} rows/s), "
         f"{size / 1e6:,.1f} MB written to {output}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )

@@ -33,8 +33,6 @@ Columns = Mapping[str, ColumnSummary]
 
 @dataclass(frozen=True, slots=True)
 class ReportFacts:
-    """Facts of the dataset in the head of the picture."""
-
     name: str  # of the dataset
     splits: Mapping[str, SplitSummary] = field(default_factory=dict)
     frequency_limit: int = 1  # limit of the run; a column may have its own

@@ -7,7 +7,7 @@ writes it, has no checksums to compare with. All other checks apply to it too.
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.feature_spec import FeatureSpec
-from preproc.report.console import LabelSum, Progress, SplitSummary, Stage, print_splits
+from preproc.report.console import LabelSum, Progress, SplitSummary, print_splits
 from preproc.verify.binary import FileTask, file_tasks, listed_in, listed_rows, num_rows_of
 from preproc.verify.vocabulary import vocabulary_mistakes
 
@@ -27,8 +27,6 @@ CHUNK_BYTES = 1 << 22
 
 @dataclass(slots=True)
 class Findings:
-    """Mistakes in a dataset, and statistics of its labels."""
-
     num_wrong: int = 0  # total of wrong values and files
     lines: list[str] = field(default_factory=list)
     splits: dict[str, SplitSummary] = field(default_factory=dict)  # rows and labels per split
@@ -48,8 +46,18 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
     spec = FeatureSpec.load(config.path, measure=False)
     tasks = list(file_tasks(spec))
     total = sum(task.path.stat().st_size for task in tasks)
+    num_read, lock = 0, Lock()
     with progress.stage("verify") as stage:
-        advance = _meter(progress, stage, total)
+        stage.total = total
+
+        def advance(num_bytes: int) -> None:
+            nonlocal num_read
+            with lock:
+                num_read += num_bytes
+                rate = num_read / max(progress.seconds, 1e-9) / 1e6
+                stage.detail = f"{num_read / 1e9:,.2f} of {total / 1e9:,.2f} GB, {rate:,.0f} MB/s"
+                stage.update(num_read)
+
         findings = verify(tasks, config.threads or os.cpu_count() or 1, advance)
         stage.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
     root = Path(config.path)
@@ -64,10 +72,8 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
             where = files.parquet[0].parent if files.parquet else files.columns[label.name]
             ones = split.labels[label.name].total
             if label.is_binary and split.rows and ones in (0, split.rows):
-                findings.add(
-                    where,
-                    f"every {spec.title(label)} is {int(ones > 0)}; nothing to learn or score",
-                )
+                same = f"every {spec.title(label)} is {int(ones > 0)}; nothing to learn or score"
+                findings.add(where, same)
         where = files.parquet[0].parent if files.parquet else root
         written = listed_rows(spec, name)
         if files.parquet and written is not None and written != split.rows:
@@ -76,23 +82,17 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
         with progress.stage("compare ids with vocabularies"):
             for path, text in vocabulary_mistakes(spec, config.fitted):
                 findings.add(path, text)
-    print_line = progress.console.print
     for line in sorted(findings.lines):
-        print_line(f"wrong: {line}", highlight=False, markup=False, soft_wrap=True)
+        progress.say(f"wrong: {line}")
     readable = {name: split for name, split in findings.splits.items() if split.rows}
     print_splits(progress.console, readable)
     if not listed_in(spec, "files"):
-        print_line(
+        progress.say(
             "the spec lists no checksums (metadata.files), so only sizes and values were checked"
         )
     rate = total / max(progress.seconds, 1e-9) / 1e6
     outcome = f"{findings.num_wrong:,} wrong" if findings.num_wrong else "nothing wrong"
-    print_line(
-        f"{config.path}: {outcome} ({rate:,.0f} MB/s)",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    progress.say(f"{config.path}: {outcome} ({rate:,.0f} MB/s)")
     if findings.num_wrong:
         raise SystemExit(1)
 
@@ -130,31 +130,32 @@ def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
     crc32 = num_wrong = num_items = 0
     labels = {task.label.name: LabelSum(0, task.label.is_binary)} if task.label else {}
     first = ""
-    for data in _chunks(task.path):
-        advance(len(data))
-        if task.crc32 is not None:
-            crc32 = zlib.crc32(data, crc32)
-        if task.column is None:
-            continue
-        column = task.column
-        items = np.frombuffer(data, column.dtype, len(data) // column.dtype.itemsize)
-        wrong = column.wrong(items)
-        if not num_wrong and wrong.any():
-            at = int(wrong.argmax())
-            first = f"{items[at]} at {column.place(num_items + at)}"
-        num_wrong += int(np.count_nonzero(wrong))
-        for label in labels.values():
-            label.add(items)
-        num_items += len(items)
+    with task.path.open("rb") as stream:
+        while data := stream.read(CHUNK_BYTES):
+            advance(len(data))
+            if task.crc32 is not None:
+                crc32 = zlib.crc32(data, crc32)
+            if task.column is None:
+                continue
+            column = task.column
+            items = np.frombuffer(data, column.dtype, len(data) // column.dtype.itemsize)
+            wrong = column.wrong(items)
+            if not num_wrong and wrong.any():
+                at = int(wrong.argmax())
+                first = f"{items[at]} at {column.place(num_items + at)}"
+            num_wrong += int(np.count_nonzero(wrong))
+            for label in labels.values():
+                label.add(items)
+            num_items += len(items)
     got = task.path.stat().st_size
     if task.num_bytes is not None and got != task.num_bytes:
         state = "truncated" if got < task.num_bytes else "too long"
         findings.add(task.path, f"{state}: {got:,} bytes, want {task.num_bytes:,}")
     elif task.crc32 is not None and f"{crc32:08x}" != task.crc32:
-        findings.add(
-            task.path,
-            f"its bytes have changed since it was written: CRC-32 {crc32:08x}, want {task.crc32}",
+        changed = (
+            f"its bytes have changed since it was written: CRC-32 {crc32:08x}, want {task.crc32}"
         )
+        findings.add(task.path, changed)
     if num_wrong:
         assert task.column is not None
         findings.add(task.path, f"{num_wrong:,} {task.column.kind}, the first {first}", num_wrong)
@@ -167,32 +168,3 @@ def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
     if task.split:
         findings.splits[task.split] = SplitSummary(num_items, labels)
     return findings
-
-
-def _chunks(path: Path) -> Iterator[memoryview]:
-    """Yield the bytes of `path`; a chunk is valid until the next one is requested."""
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with path.open("rb", buffering=0) as stream:
-        while True:
-            filled = 0
-            while filled < CHUNK_BYTES and (count := stream.readinto(buffer[filled:])):
-                filled += count
-            if not filled:
-                return
-            yield buffer[:filled]
-
-
-def _meter(progress: Progress, stage: Stage, total: int) -> Callable[[int], None]:
-    """Return a function that shows the bytes read so far and their rate; threads may call it."""
-    num_read, lock = 0, Lock()
-    stage.total = total
-
-    def advance(num_bytes: int) -> None:
-        nonlocal num_read
-        with lock:
-            num_read += num_bytes
-            rate = num_read / max(progress.seconds, 1e-9)
-            stage.detail = f"{num_read / 1e9:,.2f} of {total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s"
-            stage.update(num_read)
-
-    return advance

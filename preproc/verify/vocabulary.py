@@ -1,13 +1,15 @@
 """Check of the vocabularies of a dataset, and of the ids against them."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dataloading.dataset.documents import read_json
-from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from preproc.vocabulary_file import check_vocabulary, has_days
 
 if TYPE_CHECKING:
@@ -22,7 +24,19 @@ def vocabulary_mistakes(spec: FeatureSpec, fitted: str | None) -> Iterator[tuple
     `fitted`: a dataset whose vocabularies they must be; None: any.
     """
     assert spec.root is not None
-    counted, (lists_cut, histories) = _counted_splits(spec), _cut_and_histories(spec)
+    # Splits whose rows the vocabularies count; none if the dataset has the fit of another.
+    counted: list[str] = []
+    # Features whose lists are cut or filled, so that they have other ids than were counted, and histories, whose values are
+    # counted in the feature that they are histories of.
+    lists_cut, histories = {feature.name for feature in spec.categorical}, set()
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        of_rows = str(read_json(spec.root / "report.json")["counted"])
+        if not any(files.parquet for files in spec.splits.values()):
+            counted = {"train": ["train"], "all": list(spec.splits)}.get(of_rows, [])
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        described = read_json(spec.root / "preproc.json")["features"]
+        histories = {history["name"] for history in described.get("history", [])}
+        lists_cut = {f["name"] for f in described["categorical"] if f.get("hotness") is not None}
     for table, features in spec.table_features.items():
         path = spec.root / "vocabulary" / f"{table}.parquet"
         if not path.is_file():
@@ -36,44 +50,16 @@ def vocabulary_mistakes(spec: FeatureSpec, fitted: str | None) -> Iterator[tuple
         if num_values + 1 != cardinality:
             yield path, f"{num_values:,} values, but a table of {cardinality:,} rows"
         elif counted and not lists_cut & {feature.name for feature in features}:
-            ids = sum(
-                _digest_of_ids(spec, feature, split)
-                for feature in features
-                if feature.name not in histories
-                for split in counted
-            )
-            if ids % 2**64 != _digest_of_counts(path):
+            digest = 0
+            for feature, split in product(features, counted):
+                if feature.name not in histories:
+                    stored = spec.splits[split].ids[feature.name]
+                    digest += _digest_of_ids(stored, feature.dtype.newbyteorder("<"))
+            if digest % 2**64 != _digest_of_counts(path):
                 where = ", ".join(counted)
                 yield path, f"its counts are not those of the ids in {where}: ids were exchanged"
         if fitted and not _is_same(path, Path(fitted) / "vocabulary" / path.name):
             yield path, f"other values than those of {Path(fitted) / 'vocabulary' / path.name}"
-
-
-def _counted_splits(spec: FeatureSpec) -> list[str]:
-    """Return the splits whose rows the vocabularies count; none if the dataset has the fit of another."""
-    assert spec.root is not None
-    try:
-        report = read_json(spec.root / "report.json")
-        counted = report["counted"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
-    if any(files.parquet for files in spec.splits.values()):
-        return []
-    return {"train": ["train"], "all": list(spec.splits)}.get(str(counted), [])
-
-
-def _cut_and_histories(spec: FeatureSpec) -> tuple[set[str], set[str]]:
-    """Return the features whose lists are cut or filled, so that they have other ids than were counted, and the histories.
-
-    Values of a history are counted once, in the feature that it is a history of.
-    """
-    assert spec.root is not None
-    try:
-        features = read_json(spec.root / "preproc.json")["features"]
-        lists = [f["name"] for f in features["categorical"] if f.get("hotness") is not None]
-        return {*lists}, {history["name"] for history in features.get("history", [])}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {feature.name for feature in spec.categorical}, set()
 
 
 def _digest(ids: np.ndarray) -> np.ndarray:
@@ -85,9 +71,9 @@ def _digest(ids: np.ndarray) -> np.ndarray:
     return mixed ^ mixed >> np.uint64(31)
 
 
-def _digest_of_ids(spec: FeatureSpec, feature: CategoricalFeature, split: str) -> int:
-    dtype, total = feature.dtype.newbyteorder("<"), 0
-    with spec.splits[split].ids[feature.name].open("rb") as stream:
+def _digest_of_ids(path: Path, dtype: np.dtype) -> int:
+    total = 0
+    with path.open("rb") as stream:
         while len(ids := np.frombuffer(stream.read(READ_ITEMS * dtype.itemsize), dtype)):
             total += int(_digest(ids).sum(dtype=np.uint64))
     return total

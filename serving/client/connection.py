@@ -30,10 +30,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str, token: str | None = None) -> "Address":
-        """Return the address of a URL.
-
-        Raises ValueError: it is none of http or https.
-        """
+        """Return the address of a URL. Raises ValueError: it is none of http or https."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -131,10 +128,7 @@ class Connection:
 
 
 async def get_json(connection: Connection, path: str) -> Any:
-    """Return the JSON of a path.
-
-    Raises ServerError: the server refuses it, or answers something else.
-    """
+    """Return the JSON of a path. Raises ServerError: the server refuses it, or answers something else."""
     reply = await connection.call(path)
     if reply.status != 200:
         raise ServerError(f"{path}: the server answers {reply.status}, {reply.message}")

@@ -29,10 +29,7 @@ class EncodedRequest:
 
 
 class RequestEncoder:
-    """Encoder of rows for one model.
-
-    Raises ValueError: the dataset has other features than the model.
-    """
+    """Encoder of rows for one model. Raises ValueError: the dataset has other features than the model."""
 
     def __init__(self, metadata: Mapping[str, Any], spec: FeatureSpec) -> None:
         self._spec = spec
@@ -108,10 +105,7 @@ class RequestEncoder:
 
 
 def scores_of(reply: Reply, num_rows: int) -> dict[str, np.ndarray]:
-    """Return the scores of a response by output, float32 [B].
-
-    Raises ServerError: it is an error, or malformed.
-    """
+    """Return the scores of a response by output, float32 [B]. Raises ServerError: it is an error, or malformed."""
     if reply.status != 200:
         raise ServerError(f"the server answers {reply.status}, {reply.message}")
     try:

@@ -45,10 +45,7 @@ class SharedInputs:
         return {"name": name, "datatype": datatype, "shape": shape, "parameters": parameters}
 
     async def register(self, connection: Connection) -> None:
-        """Tell the server about the region.
-
-        Raises ServerError: it has no such extension, or runs on another machine.
-        """
+        """Tell the server about the region. Raises ServerError: it has no such extension, or runs on another machine."""
         document = {"key": f"/{self._name}", "offset": 0, "byte_size": self._size}
         path = f"{PATH}/{self._name}/register"
         reply = await connection.call(path, json.dumps(document).encode())

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -18,13 +19,7 @@ import torch
 
 from configs.messages import shown
 from dataloading.dataset.documents import read_regular
-from dataloading.dataset.durable_files import (
-    clear_leftovers,
-    hold,
-    new_directory,
-    partial_sibling,
-    write_synced,
-)
+from dataloading.dataset.durable_files import new_output, write_synced
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import AVERAGE
 from nn.deltas.chain import open_chain
@@ -64,16 +59,10 @@ def apply_deltas(
 ) -> tuple[Manifest, list[Delta]]:
     """Write the model directory that deltas make of another one; it is complete or absent.
 
-    `base`: a model directory of a run with deltas.
-    `deltas`: in order; a directory of deltas stands for all of them after the base.
-    `fitted`: dataset of the day that the deltas lead to; None: of that of the base, and no table has grown.
-
-    Returns:
-        Its manifest, and the deltas.
-
-    Raises:
-        ValueError: the base is damaged, a delta cannot be used or does not follow, `fitted` is of another day, or is missing
-            where a table has grown; one line.
+    `base`: a model directory of a run with deltas. `deltas`: in order; a directory of deltas stands for all of them after the
+    base. `fitted`: dataset of the day that the deltas lead to; None: of that of the base, and no table has grown. Returns its
+    manifest, and the deltas. Raises ValueError: the base is damaged, a delta cannot be used or does not follow, `fitted` is of
+    another day, or is missing where a table has grown; one line.
     """
     manifest = Manifest.read(base)
     link = chain_of(manifest.source)
@@ -83,24 +72,13 @@ def apply_deltas(
         )
     chain = open_chain(link, deltas, str(base))
     manifest.verify(base)
-    spec = None if fitted is None else _spec_of(fitted, chain[-1])
-    with hold(output, f"is writing {output}") as alone:
-        if os.path.lexists(output):
-            raise ValueError(f"output={output} exists; name a new directory, or remove that one")
-        if alone:
-            clear_leftovers(output)
-        with new_directory(output, partial_sibling(output)) as unfinished:
-            return _write(base, manifest, chain, spec, unfinished), chain
-
-
-def _spec_of(fitted: str, last: Delta) -> FeatureSpec:
-    """Return the features of the day that the deltas lead to."""
-    spec = FeatureSpec.load(Path(fitted))
-    if spec.fingerprint() != last.facts["feature_spec"]:
+    spec = None if fitted is None else FeatureSpec.load(Path(fitted))
+    if spec is not None and spec.fingerprint() != chain[-1].facts["feature_spec"]:
         raise ValueError(
-            f"fitted={fitted} has other features than the day that {last.path} was trained on; name the dataset of that day"
+            f"fitted={fitted} has other features than the day that {chain[-1].path} was trained on; name the dataset of that day"
         )
-    return spec
+    with new_output(output) as unfinished:
+        return _write(base, manifest, chain, spec, unfinished), chain
 
 
 def _write(
@@ -118,7 +96,7 @@ def _write(
         if name not in (DENSE, ONNX, AOTI) and not is_old:
             (directory / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(base / name, directory / name)
-    values = {name: getattr(manifest, name) for name in Manifest.__slots__}
+    values: dict[str, Any] = {}
     split, proof_rows = read_proof_rows(base, manifest)
     unrounded = unrounded_tables(base, manifest, proof_rows)
     for table in manifest.tables:
@@ -143,10 +121,10 @@ def _write(
         VOCABULARIES: last.facts.get(VOCABULARIES, {}),
     }
     values["source"] = manifest.source | changed
-    unproved = Manifest(**values | {"proof": {}, "files": {}})
+    unproved = replace(manifest, **values)
     proof = _prove(directory, unproved, unrounded, split, proof_rows)
     values["proof"] = {"of": manifest.identity, "version": base.name, **asdict(proof)}
-    written = Manifest(**values | {"files": describe_files(directory)})
+    written = replace(manifest, **values, files=describe_files(directory))
     write_synced(directory / MANIFEST, written.to_json())
     # As a server would, before it is a version.
     decided = Deciding(base.name, base, manifest)
@@ -166,18 +144,12 @@ def _prove(
     The operations of the dense component are the base's, whose own proof compares them with the code of the model; rows that
     no delta has changed are the base's too.
     """
-    dense, limit = load_dense(directory / DENSE), LIMITS[manifest.dtype]
-    exact = ServedModel(manifest, MappedTables(directory, manifest, unrounded), dense, None)
-    served = ServedModel(manifest, MappedTables(directory, manifest), dense, None)
-    parts = [
-        rows.part(first, min(first + BATCH_ROWS, len(rows)))
-        for first in range(0, len(rows), BATCH_ROWS)
-    ]
+    dense = load_dense(directory / DENSE)
+    exact = ServedModel(manifest, MappedTables(directory, manifest, unrounded), dense)
+    served = ServedModel(manifest, MappedTables(directory, manifest), dense)
+    parts = [rows.part(i, i + BATCH_ROWS) for i in range(0, len(rows), BATCH_ROWS)]
     pairs = ((exact.scores(part), served.scores(part)) for part in parts)
-    advice = "report this as a bug"
-    if manifest.dtype != "fp32":
-        advice = "apply the deltas to an export of a wider dtype (fp32, or bf16 instead of int8)"
-    return compared(pairs, split, manifest.dtype, limit, lambda: advice)
+    return compared(pairs, split, manifest.dtype, LIMITS[manifest.dtype])
 
 
 def _apply(

@@ -31,8 +31,7 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 def load_dense(config: Config, spec: FeatureSpec, saved: SavedModel) -> Model:
     """Return the dense component with the weights that an evaluation uses: their average, if the run has one.
 
-    Raises:
-        ValueError: the checkpoint has other weights than the model.
+    Raises ValueError: the checkpoint has other weights than the model.
     """
     dense = build_dense(config.model, spec)
     saved.fill({f"dense.{name}": value for name, value in dense.state_dict().items()})
@@ -42,8 +41,7 @@ def load_dense(config: Config, spec: FeatureSpec, saved: SavedModel) -> Model:
 def export_dense(directory: Path, dense: Model, num_numerical: int, columns: int) -> None:
     """Write `dense.pt2`: forward(numerical [B, N], embeddings [B, T]) -> logits.
 
-    Raises:
-        ValueError: torch.export cannot trace the model.
+    Raises ValueError: torch.export cannot trace the model.
     """
     try:
         with torch.no_grad(), _quiet():
@@ -63,8 +61,7 @@ def export_dense(directory: Path, dense: Model, num_numerical: int, columns: int
 def export_onnx(directory: Path, dense: Model, num_numerical: int, columns: int) -> None:
     """Write `dense.onnx` with the inputs `numerical` and `embeddings` and the output `logits`.
 
-    Raises:
-        ValueError: the packages of ONNX are missing, or an operation has no form in ONNX.
+    Raises ValueError: the packages of ONNX are missing, or an operation has no form in ONNX.
     """
     require_onnx()
     batch = torch.export.Dim("batch", min=1, max=MOST_ROWS)
@@ -88,11 +85,7 @@ def export_onnx(directory: Path, dense: Model, num_numerical: int, columns: int)
 
 
 def load_onnx(directory: Path) -> Forward:
-    """Return the forward of `dense.onnx` in ONNX Runtime.
-
-    Raises:
-        ValueError: ONNX Runtime refuses it.
-    """
+    """Return the forward of `dense.onnx` in ONNX Runtime. Raises ValueError: ONNX Runtime refuses it."""
     import onnxruntime
 
     try:
@@ -121,8 +114,7 @@ def export_aoti(
 ) -> None:
     """Write `dense.aoti.pt2`: the forward as machine code of a device, for `torch._inductor.aoti_load_package` and C++.
 
-    Raises:
-        ValueError: the device is missing, or the compiler is missing or fails.
+    Raises ValueError: the device is missing, or the compiler is missing or fails.
     """
     check_aoti(device)
     example = _example(num_numerical, columns)
@@ -146,16 +138,15 @@ def export_aoti(
 def load_aoti(directory: Path, device: Device) -> Forward:
     """Return the forward of `dense.aoti.pt2`, from CPU to CPU; it runs machine code, so only of an export of this process.
 
-    Raises:
-        ValueError: torch cannot load it.
+    Raises ValueError: torch cannot load it.
     """
     path = str(directory / AOTI)
     # First in a process of its own: code for a GPU may end the process, which would leave its files.
     program = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
     tried = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True)
     if tried.returncode:
-        is_killed = tried.returncode < 0
-        cause = f"signal {-tried.returncode}" if is_killed else _last_line(tried.stderr)
+        lines = [line.strip() for line in tried.stderr.splitlines() if line.strip()]
+        cause = f"signal {-tried.returncode}" if tried.returncode < 0 else "".join(lines[-1:])
         raise ValueError(
             f"aoti={device.value}: torch {torch.__version__} cannot load what its compiler has written "
             f"({cause}); leave aoti out, or export with another version"
@@ -190,10 +181,6 @@ def _program(dense: Model, example: tuple[Tensor, Tensor]) -> torch.export.Expor
 
 def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 @contextmanager

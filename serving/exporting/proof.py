@@ -4,11 +4,9 @@ The training path is `nn.models.ranking_model` with the checkpoint's own weights
 rows of the tables that the test rows look up, so the proof takes no memory for the others.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy, deepcopy
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,6 +33,8 @@ LIMITS = {"fp32": 1e-6, "bf16": 2e-3, "int8": 2e-3}
 OTHER_LIMIT = 2e-5
 """Likewise of machine code of a GPU and of ONNX Runtime, where products are added in another order."""
 
+WIDER = {"int8": ("dtype=bf16", "dtype=fp32"), "bf16": ("dtype=fp32",)}
+BUG = "report this as a bug"
 DIVERGED = (
     "the training has diverged; export an earlier checkpoint, or train with a smaller optimizer.lr"
 )
@@ -58,8 +58,7 @@ def proof_batches(
 ) -> list[Batch]:
     """Return the first rows of a split; `key_maps` have the rows of raw keys.
 
-    Raises:
-        ValueError: there is no such split, or it is empty.
+    Raises ValueError: there is no such split, or it is empty.
     """
     available = min(num_rows, source.num_rows(split))
     if not available:
@@ -110,15 +109,6 @@ class TrainingPath:
         )
         self._tasks = tasks
 
-    def rounded(self, dtype: torch.dtype) -> Self:
-        """Return the same path with the rows of its tables rounded to a dtype."""
-        path = copy(self)
-        path._model = deepcopy(self._model)
-        for name, rows in path._model.state_dict().items():
-            if name.startswith("tables."):
-                rows.copy_(rows.to(dtype).float())
-        return path
-
     def scores(self, batch: Batch) -> Tensor:
         """Return the predictions of a batch, [B, tasks]."""
         with torch.no_grad():
@@ -162,85 +152,45 @@ def prove(
 ) -> Proof:
     """Compare the scores of both paths.
 
-    `elsewhere`: whether the dense component of `served` runs on a GPU, or in ONNX Runtime.
-
-    Raises:
-        ValueError: they differ by more than the dtype of the tables allows, or are not finite.
+    `elsewhere`: whether the dense component of `served` runs on a GPU, or in ONNX Runtime. Raises ValueError: they differ by
+    more than the dtype of the tables allows, or are not finite.
     """
     limit = LIMITS[served.manifest.dtype]
     if elsewhere:
         limit = max(limit, OTHER_LIMIT)
-    advice = partial(_advice, batches, path, served, limit)
-    return compared(_pairs(batches, path, served), split, served.manifest.dtype, limit, advice)
+    pairs = ((path.scores(batch), served.scores(rows_of(batch, served))) for batch in batches)
+    return compared(pairs, split, served.manifest.dtype, limit)
 
 
-def compared(
-    pairs: Iterable[tuple[Tensor, Tensor]],
-    split: str,
-    dtype: str,
-    limit: float,
-    advice: Callable[[], str],
-) -> Proof:
+def compared(pairs: Iterable[tuple[Tensor, Tensor]], split: str, dtype: str, limit: float) -> Proof:
     """Compare the scores of the training path and those of what was written, [rows, tasks] each.
 
-    Raises:
-        ValueError: they differ by more than that, or are not finite.
+    Raises ValueError: they differ by more than that, or are not finite.
     """
     largest, num_rows = 0.0, 0
     for wanted, got in pairs:
         # First: a comparison with nan is never true, so the largest of several differences would hide it.
         for scores, by, remedy in (
             (wanted, "the training path", DIVERGED),
-            (got, "the export", "report this as a bug"),
+            (got, "the export", BUG),
         ):
-            _require_finite(scores, by, remedy, split, num_rows)
-        largest = max(largest, float(difference(wanted, got)))
+            is_bad = ~scores.isfinite()
+            if is_bad.any():
+                row, task = (int(place) for place in is_bad.nonzero()[0])
+                raise ValueError(
+                    f"row {num_rows + row:,} of split {split} has the score {float(scores[row, task])} by {by}, want a finite "
+                    f"number; nothing was written: {remedy}"
+                )
+        # Relative to numbers above 1.
+        largest = max(largest, float(((wanted - got).abs() / wanted.abs().clamp(min=1)).max()))
         num_rows += len(wanted)
     if not largest <= limit:
+        wider = f"export with {' or '.join(WIDER[dtype])}" if dtype in WIDER else BUG
         raise ValueError(
             f"the export differs from the training path by {largest:.2e} on {num_rows:,} rows of split {split}, want at most "
-            f"{limit:g} with dtype={dtype}; nothing was written: {advice()}"
+            f"{limit:g} with dtype={dtype}; nothing was written: {wider}"
         )
     return Proof(split, num_rows, largest, limit)
-
-
-def _advice(batches: Sequence[Batch], path: TrainingPath, served: ServedModel, limit: float) -> str:
-    """Return what to do about a difference above the limit."""
-    match served.manifest.dtype:
-        case "fp32":
-            return "report this as a bug"
-        case "int8":
-            rounded = path.rounded(torch.bfloat16)
-            differences = [difference(path.scores(b), rounded.scores(b)) for b in batches]
-            expected = float(torch.stack(differences).max())
-            if expected <= limit:
-                return (
-                    f"use dtype=bf16, which differs by {expected:.1e} on these rows, or dtype=fp32"
-                )
-    return "use dtype=fp32"
-
-
-def _require_finite(scores: Tensor, by: str, advice: str, split: str, first: int) -> None:
-    """Raise ValueError unless the scores [B, tasks] of the rows from `first` on are finite."""
-    is_bad = ~scores.isfinite()
-    if is_bad.any():
-        row, task = (int(place) for place in is_bad.nonzero()[0])
-        raise ValueError(
-            f"row {first + row:,} of split {split} has the score {float(scores[row, task])} by {by}, want a finite number; "
-            f"nothing was written: {advice}"
-        )
-
-
-def difference(wanted: Tensor, got: Tensor) -> Tensor:
-    """Return the largest difference of scores, relative to numbers above 1."""
-    return ((wanted - got).abs() / wanted.abs().clamp(min=1)).max()
-
-
-def _pairs(
-    batches: Sequence[Batch], path: TrainingPath, served: ServedModel
-) -> Iterator[tuple[Tensor, Tensor]]:
-    for batch in batches:
-        yield path.scores(batch), served.scores(rows_of(batch, served))
 
 
 def rows_of(batch: Batch, served: ServedModel) -> Rows:

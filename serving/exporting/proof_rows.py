@@ -38,8 +38,7 @@ def write_proof_rows(directory: Path, rows: Rows) -> None:
 def read_proof_rows(directory: Path, manifest: Manifest) -> tuple[str, Rows]:
     """Return the rows of a model directory and their split; drawn ones if it has none.
 
-    Raises:
-        ModelError: they are not of the model.
+    Raises ModelError: they are not of the model.
     """
     if PROOF_ROWS not in manifest.files:
         return DRAWN, _drawn(manifest)

@@ -27,9 +27,8 @@ def write_raw_values(
 ) -> dict[str, Any]:
     """Write the vocabularies of a fit; return the description of the transformation.
 
-    Raises:
-        ValueError: there is no fit, it is damaged or of other features, or a feature is an expression that no server
-            evaluates.
+    Raises ValueError: there is no fit, it is damaged or of other features, or a feature is an expression that no server
+    evaluates.
     """
     state, features = open_fitted(fitted)
     own = FeatureSpec.load(state.directory)

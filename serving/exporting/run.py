@@ -1,7 +1,6 @@
 """Export of a checkpoint as a model directory, which is complete or absent."""
 
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +10,7 @@ from configs.command_line import project_version
 from configs.messages import require_onnx, shown
 from configs.schema import Config
 from configs.serving_schema import Device, ModelExportConfig
-from dataloading.dataset.durable_files import (
-    clear_leftovers,
-    hold,
-    new_directory,
-    partial_sibling,
-    write_synced,
-)
+from dataloading.dataset.durable_files import new_output, require_absent, write_synced
 from dataloading.dataset.source import Source
 from nn.build import open_source, stored_key_maps
 from nn.checkpoint.saved import SavedModel
@@ -27,7 +20,6 @@ from nn.models.registry import declared_tables
 from nn.models.tasks import Task, tasks_of_run
 from nn.saved_config import config_of
 from serving.exporting.dense import (
-    Forward,
     check_aoti,
     export_aoti,
     export_dense,
@@ -36,13 +28,7 @@ from serving.exporting.dense import (
     load_dense,
     load_onnx,
 )
-from serving.exporting.proof import (
-    TrainingPath,
-    looked_up_rows,
-    proof_batches,
-    prove,
-    rows_of,
-)
+from serving.exporting.proof import TrainingPath, looked_up_rows, proof_batches, prove, rows_of
 from serving.exporting.proof_rows import write_proof_rows
 from serving.exporting.raw_values import write_raw_values
 from serving.exporting.tables import write_tables
@@ -81,37 +67,26 @@ class Trained:
 def export_model(options: ModelExportConfig) -> Manifest:
     """Export a checkpoint; see `configs.serving_schema.ModelExportConfig`.
 
-    Raises:
-        ValueError: an option names something that cannot be used, the checkpoint is damaged, or the export does not score as
-            training does.
+    Raises ValueError: an option names something that cannot be used, the checkpoint is damaged, or the export does not score
+    as training does.
     """
     assert options.checkpoint is not None, "checked by the options"
     assert options.output is not None, "likewise"
     output = Path(options.output)
-    _check_output(output)
+    require_absent(output)
     if options.onnx:
         require_onnx()
     if options.aoti is not None:
         check_aoti(options.aoti)
     trained = open_trained(Path(options.checkpoint).resolve(), options.data_path)
-    with hold(output, f"is writing {output}") as alone:
-        _check_output(output)  # again: another process may have written it meanwhile
-        if alone:
-            clear_leftovers(output)
-        with new_directory(output, partial_sibling(output)) as unfinished:
-            return _write(unfinished, trained, options)
-
-
-def _check_output(output: Path) -> None:
-    if os.path.lexists(output):
-        raise ValueError(f"output={output} exists; name a new directory, or remove that one")
+    with new_output(output) as unfinished:
+        return _write(unfinished, trained, options)
 
 
 def open_trained(path: Path, data: str | None) -> Trained:
     """Open a checkpoint of a run, and the dataset that proves its export.
 
-    Raises:
-        ValueError: it is no checkpoint of a run, the dataset has other features, or the run expands ids.
+    Raises ValueError: it is no checkpoint of a run, the dataset has other features, or the run expands ids.
     """
     saved = SavedModel.open(path, "checkpoint")
     try:
@@ -144,7 +119,6 @@ def open_trained(path: Path, data: str | None) -> Trained:
 
 
 def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Manifest:
-    """Write and prove a model directory."""
     spec, dtype = trained.source.spec, options.dtype.name
     maps = stored_key_maps(trained.config, spec, trained.saved.index)
     batches = proof_batches(trained.source, options.split, options.rows, maps)
@@ -176,32 +150,24 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
         raw = write_raw_values(directory, options.fitted, spec, trained.saved.facts)
     manifest = _manifest(trained, options, tables, raw, files)
     path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks)
-    _write_manifest(directory, manifest)
+    _write_manifest(directory, manifest, {})
     served = ServedModel.load(directory)
     # Before the files are described; the proof is of the same rows.
     write_proof_rows(directory, Rows.joined([rows_of(batch, served) for batch in batches]))
     proof = asdict(prove(batches, path, served, options.split))
     if options.onnx:
-        served = _served_by(load_onnx(directory), directory, manifest)
+        served = ServedModel(manifest, MappedTables(directory, manifest), load_onnx(directory))
         proof[OF_ONNX] = asdict(prove(batches, path, served, options.split, elsewhere=True))
     if options.aoti is not None:
-        served = _served_by(load_aoti(directory, options.aoti), directory, manifest)
+        forward = load_aoti(directory, options.aoti)
+        served = ServedModel(manifest, MappedTables(directory, manifest), forward)
         on_gpu = options.aoti is Device.cuda
         proof[MACHINE_CODE] = asdict(prove(batches, path, served, options.split, elsewhere=on_gpu))
     return _write_manifest(directory, manifest, proof)
 
 
-def _served_by(forward: Forward, directory: Path, manifest: Manifest) -> ServedModel:
-    """Return the model whose dense component is another one than `dense.pt2`."""
-    return ServedModel(manifest, MappedTables(directory, manifest), forward, None)
-
-
-def _write_manifest(
-    directory: Path, manifest: Manifest, proof: dict[str, Any] | None = None
-) -> Manifest:
-    values = {name: getattr(manifest, name) for name in Manifest.__slots__}
-    values |= {"files": manifest.files or describe_files(directory)}
-    complete = Manifest(**values | {"proof": proof or {}})
+def _write_manifest(directory: Path, manifest: Manifest, proof: dict[str, Any]) -> Manifest:
+    complete = replace(manifest, files=describe_files(directory), proof=proof)
     write_synced(directory / MANIFEST, complete.to_json())
     return complete
 
@@ -220,7 +186,7 @@ def _manifest(
         numerical=list(spec.numerical),
         categorical=[Feature(f.name, f.cardinality, f.hotness) for f in spec.categorical],
         keep_rate=None if spec.keep_rate is None else spec.keep_rate.name,
-        outputs=[_output(task) for task in trained.tasks],
+        outputs=[Output(task.name, task.is_binary, task.shift) for task in trained.tasks],
         dtype=options.dtype.name,
         tables=tables,
         keys={f.name: keys[f.table or f.name] for f in spec.categorical if f.is_dynamic},
@@ -235,7 +201,3 @@ def _manifest(
             "torch": torch.__version__,
         },
     )
-
-
-def _output(task: Task) -> Output:
-    return Output(task.name, task.is_binary, task.shift)

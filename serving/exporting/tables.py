@@ -28,10 +28,8 @@ def write_tables(
 ) -> dict[str, Tensor]:
     """Write the tables of a model, and return some of their rows as they are in the checkpoint.
 
-    `wanted`: numbers of the rows to return by table, ascending, int64.
-
-    Raises:
-        ValueError: a table is missing or of another shape, or a file of the checkpoint is damaged.
+    `wanted`: numbers of the rows to return by table, ascending, int64. Raises ValueError: a table is missing or of another
+    shape, or a file of the checkpoint is damaged.
     """
     (directory / "tables").mkdir()
     return {

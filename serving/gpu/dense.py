@@ -15,8 +15,7 @@ def dense_on(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return forward(numerical [B, N], embeddings [B, T]) -> logits on a device.
 
-    `dtype`: of matrix products; with bfloat16 autocast decides about other operations, as in training with
-    `train.amp=bf16`.
+    `dtype`: of matrix products; with bfloat16 autocast decides about other operations, as in training with `train.amp=bf16`.
     """
     module = move_to_device_pass(program, device).module()
     _drop_checks(module)

@@ -38,10 +38,9 @@ class GpuModel:
     """Tables and dense component of a model on a GPU.
 
     Batches are padded to the next power of two. Each such size is one CUDA graph, captured at the start; all read the same
-    block of inputs and share their memory, so one thread at a time may score.
-
-    `raw`: its transformation of raw values; None if only ids are served. `max_batch`: rows of the largest batch; more rows
-    are scored in parts. `keys`: rows of raw keys by feature.
+    block of inputs and share their memory, so one thread at a time may score. `raw`: its transformation of raw values; None if
+    only ids are served. `max_batch`: rows of the largest batch; more rows are scored in parts. `keys`: rows of raw keys by
+    feature.
     """
 
     def __init__(
@@ -52,9 +51,9 @@ class GpuModel:
         raw: RawValues | None,
         max_batch: int,
         dtype: torch.dtype,
+        keys: Mapping[str, KeyRows],
     ) -> None:
-        self.manifest, self.raw = manifest, raw
-        self.keys: Mapping[str, KeyRows] = {}
+        self.manifest, self.raw, self.keys = manifest, raw, keys
         self._tables, self._dense, self._dtype = tables, dense, dtype
         self._device = tables[0].hot.device
         self._head = ScoreHead(manifest, self._device)
@@ -97,9 +96,7 @@ class GpuModel:
         counts = hot_rows(manifest.tables, manifest.dtype, table_bytes)
         try:
             tables = to_device(stored, counts, device)
-            model = cls(manifest, tables, dense, raw, max_batch, dense_dtype)
-            model.keys = keys
-            return model
+            return cls(manifest, tables, dense, raw, max_batch, dense_dtype, keys)
         except torch.OutOfMemoryError as error:
             raise ModelError(
                 f"{directory}: the GPU has too little memory ({str(error).splitlines()[0]}); set a smaller table_gib or max_batch"

@@ -44,10 +44,7 @@ def import_loader() -> None:
 
 
 def load_dense(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return forward(numerical [B, N], embeddings [B, T]) -> logits on the CPU.
-
-    Raises ModelError: as `load_program`.
-    """
+    """Return forward(numerical [B, N], embeddings [B, T]) -> logits on the CPU. Raises ModelError: as `load_program`."""
     return _loaded(path, lambda file: Program(zipfile.ZipFile(file))).forward
 
 
@@ -135,7 +132,6 @@ def _is_plain(expression: object) -> bool:
 
 
 def _items(document: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every key of a document with its value, at all depths."""
     if isinstance(document, dict):
         for key, value in document.items():
             yield key, value

@@ -29,11 +29,10 @@ class ServedModel:
         manifest: Manifest,
         look_up: Lookup,
         dense: Callable[[Tensor, Tensor], Tensor],
-        raw: RawValues | None,
+        raw: RawValues | None = None,
+        keys: Mapping[str, KeyRows] | None = None,
     ) -> None:
-        self.manifest = manifest
-        self.raw = raw
-        self.keys: Mapping[str, KeyRows] = {}
+        self.manifest, self.raw, self.keys = manifest, raw, keys or {}
         self._look_up = look_up
         self._dense = dense
         self._head = ScoreHead(manifest)
@@ -48,9 +47,7 @@ class ServedModel:
         raw = RawValues.load(directory, manifest) if manifest.raw else None
         keys = load_key_rows(directory, manifest)
         dense = load_dense(directory / DENSE)
-        model = cls(manifest, MappedTables(directory, manifest), dense, raw)
-        model.keys = keys
-        return model
+        return cls(manifest, MappedTables(directory, manifest), dense, raw, keys)
 
     def logits(self, rows: Rows) -> Tensor:
         """Return the logits of the dense component, [B], or [B, O] of several outputs."""

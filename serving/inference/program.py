@@ -30,8 +30,6 @@ CHECK = "torch.ops.aten._assert_tensor_metadata.default"
 
 
 class _Name(str):
-    """Name of a value that an operation reads."""
-
     __slots__ = ()
 
 
@@ -91,7 +89,6 @@ class Program:
             yield name, flat.clone().as_strided(size, strides, meta["storage_offset"]["as_int"])
 
     def forward(self, numerical: Tensor, embeddings: Tensor) -> Tensor:
-        """Return the logits."""
         values = self._constants | dict(zip(self._inputs, (numerical, embeddings), strict=True))
         for function, positional, named, outputs, is_single, freed in self._calls:
             result = function(
@@ -138,7 +135,6 @@ def _template(item: Any) -> Any:
 
 
 def _names(template: Any) -> Iterator[_Name]:
-    """Yield the names in a template."""
     if isinstance(template, _Name):
         yield template
     elif isinstance(template, list):

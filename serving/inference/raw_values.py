@@ -128,7 +128,7 @@ class RawValues:
             if dimensions == 2 and len(shape) != 2:
                 _refuse(f"list {shown(name)} has shape {list(shape)}; want [{num_rows}, values]")
         inputs = {**inputs, **self._computed(inputs)}
-        ids: dict[str, Tensor | RaggedIds] = {}
+        ids: dict[str, Any] = {}  # int64 [B * hotness], or `RaggedIds`
         lengths = []
         for feature in self._categorical:
             ids[feature["name"]], counts = self._ids(feature, inputs, shapes, num_rows)
@@ -143,26 +143,13 @@ class RawValues:
         if numbers or lengths:
             stacked = np.stack([*numbers, *lengths], axis=1).astype(np.float32)
         rates = {name: np.asarray(inputs[name]) for name in self._optional & set(inputs)}
-        rates_of_rows = keep_rates(self._manifest, rates, num_rows)
-        return self._of_features(torch.from_numpy(stacked), ids, rates_of_rows)
-
-    def _of_features(
-        self,
-        numerical: Tensor,
-        ids: Mapping[str, Tensor | RaggedIds],
-        rates: Tensor | None,
-    ) -> Rows:
-        """Return rows; ids are int64 [B * hotness] by feature, or ragged."""
-        fixed, ragged = [], {}
-        for name, values in ids.items():
-            if isinstance(values, RaggedIds):
-                ragged[name] = values
-        for feature in self._manifest.fixed:
-            values = ids[feature.name]
-            assert isinstance(values, Tensor)
-            fixed.append(values.view(len(numerical), -1))
-        matrix = torch.cat(fixed, dim=1) if fixed else torch.zeros(len(numerical), 0).long()
-        return Rows(numerical, matrix, ragged, rates)
+        fixed = [ids[feature.name].view(num_rows, -1) for feature in self._manifest.fixed]
+        return Rows(
+            torch.from_numpy(stacked),
+            torch.cat(fixed, dim=1) if fixed else torch.zeros(num_rows, 0).long(),
+            {feature.name: ids[feature.name] for feature in self._manifest.ragged},
+            keep_rates(self._manifest, rates, num_rows),
+        )
 
     def _computed(self, inputs: Mapping[str, Any]) -> dict[Any, Any]:
         """Return the values of expressions: texts, or numbers, where a missing one is NaN."""
@@ -223,7 +210,6 @@ class RawValues:
         return stored.astype(np.float16).astype(np.float32) if self._is_float16 else stored
 
     def _texts(self, name: str, values: Any) -> list[str | None]:
-        """Return the values of a column as texts."""
         if isinstance(values, list):
             missing = self._missing.of_texts(name)
             return [None if not text or text in missing else text for text in values]
@@ -269,7 +255,7 @@ class RawValues:
             width = shapes[column][1]
             lists = [without_end(texts[row * width : (row + 1) * width]) for row in range(num_rows)]
         if self._drops_empty:
-            lists = [_present(values) for values in lists]
+            lists = [[value for value in values if value is not None] for values in lists]
         return self._several(feature, lists)
 
     def _several(
@@ -282,7 +268,7 @@ class RawValues:
             lists = [values[kept] for values in lists]
         lengths = [len(values) for values in lists]
         if hotness is not None:
-            lists = [values + _missing(hotness - len(values)) for values in lists]
+            lists = [[*values, *[None] * (hotness - len(values))] for values in lists]
         ids = torch.from_numpy(
             self._encode(feature, [value for values in lists for value in values])
         )
@@ -294,15 +280,13 @@ class RawValues:
     ) -> tuple[Tensor | RaggedIds, np.ndarray]:
         """Return the ids of the last values, the most recent first, and their number, float32 [B]."""
         texts, width = self._texts(history["name"], values), shape[1]
-        lists = [
-            _present(texts[row * width : (row + 1) * width])[: history["length"]]
-            for row in range(num_rows)
-        ]
+        rows = (texts[row * width : (row + 1) * width] for row in range(num_rows))
+        present = ([value for value in values if value is not None] for values in rows)
+        lists: list[list[str | None]] = [[*values[: history["length"]]] for values in present]
         of = self._by_name[history["of"]] | {"name": history["name"]}
         return self._several(of | {"take": "first"}, lists)
 
     def _encode(self, feature: Mapping[str, Any], texts: Texts) -> np.ndarray:
-        """Return the id of each value, int64."""
         if feature.get("is_key"):
             keys = np.array([0 if text is None else _key(text) for text in texts], np.int64)
             return self._keys[feature["name"]].rows(keys)
@@ -336,7 +320,6 @@ class _MissingValues:
         self._numbers = numbers_of(texts)
 
     def of_texts(self, name: str) -> frozenset[str]:
-        """Return the texts that are missing in an input."""
         return self._texts.get(name, frozenset())
 
     def of_numbers(self, name: str, values: np.ndarray) -> np.ndarray:
@@ -388,14 +371,6 @@ def without_end(values: list[str | None]) -> list[str | None]:
     return values[:last]
 
 
-def _present(values: list[str | None]) -> list[str | None]:
-    return [value for value in values if value is not None]
-
-
-def _missing(count: int) -> list[str | None]:
-    return [None] * count
-
-
 def _bucket(text: str, buckets: int) -> int:
     return int(hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()[:15], 16) % buckets + 1
 
@@ -410,7 +385,6 @@ def _key(text: str) -> int:
 def _transformed(
     numbers: list[float | None], transform: Any, fitted: Sequence[float]
 ) -> list[float | None]:
-    """Return numbers after one transform; None is a missing number."""
     name, argument = transform_of(transform)
     if name == "fill":
         return [float(argument) if x is None else x for x in numbers]

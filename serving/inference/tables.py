@@ -1,7 +1,7 @@
 """Lookup of embeddings in mapped tables: only the rows that are looked up are read, so tables may exceed memory."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -21,11 +21,8 @@ GATHERED = 1 << 22
 # B: rows, T: columns of all embeddings
 
 
-class Lookup(Protocol):
-    """Lookup of embeddings on some device."""
-
-    def __call__(self, rows: Rows) -> Tensor:
-        """Return the embeddings of B rows, float32 [B, T]."""
+Lookup = Callable[[Rows], Tensor]
+"""Returns the embeddings of B rows, float32 [B, T]."""
 
 
 class LookedUp(Protocol):
@@ -128,9 +125,8 @@ class MappedTable:
 def _mapped(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return the numbers of a file, which is mapped for reading.
 
-    torch.from_file maps it for writing: the system then counts it as memory, and refuses what exceeds that.
-
-    Raises OSError: the file cannot be opened. Raises ValueError: it is too short.
+    torch.from_file maps it for writing: the system then counts it as memory, and refuses what exceeds that. Raises OSError:
+    the file cannot be opened. Raises ValueError: it is too short.
     """
     numbers = np.memmap(path, NUMPY_DTYPES[dtype], "r", shape=shape)
     with warnings.catch_warnings():

@@ -80,8 +80,14 @@ def load_version(
     if verify:
         manifest.verify(directory, threads)
     model = load(directory, manifest)
+    one = torch.zeros(1, dtype=torch.int64)
+    row = Rows(
+        torch.zeros(1, len(manifest.numerical)),
+        torch.zeros(1, manifest.id_columns, dtype=torch.int64),
+        {feature.name: RaggedIds(one, one + 1) for feature in manifest.ragged},
+    )
     try:
-        score = model.scores(_one_row(manifest))
+        score = model.scores(row)
     except Exception as error:
         raise ModelError(f"{directory} does not score a row: {shown(str(error))}") from error
     if score.shape != (1, len(manifest.outputs)):
@@ -96,19 +102,8 @@ def load_version(
     return Version(name, model, manifest.identity)
 
 
-def _one_row(manifest: Manifest) -> Rows:
-    one = torch.zeros(1, dtype=torch.int64)
-    return Rows(
-        torch.zeros(1, len(manifest.numerical)),
-        torch.zeros(1, manifest.id_columns, dtype=torch.int64),
-        {feature.name: RaggedIds(one, one + 1) for feature in manifest.ragged},
-    )
-
-
 @dataclass(slots=True)
 class _Refused:
-    """A version that was refused."""
-
     tried: _Files  # its files when it was
     seen: _Files  # its files at the last look
     decided: Deciding | None
@@ -158,7 +153,6 @@ class Versions:
 
     @property
     def current(self) -> Version:
-        """The newest version that serves."""
         return self.serving[0]
 
     def shares(self) -> list[tuple[Version, float]]:

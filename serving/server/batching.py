@@ -43,9 +43,8 @@ class Batcher:
     """Queue of one thread, which scores one batch at a time.
 
     A batch has the rows of one version, so a response is that of the version it names. The thread takes what waits as soon as
-    it is free, without a turn of the event loop: a batch is handed over twice, once from the loop and once back.
-
-    `measure`: called in the loop with the rows and the seconds of every batch.
+    it is free, without a turn of the event loop: a batch is handed over twice, once from the loop and once back. `measure`:
+    called in the loop with the rows and the seconds of every batch.
     """
 
     def __init__(self, limits: BatchLimits, measure: Callable[[int, float], None]) -> None:
@@ -93,8 +92,7 @@ class Batcher:
         """Return the scores of rows, float32 [B, O]; more rows than a batch has are split.
 
         B is `num_rows`. `read`: returns the rows. It is called in the thread that scores: checks of every id are a third of
-        the loop's time. Raises RequestError: the queue is full, or the rows have waited too long. Raises Exception: as
-        `read`.
+        the loop's time. Raises RequestError: the queue is full, or the rows have waited too long. Raises Exception: as `read`.
         """
         self.check(num_rows)
         size = self._limits.max_batch

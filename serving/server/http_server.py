@@ -134,11 +134,7 @@ class HttpServer:
         return min(len(self._server.server_state.connections), self.app.limits.max_connections)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port.
-
-        Raises:
-            OSError: the address cannot be used.
-        """
+        """Listen; return the port. Raises OSError: the address cannot be used."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # asyncio turns Nagle's algorithm off for sockets that say that they are TCP; with it an answer waits 40 ms.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -246,11 +242,7 @@ class App:
         return Request(method, request.path, headers, content)
 
     def reserve(self, body: "_Body", size: int) -> None:
-        """Count bytes of a body among those in memory, before they are there.
-
-        Raises:
-            RequestError: they are too many.
-        """
+        """Count bytes of a body among those in memory, before they are there. Raises RequestError: they are too many."""
         if body.held + size > self.limits.max_body:
             raise RequestError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,

@@ -40,9 +40,8 @@ class Lane:
     """One thread that works on one request at a time, so the objects of one are in memory.
 
     The interpreter runs one thread. A JSON decoder keeps it until it has ended, and the loop gives it away at each read of a
-    socket. So the loop makes a turn between two requests, in which all who wait for it are served.
-
-    `switch_s`: time after which other threads get the interpreter while this one works; None for Python's 5 ms.
+    socket. So the loop makes a turn between two requests, in which all who wait for it are served. `switch_s`: time after
+    which other threads get the interpreter while this one works; None for Python's 5 ms.
     """
 
     def __init__(self, name: str, deadline_s: float, switch_s: float | None = None) -> None:

@@ -79,10 +79,7 @@ class Service:
         return f"model {self._versions.current.model.manifest.name}, version {names}"
 
     async def start(self, host: str, port: int) -> int:
-        """Serve until `stop`; return the port.
-
-        Raises OSError: the address cannot be used.
-        """
+        """Serve until `stop`; return the port. Raises OSError: the address cannot be used."""
         found = await self._http.start(host, port)
         for thread in self._threads:
             thread.start()
@@ -119,10 +116,7 @@ class Service:
         return error_response(error)
 
     async def _answer(self, request: Request) -> Response:
-        """Return the response of a request.
-
-        Raises RequestError: it is refused.
-        """
+        """Return the response of a request. Raises RequestError: it is refused."""
         response = await self._route(request)
         self._metrics.response(response.status.value)
         return response
@@ -206,9 +200,8 @@ class Service:
         """Return a request without its inputs, unless it is to be logged, and what reads its rows.
 
         JSON and texts become Python objects, which takes far longer than to look at an array. A thread makes those of more
-        than `SMALL_BYTES`, and another one those of more than `LARGE_BYTES`, for which the others need not wait.
-
-        Raises RequestError: it is malformed, has more rows than may wait, or has waited too long.
+        than `SMALL_BYTES`, and another one those of more than `LARGE_BYTES`, for which the others need not wait. Raises
+        RequestError: it is malformed, has more rows than may wait, or has waited too long.
         """
         described = None
         size = json_length(request.body, request.headers)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.serving_schema import DenseFormat, Device, Layout, TritonConfig, require_model_name
-from dataloading.dataset.durable_files import new_directory, partial_sibling, write_synced
+from dataloading.dataset.durable_files import new_output, require_absent, write_synced
 from serving.manifest import DENSE, IDS, MANIFEST, NUMERICAL, Manifest
 from serving.triton.onnx_scores import write_onnx_scores
 from serving.triton.text_proto import Word, entries, text_proto
@@ -39,13 +39,12 @@ def write_repository(config: TritonConfig) -> list[str]:
     assert config.model is not None, "checked by the options"
     assert config.output is not None, "likewise"
     directory, output = Path(config.model), Path(config.output)
-    if os.path.lexists(output):
-        raise ValueError(f"output={output} exists; name a new directory, or remove that one")
+    require_absent(output)
     manifest = Manifest.read(directory)
     manifest.verify(directory)
     name = config.name or manifest.name
     require_model_name(name)
-    with new_directory(output, partial_sibling(output)) as unfinished:
+    with new_output(output) as unfinished:
         if config.layout is Layout.monolithic:
             return [_write_monolithic(unfinished, directory, manifest, config, name)]
         return _write_ensemble(unfinished, directory, manifest, config, name)

@@ -166,6 +166,7 @@ SUBPACKAGES = {
         "nn.checkpoint",
         "nn.distributed",
         "nn.embedding",
+        "nn.loggers",
         "nn.models",
         "nn.observability",
         "nn.stages",
@@ -306,7 +307,7 @@ SUBPACKAGES = {
         "preproc.work_directory",
     },
     "preproc.convert": {"preproc.report"},
-    "preproc.synthetic": {"preproc.report"},
+    "preproc.synthetic": {"preproc.ordered_map", "preproc.report"},
     "preproc.verify": {"preproc.report", "preproc.vocabulary_file"},
     "preproc.table": {
         "preproc.dataset_writer",
@@ -327,7 +328,7 @@ SUBPACKAGES = {
         "preproc.text_columns",
         "preproc.vocabulary_sql",
     },
-    "preproc.frames": {"preproc.__main__", "preproc.describe"},
+    "preproc.frames": {"preproc.__main__", "preproc.describe", "preproc.raw_tables"},
     "preproc.table.pipeline": {
         "preproc.complete_dataset",
         "preproc.fitted_state",

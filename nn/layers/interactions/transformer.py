@@ -28,6 +28,14 @@ ACTIVATIONS = {
 }
 
 
+def check_heads(heads: int, columns: int) -> None:
+    """Raise ValueError if heads do not divide the columns of a token."""
+    if columns % heads:
+        raise ValueError(
+            f"model.heads must divide the {columns} columns of an event's token, got {heads}"
+        )
+
+
 class EventTokens(nn.Module):
     """Tokens of events, x_j = e_j + P[d_j] + A[b_j] + sum_k n_jk v_k, and dropout.
 
@@ -89,10 +97,7 @@ class TransformerBlock(nn.Module):
         Raises ValueError: the heads do not divide the columns.
         """
         super().__init__()
-        if columns % heads:
-            raise ValueError(
-                f"model.heads must divide the {columns} columns of an event, got {heads}; model.embedding_dim changes them"
-            )
+        check_heads(heads, columns)
         self._heads, self._causal, self._residual = heads, causal, residual
         self._activation = ACTIVATIONS[activation]
         self.projections = nn.Linear(columns, 3 * columns)

@@ -22,7 +22,7 @@ from dataloading.dataset.durable_files import (
     cut_incomplete_line,
     hold,
     lock_directory,
-    new_directory,
+    new_output,
     partial_sibling,
     put_in_place,
     replace_directory,
@@ -104,23 +104,24 @@ def test_a_directory_is_replaced(tmp_path):
     ]
 
 
-def test_a_new_directory_is_complete_or_absent(tmp_path):
-    path, temporary = tmp_path / "out", tmp_path / "deep" / "temporary"
-    temporary.mkdir(parents=True)
-    (temporary / "left by a killed process").touch()
+def test_an_output_is_complete_or_absent(tmp_path):
+    path = tmp_path / "deep" / "out"
+    partial_sibling(path).mkdir(parents=True)  # left by a killed process
 
     def interrupted():
-        with new_directory(path, temporary) as directory:
+        with new_output(path) as directory:
             assert os.listdir(directory) == []
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert not path.exists()
-    assert not temporary.exists()
-    with new_directory(path, temporary) as directory:
+    assert os.listdir(path.parent) == []
+    with new_output(path) as directory:
         (directory / "file").touch()
         assert not path.exists()
+    assert os.listdir(path) == ["file"]
+    with pytest.raises(ValueError, match="out exists; name a new directory"), new_output(path):
+        pass
     assert os.listdir(path) == ["file"]
 
 

@@ -1,16 +1,39 @@
 """AUC and log loss against scikit-learn in float64, over one process and over two."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from nn.metrics.ranking import RankingMetrics, roc_auc
+from nn.metrics.measured_rows import MeasuredRows, RowGather
+from nn.metrics.ranking import KeptRows, roc_auc
 from tests.helpers.composed import ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 
 CPU = torch.device("cpu")
+
+
+class OneRank:
+    """The collectives of a process without others."""
+
+    rank, world_size = 0, 1
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor]
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def broadcast_object(self, value: object) -> object:
+        return value
+
+
+def totals(kept: KeptRows, ranks: Any = None) -> dict[str, float]:
+    gather = RowGather(kept.device, ranks or OneRank())
+    measured = MeasuredRows(*kept.kept(), None, torch.empty(0), gather).totals
+    return {name: value for name, value in measured.items() if name != "weight"}
 
 
 def clicks(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,9 +83,9 @@ def test_auc_does_not_depend_on_the_order_of_rows_to_the_last_bit():
 
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_auc_of_one_class_is_nan_and_the_rest_is_still_reported(label):
-    metrics = RankingMetrics(CPU)
+    metrics = KeptRows(CPU)
     metrics.update(torch.zeros(8), torch.full((8,), label), num_valid=8)
-    result = metrics.compute()
+    result = totals(metrics)
     assert math.isnan(result.pop("auc"))
     assert result == {
         "log_loss": pytest.approx(math.log(2)),
@@ -72,58 +95,58 @@ def test_auc_of_one_class_is_nan_and_the_rest_is_still_reported(label):
 
 
 def test_a_nan_logit_makes_both_metrics_nan_and_not_a_wrong_number():
-    metrics = RankingMetrics(CPU)
+    metrics = KeptRows(CPU)
     metrics.update(torch.tensor([math.nan, 1.0, 0.0]), torch.tensor([0.0, 1.0, 0.0]), num_valid=3)
-    result = metrics.compute()
+    result = totals(metrics)
     assert math.isnan(result["auc"])
     assert math.isnan(result["log_loss"])
 
 
 def test_batches_add_up_and_padding_is_not_counted():
     logits, labels = clicks(1_000)
-    metrics = RankingMetrics(CPU)
+    metrics = KeptRows(CPU)
     metrics.update(logits[:600], labels[:600], num_valid=600)
     padded_logits = torch.cat([logits[600:], torch.full((24,), 9.0)])
     padded_labels = torch.cat([labels[600:], torch.zeros(24)])
     metrics.update(padded_logits, padded_labels, num_valid=400)
-    assert metrics.compute() == pytest.approx(expected(logits, labels), abs=1e-9)
+    assert totals(metrics) == pytest.approx(expected(logits, labels), abs=1e-9)
 
 
 def test_bf16_logits_give_the_metrics_of_the_rounded_values():
     logits, labels = clicks(3_000)
     logits = logits.bfloat16()
-    metrics = RankingMetrics(CPU)
+    metrics = KeptRows(CPU)
     metrics.update(logits, labels, num_valid=3_000)
-    assert metrics.compute() == pytest.approx(expected(logits, labels), abs=1e-9)
+    assert totals(metrics) == pytest.approx(expected(logits, labels), abs=1e-9)
 
 
 def test_log_loss_of_far_logits_is_neither_clipped_nor_infinite():
     logits = torch.tensor([50.0, -50.0, 50.0, -50.0])
     labels = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    metrics = RankingMetrics(CPU)
+    metrics = KeptRows(CPU)
     metrics.update(logits, labels, num_valid=4)
     # Two rows right (a loss of 2e-22 each) and two wrong by 50; scikit-learn clips at 36.
-    assert metrics.compute()["log_loss"] == pytest.approx(25.0, abs=1e-9)
+    assert totals(metrics)["log_loss"] == pytest.approx(25.0, abs=1e-9)
     metrics.reset()
     metrics.update(logits[:2], labels[:2], num_valid=2)
-    assert metrics.compute()["log_loss"] == pytest.approx(math.exp(-50), rel=1e-9)
+    assert totals(metrics)["log_loss"] == pytest.approx(math.exp(-50), rel=1e-9)
 
 
 def test_the_buffers_of_a_step_may_be_overwritten_after_update():
     logits, labels = clicks(100)
-    metrics = RankingMetrics(CPU)
+    metrics = KeptRows(CPU)
     wanted = expected(logits, labels)
     metrics.update(logits, labels, num_valid=100)
     logits.zero_()
     labels.zero_()
-    assert metrics.compute() == pytest.approx(wanted, abs=1e-9)
+    assert totals(metrics) == pytest.approx(wanted, abs=1e-9)
 
 
 def test_reset_forgets_and_no_rows_are_nan():
-    metrics = RankingMetrics(CPU)
+    metrics = KeptRows(CPU)
     metrics.update(*clicks(10), num_valid=10)
     metrics.reset()
-    result = metrics.compute()
+    result = totals(metrics)
     assert result.pop("rows") == 0
     assert all(math.isnan(value) for value in result.values())
 
@@ -150,10 +173,10 @@ def compute_every_case() -> dict[str, dict[str, float]]:
     with ranks_of_cpu() as ranks:
         for case in ("uneven", "idle", "classes", "no clicks"):
             logits, labels = rows_of(ranks.rank, case)
-            metrics = RankingMetrics(CPU, ranks)
+            metrics = KeptRows(CPU)
             if len(logits):
                 metrics.update(logits, labels, num_valid=len(logits))
-            results[case] = metrics.compute()
+            results[case] = totals(metrics, ranks)
     return results
 
 
@@ -184,7 +207,7 @@ def test_two_ranks_without_a_click_tell_the_log_loss_and_no_auc(two_ranks):
 def test_update_does_not_wait_for_the_gpu_and_compute_equals_scikit_learn():
     device = torch.device("cuda")
     logits, labels = clicks(4_096)
-    metrics = RankingMetrics(device)
+    metrics = KeptRows(device)
     on_device = logits.bfloat16().to(device), labels.to(device)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -192,7 +215,7 @@ def test_update_does_not_wait_for_the_gpu_and_compute_equals_scikit_learn():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     wanted = expected(logits.bfloat16()[:4_000], labels[:4_000])
-    assert metrics.compute() == pytest.approx(wanted, abs=1e-9)
+    assert totals(metrics) == pytest.approx(wanted, abs=1e-9)
 
 
 @pytest.mark.gpu

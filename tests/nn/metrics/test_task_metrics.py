@@ -20,7 +20,6 @@ from dataloading.dataset.row_columns import RowColumn
 from nn.metrics.grouped_auc import grouped_auc, weighted_auc
 from nn.metrics.measured_rows import MeasuredRows, RowGather
 from nn.metrics.measures import loss_over_entropy
-from nn.metrics.ranking import RankingMetrics
 from nn.metrics.task_metrics import TaskMetrics
 from nn.models.tasks import tasks_of
 from tests.helpers.composed import ranks_of_cpu
@@ -278,9 +277,8 @@ def test_the_entropy_of_a_label_of_which_one_value_has_all_the_weight():
         for heavy in (1.0, 1e16):
             weights = torch.tensor([heavy, 1.0], dtype=torch.float64)
             device = torch.device("cpu")
-            gather, ranking = RowGather(device, ranks), RankingMetrics(device, ranks)
-            rows = MeasuredRows(logits, labels, weights, torch.empty(0), gather, ranking)
-            measured = rows.totals
+            gather = RowGather(device, ranks)
+            measured = MeasuredRows(logits, labels, weights, torch.empty(0), gather).totals
             rate, others = measured["label_mean"], measured["others_mean"]
             loss = (heavy * losses[0] + losses[1]) / (heavy + 1)
             entropy = others * (1 - math.log(others)) if heavy > 1 else math.log(2)

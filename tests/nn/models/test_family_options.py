@@ -240,6 +240,9 @@ OTHER_VALUES: dict[str, Any] = {
     "prior_features": ["item"],
     "feature_order": ["kinds", "age"],
     "sequence": "kinds",
+    "recent": 1,
+    "found": 1,
+    "hash_bits": 1,
 }
 BOTTOM = {"embedding_dim": 8, "bottom_mlp": [8]}
 # What a model needs, and what an option needs to have an effect.
@@ -252,6 +255,12 @@ NEEDED: dict[str, dict[str, Any]] = {
     "rankmixer.active_experts": {"experts": 2},
     "masknet.hidden": {"structure": "parallel"},
     **{name: {"item_features": ["item"], "embedding_dim": 20} for name in OF_EVENTS},
+    "transact.recent": {"recent": 2},
+    "sim.found": {"found": 2},
+    "sim.recent": {"recent": 2},
+    "sim.search": {"found": 1},
+    "sim.hash_bits": {"search": "hash", "found": 1},
+    "onetrans": {"item_features": ["item"], "token_dim": 40},
 }
 # What changes with an option.
 TOGETHER: dict[str, dict[str, Any]] = {

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag
+from torch.nn.functional import embedding_bag, gelu
 
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from nn.embedding.declared_tables import hands_out_rows
 from nn.layers.initialization import initialise_dense
 from nn.layers.pass_state import PassState, attach
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.models.options import Residual
+from nn.models.options import Residual, Search
 from nn.models.registry import build_dense, check_model, declared_tables, find_options
 from tests.helpers.events import embeddings_with_events
 from tests.helpers.specs import feature, spec_of
@@ -160,7 +160,7 @@ def bucket(seconds: float, buckets: int = 64) -> int:
     return min(2 * octave + (max(seconds, 1) / 2**octave >= 1.5), buckets - 1)
 
 
-def tokens(p: Parameters, of: Sample) -> Tensor:
+def event_tokens(p: Parameters, of: Sample) -> Tensor:
     """Return the tokens of a sample's events."""
     found = []
     for number, event in enumerate(of.events):
@@ -245,7 +245,7 @@ def top(p: Parameters, of: Sample, *found: Tensor) -> Tensor:
 
 
 def sasrec(p: Parameters, of: Sample, *, heads: int = 1, residual: str = "pre_norm") -> Tensor:
-    x = tokens(p, of)
+    x = event_tokens(p, of)
     relu = torch.relu
     x = transformer(p, x, of.ages, heads=heads, residual=residual, causal=True, activation=relu)
     last = layer_norm(p, "norm", x[-1]) if len(x) else x.new_zeros(x.shape[1])
@@ -254,7 +254,7 @@ def sasrec(p: Parameters, of: Sample, *, heads: int = 1, residual: str = "pre_no
 
 def bst(p: Parameters, of: Sample, *, heads: int = 2, residual: str = "post_norm") -> Tensor:
     target = torch.cat([of.item, of.item.new_zeros(of.events.shape[1] - len(of.item))])
-    x = torch.cat([tokens(p, of), target[None]])
+    x = torch.cat([event_tokens(p, of), target[None]])
     ages = None if of.ages is None else torch.cat([of.ages, torch.zeros(1)])
     x = transformer(
         p,
@@ -266,6 +266,106 @@ def bst(p: Parameters, of: Sample, *, heads: int = 2, residual: str = "post_norm
         activation=lambda x: torch.where(x > 0, x, 0.01 * x),
     )
     return top(p, of, x[-1])
+
+
+def transact(p: Parameters, of: Sample, *, recent: int, outputs: int, heads: int = 2) -> Tensor:
+    x = torch.stack([torch.cat([x, of.item]) for x in event_tokens(p, of)[-recent:]] or [of.item])[
+        : len(of.events)
+    ]
+    columns = of.events.shape[1] + len(of.item)
+    last = [of.item.new_zeros(columns)] * (outputs + 1)
+    mean = of.item.new_zeros(of.events.shape[1])
+    if len(x):
+        ages = None if of.ages is None else of.ages[-recent:]
+        kinds = {"residual": "post_norm", "causal": False, "activation": torch.relu}
+        x = transformer(p, x, ages, heads=heads, **kinds)
+        for place in range(min(outputs, len(x))):
+            last[place] = x[-1 - place]
+        last[-1] = torch.stack([column.max() for column in x.T])
+        mean = of.events.mean(0)
+    last[-1] = linear(p, "maximum", last[-1][None])[0]
+    return top(p, of, *last, mean)
+
+
+def onetrans(p: Parameters, of: Sample, *, tokens: int, heads: int = 4) -> Tensor:
+    def rms(name: str, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * p[f"{name}.weight"]
+
+    def of_token(name: str, token: int, x: Tensor) -> Tensor:
+        return x @ p[f"{name}.weight"][token] + p[f"{name}.bias"][token, 0]
+
+    places = {f"tokens.{key[7:]}": value for key, value in p.items() if key.startswith("places.")}
+    read = replace(of, events=linear(p, "events", of.events))
+    features = linear(p, "features", torch.cat([of.item, of.others])[None])[0].chunk(tokens)
+    x = [*event_tokens(places, read), *features]
+    first = len(of.events)
+    for number in range(sum(key.endswith("token_attended.weight") for key in p)):
+        name = f"blocks.{number}"
+        is_last = f"{name}.hidden.weight" not in p
+        projected = []
+        for place, vector in enumerate(x):
+            normed = rms(f"{name}.attention_norm", vector)
+            if place < first:
+                projected.append(linear(p, f"{name}.projections", normed[None])[0])
+            else:
+                projected.append(of_token(f"{name}.token_projections", place - first, normed))
+        q, k, v = torch.stack(projected).chunk(3, 1)
+        mask = torch.full((len(x), len(x)), -math.inf, dtype=q.dtype).triu(1)
+        found = []
+        for one, other, values in zip(
+            q.chunk(heads, 1), k.chunk(heads, 1), v.chunk(heads, 1), strict=True
+        ):
+            scores = one @ other.T / math.sqrt(one.shape[1]) + mask
+            found.append(torch.softmax(scores, 1) @ values)
+        attended = torch.cat(found, 1)
+        for place in range(first if is_last else 0, len(x)):
+            vector, token = attended[place], place - first
+            if token < 0:
+                z = x[place] + linear(p, f"{name}.attended", vector[None])[0]
+                hidden = linear(p, f"{name}.hidden", rms(f"{name}.network_norm", z)[None])
+                x[place] = z + linear(p, f"{name}.output", gelu(hidden))[0]
+                continue
+            z = x[place] + of_token(f"{name}.token_attended", token, vector)
+            network = f"{name}.token_network"
+            hidden = rms(f"{name}.network_norm", z) @ p[f"{network}.up"][token]
+            hidden = gelu(hidden + p[f"{network}.up_bias"][token, 0])
+            x[place] = (
+                z + hidden @ p[f"{network}.down"][token] + p[f"{network}.down_bias"][token, 0]
+            )
+    return mlp(p, "top", torch.cat(x[first:])[None])[0, 0]
+
+
+def sim(
+    p: Parameters, of: Sample, *, found: int, recent: int, hashes: Tensor | None = None
+) -> Tensor:
+    item, heads, columns = of.item, 2, of.events.shape[1]
+    scores = []
+    for event in of.events:
+        one, other = event[: len(item)], item
+        if hashes is not None:
+            one, other = ((each @ hashes).sign() for each in (one, other))
+        scores.append((one @ other).item())
+    best = sorted(range(len(scores)), key=lambda event: -scores[event])[:found]
+    read = event_tokens(p, of)
+    queries = (p["query.weight"] @ item).chunk(heads)
+    results = [item.new_zeros(columns // heads)] * heads
+    for head in range(heads if best else 0):
+        keys, values = (
+            (read[best] @ weight.T).chunk(heads, 1)[head]
+            for weight in p["key_value.weight"].chunk(2)
+        )
+        weights = torch.softmax(keys @ queries[head] / math.sqrt(columns / heads), 0)
+        results[head] = weights @ values
+    if recent:
+        query = torch.cat([item, item.new_zeros(columns - len(item))])
+        pooled = torch.zeros_like(query)
+        for event in of.events[-recent:]:
+            x = torch.cat([query, event, query - event, query * event])[None]
+            for number in range(2):
+                x = 1 / (1 + torch.exp(-linear(p, f"attention.layers.{number}", x)))
+            pooled = pooled + linear(p, "attention.layers.2", x)[0, 0] * event
+        results.append(pooled)
+    return top(p, of, *results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +419,39 @@ CASES = {
         f"bst, {of.value}": Case("bst", bst, TWO | {"residual": of}, {"residual": of.value})
         for of in Residual
     },
+    "transact": Case(
+        "transact",
+        transact,
+        {"recent": 4, "outputs": 3, "hidden": [7], "heads": 4, "relative_bias": True},
+        {"recent": 4, "outputs": 3, "heads": 4},
+    ),
+    "transact, compact": Case(
+        "transact", transact, {"recent": 2, "outputs": 1}, {"recent": 2, "outputs": 1}
+    ),
+    "transact of one feature": Case(
+        "transact", transact, {"outputs": 2}, {"recent": L, "outputs": 2}, SMALL
+    ),
+    "onetrans": Case(
+        "onetrans",
+        onetrans,
+        {"tokens": 3, "token_dim": 8, "expansion": 2, "hidden": [7]},
+        {"tokens": 3},
+    ),
+    "onetrans of one feature": Case(
+        "onetrans", onetrans, {"tokens": 1, "token_dim": 4, "blocks": 1}, {"tokens": 1}, SMALL
+    ),
+    "sim": Case("sim", sim, {"found": 2, "recent": 1}, {"found": 2, "recent": 1}),
+    "eta": Case(
+        "sim",
+        sim,
+        {"found": 3, "recent": 2, "search": Search.hash, "hash_bits": 16},
+        {
+            "found": 3,
+            "recent": 2,
+            "hashes": torch.randn(2 * D, 16, generator=torch.Generator().manual_seed(0)).double(),
+        },
+    ),
+    "sim of one feature": Case("sim", sim, {"recent": 0}, {"found": L, "recent": 0}, SMALL),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -468,7 +601,7 @@ REFUSALS = {
     ),
     "heads that do not divide": (
         {"heads": 3},
-        "model.heads must divide the 16 columns of an event, got 3; model.embedding_dim changes them",
+        "model.heads must divide the 16 columns of an event's token, got 3",
     ),
 }
 

@@ -375,9 +375,7 @@ def test_every_rank_with_a_part_of_a_table_expands_its_ids():
 
 
 def test_a_row_with_one_state_is_never_cut():
-    refused = (
-        r"^sharding\.tables sets cat_1 to column_wise, but rowwise_adagrad keeps one state per row"
-    )
+    refused = r"^table cat_1 would be column_wise, but rowwise_adagrad keeps one state per row"
     with pytest.raises(ValueError, match=refused):
         rows_of([10, 20], rule=ROWWISE, world_size=2, tables={"cat_1": "column_wise"})
     rows = plan_mlperf(rule=ROWWISE, world_size=4)
@@ -480,7 +478,7 @@ def test_column_wise_alone_cuts_every_table(world_size):
 
 def test_column_wise_alone_leaves_rowwise_adagrad_nothing_to_choose():
     with pytest.raises(
-        ValueError, match=r"leaves rowwise_adagrad no layout.*add table_wise or row_wise"
+        ValueError, match=r"rowwise_adagrad keeps one state per row.*choose table_wise, row_wise"
     ):
         rows_of(
             [1000, 50],

@@ -15,11 +15,9 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from configs.schema import ModelConfig
 from dataloading.batch import Batch
-from dataloading.batch_reader import BatchReader
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
-from dataloading.dataset.source import DerivedSource
 from nn.build import build_plan, open_source, planned_hardware
 from nn.checkpoint import state as checkpoint
 from nn.distributed.process_group import process_group, ranks_from_environment
@@ -69,7 +67,7 @@ class Events(Model):
     def __init__(self, num_columns: int, columns: int) -> None:
         super().__init__()
         self.places = nn.Parameter(torch.linspace(1, 0.1, LONGEST))
-        self.by_number = nn.Parameter(torch.tensor([0.3, -0.2, 0.1]))
+        self.by_number = nn.Parameter(torch.tensor([0.03, -0.2, 0.1]))
         self.mix = nn.Linear(columns, columns)
         self.last = nn.Linear(num_columns + 3 * columns, 1)
 
@@ -154,61 +152,50 @@ def plain_logits(dense: Events, tables: dict[str, Tensor], batch: Batch) -> Tens
 COLUMNS = [column.name for group in GROUPS for column in group.numbers]
 
 
-class WithGroups(DerivedSource):
-    """Rows whose ragged features are events."""
-
-    def __init__(self, source) -> None:
-        super().__init__(source)
-        self.spec = replace(self.spec, sequences=GROUPS)
-
-    def read(self, *args):
-        return self._source.read(*args)
-
-
-def with_events(make):
-    """Return `BatchReader._as_batch` with numbers of events, which follow from their ids."""
-
-    def as_batch(self, *args) -> Batch:
-        batch = make(self, *args)
-        item, cart = (batch.ids[name].values().float() for name in ("hist_item", "cart_item"))
-        return replace(batch, events=(item.sin(), item.cos(), cart.sin()))
-
-    return as_batch
-
-
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
-    """197 rows for training; some rows have no events."""
-    root = tmp_path_factory.mktemp("sequences") / "dataset"
+    return written(tmp_path_factory.mktemp("sequences") / "dataset", is_keyed=False)
+
+
+def written(root: Path, *, is_keyed: bool) -> Path:
+    """Write 197 rows for training, some of which have no events; items are rows of a table, or raw keys."""
+    item = CategoricalFeature.of_keys if is_keyed else CategoricalFeature.of
     features = [
-        CategoricalFeature.of("item", ITEMS),
-        replace(CategoricalFeature.of("hist_item", ITEMS, None), table="item"),
+        item("item", ITEMS, table="item"),
+        item("hist_item", ITEMS, None, "item"),
         CategoricalFeature.of("hist_genre", 19, None),
-        replace(CategoricalFeature.of("cart_item", ITEMS, None), table="item"),
+        item("cart_item", ITEMS, None, "item"),
         CategoricalFeature.of("pair", 50, 2),
     ]
     generator = np.random.default_rng(1)
-    with write_dataset(root, categorical=features, numerical=("n", "m")) as directory:
+    with write_dataset(
+        root, categorical=features, numerical=("n", "m"), sequences=GROUPS
+    ) as directory:
         for split, rows in (("train", 197), ("test", 64)):
-            history = np.minimum(generator.geometric(0.3, rows) - 1, LONGEST)
             lengths = {
-                "hist_item": history,
-                "hist_genre": history,
-                "cart_item": generator.integers(0, 4, rows),
+                "history": np.minimum(generator.geometric(0.3, rows) - 1, LONGEST),
+                "cart": generator.integers(0, 4, rows),
             }
-            sizes = {"hist_item": ITEMS, "hist_genre": 19, "cart_item": ITEMS}
+            history, cart = (count.sum() for count in lengths.values())
+            moments = generator.integers(10**9, 10**9 + 1000, rows)
+            ages = [np.sort(generator.integers(1, 20, count))[::-1] for count in lengths["history"]]
             directory[split].append(
                 numerical=generator.normal(size=(rows, 2)),
                 labels=generator.random(rows) < 0.4,
                 ids={
-                    name: generator.integers(0, sizes[name], count.sum())
-                    for name, count in lengths.items()
-                }
-                | {
-                    "item": generator.integers(0, ITEMS, rows),
+                    "item": generator.integers(1, ITEMS, rows),
+                    "hist_item": generator.integers(1, ITEMS, history),
+                    "hist_genre": generator.integers(0, 19, history),
+                    "cart_item": generator.integers(1, ITEMS, cart),
                     "pair": generator.integers(0, 50, (rows, 2)),
                 },
                 lengths=lengths,
+                events={
+                    "hist_time": np.repeat(moments, lengths["history"]) - np.concatenate(ages),
+                    "hist_rating": generator.normal(size=history),
+                    "cart_price": generator.normal(size=cart),
+                },
+                moments={"history": moments},
             )
     return root
 
@@ -260,11 +247,12 @@ def overrides_of(data: Path, rule: str, layout: str, *others: str) -> list[str]:
 
 
 @contextmanager
-def events(reserve: float = 1.125, spread: float = 6.0, device: str = "cpu") -> Iterator[None]:
-    """Open the ranks' group; batches have events, and the step room for `reserve` of those that are expected."""
+def ranks_with_room(
+    reserve: float = 1.125, spread: float = 6.0, device: str = "cpu"
+) -> Iterator[None]:
+    """Open the ranks' group; a step has room for `reserve` of the ids and rows that are expected."""
     group = process_group(ranks_from_environment(device))
     with group, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(BatchReader, "_as_batch", with_events(BatchReader._as_batch))
         for module, name in ((declared_tables, "CAPACITY"), (request_capacity, "RESERVE")):
             patched.setattr(module, name, reserve)
             patched.setattr(module, "SPREAD", spread)
@@ -272,8 +260,7 @@ def events(reserve: float = 1.125, spread: float = 6.0, device: str = "cpu") -> 
 
 
 def built(overrides: list[str]) -> Built:
-    config = compose_config(*overrides)
-    return build(config, WithGroups(open_source(config)))
+    return build(compose_config(*overrides))
 
 
 @dataclass
@@ -286,7 +273,7 @@ class Plain:
 
 
 def plain(overrides: list[str]) -> Plain:
-    with events():
+    with ranks_with_room():
         run = built(overrides)
         tables = {
             name.removesuffix(".weight"): nn.Parameter(value.local_shards()[0].tensor.clone())
@@ -330,7 +317,7 @@ def wanted(dataset) -> dict[tuple, Plain]:
 def trained(cases: list[list[str]], reserve: float, spread: float) -> list:
     """Return losses, scores of this rank's test rows, and its shards of the tables, of each case."""
     found = []
-    with events(reserve, spread):
+    with ranks_with_room(reserve, spread):
         for overrides in cases:
             run = built(overrides)
             losses = run.train(0, NUM_STEPS)
@@ -367,7 +354,7 @@ def test_it_trains_as_plain_pytorch_at_any_fill(dataset, wanted, world_size, res
 def resumed(directory: Path, overrides: list[str]) -> tuple[list[float], list[float], bool]:
     """Return the losses of an uninterrupted run and of one in two parts, and whether their states are the same."""
     half = NUM_STEPS // 2
-    with events():
+    with ranks_with_room():
         whole, first, second = (built(overrides) for _ in range(3))
         losses = whole.train(0, NUM_STEPS)
         parts = first.train(0, half)
@@ -389,8 +376,17 @@ def test_a_resumed_run_has_the_same_shapes_and_bits(dataset, num_ranks, tmp_path
         assert is_same
 
 
+def test_raw_keys_of_events_train_alike_on_any_number_of_ranks(tmp_path):
+    root = written(tmp_path / "keyed", is_keyed=True)
+    cases = [overrides_of(root, "adagrad", layout) for layout in ("row_wise", "replicated")]
+    one, two = (run_distributed(trained, ranks, cases, 1.125, 6.0)[0] for ranks in (1, 2))
+    for (losses, *_), (wanted, *_) in zip(two, one, strict=True):
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        assert losses[-1] != losses[0]
+
+
 def test_the_model_is_described_and_built_again_with_its_events(dataset):
-    with events():
+    with ranks_with_room():
         run = built(overrides_of(dataset, "sgd", "mixed"))
         content = json.loads(json.dumps(describe_model(run.config.model, *[run.source.spec] * 2)))
         model = _parsed(content, trusted=True).build(run.config.seed)
@@ -410,7 +406,10 @@ def test_events_whose_tables_all_pool_are_refused(dataset, monkeypatch):
         return [pair, item, genre, cart]
 
     monkeypatch.setattr(Events, "tables", pooled)
-    with events(), pytest.raises(ValueError, match="the events of 'cart', and all of their tables"):
+    with (
+        ranks_with_room(),
+        pytest.raises(ValueError, match="the events of 'cart', and all of their tables"),
+    ):
         built(overrides_of(dataset, "sgd", "replicated")).train(0, 1)
 
 
@@ -420,7 +419,7 @@ def test_plan_and_floor_count_events_and_rows_that_are_handed_out(dataset, monke
         "train.amp=off",
         "eval.batch_size=64",
     )
-    source = WithGroups(open_source(config))
+    source = open_source(config)
     plan = build_plan(config, source, planned_hardware(config))[1]
     counts = id_counts(source.spec, 64)
     history, cart = (counts[name].capacity for name in ("hist_item", "cart_item"))
@@ -465,6 +464,13 @@ def test_plan_and_floor_count_events_and_rows_that_are_handed_out(dataset, monke
         assert floor.hbm["batch"] == pytest.approx(batch * (8 * (2 + events) + 8 + 12 * ids))
 
 
+def test_rows_of_events_are_not_cut_by_columns(dataset):
+    column_wise = ("sharding.tables={item: column_wise}", "sharding.world_size=2")
+    config = compose_config(*overrides_of(dataset, "sgd", "table_wise", *column_wise))
+    with pytest.raises(ValueError, match="table item of 8 columns to column_wise, which is for "):
+        build_plan(config, open_source(config), planned_hardware(config))
+
+
 @pytest.mark.parametrize("world_size", worlds(1, 2))
 def test_the_captured_step_trains_as_the_launched_one_and_as_cpus(dataset, world_size):
     """With a capacity for every batch, and for none."""
@@ -487,7 +493,7 @@ def test_the_captured_step_trains_as_the_launched_one_and_as_cpus(dataset, world
 def on_gpus(cases: list[list[str]], reserve: float) -> list[tuple[list[float], list[float]]]:
     """Return the losses of each case, and the scores of this rank's test rows."""
     found = []
-    with events(reserve, 6.0 if reserve > 1 else 0.0, "cuda"):
+    with ranks_with_room(reserve, 6.0 if reserve > 1 else 0.0, "cuda"):
         for overrides in cases:
             run = built(overrides)
             losses = run.train(0, NUM_STEPS)
