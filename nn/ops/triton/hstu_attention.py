@@ -149,8 +149,7 @@ def _one_plus_tanh(h, APPROXIMATE: tl.constexpr):
 def _sees(query, key, length, CANDIDATES: tl.constexpr):
     if CANDIDATES == 1:
         return key <= query
-    else:
-        return (key == query) | ((key < query) & (key < length - CANDIDATES))
+    return (key == query) | ((key < query) & (key < length - CANDIDATES))
 
 
 @triton.jit

@@ -456,32 +456,17 @@ def test_dropout_follows_the_sample_and_not_its_place():
     ("options", "message"),
     [
         ({"sequence": "cart"}, "model.sequence=cart is no sequence group of the dataset; it has history"),
-        ({"item_features": ["item"]}, "needs a candidate for the events of hist_item, hist_artist, got model.item"),
-        ({"item_features": ["item", "user"]}, "'user' needs 1 ids per row, one per candidate, and the table of 'hist_a"),
+        ({"item_features": []}, "needs a candidate for the events of hist_item, hist_artist, got model.item"),
+        ({"item_features": ["item", "user"]}, "item feature 'user' needs one id per row and the table of 'hist_artist', got"),
+        ({"item_features": ["item"], "item_mlps": "item"}, "the events have 2 features and the candidate 1, so they"),
         ({"action": "rating"}, "model.action names 'rating', which the dataset lacks; it has hist_action,"),
         ({"hour": "minute"}, "model.hour names 'minute', which the dataset lacks; it has hour"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_dataset_is_refused(options, message):
-    with pytest.raises(ValueError, match=r"needs|names|is no sequence") as refused:
+    with pytest.raises(ValueError, match=r"model|item feature") as refused:
         check_model(options_of(**options), hstu_spec())
     assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hotness": None}, "'artist' needs 1 ids per row, one per candidate, and the table of 'hist_artist', got varying"),
-        ({"table": None}, "'artist' needs 1 ids per row, one per candidate"),
-    ],
-)  # fmt: skip
-def test_a_candidate_that_does_not_fit_is_refused(change, message):
-    spec = hstu_spec()
-    changed = [replace(f, **change) if f.name == "artist" else f for f in spec.categorical]
-    if "table" in change:
-        changed = [replace(f, table="x") if f.name == "hist_artist" else f for f in changed]
-    with pytest.raises(ValueError, match=message):
-        check_model(options_of(), replace(spec, categorical=tuple(changed)))
 
 
 def test_labels_that_are_no_multiple_of_the_candidates_are_refused():

@@ -44,6 +44,8 @@ OPTIONS |= {name: [*OPTIONS[name], *BLOCKS] for name in ("sasrec", "bst", "trans
 OPTIONS["onetrans"] += ["token_dim=8", "tokens=3", "block_dropout=0.2"]
 OPTIONS["sim"] += ["found=3", "recent=2", "search=hash"]
 OPTIONS["transact"] += ["recent=4", "outputs=2"]
+# The longest sample of a batch is another on two ranks, and in its parts.
+OPTIONS["hstu"] = ["width=8", "input_hidden=4", "layers=2", "head_dim=4", "attention_norm=capacity"]
 CHUNKS = "train.accumulate=3"
 LAYOUTS = ["sharding.types=[row_wise]", "sharding.tables={hist_kind:data_parallel}", CHUNKS]
 
