@@ -1,4 +1,4 @@
-"""What HSTU reads of a dataset beside candidates and events."""
+"""Features that HSTU reads: candidates, events, and what is beside them."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from nn.layers.pass_state import PassState, attach
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import STULayer
+from nn.models.description import describe_model
 from nn.models.hstu import HSTU
 from nn.models.registry import build_meta, check_model, model_options
 from nn.ops.hstu_attention import may_see
@@ -473,6 +474,15 @@ def test_labels_that_are_no_multiple_of_the_candidates_are_refused():
     spec = replace(hstu_spec(3), labels=hstu_spec(2).labels)
     with pytest.raises(ValueError, match="2 labels are no multiple of 3 candidates; list the"):
         check_model(options_of(), spec)
+
+
+@pytest.mark.parametrize("num_candidates", [1, 3])
+def test_it_is_described_with_its_work(num_candidates):
+    spec = hstu_spec(num_candidates)
+    described = describe_model(options_of(), spec, spec)
+    model = model_of(num_candidates)
+    assert described["parameters"]["dense"] == sum(p.numel() for p in model.parameters())
+    assert described["flops_per_sample"] >= sum(2 * i * o for i, o in model.linear_layers())
 
 
 @pytest.fixture(scope="module")
