@@ -33,6 +33,6 @@ def named_tensors(batch: Batch, spec: FeatureSpec) -> dict[str, Tensor | JaggedT
     events = iter(batch.events)
     for group in spec.sequences:
         lengths = batch.ids[group.features[0]].lengths()[:rows]
-        for column in group.numbers:
-            named[column.name] = JaggedTensor(next(events), lengths=lengths)
+        for number in group.numbers:
+            named[number.name] = JaggedTensor(next(events), lengths=lengths)
     return named
