@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nn.layers.hstu import SampleParts
 from nn.layers.sequence_events import SequenceEvents
-from nn.ops.hstu_attention import JaggedPositions, hstu_attention
+from nn.ops.hstu_attention import JaggedPositions
 
 HEADS, COLUMNS, POSITIONS = 4, 128, 48 * 2672
 ZIPF_MEAN, ZIPF_MOST = 2672, 8192
@@ -82,19 +82,21 @@ def flex_of(lengths: Tensor) -> tuple[Callable[..., Tensor], tuple[int, ...]]:
 
 def print_shape(name: str, lengths: Tensor) -> None:
     """Print the times of both at one shape."""
+    from nn.ops.triton.hstu_attention import attend
+
     lengths = lengths.cuda()
     at, norm = positions_of(lengths), torch.full_like(lengths, int(lengths.max()))
     pairs = float((lengths * (lengths + 1) // 2).sum())
     flops = 2 * COLUMNS * HEADS * pairs  # of one product
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return hstu_attention(q, k, v, norm, at)
+        return attend(q, k, v, norm, at, at, 1)
 
-    for title, (attend, shape) in {
+    for title, (attention, shape) in {
         "SiLU": (ours, (len(at.samples), HEADS, COLUMNS)),
         "flex (softmax)": flex_of(lengths),
     }.items():
-        forward, backward = times_of(attend, shape)
+        forward, backward = times_of(attention, shape)
         speeds = 2 * flops / forward, 5 * flops / backward, 7 * flops / (forward + backward)
         print(
             f"| {name} | {len(lengths)} | {title} | {forward:.3f} | {backward:.3f} | "
@@ -118,7 +120,7 @@ def sweep(lengths: Tensor) -> None:
                 zip(("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages"), sizes, strict=True)
             )
             try:
-                times = times_of(lambda q, k, v: hstu_attention(q, k, v, norm, at), shape)
+                times = times_of(lambda q, k, v: kernels.attend(q, k, v, norm, at, at, 1), shape)
             except Exception as error:  # too much shared memory, or too many registers
                 print(name, sizes, type(error).__name__, flush=True)
                 continue

@@ -138,9 +138,15 @@ class STULayer(nn.Module):
         if self._silu_all:
             v, q, k = silu(v), silu(q), silu(k)
         v, q, k = (of.unflatten(1, (self._heads, -1)) for of in (v, q, k))
-        a = hstu_attention(
-            q, k, v, norm, at, queries, num_candidates=num_candidates, bias=bias
-        ).flatten(1)
+        if q.is_cuda and bias is None and not torch.compiler.is_exporting():
+            # Only CUDA builds of torch include Triton.
+            from nn.ops.triton.hstu_attention import attend
+
+            a = attend(q, k, v, norm, at, queries, num_candidates).flatten(1)
+        else:
+            a = hstu_attention(
+                q, k, v, norm, at, queries, num_candidates=num_candidates, bias=bias
+            ).flatten(1)
         gated = (u * self.attention_norm(a)).to(u.dtype)
         y = torch.cat([u, a, gated], dim=1) if self._concat else gated
         return x + self.output(self.dropout(y, queries))

@@ -60,11 +60,6 @@ def hstu_attention(
     Products are added in float32 or wider.
     """
     queries = keys if queries is None else queries
-    if q.is_cuda and bias is None and not torch.compiler.is_exporting():
-        # Only CUDA builds of torch include Triton.
-        from nn.ops.triton.hstu_attention import attend
-
-        return attend(q, k, v, norm, keys, queries, num_candidates)
     wide = torch.promote_types(q.dtype, torch.float32)
     padded_q = pad(q.to(wide), queries)
     padded_k, padded_v = (pad(of.to(wide), keys) for of in (k, v))

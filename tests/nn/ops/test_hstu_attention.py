@@ -36,6 +36,10 @@ def outcome(
     return [out.detach(), *grad.unbind(1)]
 
 
+def kernels(*arguments, num_candidates: int) -> Tensor:
+    return triton_attention.attend(*arguments, num_candidates)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
 @pytest.mark.parametrize(
     ("num_candidates", "columns", "few"), [(3, 12, False), (3, 12, True), (1, 16, True)]
@@ -48,10 +52,6 @@ def test_the_interpreted_kernels_equal_plain_torch(num_candidates, columns, few,
     at = positions_of([num_candidates, 33], spare=5)
     packed = torch.randn(len(at.samples), 3, 2, columns, generator=torch.Generator().manual_seed(0))
     packed[~at.is_inside] = torch.nan
-
-    def kernels(*arguments, num_candidates: int) -> Tensor:
-        return triton_attention.attend(*arguments, num_candidates)
-
     wanted = outcome(hstu_attention, packed, at, num_candidates, few=few)
     got = outcome(kernels, packed, at, num_candidates, few=few)
     for one, other in zip(got, wanted, strict=True):
@@ -64,8 +64,8 @@ def relative_errors(
     at = positions_of(lengths, spare=100, device="cuda")
     draw = torch.Generator("cuda").manual_seed(0)
     packed = torch.randn(len(at.samples), 3, 4, 128, generator=draw, device="cuda").to(dtype)
-    got = outcome(hstu_attention, packed, at, num_candidates, few=few)
-    again = outcome(hstu_attention, packed, at, num_candidates, few=few)
+    got = outcome(kernels, packed, at, num_candidates, few=few)
+    again = outcome(kernels, packed, at, num_candidates, few=few)
     assert all(map(torch.equal, got, again))
     on_cpu = positions_of(lengths, spare=100)
     exact = outcome(hstu_attention, packed.double().cpu(), on_cpu, num_candidates, few=few)
