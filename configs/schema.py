@@ -292,7 +292,8 @@ class SyntheticConfig(Section):
         for name in made if self.history else ():
             require(
                 name not in self.tables and made.count(name) == 1,
-                f"data.synthetic.names: data.synthetic.history={self.history} makes a column '{name}'; rename the one of that name",
+                f"data.synthetic.names: data.synthetic.history={self.history} makes a column '{name}'; "
+                "rename the one of that name",
             )
         require(
             not self.history or self.history_length < self.history_max_length,
@@ -581,6 +582,12 @@ class SchedulerConfig(Section):
     section = "scheduler"
 
     warmup_steps: int = option(0, "steps of linear warm-up; 0 starts at the peak", ge=0)
+    first_step: int = option(
+        1,
+        "number of the first update in the schedule; with 0, as in MLPerf's dlrm_v4, a warm-up begins at a rate of 0",
+        ge=0,
+        le=1,
+    )
     decay_start_step: int | None = option(None, "first step of the decay; null never decays")
     decay_steps: int = option(0, "length of the decay")
     decay: DecayShape = option(

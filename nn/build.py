@@ -59,18 +59,7 @@ def open_source(config: Config) -> Source:
     if data.path is not None:
         source = open_dataset(FeatureSpec.load(local_path(data.path), data.feature_spec))
     else:
-        source = SyntheticSource(
-            train_rows=data.synthetic.train_rows,
-            test_rows=data.synthetic.test_rows,
-            num_numerical=data.synthetic.num_numerical,
-            cardinalities=data.synthetic.tables,
-            hotness=data.synthetic.hotness,
-            exponent=data.synthetic.exponent,
-            seed=config.seed,
-            history=data.synthetic.history,
-            history_length=data.synthetic.history_length,
-            history_max_length=data.synthetic.history_max_length,
-        )
+        source = SyntheticSource.of(data.synthetic, config.seed)
     fraction = data.validation_fraction
     scores_others = config.mode is Mode.predict and config.predict.split != VALIDATION
     return source if fraction is None or scores_others else HeldOutSource(source, fraction)
@@ -193,11 +182,9 @@ def build_plan(
 def checked_plan(
     config: Config, source: Source, hardware: Hardware
 ) -> tuple[TieredPlan, list[TablePlan], str | None]:
-    """Plan the sharding of the tables, and check the disk of those on disk.
+    """Plan the sharding of the tables, and check the disk of those on disk, if it is here; ValueError: it has too little room.
 
-    Returns the plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk. Raises
-    ValueError: as `build_plan`; or the directory has too little room, or cannot be written. A plan may be for another machine,
-    on which alone it exists.
+    Returns the plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk.
     """
     plan, tables = build_plan(config, source, hardware)
     need = disk_need(tables, hardware.local_world_size)

@@ -70,7 +70,6 @@ from nn.observability.run_lock import RunLock
 from nn.observers.choice import ENDS_OF_RUNS
 from nn.planning.exchange import planned_exchange
 from nn.planning.memory_estimate import RankMemory, plan_memory
-from nn.planning.plan import TablePlan
 from nn.resume import (
     ResumePoint,
     finished_run,
@@ -186,7 +185,9 @@ def open_session(
             return
         hardware = hardware_of(config, ranks.device.type, ranks.world_size, ranks.local_world_size)
         plan, rows, disk_room = ranks.run_on_rank0(partial(checked_plan, config, source, hardware))
-        memory = _training_memory(config, source, rows, ranks)
+        memory: list[RankMemory] = []
+        if config.mode is Mode.train and ranks.device.type == "cuda":
+            memory = plan_memory(config, source.spec, rows, ranks.world_size, dense_states(config))
         facts = _environment(config, source, ranks, start.num_steps)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
         ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
@@ -250,15 +251,6 @@ def _write_model(
         return {}
     recorder.write_model(description)
     return {"size": size_line(description)}
-
-
-def _training_memory(
-    config: Config, source: Source, rows: list[TablePlan], ranks: Ranks
-) -> list[RankMemory]:
-    """Return the peak memory of each GPU while training; empty on CPUs and in other modes."""
-    if config.mode is not Mode.train or ranks.device.type != "cuda":
-        return []
-    return plan_memory(config, source.spec, rows, ranks.world_size, dense_states(config))
 
 
 def dense_states(config: Config) -> int:

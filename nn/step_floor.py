@@ -52,18 +52,14 @@ ShareOf = Callable[[Sequence[str], int], IdShare]
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Lower bound of the time of a step, and its terms. All counts are means over ranks.
-
-    `flops_per_s`: rate of the matrix products in the row's precision, on a GPU that was idle before.
-    `sustained_share`: of that rate at the power limit.
-    """
+    """Lower bound of the time of a step, and its terms. All counts are means over ranks."""
 
     flops: dict[str, float]
     hbm: dict[str, float]
     all_to_all: dict[str, float]
-    flops_per_s: float
+    flops_per_s: float  # of the matrix products, on a GPU that was idle before
     global_batch_size: int
-    sustained_share: float = SUSTAINED_SHARE
+    sustained_share: float = SUSTAINED_SHARE  # of that rate at the power limit
     hbm_bytes_per_s: float = HBM_BYTES_PER_S["H200"]
 
     @property
@@ -110,13 +106,10 @@ def floor_of(
     replicated: Collection[str] = (),
     gpu: str = "",
 ) -> Floor:
-    """Count a training step.
+    """Count a training step on a card, by its name as torch gives it; one that is not known counts as an H200.
 
-    `world_size`: ranks; tables that are not replicated, and their lookups, count as spread evenly. A rank is sent the
-    vectors of its samples, or the distinct rows of a table if they are fewer.
-    `replicated`: tables of which every rank has a replica, so that their ids and vectors are not sent. Their rows count
-    as those of the others, which is less than a replica's work.
-    `gpu`: name of the card, as torch gives it; one that is not known counts as an H200.
+    Tables that are not replicated, and their lookups, count as spread evenly; rows of replicated ones count as those of the
+    others, which is less than a replica's work.
     """
     card = next((name for name in HBM_BYTES_PER_S if name in gpu), "H200")
     expands = config.data.multi_hot.hotness is not None
@@ -280,12 +273,10 @@ def count_all_to_all(
     *,
     expands: bool = False,
 ) -> dict[str, float]:
-    """Count the bytes that one rank sends to others.
+    """Count the bytes that one rank sends to others; with `expands` only the first id of a bag is sent.
 
     Embeddings go to the ranks of their samples and gradients come back, in the dtype of the all-to-all. Not counted: the
     all-reduce of the gradients of the dense half and of replicated tables, which a switch can sum.
-
-    `expands`: only the first id of a bag is sent.
     """
     one_way = sum(sent.values()) * _embedding_bytes(config)
     remote_share = (world_size - 1) / world_size
@@ -320,8 +311,6 @@ def unique_rows(
 
     With `expands` only the bags' first ids are draws from `share`. Each distinct first id adds the same hotness - 1 rows every
     time, and those are drawn uniformly.
-
-    `share`: of the stored ids.
     """
     if not expands:
         return expected_distinct(batch * hotness, share, 0, cardinality)

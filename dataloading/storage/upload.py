@@ -16,11 +16,9 @@ from dataloading.storage.object_store import ObjectStore, is_remote
 
 
 def upload_folder(folder: Path, store: ObjectStore, last: str, prefix: str = "") -> None:
-    """Upload all files below `folder`, the file `last` after all others.
+    """Upload all files below `folder` to `prefix`, the file `last` after all others; ValueError: the store cannot be written.
 
-    A file `last` of an earlier upload is removed first, so that a mixture of both never looks complete. `prefix`:
-    folder of the store to write, with a slash at its end; "" for the address itself. Raises ValueError: the store
-    cannot be written.
+    A file `last` of an earlier upload is removed first, so that a mixture of both never looks complete.
     """
     store.remove(f"{prefix}{last}")
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

@@ -24,10 +24,9 @@ LAYER_STATE = "dense_state."
 def match_options(
     stored: Mapping[str, StoredTensor], shapes: Mapping[str, torch.Size]
 ) -> tuple[dict[str, StoredTensor], dict[str, torch.Size], str | None]:
-    """Return what to load if checkpoint and run differ in `train.ema_decay` or `train.fp8`.
+    """Return what to load if `train.ema_decay` or `train.fp8` differ: a run that begins an average takes the weights for it.
 
-    A run that begins an average takes the weights for it, and one that begins to multiply in 8 bits begins with new scales. A
-    run without leaves them out. Returns both without what is left out, and a note for the user if there is something.
+    A run that begins to multiply in 8 bits begins with new scales. A run without leaves them out, and the note says so.
     """
     tensors, notes = dict(stored), []
     averages = [name for name in tensors if name.startswith(AVERAGE)]

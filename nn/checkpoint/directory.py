@@ -176,12 +176,7 @@ def wait_for(path: Path) -> bool:
 
 
 def read_facts(path: Path, *, of_delta: bool = False) -> dict[str, Any]:
-    """Return run.json after checking its checksum and the existence and size of all files.
-
-    `path`: a checkpoint, an export or, with `of_delta`, a delta (`nn.deltas.delta`).
-    `of_delta`: whether it must be a delta; otherwise it must not be one. Raises UnreadableError: run.json or a file exists and
-    cannot be read. Raises ValueError: run.json or a file is missing or damaged.
-    """
+    """Return run.json of a checkpoint, an export or a delta, if all sizes are right; UnreadableError, or ValueError."""
     try:
         with _reading(path / RUN_FILE):
             facts = read_json(path / RUN_FILE)

@@ -50,14 +50,12 @@ class SavedRun:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Time for which training stands still for a save; times are those of `time.perf_counter`.
-
-    `for_deltas_s`: seconds for which it stood still for deltas since the checkpoint before; None without deltas.
-    `continues_at`: when it continues, or, after the last step, when the files begin to be written; None while it waits.
-    """
+    """Time for which training stands still for a save; times are those of `time.perf_counter`."""
 
     stopped_at: float
+    # for deltas, since the checkpoint before; None without deltas
     for_deltas_s: float | None = None
+    # after the last step, when the files begin to be written; None while it waits
     continues_at: float | None = None
 
     @property
@@ -126,12 +124,10 @@ class CheckpointManager:
         chain: Callable[[], dict[str, Any]] | None = None,
         pause: Pause | None = None,
     ) -> None:
-        """Start a checkpoint when the previous one is written.
+        """Start a checkpoint when the previous one is written; without a copy after the last step.
 
-        `tensors`: tensors of the training loop, on rank 0 only.
-        `is_last`: training ends here, so no copy is made.
-        `chain`: waits for the delta of this step and returns its `chain`, with deltas; ValueError if there is none. Raises
-        SharedError: a file of the dataset has changed since the run began. Raises RuntimeError: another rank has ended.
+        `chain` waits for the delta of this step and returns its `chain`; ValueError if there is none. Raises SharedError: a file
+        of the dataset has changed since the run began. Raises RuntimeError: another rank has ended.
         """
         pause = pause or Pause(time.perf_counter())
         self.wait()

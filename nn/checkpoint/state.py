@@ -167,14 +167,11 @@ def restore(
     grow: bool = False,
     is_own: bool = False,
 ) -> str | None:
-    """Load a checkpoint into a step, in place; call `check` first.
+    """Load a checkpoint, or one of the TF2 recipe, into a step, in place; call `check` first.
 
-    `path`: a `step_N` directory, or a checkpoint of the TF2 recipe.
-    `step`: both components, with any sharding and number of ranks.
-    `with_optimizer`: load optimizer state too; not needed for evaluation and for frozen components.
-    `grow`: allow tables to have more rows than stored; additional rows keep their weights, without optimizer state. Returns
-    what the user should know about the dense component's average and layers (`match_options`), or None. Raises ValueError: the
-    tensors are not those of this model or cannot be read; raised on all ranks.
+    With `grow` additional rows of tables keep their weights, without optimizer state. Returns what the user should know about the
+    dense component's average and layers (`match_options`), or None. Raises ValueError, on all ranks: the tensors are not those of
+    this model or cannot be read.
     """
     named = str(path) if is_own else f"checkpoint.restore={path}"
     tf2 = find_tf2_tables(path)

@@ -59,17 +59,13 @@ TRAINER_WEIGHTS = "trainer.weights"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rectangular block of a tensor in one file, row-major.
+    """Rectangular block of a tensor in one file, row-major."""
 
-    `offsets`: position of its first element in the tensor, one number per dimension.
-    `crc32`: checksums, one per `CHECKSUM_BYTES`; empty if unknown.
-    """
-
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # position of its first element in the tensor
     sizes: tuple[int, ...]
     file: Path
     start: int
-    crc32: tuple[int, ...] = ()
+    crc32: tuple[int, ...] = ()  # one checksum per `CHECKSUM_BYTES`; empty if unknown
 
 
 @dataclass(frozen=True, slots=True)

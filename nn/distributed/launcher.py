@@ -65,12 +65,7 @@ def check_variables() -> None:
 
 
 def refuse_elastic_nodes(launcher: Path = Path(f"/proc/{PARENT_PID}/cmdline")) -> None:
-    """Refuse a launcher whose number of nodes may change: at a change the ranks would stop instead of starting again.
-
-    No variable of a rank has that option, so it is read from the launcher's command line (Linux only).
-
-    Raises ValueError: the launcher was started with `--nnodes MIN:MAX`.
-    """
+    """Raise ValueError for `--nnodes MIN:MAX` of the launcher (seen on Linux): at a change the ranks would stop for good."""
     if not is_launched():
         return
     words: list[str] = []

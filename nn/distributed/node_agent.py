@@ -83,13 +83,10 @@ def run_node(options: Sequence[str]) -> int:
 
 
 def exit_code(codes: Sequence[int], *, was_preempted: bool) -> int:
-    """Return the exit code of a node from the exit codes of its ranks.
+    """Return the exit code of a node from those of its ranks, of which a negative one is a signal.
 
     SLURM reports the largest exit code of all nodes. A node whose ranks only lost ranks of another node exits with 1, so
     that the exit code of the other node is reported.
-
-    `codes`: exit codes of the ranks; a negative code is a signal. `was_preempted`: whether the node received the preemption
-    signal.
     """
     final = [code for code in codes if code in FINAL_EXIT_CODES]
     if final:

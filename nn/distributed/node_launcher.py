@@ -115,11 +115,7 @@ def newest_step(arguments: Sequence[str]) -> int:
 
 
 def count_start(folder: Path, step: int, max_requeues: int) -> None:
-    """Record that a start of the job begins at `step`.
-
-    `folder`: of the job; its file has the step of every start. `max_requeues`: starts that may end at the step at which
-    they began before this one. Raises ValueError: as many starts before this one have trained nothing.
-    """
+    """Record that a start of the job begins at `step`; ValueError if more than `max_requeues` have trained nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / "starts.txt"
     steps = record.read_text().split() if record.exists() else []

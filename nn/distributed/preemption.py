@@ -38,13 +38,10 @@ class Heartbeat:
 
 
 class StopRequest:
-    """Context manager that catches the signals.
+    """Context manager that catches the signals; `signum` is the one that arrived, or 0.
 
     After a signal the run ends, and its end takes a moment. Further signals are then ignored, also after this context: a
     parent of several threads that dies sends its request once per thread, and a scheduler may repeat its own.
-
-    `may_get_stuck`: whether the loop waits for other ranks. `lost_rank_message`: returns the message about a stuck loop;
-    may be empty. `signum`: number of the signal that arrived, or 0.
     """
 
     def __init__(self, may_get_stuck: bool, lost_rank_message: Callable[[], str]) -> None:
@@ -102,9 +99,6 @@ class PreemptionSync:
     """Exchange between all ranks every `SYNC_EVERY_S`; every rank must call `after_step` after every step.
 
     Rank 0 chooses the number of steps to the next exchange from its speed, so that all ranks exchange after the same step.
-
-    `signum`: returns the number of the signal that this rank has received, or 0. `save_every_minutes`: interval of
-    checkpoints; None for none.
     """
 
     def __init__(

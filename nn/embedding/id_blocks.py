@@ -17,14 +17,10 @@ NO_ID = -1
 
 @dataclass(frozen=True, slots=True)
 class IdCount:
-    """Ids of a feature in a batch of one rank.
+    """Ids of a feature in a batch of one rank."""
 
-    `hotness` is ids per row, 0 if the feature is ragged; `capacity` is the ids for which a batch has room, B * hotness if it is
-    not.
-    """
-
-    hotness: int
-    capacity: int
+    hotness: int  # ids per row, 0 if the feature is ragged
+    capacity: int  # ids for which a batch has room
 
     def sent_size(self, batch_size: int) -> int:
         """Return the numbers that a rank sends: the ids, and the length of each row of a ragged feature."""

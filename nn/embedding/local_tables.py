@@ -81,17 +81,13 @@ def row_bases(tables: Sequence[LocalTable]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PlacedLookup:
-    """A lookup and its positions.
-
-    `first_key` is the position of its first key in the keys [K], of which it has one per id, and `first_column` that of its
-    first column in the embeddings [G, T].
-    """
+    """A lookup and its positions."""
 
     table: int
     lookup: Lookup
     ids: IdBlock
-    first_key: int
-    first_column: int
+    first_key: int  # in the keys [K], of which it has one per id
+    first_column: int  # in the embeddings [G, T]
     width: int
 
 

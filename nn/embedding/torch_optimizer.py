@@ -84,9 +84,7 @@ def table_optimizer(
     tables: Iterable[nn.Parameter], config: OptimizerConfig
 ) -> TableOptimizer | None:
     tables = list(tables)
-    if not tables:
-        return None
-    return TableOptimizer(tables, config)
+    return TableOptimizer(tables, config) if tables else None
 
 
 @torch.no_grad()

@@ -569,8 +569,8 @@ class HSTUOptions(ModelConfig):
     sequence: str = option("history", "sequence group with the events")
     item_features: list[str] = option(
         [],
-        "features of the candidate: the item, then what belongs to it; each shares its table with a feature of the group, "
-        "in order",
+        "features of the candidates: the item, then what belongs to it; each shares its table with a feature of the group, "
+        "in order, and has an id per candidate",
     )
     action: str | None = option(
         None, "number of the events whose bits tell what the user did; null: nothing does"

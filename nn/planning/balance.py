@@ -49,12 +49,7 @@ class _Group:
 
 
 def balance(plan: Plan, costs: Costs, world_size: int, device: str, local_size: int) -> None:
-    """Move and swap tables until no such change of the busiest rank lowers its time, in place.
-
-    No rank gets more memory to hold than the fullest one has before.
-
-    `plan`: by table; the placement of `WHOLE` tables is changed.
-    """
+    """Move and swap tables until none lowers the busiest rank's time; no rank gets more memory than the fullest had."""
     groups: list[dict[str, _Group]] = [{} for _ in range(world_size)]
     fixed = [0.0] * world_size
     used = [Storage(hbm=0, ddr=0)] * world_size

@@ -45,11 +45,7 @@ def disk_need(tables: Sequence[TablePlan], local_world_size: int) -> DiskNeed | 
 
 
 def check_disk(path: Path, need: DiskNeed, *, may_be_elsewhere: bool) -> str:
-    """Return what a directory has room for beside what is needed, as one line.
-
-    `may_be_elsewhere`: whether the plan may be for another machine, so that the directory need not exist here. Raises
-    ValueError: the directory cannot be made or written, or has too little room.
-    """
+    """Return what a directory has room for, as one line; ValueError: no access, or too little room."""
     existing = next(here for here in (path, *path.absolute().parents) if os.path.lexists(here))
     if may_be_elsewhere and existing != path:
         return f"{path} does not exist here, so its room is not checked; {need}"

@@ -66,12 +66,7 @@ def movable_tables(
     step_ids: Mapping[str, float],
     traffic_of: Callable[[str], IdTraffic] | None,
 ) -> dict[str, Movable]:
-    """Return some tables with what their places in host memory cost.
-
-    `bytes_of`: returns the bytes of a table with its optimizer state. `live_rows`: table -> ids of the live batches. `parts`:
-    table -> shards into which its rows may be cut. `step_ids`: table -> ids per step, all of them. `traffic_of`: returns
-    how often the rows of a table are looked up; None: all alike.
-    """
+    """Return some tables with what their places in host memory cost; `parts` are the shards into which their rows may be cut."""
 
     def movable(table: EmbeddingBagConfig) -> Movable:
         rows = table.num_embeddings
@@ -126,12 +121,7 @@ def with_host_tables(
     lacking_bytes: float,
     host_bytes: float,
 ) -> tuple[ShardingPlan, dict[str, HostTable]]:
-    """Plan with the chosen tables in host memory; if they do not fit, with those beside them that cost the least traffic.
-
-    `planned`: returns the plan with some tables in host memory. `movable`: returns the tables that may follow them.
-    `lacking_bytes`: bytes that the devices lack at least, with the chosen tables. `host_bytes`: memory of all hosts for
-    tables, at most. Raises PlannerError: the tables do not fit into both memories.
-    """
+    """Plan with the chosen tables in host memory, or with those too that cost the least traffic; PlannerError: none fits."""
     try:
         return planned(chosen), dict(chosen)
     except PlannerError as refused:

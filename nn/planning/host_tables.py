@@ -133,10 +133,7 @@ def with_expected_fetches(
 ) -> list[TablePlan]:
     """Return the rows of a plan with those that a table is expected to fetch per step, and to read per read-ahead group.
 
-    Rows on disk that change between two saves are expected too.
-
-    `traffic_of`: returns how often the rows of a table are looked up. `host_room`: bytes of host memory per rank for rows
-    on disk. `steps_between_saves`: at most, of checkpoints or deltas. Raises ValueError: this memory is too little.
+    Rows on disk that change between two saves are expected too. Raises ValueError: `host_room` per rank for these is too little.
     """
     fetched: dict[str, float] = {}
     read: dict[str, float] = {}

@@ -178,11 +178,9 @@ def requests_of(
     world_size: int,
     batch: int | None = None,
 ) -> list[Requests]:
-    """Return the tables whose rows are asked for, with the expected capacity.
+    """Return the tables whose rows are asked for, with their expected capacity, for `batch` rows of a rank or those of training.
 
     How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it.
-
-    `batch`: rows of one rank; None for those of training.
     """
     batch = config.train.batch_size // world_size if batch is None else batch
     asked = [table for table in plan if table.exchange == "rows"]

@@ -107,13 +107,10 @@ class TableSharder(EmbeddingBagCollectionSharder):
 
 
 class TableEnumerator(EmbeddingEnumerator):
-    """TorchRec's search space, with memory that TorchRec does not count.
+    """TorchRec's search space, with memory that TorchRec does not count, and the `costs` of the shards that were estimated.
 
     That is the expansion of the table's ids, and half of the optimizer state of a 16-bit table: TorchRec takes the state
     to have 16 bits too.
-
-    `expansion_bytes`: table -> bytes on every rank that holds a shard of it. `costs`: of the shards of all options that
-    were estimated.
     """
 
     def __init__(
@@ -323,11 +320,7 @@ def _topology(
     update_passes: float,
     chosen: Mapping[str, HostTable],
 ) -> Topology:
-    """Describe the hardware to TorchRec.
-
-    `config`: fraction of memory to keep free. `chosen`: tables in host memory or on disk; rows of the latter take memory of
-    the host too.
-    """
+    """Describe the hardware to TorchRec, without the memory to keep free, and that of the host for rows of `chosen` on disk."""
     host_room = any(table.is_on_disk for table in chosen.values()) * staged_bytes(config)
     cuda = hardware.device_type == "cuda"
     usable = usable_bytes(hardware, config)

@@ -88,11 +88,7 @@ class SourceRows:
 
 
 class Remainders:
-    """Rows of which each id is written as its remainder by the rows of its table.
-
-    `rows`: to read; keys (`vocabulary: dynamic`) become ids. `table_rows`: of each table, in the order of
-    `spec.table_features`. Raises ValueError: there are more or fewer tables.
-    """
+    """Rows whose ids are written as remainders by `table_rows`, in the order of `spec.table_features`; ValueError for others."""
 
     def __init__(self, rows: Rows, table_rows: Sequence[int]) -> None:
         tables = list(rows.spec.table_features)

@@ -7,7 +7,7 @@ pass over the column per part.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,8 @@ class ColumnEncoder:
 
     def __call__(
         self, number: int, name: str, column: StoredColumn
-    ) -> tuple[EncodedColumn, dict[str, dict]]:
-        """Count and encode a categorical column; return its statistics, and bytes and CRC-32 per written file."""
+    ) -> tuple[dict[str, Any], dict[str, dict]]:
+        """Count and encode a column; return the fields of its `EncodedColumn`, and bytes and CRC-32 per written file."""
         with self._connection.cursor() as cursor:
             seen, distinct, kept, covered, has_non_hex = self._build_vocabulary(
                 cursor, number, name, column
@@ -77,7 +77,7 @@ class ColumnEncoder:
             cursor.execute(f"DROP TABLE IF EXISTS vocabulary_{name}")
         written = f"vocabulary/{name}.parquet"
         files[written] = checksum(self._dataset / written)
-        return EncodedColumn(seen, distinct, kept, covered, zeros), files
+        return asdict(EncodedColumn(seen, distinct, kept, covered, zeros)), files
 
     def _build_vocabulary(
         self, cursor: duckdb.DuckDBPyConnection, number: int, name: str, column: StoredColumn
@@ -159,39 +159,48 @@ class ColumnEncoder:
             )
             ((last,),) = cursor.execute(f"SELECT coalesce(max(id), 0) FROM {values}").fetchall()
         pieces = max(1, -(-last // self._piece))
-        partial_ids: dict[str, Path] = {}
+        # Ids of earlier parts of the vocabulary.
+        partial_ids = {
+            split: column.path.with_name(f"{name}.{split}.ids") for split in self._splits
+        }
         lookup: Lookup | None = None
+
+        def looked_up(split: str, piece: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+            rows = self._splits[split]
+            for start, codes in column.chunks(rows, CHUNK_ROWS):
+                ids, first = np.zeros(len(codes), "<i4"), start - rows.start
+                if piece:
+                    ids = StoredColumn(partial_ids[split], "<i4").read(first, first + len(codes))
+                assert lookup is not None
+                lookup(codes, ids)
+                yield start, codes, ids
+
+        files: dict[str, dict[str, Any]] = {}
+        zeros: dict[str, int] = {}
         for piece in range(pieces):
             lookup = None  # free its memory before the next one takes as much
             lookup = self._lookup(cursor, values, range(piece * self._piece, last))
-            if piece < pieces - 1:  # the last part is looked up while the ids are written
-                for split, rows in self._splits.items():
-                    self._add_piece(column, rows, lookup, partial_ids, name, split)
-        files: dict[str, dict[str, Any]] = {}
-        zeros: dict[str, int] = {}
-        assert lookup is not None
-        for split, rows in self._splits.items():
-            zeros[split] = 0
-            with GrowingFile(self._dataset, f"{split}/{name}.bin") as file:
-                for start, codes in column.chunks(rows, CHUNK_ROWS):
-                    ids = np.zeros(len(codes), dtype.newbyteorder("<"))
-                    if split in partial_ids:
-                        before, first = StoredColumn(partial_ids[split], "<i4"), start - rows.start
-                        ids = before.read(first, first + len(codes))
-                    lookup(codes, ids)
-                    if has_non_hex and (codes == NON_HEX).any():
-                        # The ids of texts without a code.
-                        patches = cursor.execute(
-                            f'SELECT o."row" - {start} AS at, v.id AS id FROM non_hex AS o '
-                            f"JOIN vocabulary_{name} AS v ON o.value = v.value WHERE "
-                            f'o."column" = {number} AND o."row" >= {start} AND o."row" < {start + len(ids)}'
-                        ).fetchnumpy()
-                        ids[patches["at"]] = patches["id"]
-                    zeros[split] += len(ids) - int(np.count_nonzero(ids))
-                    file.append(ids.astype(dtype.newbyteorder("<"), copy=False))
-            files |= file.record
-        for path in partial_ids.values():
-            path.unlink()
+            for split in self._splits:
+                if piece < pieces - 1:
+                    with partial_ids[split].open("r+b" if piece else "wb") as stream:
+                        for _, _, ids in looked_up(split, piece):
+                            stream.write(ids.data)
+                    continue
+                zeros[split] = 0
+                with GrowingFile(self._dataset, f"{split}/{name}.bin") as file:
+                    for start, codes, ids in looked_up(split, piece):
+                        if has_non_hex and (codes == NON_HEX).any():
+                            # The ids of texts without a code.
+                            patches = cursor.execute(
+                                f'SELECT o."row" - {start} AS at, v.id AS id FROM non_hex AS o '
+                                f"JOIN vocabulary_{name} AS v ON o.value = v.value WHERE "
+                                f'o."column" = {number} AND o."row" >= {start} AND o."row" < {start + len(ids)}'
+                            ).fetchnumpy()
+                            ids[patches["at"]] = patches["id"]
+                        zeros[split] += len(ids) - int(np.count_nonzero(ids))
+                        file.append(ids.astype(dtype.newbyteorder("<"), copy=False))
+                files |= file.record
+                partial_ids[split].unlink(missing_ok=True)
         return files, zeros
 
     def _lookup(self, cursor: duckdb.DuckDBPyConnection, values: str, ids: range) -> Lookup:
@@ -206,23 +215,3 @@ class ColumnEncoder:
             ).fetchnumpy()
             lookup.add(np.ascontiguousarray(part["value"]), np.ascontiguousarray(part["id"]))
         return lookup
-
-    def _add_piece(
-        self,
-        column: StoredColumn,
-        rows: range,
-        lookup: Lookup,
-        partial_ids: dict[str, Path],
-        name: str,
-        split: str,
-    ) -> None:
-        path = column.path.with_name(f"{name}.{split}.ids")
-        before = StoredColumn(path, "<i4") if split in partial_ids else None
-        with path.open("r+b" if before else "wb") as stream:
-            for start, codes in column.chunks(rows, CHUNK_ROWS):
-                ids, first = np.zeros(len(codes), "<i4"), start - rows.start
-                if before:
-                    ids = before.read(first, first + len(codes))
-                lookup(codes, ids)
-                stream.write(ids.data)
-        partial_ids[split] = path

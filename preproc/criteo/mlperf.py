@@ -6,10 +6,11 @@ splits. Training expands the ids to several (`data=criteo_mlperf`).
 """
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from dataloading.dataset.split_files import SplitFiles
 from preproc.column_store import StoredColumn
 from preproc.criteo.mlperf_columns import codes_of_texts, log_days, number_column
 from preproc.criteo.parse import ColumnStore, parse_files
-from preproc.criteo.pipeline import CHUNK_ROWS, estimated_rows
+from preproc.criteo.pipeline import CHUNK_ROWS, estimated_rows, finish_columns
 from preproc.criteo.shuffle import BASE_BYTES, shuffle_training
 from preproc.dataset_writer import GrowingFile, finish_dataset
 from preproc.raw_files import find_files, find_gap, refuse_copies
@@ -96,37 +97,27 @@ def _numbered(
     assert config.table_rows is not None
     state = work.state.setdefault("numbered", {})
 
-    def number(index: int, name: str, table_rows: int) -> int:
+    def log() -> tuple[int, dict[str, Any]]:
+        log_days(parsed.numerical, logs, days)
+        return 0, work.synced_records(logs.path)
+
+    def number(index: int, name: str, table_rows: int) -> tuple[int, dict[str, Any]]:
         texts = codes_of_texts(parsed.non_hex, index)
-        return number_column(
+        distinct = number_column(
             parsed.codes[name], ids[name], table_rows, days[-1].start, num_rows, texts
         )
+        return distinct, work.synced_records(ids[name].path)
 
-    log = partial(log_days, parsed.numerical, logs, days)
-    tasks = {"numerical": (log, parsed.numerical, logs)} | {
-        name: (partial(number, index, name, rows), parsed.codes[name], ids[name])
+    tasks: dict[str, Callable[[], tuple[int, dict[str, Any]]]] = {"numerical": log} | {
+        name: partial(number, index, name, rows)
         for index, (name, rows) in enumerate(zip(CATEGORICAL, config.table_rows, strict=True))
     }
     per_column = NUMBERING_BYTES * min(num_rows, MOST_VALUES) + (64 << 20)
     threads = config.threads or os.cpu_count() or 1
     workers = max(1, min(threads, (memory_bytes(config) - BASE_BYTES) // per_column))
-    with progress.stage("number the values") as stage, ThreadPoolExecutor(workers) as pool:
-        stage.total = len(tasks)
-        waiting = {name: task for name, task in tasks.items() if name not in state}
-        running = [(name, pool.submit(task[0])) for name, task in waiting.items()]
-        try:
-            for name, future in running:
-                state[name] = future.result() or 0
-                _, source, written = tasks[name]
-                work.state["checked"] |= work.synced_records(written.path)
-                work.state["checked"].pop(source.path.name, None)
-                work.save()
-                source.path.unlink()
-                stage.detail = name
-                stage.update(len(state))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    sources = {"numerical": parsed.numerical, **parsed.codes}
+    with progress.stage("number the values") as stage:
+        finish_columns(tasks, sources, state, "checked", work, workers, stage)
     return {"label": parsed.label, "numerical": logs, **ids}
 
 

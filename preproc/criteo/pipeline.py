@@ -9,9 +9,10 @@ and a killed run resumes after them.
 import glob
 import os
 import shutil
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from preproc.report.console import (
     Progress,
     RowCounts,
     SplitSummary,
+    Stage,
     print_result,
 )
 from preproc.report.plot import load_library
@@ -256,7 +258,14 @@ def _encode(
             config.frequency_limit,
             max(spare // 2 // workers - CHUNK_BYTES, 1 << 20),
         )
-        return _encode_all(encoder, work, store, workers, progress)
+        tasks = {
+            name: partial(encoder, number, name, store.codes[name])
+            for number, name in enumerate(CATEGORICAL)
+        }
+        state = work.state.setdefault("encoded", {})
+        with progress.stage("count, rank and encode categoricals") as stage:
+            finish_columns(tasks, store.codes, state, "files", work, workers, stage)
+    return {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
 
 
 def _shuffle(
@@ -308,35 +317,32 @@ def _view_non_hex(
         )
 
 
-def _encode_all(
-    encoder: ColumnEncoder, work: Work, store: ColumnStore, workers: int, progress: Progress
-) -> dict[str, EncodedColumn]:
-    """Encode the columns that are not recorded, a few at a time, and remove each stored column once it is recorded."""
-    state = work.state.setdefault("encoded", {})
-    with progress.stage("count, rank and encode categoricals") as stage:
-        stage.total = len(CATEGORICAL)
-        with ThreadPoolExecutor(workers) as pool:
-            running = {
-                pool.submit(encoder, number, name, store.codes[name]): name
-                for number, name in enumerate(CATEGORICAL)
-                if name not in state
-            }
-            try:
-                while running:
-                    for done in wait(running, return_when=FIRST_COMPLETED).done:
-                        name = running.pop(done)
-                        column, files = done.result()
-                        state[name] = asdict(column)
-                        work.state["files"] |= files
-                        work.state["checked"].pop(store.codes[name].path.name, None)
-                        work.save()
-                        store.codes[name].path.unlink()
-                        stage.detail = name
-                        stage.update(len(state))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-    return {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
+def finish_columns(
+    tasks: Mapping[str, Callable[[], tuple[Any, dict[str, Any]]]],
+    sources: Mapping[str, StoredColumn],
+    state: dict[str, Any],
+    records: str,
+    work: Work,
+    workers: int,
+    stage: Stage,
+) -> None:
+    """Run what `state` lacks, several at a time: record each result with its files in `records`, and remove its source."""
+    stage.total = len(tasks)
+    with ThreadPoolExecutor(workers) as pool:
+        running = {pool.submit(task): name for name, task in tasks.items() if name not in state}
+        try:
+            for done in as_completed(running):
+                name = running[done]
+                state[name], files = done.result()
+                work.state[records] |= files
+                work.state["checked"].pop(sources[name].path.name, None)
+                work.save()
+                sources[name].path.unlink()
+                stage.detail = name
+                stage.update(len(state))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _write_plain(

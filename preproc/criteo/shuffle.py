@@ -108,19 +108,16 @@ class _Shuffle:
         self._buckets = num_buckets(num_rows)
         self._sizes = np.zeros(self._buckets, np.int64)
         for start in range(0, num_rows, CHUNK_ROWS):
-            dealt = self._buckets_of(start, min(start + CHUNK_ROWS, num_rows))
+            dealt = buckets_of(seed, start, min(start + CHUNK_ROWS, num_rows), self._buckets)
             self._sizes += np.bincount(dealt, minlength=self._buckets)
         self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
-
-    def _buckets_of(self, start: int, stop: int) -> np.ndarray:
-        return buckets_of(self._seed, start, stop, self._buckets)
 
     def deal(self, column: StoredColumn) -> dict[str, list]:
         """Partition a column into a second file; return the entries of both files in the record."""
         ends, checksums = self._starts[:-1].copy(), [0] * self._buckets
         with _dealt(column).open("wb", buffering=0) as stream:
             for start, values in column.chunks(range(self._num_rows), CHUNK_ROWS):
-                dealt = self._buckets_of(start, start + len(values))
+                dealt = buckets_of(self._seed, start, start + len(values), self._buckets)
                 # Stable, so the order within a bucket does not depend on the chunk size.
                 values = values[np.argsort(dealt, kind="stable")]
                 at = 0

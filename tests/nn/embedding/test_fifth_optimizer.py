@@ -131,7 +131,7 @@ def resumed(path: Path, overrides: list[str]) -> list[float]:
 
 def test_a_table_whose_rows_have_one_state_is_not_cut_by_columns():
     with pytest.raises(
-        ValueError, match="cat_0 to column_wise, but momentum keeps one state per row"
+        ValueError, match="cat_0 would be column_wise, but momentum keeps one state per row"
     ):
         run_plan("MOMENTUM", "sharding.tables={cat_0:column_wise}", "sharding.world_size=2")
 

@@ -49,6 +49,8 @@ OPTIONS |= {
     "deepfm": ["hidden=[8]", "sequence_pooling=last"],
     "wide_deep": ["hidden=[8]", "sequence_pooling=mean"],
 }
+# The longest sample of a batch is another on two ranks, and in its parts.
+OPTIONS["hstu"] = ["width=8", "input_hidden=4", "layers=2", "head_dim=4", "attention_norm=capacity"]
 CHUNKS = "train.accumulate=3"
 LAYOUTS = ["sharding.types=[row_wise]", "sharding.tables={hist_kind:data_parallel}", CHUNKS]
 
