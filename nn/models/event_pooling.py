@@ -114,8 +114,10 @@ class WithPooledEvents(Model):
             if group is None:
                 vectors.append(as_autocast(rows.by_sample()))
             else:
-                events = embeddings.sequence(group)
-                vectors.append(self.poolings[table](as_autocast(rows.by_id()), events))
+                events, found = embeddings.sequence(group), as_autocast(rows.by_id())
+                # Events may have a spare position, which the rows of a further table have not.
+                found = nn.functional.pad(found, (0, 0, 0, len(events.samples) - len(found)))
+                vectors.append(self.poolings[table](found, events))
         x = torch.cat(vectors, dim=1)
         rows_of, sequence_of = embeddings.rows_of, embeddings.sequence_of
         if self._reads_events and rows_of is not None and sequence_of is not None:

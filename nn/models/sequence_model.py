@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.interactions.transformer import TransformerBlock
+from nn.layers.interactions.transformer import BlockKind, TransformerBlock
 from nn.layers.mlp import MLP
 from nn.models.features import rates
 from nn.models.model import Activations, Model
@@ -40,12 +40,16 @@ class SequenceModel(Model):
 
     def add_blocks(self, options: Any, columns: int, longest: int, **of_model: Any) -> None:
         """Add the blocks of the options for samples of at most `longest` tokens."""
-        of_model |= {"residual": options.residual.value, "dropout": options.block_dropout}
-        if options.relative_bias:
-            of_model |= {"longest": longest, "has_times": self.inputs.group.time is not None}
-        for _ in range(options.blocks):
-            block = TransformerBlock(columns, options.heads, options.expansion, **of_model)
-            self.blocks.append(block)
+        kind = BlockKind(
+            options.heads,
+            options.expansion,
+            options.residual.value,
+            options.block_dropout,
+            longest=longest if options.relative_bias else None,
+            has_times=self.inputs.group.time is not None,
+            **of_model,
+        )
+        self.blocks.extend(TransformerBlock(columns, kind) for _ in range(options.blocks))
 
     def add_top(self, options: Any, columns: int) -> None:
         """Add the MLP of the candidate, `columns` that were found in the events, and the other features."""

@@ -92,7 +92,7 @@ SUBPACKAGES = {
     "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8"},
     "nn.embedding": {"nn.ops", "nn.ops.triton"},
     "nn.embedding.rules": {"nn.embedding", "nn.ops"},
-    "nn.layers.interactions": {"nn.layers"},
+    "nn.layers.interactions": {"nn.layers", "nn.ops"},
     "nn.models": {
         "nn.embedding",
         "nn.layers",

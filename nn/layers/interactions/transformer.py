@@ -1,6 +1,7 @@
 """Transformer blocks over the events of each sample, and the tokens that they read."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -21,11 +22,7 @@ from nn.ops.jagged_attention import time_bucket
 TIME_BUCKETS = 64
 """Half doublings of a second that ages, and times between events, are told apart by."""
 TOKEN_INIT = 0.02
-ACTIVATIONS = {
-    "relu": torch.relu,
-    "gelu": nn.functional.gelu,
-    "leaky_relu": nn.functional.leaky_relu,
-}
+ACTIVATIONS = {"relu": torch.relu, "leaky_relu": nn.functional.leaky_relu}
 
 
 def check_heads(heads: int, columns: int) -> None:
@@ -71,6 +68,20 @@ class EventTokens(nn.Module):
         return self.dropout(x.to(vectors.dtype), events)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockKind:
+    """Options of `TransformerBlock`."""
+
+    heads: int
+    expansion: int  # columns of the network's hidden layer, per column of a token
+    residual: Literal["post_norm", "pre_norm", "gated"]
+    dropout: float = 0.0
+    activation: Literal["relu", "leaky_relu"] = "relu"
+    causal: bool = False
+    longest: int | None = None  # most positions of a sample, if there is a relative bias
+    has_times: bool = False
+
+
 class TransformerBlock(nn.Module):
     """Two layers F, self-attention (multi-head, with an output product) and W' f(W x + b) + b', each joined to its input.
 
@@ -79,42 +90,26 @@ class TransformerBlock(nn.Module):
     times, by the time between them; it begins at 0.
     """
 
-    def __init__(
-        self,
-        columns: int,
-        heads: int,
-        expansion: int,
-        *,
-        residual: Literal["post_norm", "pre_norm", "gated"],
-        activation: Literal["relu", "gelu", "leaky_relu"] = "relu",
-        dropout: float = 0.0,
-        causal: bool = False,
-        longest: int | None = None,
-        has_times: bool = False,
-    ) -> None:
-        """`longest`: most positions of a sample if there is a relative bias.
-
-        Raises ValueError: the heads do not divide the columns.
-        """
+    def __init__(self, columns: int, kind: BlockKind) -> None:
+        """Raise ValueError if the heads do not divide the columns."""
         super().__init__()
-        check_heads(heads, columns)
-        self._heads, self._causal, self._residual = heads, causal, residual
-        self._activation = ACTIVATIONS[activation]
+        check_heads(kind.heads, columns)
+        self._kind, hidden = kind, kind.expansion * columns
         self.projections = nn.Linear(columns, 3 * columns)
         self.attended = nn.Linear(columns, columns)
-        self.hidden = nn.Linear(columns, expansion * columns)
-        self.output = nn.Linear(expansion * columns, columns)
+        self.hidden = nn.Linear(columns, hidden)
+        self.output = nn.Linear(hidden, columns)
         self.norms = nn.ModuleList(nn.LayerNorm(columns) for _ in range(2))
-        self.dropouts = nn.ModuleList(Dropout(dropout) for _ in range(2))
-        gates = 2 if residual == "gated" else 0
+        self.dropouts = nn.ModuleList(Dropout(kind.dropout) for _ in range(2))
+        gates = 2 if kind.residual == "gated" else 0
         self.gates = nn.ModuleList(nn.Linear(columns, columns) for _ in range(gates))
         self.place_bias = self.time_bias = None
-        if longest is not None:
-            distances = longest if causal else 2 * longest - 1
-            self.place_bias = nn.Parameter(torch.zeros(heads, distances))
-            if has_times:
-                self.time_bias = nn.Parameter(torch.zeros(heads, TIME_BUCKETS))
-        self.kept_per_position = (10 + 2 * expansion + 2 * gates) * columns
+        if kind.longest is not None:
+            distances = kind.longest if kind.causal else 2 * kind.longest - 1
+            self.place_bias = nn.Parameter(torch.zeros(kind.heads, distances))
+            if kind.has_times:
+                self.time_bias = nn.Parameter(torch.zeros(kind.heads, TIME_BUCKETS))
+        self.kept_per_position = (10 + 2 * kind.expansion + 2 * gates) * columns
 
     def flops(self, positions: float) -> float:
         """Return the operations of a sample with so many positions."""
@@ -122,7 +117,7 @@ class TransformerBlock(nn.Module):
         products = sum(
             layer.weight.numel() for layer in self.modules() if isinstance(layer, nn.Linear)
         )
-        pairs = positions**2 / (2 if self._causal else 1)
+        pairs = positions**2 / (2 if self._kind.causal else 1)
         return 2 * positions * products + 4 * pairs * columns
 
     def forward(self, x: Tensor, at: SamplePositions, times: Tensor | None = None) -> Tensor:
@@ -131,19 +126,19 @@ class TransformerBlock(nn.Module):
         return self._joined(x, 1, self._network, at)
 
     def _attend(self, x: Tensor, at: SamplePositions, times: Tensor | None) -> Tensor:
-        query, key, value = self.projections(x).unflatten(1, (3, self._heads, -1)).unbind(1)
+        query, key, value = self.projections(x).unflatten(1, (3, self._kind.heads, -1)).unbind(1)
         bias = ScoreBias(self.place_bias, self.time_bias, None if self.time_bias is None else times)
-        attended = attend(query, key, value, at, causal=self._causal, bias=bias)
+        attended = attend(query, key, value, at, causal=self._kind.causal, bias=bias)
         return self.attended(attended.flatten(1))
 
     def _network(self, x: Tensor) -> Tensor:
-        return self.output(self._activation(self.hidden(x)))
+        return self.output(ACTIVATIONS[self._kind.activation](self.hidden(x)))
 
     def _joined(
         self, x: Tensor, number: int, layer: Callable[[Tensor], Tensor], at: SamplePositions
     ) -> Tensor:
         norm, dropout = self.norms[number], self.dropouts[number]
-        if self._residual == "post_norm":
+        if self._kind.residual == "post_norm":
             return norm(x + dropout(layer(x), at)).to(x.dtype)
         change = dropout(layer(norm(x).to(x.dtype)), at)
         if self.gates:
