@@ -32,8 +32,6 @@ def stage_rows(journal: Journal) -> int:
         more = ["split_"] if table.split.by == "column" else []
         for i in range(len(table.pasts)):
             more += table.past_columns(i)
-        for i, lists in enumerate(table.event_lists):
-            more += lists.columns(i)
         kept = stored_columns(journal, *more)
         query = f"SELECT {kept}, row_ AS all_row_ FROM all_ WHERE bad_ IS NULL"
         journal.once("staged_", lambda path: journal.engine.number(query, ["all_row_"], path))
@@ -110,6 +108,8 @@ def stored_columns(journal: Journal, *more: str) -> str:
     numbers = [f"n{i}" for i in range(len(journal.table.numerical))]
     values = [f"c{i}" for i in range(len(journal.table.categorical))]
     kept = [f"keep{i}_" for i in range(len(journal.table.keep))]
+    for i, lists in enumerate(journal.table.event_lists):
+        kept += lists.columns(i)
     return ", ".join(["file_", *journal.held.row_numbers, *numbers, *values, *kept, *more])
 
 

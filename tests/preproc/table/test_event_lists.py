@@ -99,6 +99,18 @@ def test_rows_see_their_last_events(tmp_path, is_text):
     preproc("mode=verify", f"path={output}")
 
 
+def test_lists_stay_with_their_rows_in_another_order(tmp_path):
+    rows = random_rows(4)
+    path = write(tmp_path, rows, is_text=True)
+    table = described(path, is_text=True, length=9) | {"split": {"by": "random", "train": 0.5}}
+    build(tmp_path / "out", table, "shuffle=true")
+    seen = [[event[2:] for event in events] for events in stored_lists(tmp_path / "out")]
+    wanted = [list(zip(row["prices"], row["times"], strict=True)) for row in rows]
+    assert sorted(seen) == sorted(wanted)
+    assert seen != wanted
+    preproc("mode=verify", f"path={tmp_path / 'out'}")
+
+
 def test_lists_without_times_or_numbers(tmp_path):
     rows = random_rows(1)
     path = write(tmp_path, rows, is_text=True)
