@@ -18,6 +18,7 @@ MODELS = {
     "transact": "nn.models.transact:TransAct",
     "onetrans": "nn.models.onetrans:OneTrans",
     "sim": "nn.models.sim:SIM",
+    "hstu": "nn.models.hstu:HSTU",
     "shared_bottom": "nn.models.shared_bottom:SharedBottom",
     "mmoe": "nn.models.mmoe:MMoE",
     "ple": "nn.models.ple:PLE",
@@ -29,7 +30,7 @@ MODELS = {
     "pepnet": "nn.models.pepnet:PEPNet",
 }
 
-SEVERAL_LABELS = ("shared_bottom", "mmoe", "ple", "esmm", "pepnet", "rankmixer")
+SEVERAL_LABELS = ("hstu", "shared_bottom", "mmoe", "ple", "esmm", "pepnet", "rankmixer")
 """The models with a logit per label."""
 
 LOGGERS = {

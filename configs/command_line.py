@@ -29,7 +29,6 @@ from configs.help import (
     NO_SECTIONS,
     SectionClasses,
     Topics,
-    UnknownTopicError,
     register_option_help,
 )
 from configs.messages import UNKNOWN_PLACE, load_error_text, on_one_line, os_error_text, shown
@@ -109,8 +108,6 @@ def composed_command(
                 raise
             if isinstance(error, BrokenPipeError):
                 _end_unread()
-            if (unknown := _unknown_topic(error)) is not None:
-                raise ValueError(str(unknown)) from None
             raise ValueError(one_line(error)) from None
 
     with_hydra = hydra.main(
@@ -293,13 +290,6 @@ def _end_unread() -> NoReturn:
     # Python would write the rest when it ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit()
-
-
-def _unknown_topic(error: BaseException | None) -> UnknownTopicError | None:
-    """Return the error of the help among those that it has become."""
-    while error is not None and not isinstance(error, UnknownTopicError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:

@@ -42,10 +42,6 @@ SectionClasses = Mapping[str, Callable[[DictConfig], type]]
 NO_SECTIONS: SectionClasses = {}
 
 
-class UnknownTopicError(ValueError):
-    """A word after `--help` is in no option."""
-
-
 @dataclass(frozen=True, slots=True)
 class Topics:
     """The part of the help that is printed: groups, options or parts of their names; everything without words."""
@@ -56,8 +52,7 @@ class Topics:
     def choose(self, keys: Sequence[str]) -> list[str]:
         """Return the keys that a word names, or all of them.
 
-        A word names a group or an option, else the options with it in their names. Raises UnknownTopicError: a word names
-        nothing.
+        A word names a group or an option, else the options with it in their names. Raises ValueError: a word names nothing.
         """
         if not self.words:
             return list(keys)
@@ -69,7 +64,7 @@ class Topics:
                 known = [*keys, *self.groups, *(part for key in keys for part in key.split("."))]
                 close = get_close_matches(word, known, n=1)
                 hint = f"did you mean {close[0]}? " if close else ""
-                raise UnknownTopicError(
+                raise ValueError(
                     f"--help: no option has {shown(word)} in its name; {hint}--help alone lists all options"
                 )
             chosen.update(found)
@@ -104,7 +99,7 @@ def option_help(
 ) -> str:
     """Return a line `key=value  meaning` for the chosen options of `schema`, values from `config`, with a title per section.
 
-    Raises UnknownTopicError: no option has a word of `topics` in its name.
+    Raises ValueError: no option has a word of `topics` in its name.
     """
     sections = {name: find(config[name]) for name, find in section_classes.items()}
     defaults = OmegaConf.create(

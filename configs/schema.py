@@ -170,6 +170,8 @@ Fp8 = StrEnum("Fp8", "off partial full")
 """Matrix products of wide layers in 8 bits: all three of a layer, or without the gradients of weights."""
 TableDtype = StrEnum("TableDtype", "fp32 bf16 fp16")
 """Storage dtype of table weights."""
+EventPooling = StrEnum("EventPooling", "sum mean last attention")
+"""Pooling of the events of a feature."""
 DecayShape = StrEnum("DecayShape", "polynomial cosine")
 """Curve of the learning rate's decay."""
 OptimizerName = StrEnum("OptimizerName", "sgd adagrad rowwise_adagrad adam")
@@ -290,7 +292,8 @@ class SyntheticConfig(Section):
         for name in made if self.history else ():
             require(
                 name not in self.tables and made.count(name) == 1,
-                f"data.synthetic.names: data.synthetic.history={self.history} makes a column '{name}'; rename the one of that name",
+                f"data.synthetic.names: data.synthetic.history={self.history} makes a column '{name}'; "
+                "rename the one of that name",
             )
         require(
             not self.history or self.history_length < self.history_max_length,
@@ -408,6 +411,11 @@ class ModelConfig(Section):
         None,
         "bound of the tables' initial weights, which are uniform in +-embedding_init; null: 1/sqrt(rows) of each table",
         gt=0,
+    )
+    sequence_pooling: EventPooling = option(
+        EventPooling.sum,
+        "vector of a feature of a sequence group that the model does not read event by event: sum or mean of its events, the "
+        "last one, or their mean weighted by a learned attention",
     )
 
 
@@ -574,6 +582,12 @@ class SchedulerConfig(Section):
     section = "scheduler"
 
     warmup_steps: int = option(0, "steps of linear warm-up; 0 starts at the peak", ge=0)
+    first_step: int = option(
+        1,
+        "number of the first update in the schedule; with 0, as in MLPerf's dlrm_v4, a warm-up begins at a rate of 0",
+        ge=0,
+        le=1,
+    )
     decay_start_step: int | None = option(None, "first step of the decay; null never decays")
     decay_steps: int = option(0, "length of the decay")
     decay: DecayShape = option(

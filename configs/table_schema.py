@@ -181,6 +181,90 @@ class History:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class EventLog:
+    """A sequence group made of a log: a row sees the events of its user before its moment, oldest first.
+
+    Features `<name>_<of>` have the ids and the tables of the features `of`; numbers are `<name>_<number>` and `<name>_time`.
+    An event is a row with a user, a time and a value of the first feature of `of`, whose filter is true.
+
+    Attributes:
+        of: categorical features with one value per row.
+        by, order_by: SQL of the user and of the time, as of `History`; times count in whole seconds, rounded down.
+        length: events that a row sees, the latest ones.
+        numbers: columns, or `{name, expression}`; a missing number is 0.
+        filter, rows: as of `History`.
+        source: another source that has the events; its columns are those that the SQL here and of the features `of` names.
+    """
+
+    name: str
+    of: list[str]
+    by: str
+    order_by: str
+    length: int
+    numbers: list[RowNumber] = field(default_factory=list)
+    filter: str = ""
+    rows: str = "all"
+    source: str = ""
+
+    @property
+    def features(self) -> list[str]:
+        """Return the names of the features of the events."""
+        return [f"{self.name}_{name}" for name in self.of]
+
+    @property
+    def time_name(self) -> str:
+        """Return the name of the number with the time."""
+        return f"{self.name}_time"
+
+    @property
+    def number_names(self) -> list[str]:
+        """Return the names of the numbers, the time last."""
+        return [*(f"{self.name}_{number.name}" for number in self.numbers), self.time_name]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EventLists:
+    """A sequence group of lists that a row has, oldest event first: equally many items of each.
+
+    Attributes:
+        lists: categorical features that are ragged lists; an empty item is an event with id 0.
+        length: events that a row sees, the last ones.
+        numbers: columns with lists, of Parquet or of a text with the separator of the features; or `{name, expression}`.
+        time, order_by: the number that is the time of an event, and SQL of the moment of the row, both in whole seconds.
+    """
+
+    name: str
+    lists: list[str]
+    length: int
+    numbers: list[RowNumber] = field(default_factory=list)
+    time: str = ""
+    order_by: str = ""
+
+    @property
+    def features(self) -> list[str]:
+        """Return the names of the features of the events."""
+        return self.lists
+
+    @property
+    def time_name(self) -> str | None:
+        """Return the name of the number with the time."""
+        return self.time or None
+
+    @property
+    def number_names(self) -> list[str]:
+        """Return the names of the numbers."""
+        return [number.name for number in self.numbers]
+
+    def columns(self, number: int) -> dict[str, tuple[str, str]]:
+        """Return key and SQL of the columns of rows that group `number` of `event_lists` needs, by their names."""
+        named = {f"moment{number}_": ("order_by", self.order_by)} if self.time else {}
+        return named | {
+            f"numbers{number}_{j}_": (f"numbers: {shown(n.name)}", n.expression or _identifier(n))
+            for j, n in enumerate(self.numbers)
+        }
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class SplitRule:
     """Division of the rows into splits.
 
@@ -229,6 +313,7 @@ class TableConfig:
             is, and a float if one of the texts reads as it (`numbers_of`). Where it was none, a text is missing if no value
             of another type has it (`texts_of_no_other_type`).
         history: histories of categorical features, which follow these in the model's order.
+        sequence: sequence groups, whose features follow these.
         keep_rate: the rate at which negatives such as a row were kept.
         keep: columns of the source, or of the query, that the dataset keeps beside its rows as they stand.
         empty_items: what an empty item of a list is, as of 'a||b': dropped, or `unknown`, id 0, as in fits of earlier versions.
@@ -243,6 +328,7 @@ class TableConfig:
     numerical: list[Numerical] = field(default_factory=list)
     categorical: list[Categorical] = field(default_factory=list)
     history: list[History] = field(default_factory=list)
+    sequence: list[EventLog | EventLists] = field(default_factory=list)
     split: SplitRule = field(default_factory=SplitRule)
     weight: RowNumber | None = None
     keep_rate: RowNumber | None = None
@@ -310,6 +396,10 @@ class TableConfig:
                 _make(History, feature, f"table.history[{i}]")
                 for i, feature in enumerate(_list(content, "history"))
             ],
+            sequence=[
+                _sequence(group, f"table.sequence[{i}]")
+                for i, group in enumerate(_list(content, "sequence"))
+            ],
             split=_make(SplitRule, content.get("split") or {}, "table.split"),
             keep=_list(content, "keep"),
             empty_items=content.get("empty_items", "dropped"),
@@ -332,6 +422,40 @@ class TableConfig:
         names = [feature.name for feature in self.numerical]
         names += [feature.length_name for feature in self.with_length]
         return names + [history.length_name for history in self.history]
+
+    @property
+    def pasts(self) -> list[History | EventLog]:
+        """Return histories and logs."""
+        return [*self.history, *self.logs]
+
+    @property
+    def logs(self) -> list[EventLog]:
+        """Return the sequence groups that are logs."""
+        return [group for group in self.sequence if isinstance(group, EventLog)]
+
+    @property
+    def event_lists(self) -> list[EventLists]:
+        """Return the sequence groups that are lists of the rows."""
+        return [group for group in self.sequence if isinstance(group, EventLists)]
+
+    def drops_empty(self, feature: str) -> bool:
+        """Return whether the empty items of a list are left out."""
+        return self.empty_items == "dropped" and not any(
+            feature in group.lists for group in self.event_lists
+        )
+
+    def past_columns(self, number: int) -> dict[str, tuple[str, str]]:
+        """Return key and SQL of the columns of rows that number `number` of `pasts` needs, by their names."""
+        past = self.pasts[number]
+        named = {f"who{number}_": ("by", past.by), f"time{number}_": ("order_by", past.order_by)}
+        if isinstance(past, EventLog) and past.source:
+            return named
+        if past.filter:
+            named[f"past{number}_"] = ("filter", past.filter)
+        for j, item in enumerate(past.numbers if isinstance(past, EventLog) else []):
+            sql = item.expression or _identifier(item)
+            named[f"event{number}_{j}_"] = (f"numbers: {shown(item.name)}", sql)
+        return named
 
     @property
     def with_length(self) -> list[Categorical]:
@@ -381,6 +505,10 @@ class TableConfig:
         self._check_vocabularies()
         for history in self.history:
             self._check_history(f"table.history: {shown(history.name)}", history)
+        for log in self.logs:
+            self._check_log(f"table.sequence: {shown(log.name)}", log)
+        for lists in self.event_lists:
+            self._check_lists(f"table.sequence: {shown(lists.name)}", lists)
         _check_split(self.split)
 
     def _check_keep(self) -> None:
@@ -396,6 +524,9 @@ class TableConfig:
         """Raise ValueError for names of features that cannot name the dataset's files, or the same one."""
         names = [feature.name for feature in self.categorical]
         names += [history.name for history in self.history]
+        for group in self.sequence:
+            own = group.features if isinstance(group, EventLog) else []
+            names += [group.name, *own, *group.number_names]
         names += [*self.numerical_names, *(n.name for _, n in self.row_numbers.values())]
         for name in names:
             require(
@@ -468,32 +599,79 @@ class TableConfig:
 
     def _check_history(self, where: str, history: History) -> None:
         """Raise ValueError for a history of no categorical feature, or with settings of the wrong kind."""
+        self._check_of(where, history.of)
+        _check_past(where, history, MOST_HISTORY)
+
+    def _check_log(self, where: str, log: EventLog) -> None:
+        """Raise ValueError for a log of other than categorical features, or with settings of the wrong kind."""
+        for of in log.of:
+            self._check_of(where, of)
+        for number in log.numbers:
+            _check_text(f"{where}: numbers: {shown(number.name)}: expression", number.expression)
+        require(
+            log.source in ("", *self.sources),
+            f"{where}: got source {shown(log.source)}, want one of {', '.join(map(shown, self.sources))}",
+        )
+        require(
+            not log.source or log.rows == "all",
+            f"{where}: rows: train is for events that are rows of the dataset; drop it, or source",
+        )
+        _check_past(where, log, MOST_HOTNESS)
+
+    def _check_lists(self, where: str, group: EventLists) -> None:
+        """Raise ValueError for a group of other than ragged lists, or with settings of the wrong kind."""
+        ragged = {f.name: f for f in self.categorical if f.is_list and f.hotness is None}
+        several = [name for other in self.event_lists for name in other.lists]
+        for name in group.lists:
+            require(
+                name in ragged and several.count(name) == 1,
+                f"{where}: lists: got {shown(name)}, want a list feature without hotness that is in no other group, one of "
+                f"{', '.join(map(shown, ragged)) or 'none here'}",
+            )
+        for number in group.numbers:
+            _check_text(f"{where}: numbers: {shown(number.name)}: expression", number.expression)
+        require(
+            group.time in ("", *group.number_names),
+            f"{where}: got time {shown(group.time)}, want one of the numbers",
+        )
+        _check_text(f"{where}: order_by", group.order_by)
+        require(
+            bool(group.time) == bool(group.order_by),
+            f"{where}: time, of an event, and order_by, the moment of a row, belong together; set both, or none",
+        )
+        _check_length(where, group.length, MOST_HOTNESS)
+
+    def _check_of(self, where: str, of: Any) -> None:
+        """Raise ValueError unless `of` is a categorical feature with one value per row."""
         scalars = [feature.name for feature in self.categorical if not feature.is_list]
-        of = shown(history.of)
         kinds = {feature.name: "a list" for feature in self.categorical}
         kinds |= {feature.name: "a numerical feature" for feature in self.numerical}
         kinds |= {other.name: "a history" for other in self.history}
         require(
-            isinstance(history.of, str) and history.of in scalars,
-            f"{where}: of: got {of}, which is {kinds.get(str(history.of), 'no feature')}; want a categorical feature with "
+            isinstance(of, str) and of in scalars,
+            f"{where}: of: got {shown(of)}, which is {kinds.get(str(of), 'no feature')}; want a categorical feature with "
             f"one value per row, one of {', '.join(map(shown, scalars)) or 'none here'}",
         )
-        for key in ("by", "order_by"):
-            value = getattr(history, key)
-            _check_text(f"{where}: {key}", value)
-            require(bool(value), f"{where}: got {key} {shown(value)}, want SQL, such as a column")
-        _check_text(f"{where}: filter", history.filter)
-        length = history.length
-        require(
-            isinstance(length, int)
-            and not isinstance(length, bool)
-            and 1 <= length <= MOST_HISTORY,
-            f"{where}: got length {shown(length)}, want a whole number, 1 to {MOST_HISTORY:,}",
-        )
-        require(
-            history.rows in HISTORY_ROWS,
-            f"{where}: got rows {shown(history.rows)}, want one of {', '.join(HISTORY_ROWS)}",
-        )
+
+
+def _check_length(where: str, length: Any, most: int) -> None:
+    require(
+        isinstance(length, int) and not isinstance(length, bool) and 1 <= length <= most,
+        f"{where}: got length {shown(length)}, want a whole number, 1 to {most:,}",
+    )
+
+
+def _check_past(where: str, past: History | EventLog, most: int) -> None:
+    for key in ("by", "order_by"):
+        value = getattr(past, key)
+        _check_text(f"{where}: {key}", value)
+        require(bool(value), f"{where}: got {key} {shown(value)}, want SQL, such as a column")
+    _check_text(f"{where}: filter", past.filter)
+    _check_length(where, past.length, most)
+    require(
+        past.rows in HISTORY_ROWS,
+        f"{where}: got rows {shown(past.rows)}, want one of {', '.join(HISTORY_ROWS)}",
+    )
 
 
 def transform_of(transform: Any) -> tuple[str, Any]:
@@ -711,11 +889,11 @@ def _check_flag(where: str, value: Any) -> None:
     require(isinstance(value, bool), f"{where}: got {shown(value)}, want true or false")
 
 
-def _list(content: Mapping[str, Any], key: str) -> list[Any]:
+def _list(content: Mapping[str, Any], key: str, where: str = "") -> list[Any]:
     value = content.get(key)
     require(
         value is None or isinstance(value, list),
-        f"table.{key}: got {shown(value)}, want a list",
+        f"{where or f'table.{key}'}: got {shown(value)}, want a list",
     )
     return value or []
 
@@ -738,6 +916,23 @@ def _labels(content: Any) -> list[Label]:
 
 def _row_number(content: Mapping[str, Any], key: str) -> RowNumber | None:
     return _make(RowNumber, content[key], f"table.{key}") if content.get(key) else None
+
+
+def _sequence(content: Any, where: str) -> EventLog | EventLists:
+    is_lists = isinstance(content, Mapping) and "lists" in content
+    group = _make(EventLists if is_lists else EventLog, content, where)
+    of = group.lists if is_lists else group.of
+    require(
+        isinstance(of, list) and bool(of) and all(isinstance(name, str) for name in of),
+        f"{where}: got {'lists' if is_lists else 'of'} {shown(of)}, want a list of categorical features",
+    )
+    numbers = _list(content, "numbers", f"{where}.numbers")
+    made = [_make(RowNumber, n, f"{where}.numbers[{i}]") for i, n in enumerate(numbers)]
+    return replace(group, numbers=made)
+
+
+def _identifier(number: RowNumber) -> str:
+    return '"' + number.name.replace('"', '""') + '"'
 
 
 def _make(kind: type, content: Any, where: str) -> Any:

@@ -21,16 +21,18 @@ def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySour
     """Return a source of the features of a table, and of its keep rates if the dataset has them.
 
     Labels and weights are not read: the labels of the source are 0, and it has no weights. Columns that the spec does
-    not name are ignored. `table`: a column per feature, as in a Parquet dataset; at least one row. Raises ValueError: a
-    column is missing or of another type, or a value is missing, not finite or outside its table.
+    not name are ignored. `table`: a column per feature, as in a Parquet dataset; at least one row. The times of a group
+    without a column of moments are ages in seconds. Raises ValueError: a column is missing or of another type, or a value
+    is missing, not finite or outside its table.
     """
-    labels = frozenset(label.name for label in spec.labels)
-    files = SplitFiles(table.num_rows, absent=labels)
+    moments = {group.name for group in spec.sequences} - {*table.column_names}
+    absent = moments.union(label.name for label in spec.labels)
+    files = SplitFiles(table.num_rows, absent=frozenset(absent))
     spec = replace(spec, weight=None, splits={SPLIT: files})
     kinds = parquet_columns(spec, files)
     present = table.select([column for column in table.column_names if column in kinds])
     check_columns(name, present.schema, kinds)
-    rows = decode(present, spec, Place(name), labels)
+    rows = decode(present, spec, Place(name), absent)
     return BinarySource(spec, {SPLIT: joined(spec, [rows], files)})
 
 

@@ -5,9 +5,11 @@ and nothing is stored.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from configs.schema import SyntheticConfig
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.source import Allocate, Columns, Keys, Source
@@ -27,8 +29,7 @@ class SyntheticSource(Source):
 
     `cardinalities`: rows of each table, by the name of its feature; without names they are cat_0, cat_1 and so on.
     Names change no value. `hotness`: ids per row of each feature; empty: one for all features. `exponent`: of the ids'
-    power law; 0 is uniform. `history`: names of features whose tables the ids of past events are of (`SyntheticHistory`),
-    of a mean and a largest number of events per row.
+    power law; 0 is uniform.
     """
 
     def __init__(
@@ -40,37 +41,58 @@ class SyntheticSource(Source):
         hotness: Sequence[int] = (),
         exponent: float = 1.05,
         seed: int = 0,
-        history: Sequence[str] = (),
-        history_length: float = 20.0,
-        history_max_length: int = 100,
     ) -> None:
         hotness = list(hotness) or [1] * len(cardinalities)
         if not isinstance(cardinalities, Mapping):
             cardinalities = {f"cat_{index}": rows for index, rows in enumerate(cardinalities)}
-        features = {
-            name: CategoricalFeature.of(name, rows, count)
-            for (name, rows), count in zip(cardinalities.items(), hotness, strict=True)
-        }
-        liked = [features[name] for name in history]
-        self._seed = seed
-        self._history = (
-            SyntheticHistory(liked, history_length, history_max_length, exponent, self._key)
-            if liked
-            else None
-        )
         self.spec = FeatureSpec(
             root=None,
             numerical=tuple(f"num_{i}" for i in range(num_numerical)),
             numerical_dtype=np.dtype(np.float32),
             labels=(RowColumn("label"),),
-            categorical=(*features.values(), *(self._history.features if self._history else ())),
+            categorical=tuple(
+                CategoricalFeature.of(name, rows, count)
+                for (name, rows), count in zip(cardinalities.items(), hotness, strict=True)
+            ),
             splits={"train": SplitFiles(train_rows), "test": SplitFiles(test_rows)},
             metadata={},
-            sequences=(self._history.group,) if self._history else (),
         )
         self._exponent = exponent
+        self._seed = seed
         self._hotness = hotness
-        self._teacher = Teacher(self.spec, seed)
+        self._history: SyntheticHistory | None = None
+        self._calibrate()
+
+    @classmethod
+    def of(cls, stream: SyntheticConfig, seed: int) -> "SyntheticSource":
+        """Return the source that options describe."""
+        source = cls(
+            stream.train_rows,
+            stream.test_rows,
+            stream.num_numerical,
+            stream.tables,
+            stream.hotness,
+            stream.exponent,
+            seed,
+        )
+        if stream.history:
+            source.add_history(stream.history, stream.history_length, stream.history_max_length)
+        return source
+
+    def add_history(self, names: Sequence[str], mean_length: float, max_length: int) -> None:
+        """Add past events, on which labels then depend too; `names`: of features whose tables their ids are of."""
+        features = {feature.name: feature for feature in self.spec.categorical}
+        liked = [features[name] for name in names]
+        self._history = SyntheticHistory(liked, mean_length, max_length, self._exponent, self._key)
+        self.spec = replace(
+            self.spec,
+            categorical=self.spec.categorical + self._history.features,
+            sequences=(self._history.group,),
+        )
+        self._calibrate()
+
+    def _calibrate(self) -> None:
+        self._teacher = Teacher(self.spec, self._seed)
         sample, _ = self._make("calibration", np.arange(CALIBRATION_ROWS, dtype=np.uint64))
         self._teacher.calibrate(sample.numerical, self._bags(sample), self._events(sample))
 

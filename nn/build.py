@@ -59,18 +59,7 @@ def open_source(config: Config) -> Source:
     if data.path is not None:
         source = open_dataset(FeatureSpec.load(local_path(data.path), data.feature_spec))
     else:
-        source = SyntheticSource(
-            train_rows=data.synthetic.train_rows,
-            test_rows=data.synthetic.test_rows,
-            num_numerical=data.synthetic.num_numerical,
-            cardinalities=data.synthetic.tables,
-            hotness=data.synthetic.hotness,
-            exponent=data.synthetic.exponent,
-            seed=config.seed,
-            history=data.synthetic.history,
-            history_length=data.synthetic.history_length,
-            history_max_length=data.synthetic.history_max_length,
-        )
+        source = SyntheticSource.of(data.synthetic, config.seed)
     fraction = data.validation_fraction
     scores_others = config.mode is Mode.predict and config.predict.split != VALIDATION
     return source if fraction is None or scores_others else HeldOutSource(source, fraction)

@@ -14,6 +14,7 @@ from configs.table_schema import Label, TableConfig
 from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import Channel, RowColumn
+from dataloading.dataset.sequences import SequenceGroup
 from dataloading.dataset.split_files import SplitFiles
 from dataloading.lineage import DAY, FITTED, OF_FIT, PARENT, Lineage
 from preproc.dataset_writer import finish_dataset
@@ -30,12 +31,14 @@ from preproc.fitted_state import (
 from preproc.report.console import (
     COVERAGE_LIMITS,
     ColumnSummary,
+    LogCounts,
     Progress,
     RowCounts,
     SplitSummary,
     print_changes,
     print_columns,
     print_equal_labels,
+    print_events,
     print_new_values,
     print_rows,
     print_splits,
@@ -59,6 +62,8 @@ class WrittenColumns:
     counted: str  # rows that vocabularies are built on, in words
     rows: RowCounts  # what became of the rows that were read
     source_columns: Mapping[str, str]  # what every column of the sources became
+    logs: Mapping[str, LogCounts] = field(default_factory=dict)  # counts per sequence group
+    sequences: tuple[SequenceGroup, ...] = ()
     absent: frozenset[str] = frozenset()
     lineage: Lineage = field(default_factory=Lineage)  # the day, and the fit that it extends
     vocabularies: Mapping[str, str] = field(default_factory=dict)
@@ -128,6 +133,7 @@ def complete_dataset(
         _metadata(config, written),
         weight=next((c for c in columns if c.channel is Channel.weight), None),
         keep_rate=next((c for c in columns if c.channel is Channel.keep_rate), None),
+        sequences=written.sequences,
     )
     # Again, hours later: whatever lies there now is replaced.
     output = check_output(config.output, config.overwrite)
@@ -140,6 +146,7 @@ def complete_dataset(
         if label.is_binary:
             print_equal_labels(progress.console, label.name, spec.title(label), written.splits)
     print_changes(progress.console, table, written.splits)
+    print_events(progress.console, written.logs)
     print_new_values(progress.console, written.splits, is_ordered=bool(table.order_by))
 
 
@@ -176,6 +183,8 @@ def _write_report(directory: Path, written: WrittenColumns, frequency_limit: int
         "coverage_limits": list(COVERAGE_LIMITS),
         "columns": {name: asdict(column) for name, column in written.columns.items()},
     }
+    if written.logs:
+        document["sequences"] = {name: asdict(log) for name, log in written.logs.items()}
     (directory / "report.json").write_text(json.dumps(document, indent=1) + "\n")
 
 

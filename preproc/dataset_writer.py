@@ -16,6 +16,7 @@ from dataloading.dataset.column_files import column_file_name
 from dataloading.dataset.dataset_directory import write_spec
 from dataloading.dataset.durable_files import put_in_place, sync_directory, sync_file, sync_stream
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
+from dataloading.dataset.sequences import EVENTS
 from dataloading.dataset.split_files import SplitFiles
 from preproc.column_store import bytes_of, size_and_crc32
 
@@ -77,10 +78,12 @@ def finish_dataset(
     assert directory is not None
     splits = {name: _files_of(spec, name) for name in spec.splits}
     first = splits.get("train") or next(iter(splits.values()))
+    group_of = {name: group.name for group in spec.sequences for name in group.features}
     categorical = tuple(
         replace(
             feature,
-            mean_hotness=feature.hotness or first.mean_hotness(feature.name),
+            mean_hotness=feature.hotness
+            or first.mean_hotness(group_of.get(feature.name, feature.name)),
         )
         for feature in spec.categorical
     )
@@ -100,6 +103,14 @@ def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
     """Return the files of a split, by the names that this writer gives them."""
     assert spec.root is not None
     folder, absent = spec.root / split, spec.splits[split].absent
+    events = {
+        # Those of a log are shared by the splits.
+        name: next(
+            d / f"{name}.bin" for d in (folder, spec.root / EVENTS) if (d / f"{name}.bin").exists()
+        )
+        for group in spec.sequences
+        for name in group.columns
+    }
     return SplitFiles(
         spec.splits[split].num_rows,
         folder / "numerical.bin" if spec.numerical else None,
@@ -108,13 +119,16 @@ def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
             for c in spec.row_columns
             if c.name not in absent
         },
-        {feature.name: folder / f"{feature.name}.bin" for feature in spec.categorical},
+        {f.name: events.get(f.name, folder / f"{f.name}.bin") for f in spec.categorical},
         {
             feature.name: folder / f"{feature.name}.offsets.bin"
             for feature in spec.categorical
-            if feature.hotness is None
+            if feature.hotness is None and feature.name not in events
         },
         absent=absent,
+        slices={g.name: folder / f"{g.name}.slices.bin" for g in spec.sequences},
+        moments={g.name: folder / f"{g.name}.moments.bin" for g in spec.sequences if g.time},
+        events={c.name: events[c.name] for c in spec.event_columns},
     )
 
 
@@ -125,7 +139,8 @@ def _synced_files(
     records = {}
     for split in splits.values():
         numerical = [] if split.numerical is None else [split.numerical]
-        ids = (*split.ids.values(), *split.offsets.values())
+        of_events = (*split.slices.values(), *split.moments.values(), *split.events.values())
+        ids = (*split.ids.values(), *split.offsets.values(), *of_events)
         for path in (*split.columns.values(), *numerical, *ids):
             name = path.relative_to(directory).as_posix()
             records[name] = dict(files[name])

@@ -21,6 +21,8 @@ from configs.preproc_schema import Mode, PreprocConfig, VocabularyRows
 from configs.table_schema import (
     EMPTY_ITEMS,
     Categorical,
+    EventLists,
+    EventLog,
     History,
     Numerical,
     TableConfig,
@@ -84,6 +86,10 @@ class FittedState:
         """Copy the counts of the values of feature `name` without an id, as `copy_vocabulary`."""
         self._copy(rare_name(name), path)
 
+    def copy_latest(self, name: str, path: Path) -> None:
+        """Copy the latest events of log `name`, as `copy_vocabulary`."""
+        self._copy(latest_name(name), path)
+
     def has_rare(self, name: str) -> bool:
         return rare_name(name) in self.files
 
@@ -116,6 +122,11 @@ def rare_name(feature: str) -> str:
     return f"{RARE}/{feature}.parquet"
 
 
+def latest_name(log: str) -> str:
+    """Return the path of the latest events of every user in a log, as raw values, below its dataset."""
+    return f"latest/{log}.parquet"
+
+
 def features_of(table: TableConfig) -> dict[str, Any]:
     """Return the description of the features that a fitted state belongs to, as plain JSON."""
     whole = asdict(table)
@@ -128,6 +139,8 @@ def features_of(table: TableConfig) -> dict[str, Any]:
             del feature["take"], feature["length"]
     if table.history:
         features["history"] = json.loads(json.dumps(whole["history"]))
+    if table.sequence:
+        features["sequence"] = json.loads(json.dumps(whole["sequence"]))
     return features
 
 
@@ -198,7 +211,9 @@ def load_fitted(
     listed = checksums_of(document.get("metadata"), f"{directory / SPEC_NAME}: metadata")
     with_vocabulary = [f.name for f in table.categorical if not (f.is_hashed or f.vocabulary_of)]
     names = [vocabulary_name(name) for name in with_vocabulary]
-    names += [rare_name(name) for name in with_vocabulary if rare_name(name) in listed]
+    more = [rare_name(name) for name in with_vocabulary]
+    more += [latest_name(log.name) for log in table.logs]
+    names += [name for name in more if name in listed]
     files = {name: _compared(directory, name, listed.get(name)) for name in [FITTED, *names]}
     saved = _mapping(read_json(path), str(path))
     if _with_defaults(saved.get("features"), str(path)) != _with_defaults(features_of(table), ""):
@@ -371,23 +386,32 @@ def _mapping(value: object, where: str) -> Mapping[str, Any]:
 def _with_defaults(features: object, where: str) -> dict[str, list[dict[str, Any]]]:
     """Return saved features with the options that did not exist when they were saved."""
     saved = _mapping(features, f"{where}: features")
-    kinds: dict[str, type[Numerical] | type[Categorical] | type[History]] = {
+    kinds: dict[str, type[Numerical | Categorical | History | EventLog]] = {
         "numerical": Numerical,
         "categorical": Categorical,
         "history": History,
+        "sequence": EventLog,
     }
     completed = {}
     for key, kind in kinds.items():
-        entries = saved.get(key, [] if kind is History else None)
+        entries = saved.get(key, [] if kind in (History, EventLog) else None)
         if not isinstance(entries, list):
             raise ValueError(f"{where}: features.{key}: got {shown(entries)}, want a list; {AGAIN}")
-        made = {f.name: f.default_factory for f in fields(kind) if f.default_factory is not MISSING}
-        defaults = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
-        defaults |= {name: make() for name, make in made.items()}
         completed[key] = [
-            {**defaults, **_mapping(entry, f"{where}: features.{key}")} for entry in entries
+            {
+                **_defaults(EventLists if "lists" in entry else kind),
+                **_mapping(entry, f"{where}: features.{key}"),
+            }
+            for entry in entries
         ]
     return completed
+
+
+def _defaults(kind: type[Any]) -> dict[str, Any]:
+    """Return the default of every option that has one."""
+    made = {f.name: f.default_factory for f in fields(kind) if f.default_factory is not MISSING}
+    values = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+    return values | {name: make() for name, make in made.items()}
 
 
 def _statistics(saved: object, table: TableConfig, where: str) -> dict[str, list[list[float]]]:

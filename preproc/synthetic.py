@@ -23,18 +23,7 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
     """Write the stream of `config.data.synthetic`, the rows that training on it reads, and print its summary."""
     assert config.output is not None
     output, stream = Path(config.output), config.data.synthetic
-    source = SyntheticSource(
-        stream.train_rows,
-        stream.test_rows,
-        stream.num_numerical,
-        stream.tables,
-        stream.hotness,
-        stream.exponent,
-        config.seed,
-        stream.history,
-        stream.history_length,
-        stream.history_max_length,
-    )
+    source = SyntheticSource.of(stream, config.seed)
     threads = config.threads or os.cpu_count() or 1
     summaries = {}
     with write_dataset(

@@ -76,9 +76,9 @@ def open_transformed_rows(
 
 
 def refuse_histories(fitted: Path, table: TableConfig) -> None:
-    if table.history:
+    for past in [*table.history, *table.sequence]:
         raise ValueError(
-            f"{fitted}: the history {shown(table.history[0].name)} of a row takes all rows before it; make a dataset of the "
+            f"{fitted}: the history {shown(past.name)} of a row takes all rows before it; make a dataset of the "
             "new rows with mode=transform, and use that"
         )
 
@@ -237,7 +237,7 @@ class TransformedRows:
         values = f"(SELECT row_, c{number} AS value FROM {ROWS})"
         if feature.is_list:
             items = self._engine.exploded(ROWS, "row_", f"c{number}")
-            values = f"({items_of(self._table, items)})"
+            values = f"({items_of(self._table, items, feature.name)})"
         owners = {other.name: other for other in self._table.categorical}
         owner = owners[feature.vocabulary_of or feature.name]
         if owner.is_hashed:

@@ -24,6 +24,8 @@ from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, mapped
 from dataloading.gather import Selection
 
 NO_LENGTHS = np.empty(0, np.int64)
+Ragged = tuple[Selection, np.ndarray]
+"""Where the ids of rows lie in their file, and their lengths, int64 [rows]."""
 
 
 class BinarySource(TimedSource):
@@ -82,6 +84,15 @@ class BinarySource(TimedSource):
                     f"{rows.row_at(int(position))} of {files.numerical} is not finite; correct the file, or fill missing values "
                     "when preprocessing"
                 )
+        self._read_ids(split, rows, ragged, out)
+        self._read_events(split, rows, ragged, out)
+        return out
+
+    def _read_ids(
+        self, split: str, rows: Selection, ragged: Mapping[str, Ragged], out: Columns
+    ) -> None:
+        """Read the ids of `rows`; `ragged` tells where those of ragged features lie."""
+        files, columns = self.spec.splits[split], self._columns[split]
         for index, feature in enumerate(self.spec.categorical):
             name = feature.name
             selection, lengths = ragged.get(name, (rows, NO_LENGTHS))
@@ -109,6 +120,12 @@ class BinarySource(TimedSource):
                         f"outside its table of {feature.cardinality} rows; correct the file, or the cardinality in {SPEC_NAME}"
                     )
                 ids[place] = piece
+
+    def _read_events(
+        self, split: str, rows: Selection, ragged: Mapping[str, Ragged], out: Columns
+    ) -> None:
+        """Read the numbers of the events of `rows`, which lie where their ids do."""
+        files, columns = self.spec.splits[split], self._columns[split]
         numbers = iter(out.events)
         for group in self.spec.sequences:
             selection, lengths = ragged[group.features[0]]
@@ -121,7 +138,6 @@ class BinarySource(TimedSource):
 
                 read = selection.rows_of(columns.events[number.name])
                 next(numbers)[:] = group.checked(number, read, lengths, of_rows, place_of)
-        return out
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         columns, name = self._columns[split], self.spec.categorical[feature].name
@@ -199,15 +215,13 @@ class SplitColumns:
             events={c.name: column(files.events[c.name], c.dtype) for c in spec.event_columns},
         )
 
-    def ragged_ids(
-        self, spec: FeatureSpec, rows: Selection
-    ) -> dict[str, tuple[Selection, np.ndarray]]:
+    def ragged_ids(self, spec: FeatureSpec, rows: Selection) -> dict[str, Ragged]:
         """Return the ids of `rows` in the files of ragged features, and their lengths, int64 [num_rows], by feature.
 
         Features of a group share both. Raises ValueError: a row begins before the file, ends behind it or before its
         begin, or has more events than a row of the group may have.
         """
-        found: dict[str, tuple[Selection, np.ndarray]] = {}
+        found: dict[str, Ragged] = {}
         for name in (f.name for f in spec.categorical if f.hotness is None):
             if name in found:
                 continue

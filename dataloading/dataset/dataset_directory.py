@@ -167,8 +167,8 @@ def write_dataset(
     together. `splits`: at least one of `train`, `test` and `validation`, and any other. `metadata`: plain yaml values;
     `rows` and `files` are added. `absent`: per split, names of the labels, the weight and the keep rate that it lacks:
     all labels, or nothing. `part_rows`: of a dataset in Parquet, the rows of each file per split; a file list then
-    names the files. `sequences`: groups of ragged features of `categorical`. Raises ValueError: at the start, if `root` cannot be written or the features contradict each other;
-    at the end, if the columns of a split hold different rows.
+    names the files. `sequences`: groups of ragged features of `categorical`. Raises ValueError: at the start, if `root`
+    cannot be written or the features contradict each other; at the end, if the columns of a split hold different rows.
     """
     root = check_output(root, overwrite)
     if numerical_dtype not in NUMERICAL_DTYPES:

@@ -1,7 +1,7 @@
 """Specification of a dataset directory: its `feature_spec.yaml`, read, checked and hashed.
 
-The yaml is NVIDIA's (DeepLearningExamples, DLRM and DCNv2) with four additions: `hotness`, ragged features, tables
-that features share, and row counts under `metadata`. `docs/data_format.md` describes the yaml and the binary files.
+The yaml is NVIDIA's (DeepLearningExamples, DLRM and DCNv2) with additions that `docs/data_format.md` marks, as it
+describes the yaml and the binary files.
 """
 
 import hashlib
@@ -355,6 +355,7 @@ def _parse(root: Path, document: object) -> FeatureSpec:
     expect(len(names) == len(sources), "source_spec", list(sources), "every split once")
     columns = {column.name: column.channel.value for column in spec.row_columns}
     ragged = {feature.name: feature.hotness is None for feature in spec.categorical}
+    group_of = {name: group.name for group in spec.sequences for name in group.columns}
     splits = {
         str(split): parse_chunks(
             root,
@@ -363,7 +364,8 @@ def _parse(root: Path, document: object) -> FeatureSpec:
             spec.numerical,
             columns,
             ragged,
-            spec.sequences,
+            group_of,
+            [group.name for group in spec.sequences if group.time is not None],
         )
         for split, chunks in sources.items()
     }
@@ -566,11 +568,11 @@ def parquet_columns(spec: FeatureSpec, files: SplitFiles) -> dict[str, Any]:
         if column.name not in files.absent
     }
     for group in spec.sequences:
+        time = None if group.name in files.absent else group.time
         kinds |= {
-            c.name: ColumnKind.ids if c.name == group.time else ColumnKind.numbers
-            for c in group.numbers
+            c.name: ColumnKind.ids if c.name == time else ColumnKind.numbers for c in group.numbers
         }
-        kinds |= {group.name: ColumnKind.id} if group.time else {}
+        kinds |= {group.name: ColumnKind.id} if time else {}
     return kinds | {
         f.name: ColumnKind.id if f.hotness == 1 else ColumnKind.ids for f in spec.categorical
     }

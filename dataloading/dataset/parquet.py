@@ -202,7 +202,7 @@ def joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> Spli
     moments = {
         group.name: np.concatenate([rows.moments[group.name] for rows in groups])
         for group in spec.sequences
-        if group.time is not None
+        if group.time is not None and group.name not in files.absent
     }
     return SplitColumns(row_columns, numerical, ids, offsets, files, slices, moments, events)
 

@@ -139,7 +139,7 @@ def decode(
     events: list[np.ndarray] = []
     moments = {}
     for group in spec.sequences:
-        if group.time is not None:
+        if group.time is not None and group.name not in absent:
             moments[group.name] = where.whole(table, group.name).to_numpy()
         of_features = {name: lengths[name] for name in group.features}
         events += where.events(table, group, of_features, moments.get(group.name))
@@ -218,7 +218,8 @@ class Place:
         for column in group.numbers:
             values = numbers[column.name][0].to_numpy()
             checked = group.checked(column, values, counts[first], moments, self.row)
-            found.append(values if column.name == group.time else checked)
+            is_time = column.name == group.time and moments is not None
+            found.append(values if is_time else checked)
         return found
 
     def whole(self, table: pa.Table, name: str) -> pa.Array:

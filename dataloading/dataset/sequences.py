@@ -76,26 +76,27 @@ class SequenceGroup:
         moments: np.ndarray | None,
         place: Callable[[int], str],
     ) -> np.ndarray:
-        """Return numbers of the events of rows for a batch, float32: ages of the times if there are `moments`, int64 [rows].
+        """Return numbers of the events of rows for a batch, float32.
 
-        `place`: of a row, for messages. Raises ValueError: a number is not finite, or an event is not earlier than its row
-        and not later than the one before.
+        `moments`: of the rows, int64 [rows], for the ages of times; None if `values` are ages. `place`: of a row, for messages.
+        Raises ValueError: a number is not finite, or an event is not earlier than its row and not later than the one before.
         """
-        times = column.name == self.time and moments is not None
-        if times:
-            ages = ages_of(values, moments, lengths)  # type: ignore[arg-type]
+        if column.name == self.time:
+            ages = values if moments is None else ages_of(values, moments, lengths)
+            kind = "age" if moments is None else "time"
             if (ages <= 0).any():
                 at = int((ages <= 0).argmax())
                 row = row_of(lengths, at)
+                moment = "" if moments is None else f", whose moment is {moments[row]}"
                 raise ValueError(
-                    f"'{column.name}': an event of time {values[at]} at {place(row)}, whose moment is "
-                    f"{moments[row]}; want only events before the moment of their row"  # type: ignore[index]
+                    f"'{column.name}': an event of {kind} {values[at]} at {place(row)}{moment}; want only events before the "
+                    "moment of their row"
                 )
             later = out_of_order(ages, lengths)
             if later.any():
                 at = int(later.argmax())
                 raise ValueError(
-                    f"'{column.name}': an event of time {values[at]} after one of {values[at - 1]} at "
+                    f"'{column.name}': an event of {kind} {values[at]} after one of {values[at - 1]} at "
                     f"{place(row_of(lengths, at))}; want the oldest event first"
                 )
             values = ages

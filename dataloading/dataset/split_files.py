@@ -5,15 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import dirname, join, normpath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from configs.messages import os_error_text, shown
 from dataloading.dataset.documents import check_regular, is_file_list, read_file_list, resolved
-
-if TYPE_CHECKING:
-    from dataloading.dataset.sequences import SequenceGroup
 
 OFFSET_DTYPE = np.dtype("<i8")
 SPLITS = ("train", "test", "validation")
@@ -63,8 +60,8 @@ class SplitFiles:
     # Parquet files that hold all columns, in order; the files above do not exist then
     parquet: tuple[Path, ...] = ()
     lists: tuple[Path, ...] = ()  # file lists that name the Parquet files
-    # names of the labels, the weight and the keep rate that it lacks: rows to be scored have no
-    # labels
+    # names of the labels, the weight and the keep rate that it lacks, and of groups without moments, whose times are
+    # ages: rows to be scored have no labels
     absent: frozenset[str] = frozenset()
     # by sequence group: int64 [N, 2], first event of each row and the one after its last, in the files of the
     # group's ids and numbers, which splits may share
@@ -112,15 +109,15 @@ def parse_chunks(
     numericals: tuple[str, ...],
     columns: Mapping[str, str],
     ragged: Mapping[str, bool],
-    sequences: Sequence["SequenceGroup"] = (),
+    group_of: Mapping[str, str],
+    moment_names: Sequence[str],
 ) -> SplitFiles:
     """Return the files in the `source_spec` of one split, without row counts.
 
     `columns`: channels of labels, weight and keep rate. `ragged`: per categorical feature, whether it is ragged.
+    `group_of`: sequence group of each column of events. `moment_names`: groups with moments.
     """
-    numbers = [column.name for group in sequences for column in group.numbers]
-    moment_names = [group.name for group in sequences if group.time is not None]
-    group_of = {name: group.name for group in sequences for name in group.columns}
+    numbers = [name for name in group_of if name not in ragged]
     wanted = [*ragged, *numbers, *moment_names]
     expect(isinstance(chunks, list), where, chunks, "a list of chunks")
     assert isinstance(chunks, list)

@@ -72,7 +72,7 @@ class Replayed:
     )
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Yield all rows in order. Raises ValueError: a file is damaged, or has rows that do not exist, or a row is in no file."""
+        """Yield all rows in order. Raises ValueError: a file is damaged, or a row does not exist, or is in no file."""
         reader, changes = RowReader(self.base), self.read()
         rows_at_once = rows_per_block(self.size, self.dtype)
         for first in range(0, self.size[0], rows_at_once):

@@ -1,4 +1,4 @@
-"""What HSTU has before and behind its STU layers: a sample's parts as one run of positions, their vectors, and the user's.
+"""Parts of HSTU before and behind its STU layers: a sample's positions and their vectors, and the user's vectors.
 
 A sample is [context][events, oldest first][candidates]. B samples with K context vectors and M candidates have room for C + B (K
 + M) positions, if there is room for C events.
@@ -27,7 +27,7 @@ NO_TIME = 1e18
 
 @dataclass(frozen=True, slots=True)
 class SampleParts:
-    """What each position is, and where it comes from; indices are in range for all positions."""
+    """The kind of each position, and where it comes from; indices are in range for all positions."""
 
     at: JaggedPositions
     is_context: Tensor  # bool [P]

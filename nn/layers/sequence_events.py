@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from configs.messages import shown
@@ -48,6 +49,30 @@ class SequenceTables:
 
     groups: Sequence[SequenceGroup]
     tables: Mapping[str, str]
+
+    def of_positions(
+        self, name: str, rows_of: Callable[[str, str], DistinctRows], numbers: Sequence[Tensor]
+    ) -> SequenceEvents:
+        """Return the events of a group as `events`, of rows and numbers without spare positions.
+
+        They get one, since operations on events want at least one position, and samples may have none.
+        """
+        found: dict[str, DistinctRows] = {}
+
+        def with_spare(table: str, feature: str) -> DistinctRows:
+            rows = rows_of(table, feature)
+            spare = rows.positions.new_full((1,), len(rows.rows) - 1)
+            found[feature] = replace(rows, positions=torch.cat([rows.positions, spare]))
+            return found[feature]
+
+        def samples_of(table: str, feature: str) -> Tensor:
+            rows = found[feature]
+            position = torch.arange(len(rows.positions), device=rows.positions.device)
+            samples = torch.searchsorted((rows.starts + rows.lengths).long(), position, right=True)
+            return samples.clamp(max=len(rows.starts) - 1)
+
+        spare_numbers = [torch.cat([each, each.new_zeros(1)]) for each in numbers]
+        return self.events(name, with_spare, samples_of, spare_numbers)
 
     def events(
         self,

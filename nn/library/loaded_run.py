@@ -133,7 +133,8 @@ class Run:
 
         `table`: a pandas DataFrame or an Arrow table. After `Run.load(fitted=...)` it has the columns of the raw data,
         or of the query over it, with their values; else a column per feature with ids and numbers as the dataset has
-        them.
+        them. Features and numbers of a sequence group are lists, oldest event first; without a column of moments, named
+        like the group, its times are ages in seconds.
 
         Returns:
             A table of the same kind with the float64 column `score`, or `score_<label>` of several labels. That of a DataFrame
@@ -277,11 +278,4 @@ def _expanded(batch: Batch, tables: Mapping[str, Tensor]) -> Batch:
         lengths.append(counts)
     counts_per_key = [len(ids) for ids in values]
     ids = jagged(keys, torch.cat(values), torch.cat(lengths), None, counts_per_key)
-    return Batch(
-        batch.numerical,
-        batch.labels,
-        ids,
-        batch.num_valid,
-        batch.global_valid,
-        keep_rates=batch.keep_rates,
-    )
+    return replace(batch, ids=ids, layout=None, memory=None)

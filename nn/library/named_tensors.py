@@ -11,7 +11,7 @@ def named_tensors(batch: Batch, spec: FeatureSpec) -> dict[str, Tensor | JaggedT
     """Return the columns of a batch by name, without padding rows; they share memory with the batch.
 
     Returns labels, weight, keep rate and numerical features as float32 [B]; ids as integers [B], or [B, hotness] of a feature
-    with several; those of a ragged feature as a `JaggedTensor`.
+    with several; those of a ragged feature, and numbers of events, as a `JaggedTensor`.
     """
     rows = batch.num_valid
     labels = [batch.labels] if batch.labels.dim() == 1 else [*batch.labels.unbind(1)]
@@ -30,4 +30,9 @@ def named_tensors(batch: Batch, spec: FeatureSpec) -> dict[str, Tensor | JaggedT
             named[feature.name] = ids.values()
         else:
             named[feature.name] = ids.values().view(rows, -1)
+    events = iter(batch.events)
+    for group in spec.sequences:
+        lengths = batch.ids[group.features[0]].lengths()[:rows]
+        for number in group.numbers:
+            named[number.name] = JaggedTensor(next(events), lengths=lengths)
     return named

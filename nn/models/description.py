@@ -55,7 +55,8 @@ def describe_model(options: ModelConfig, stored: FeatureSpec, spec: FeatureSpec)
     columns = embedding_columns(declared, spec)
     widths = {table.name: table.embedding_dim for table in declared if hands_out_rows(table, spec)}
     sequences = SequenceTables(spec.sequences, handing_tables(declared, spec))
-    zeros = partial(_zeros, columns, widths, sequences)
+    hotness = {feature.name: feature.hotness or 1 for feature in spec.categorical}
+    zeros = partial(_zeros, columns, widths, hotness, sequences)
     layers, flops = _run_layers(dense, len(spec.numerical), zeros)
     tables = [_table(table) for table in declared]
     return {
@@ -119,7 +120,11 @@ def _count(parameters: Any) -> int:
 
 
 def _zeros(
-    columns: int, widths: Mapping[str, int], sequences: SequenceTables, rows: int
+    columns: int,
+    widths: Mapping[str, int],
+    hotness: Mapping[str, int],
+    sequences: SequenceTables,
+    rows: int,
 ) -> Tensor | PooledEmbeddings:
     """Return embeddings of zeros; of tables that hand out rows of these widths, an id a sample, and of groups an event."""
     matrix = torch.zeros(rows, columns)
@@ -128,7 +133,10 @@ def _zeros(
     each = torch.arange(rows)
 
     def rows_of(table: str, feature: str) -> DistinctRows:
-        return DistinctRows(torch.zeros(rows + 1, widths[table]), each, each, torch.ones_like(each))
+        count = hotness[feature]
+        positions = each.repeat_interleave(count)
+        lengths = torch.full_like(each, count)
+        return DistinctRows(torch.zeros(rows + 1, widths[table]), positions, each * count, lengths)
 
     def sequence_of(name: str) -> SequenceEvents:
         numbers = [torch.zeros(rows) for group in sequences.groups for _ in group.numbers]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers import hstu
 from nn.layers.hstu import SampleParts
 from nn.layers.pooled_embeddings import PooledEmbeddings
@@ -39,20 +39,19 @@ class HSTU(Model):
         super().__init__()
         self._options, self._found = options, find_events(options, spec)
         found, width, hidden = self._found, options.width, options.input_hidden
-        columns, num_items = options.embedding_dim, len(found.items)
-        self._num_context = found.num_others + bool(found.numbers)
-        self._more = self._num_context + found.num_candidates  # positions beside the events
-        self._max_length = found.group.max_length + self._more
-        self.items = hstu.ItemVectors(
-            columns, num_items - 1, hidden, width, options.item_mlps.value
-        )
+        columns, inputs = options.embedding_dim, found.inputs
+        self._num_context = found.num_features + bool(found.numbers)
+        self._more = self._num_context + inputs.num_candidates  # positions beside the events
+        self._max_length = inputs.group.max_length + self._more
+        additional = len(inputs.group.features) - 1
+        self.items = hstu.ItemVectors(columns, additional, hidden, width, options.item_mlps.value)
         self.actions = None
         if options.action is not None:
             self.actions = hstu.ActionVectors(
                 options.action_bits, options.action_dim, hidden, width
             )
-        self.context = hstu.ContextVectors(found.num_others, columns, found.numbers, width)
-        buckets = options.time_buckets if found.group.time is not None else None
+        self.context = hstu.ContextVectors(found.num_features, columns, found.numbers, width)
+        buckets = options.time_buckets if inputs.group.time is not None else None
         self.places = hstu.Places(options.positions, buckets, width)
         self.dropout = PositionDropout(options.input_dropout)
         self.layers = nn.ModuleList(
@@ -69,8 +68,8 @@ class HSTU(Model):
         biases = options.layers if options.relative_bias else 0
         self.biases = nn.ModuleList(RelativeBias(self._max_length) for _ in range(biases))
         self.user = hstu.UserVectors(width, has_clock=found.hour is not None)
-        self.candidate = SwishMLP(num_items * columns, width, width, uniform=True)
-        tasks = len(spec.labels) // found.num_candidates
+        self.candidate = SwishMLP(inputs.item_columns, width, width, uniform=True)
+        tasks = len(spec.labels) // inputs.num_candidates
         self.head = SwishMLP(width, width, tasks, norm=False, uniform=True)
 
     @classmethod
@@ -79,24 +78,18 @@ class HSTU(Model):
 
         Raises ValueError: raised by `find_events`.
         """
-        from torchrec.modules.embedding_configs import PoolingType
-
-        found, tables = find_events(options, spec), one_table_per_feature(options, spec)
-        for table in tables:
-            if table.name in found.tables:
-                table.pooling = PoolingType.NONE
-        return tables
+        return find_events(options, spec).inputs.declare(options, spec)
 
     def activations(self) -> Activations:
         """Return what the positions of a sample of mean length keep and compute, beside each linear layer at one of them."""
-        options, events = self._options, self._found.mean_events
+        options, events = self._options, self._found.inputs.mean_events
         length = events + self._more
         inner, width = options.heads * options.head_dim, options.width
         kept = options.layers * (2 * width + 10 * inner) + 4 * width
         weights = width * (4 + (3 if options.concat else 1)) * inner
         return Activations(
             backward_columns=self._more * kept,
-            event_columns={self._found.group.name: kept},
+            event_columns={self._found.inputs.group.name: kept},
             products={
                 "positions": round(2 * options.layers * (length - 1) * weights),
                 "attention": round(2 * options.layers * length**2 * inner),
@@ -106,27 +99,29 @@ class HSTU(Model):
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and `PooledEmbeddings` to logits [B, M * tasks] in float32, [B] of one task and candidate."""
         assert isinstance(embeddings, PooledEmbeddings), "tables hand out rows"
-        found, options, num_candidates = self._found, self._options, self._found.num_candidates
-        events = embeddings.sequence(found.group.name)
-        items = list(map(embeddings.distinct_rows, found.tables, found.items))
+        found, options, inputs = self._found, self._options, self._found.inputs
+        events, num_candidates = embeddings.sequence(inputs.group.name), inputs.num_candidates
+        items = [embeddings.distinct_rows(inputs.tables[name], name) for name in inputs.items]
         parts = SampleParts.of(events, self._num_context, num_candidates)
         at, queries = parts.at, parts.at.last(num_candidates)[0]
 
-        x = self.items(
-            [item.rows for item in items],
-            [
-                parts.choose(history.positions, item.positions, len(item.rows) - 1)
-                for history, item in zip(events.rows.values(), items, strict=True)
-            ],
-        )
+        # Candidates lack what only events have; the last row is zeros.
+        rows = [events.rows[name].rows for name in inputs.group.features]
+        positions = [
+            parts.choose(
+                events.rows[name].positions, item.positions if item else len(of) - 1, len(of) - 1
+            )
+            for name, item, of in zip_longest(inputs.group.features, items, rows)
+        ]
+        x = self.items(rows, positions)
         if self.actions is not None:
             x = x + self.actions(events.numbers[options.action], parts)
         if self._num_context:
-            vectors = embeddings.matrix() if found.num_others else None
+            vectors = torch.cat(inputs.others(embeddings), dim=1) if found.num_features else None
             x = parts.with_context(x, self.context(vectors, numerical))
         hours = None if found.hour is None else numerical[:, found.hour].float()
         from_last = options.query_time is QueryTime.last_event
-        ages, seconds = hstu.times_of(events, found.group.time, parts, hours, from_last=from_last)
+        ages, seconds = hstu.times_of(events, inputs.group.time, parts, hours, from_last=from_last)
         places = self.places(at, self._num_context, num_candidates, seconds)
         x = as_autocast(self.dropout(x * math.sqrt(options.width) + places, at))
 
@@ -136,7 +131,7 @@ class HSTU(Model):
             x = layer(x, at, self._norm(at), num_candidates, only_candidates=only, bias=bias)
         if not options.last_layer_of_candidates:
             x = x.index_select(0, parts.at.last(num_candidates)[1])
-        item = self.candidate(torch.cat([of.by_id() for of in items], dim=1))
+        item = self.candidate(torch.cat([of.by_id()[: len(x)] for of in items], dim=1))
         logits = self.head(self.user(x, hours) * item).float().view(len(at.starts), -1)
         return logits.squeeze(1) if logits.shape[1] == 1 else logits
 

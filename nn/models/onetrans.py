@@ -82,8 +82,8 @@ class OneTransBlock(nn.Module):
         self, events: Tensor, tokens: Tensor, joined: JoinedTokens, at: SamplePositions
     ) -> tuple[Tensor, Tensor]:
         """Map events [C, D] and tokens [T, B, D] to the same; the last block leaves events as they are."""
-        normed = self.attention_norm(events).to(events.dtype)
-        of_tokens = self.token_projections(self.attention_norm(tokens).to(tokens.dtype))
+        normed = _normed(self.attention_norm, events)
+        of_tokens = self.token_projections(_normed(self.attention_norm, tokens))
         both = torch.cat([self.projections(normed), of_tokens.flatten(0, 1)])
         query, key, value = (
             both.index_select(0, joined.source).unflatten(1, (3, self._heads, -1)).unbind(1)
@@ -91,17 +91,21 @@ class OneTransBlock(nn.Module):
         found = attend(query, key, value, joined.at, causal=True).flatten(1)
         behind = found.index_select(0, joined.token_places).view_as(tokens)
         tokens = tokens + self._dropped(self.token_attended(behind))
-        network = self.token_network(self.network_norm(tokens).to(tokens.dtype), None)
+        network = self.token_network(_normed(self.network_norm, tokens), None)
         tokens = tokens + self._dropped(network)
         if self.attended is None or self.hidden is None or self.output is None:
             return events, tokens
         own = self.attended(found.index_select(0, joined.event_places))
         events = events + self.dropout(own, at)
-        hidden = gelu(self.hidden(self.network_norm(events).to(events.dtype)))
+        hidden = gelu(self.hidden(_normed(self.network_norm, events)))
         return events + self.dropout(self.output(hidden), at), tokens
 
     def _dropped(self, tokens: Tensor) -> Tensor:
         return self.token_dropout(tokens.transpose(0, 1)).transpose(0, 1)
+
+
+def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 class OneTrans(SequenceModel):

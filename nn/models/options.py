@@ -5,7 +5,7 @@ The options of any other model are in the module of the model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from configs.schema import MOST_COLUMNS, ModelConfig, Section, option, require
@@ -319,18 +319,13 @@ class _SequenceOptions(_DeepOptions):
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     sequence: str = option("history", "sequence group with the events")
     item_features: list[str] = option(
-        [],
-        "features of the candidate item, such as [movieId]; each shares its table with a feature of the group, in order",
+        [], "features of the candidate; each shares its table with a feature of the group, in order"
     )
     hidden: list[int] = option([200, 80], "widths of the MLP's hidden layers", most=MOST_WIDTH)
 
 
-class Residual(Enum):
-    """Ways to join a layer F of a transformer block to its input x."""
-
-    post_norm = "post_norm"
-    pre_norm = "pre_norm"
-    gated = "gated"
+Residual = StrEnum("Residual", "post_norm pre_norm gated")
+"""Ways to join a layer F of a transformer block to its input x."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -338,26 +333,16 @@ class _TransformerOptions(_SequenceOptions):
     """Options of a model with transformer blocks over events."""
 
     blocks: int = option(1, "transformer blocks", most=1024, gt=0)
-    heads: int = option(
-        2, "heads of the attention; they divide the columns of an event", most=1024, gt=0
-    )
-    expansion: int = option(
-        1,
-        "hidden columns of a block's network, as a multiple of those of an event",
-        most=1024,
-        gt=0,
-    )
+    heads: int = option(2, "heads of the attention", most=1024, gt=0)
+    expansion: int = option(1, "hidden columns of a block, per column of a token", most=1024, gt=0)
     residual: Residual = option(
         Residual.post_norm,
         "of a block's layers F: post_norm LN(x + F(x)), pre_norm x + F(LN(x)), gated x + sigmoid(W x) F(LN(x)) as in LiGR",
     )
     relative_bias: bool = option(
-        False,
-        "add learned biases to attention scores, by the distance of two events and by the time between them",
+        False, "add a learned bias to scores, by the distance of two events and the time between"
     )
-    block_dropout: float = rate(
-        0.0, "rate of the dropout of events, and after every layer of a block"
-    )
+    block_dropout: float = rate(0.0, "rate of the dropout of events and of a block's layers")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -365,7 +350,7 @@ class SASRecOptions(_TransformerOptions):
     """Options of SASRec as a ranker."""
 
     blocks: int = option(2, "transformer blocks", most=1024)
-    heads: int = option(1, "heads of the attention; they divide the columns of an event", most=1024)
+    heads: int = option(1, "heads of the attention", most=1024)
     residual: Residual = option(
         Residual.pre_norm, "of a block's layers F: post_norm, pre_norm, or gated as in LiGR"
     )
@@ -381,35 +366,23 @@ class TransActOptions(_TransformerOptions):
     """Options of TransAct."""
 
     recent: int = option(100, "latest events that the transformer reads", most=MOST_COLUMNS, gt=0)
-    outputs: int = option(
-        10, "latest events of which the MLP reads the transformer's outputs", most=1024, gt=0
-    )
+    outputs: int = option(10, "latest events whose outputs the MLP reads", most=1024, gt=0)
 
 
 @dataclass(kw_only=True, slots=True)
 class OneTransOptions(_SequenceOptions):
     """Options of OneTrans."""
 
-    tokens: int = option(
-        16, "tokens of the candidate and the other features, T", most=MOST_COLUMNS, gt=0
-    )
-    token_dim: int = option(64, "columns of a token, D; a multiple of heads", most=MOST_WIDTH, gt=0)
+    tokens: int = option(16, "tokens of candidate and other features", most=MOST_COLUMNS, gt=0)
+    token_dim: int = option(64, "columns of a token; a multiple of heads", most=MOST_WIDTH, gt=0)
     blocks: int = option(2, "transformer blocks", most=1024, gt=0)
     heads: int = option(4, "heads of the attention", most=1024, gt=0)
-    expansion: int = option(
-        4,
-        "hidden columns of a block's networks, as a multiple of token_dim",
-        most=1024,
-        gt=0,
-    )
-    block_dropout: float = rate(0.0, "rate of the dropout after every layer of a block")
+    expansion: int = option(4, "hidden columns of a block, per column of a token", most=1024, gt=0)
+    block_dropout: float = rate(0.0, "rate of the dropout of events and of a block's layers")
 
 
-class Search(Enum):
-    """Similarities that the events of a long history are searched by."""
-
-    product = "product"
-    hash = "hash"
+Search = StrEnum("Search", "product hash")
+"""Similarities that the events of a long history are searched by."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -418,16 +391,11 @@ class SIMOptions(_SequenceOptions):
 
     search: Search = option(
         Search.product,
-        "similarity of an event and the candidate: product of their vectors (SIM), or equal signs of random projections "
-        "(ETA)",
+        "likeness to the candidate: product of vectors (SIM), or equal signs of random projections (ETA)",
     )
     found: int = option(50, "events that the attention reads", most=MOST_COLUMNS, gt=0)
-    recent: int = option(
-        20, "latest events that DIN's attention reads; 0: none", most=MOST_COLUMNS, ge=0
-    )
-    heads: int = option(
-        2, "heads of the attention; they divide the columns of an event", most=1024, gt=0
-    )
+    recent: int = option(20, "latest events that DIN's unit reads", most=MOST_COLUMNS, ge=0)
+    heads: int = option(2, "heads of the attention", most=1024, gt=0)
     hash_bits: int = option(64, "random projections of model.search=hash", most=4096, gt=0)
 
 
@@ -601,8 +569,8 @@ class HSTUOptions(ModelConfig):
     sequence: str = option("history", "sequence group with the events")
     item_features: list[str] = option(
         [],
-        "features of the candidate: the item, then what belongs to it; each shares its table with a feature of the group, "
-        "in order",
+        "features of the candidates: the item, then what belongs to it; each shares its table with a feature of the group, "
+        "in order, and has an id per candidate",
     )
     action: str | None = option(
         None, "number of the events whose bits tell what the user did; null: nothing does"

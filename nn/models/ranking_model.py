@@ -18,6 +18,7 @@ from nn.layers.sequence_events import SequenceEvents, SequenceTables
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.sparse.jagged_tensor import JaggedTensor
 
 
 class RankingModel(nn.Module):
@@ -69,21 +70,20 @@ class RankingModel(nn.Module):
 
     def _rows_of(self, batch: Batch, table: str, feature: str) -> DistinctRows:
         """Return all rows of a table, of which ids are the positions."""
-        ids, rows = batch.ids[feature], self.tables[table]
+        ids, rows = self._ids_of(table, feature, batch), self.tables[table]
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         return DistinctRows(rows, ids.values(), ids.offsets()[:-1], ids.lengths())
 
     def _sequence_of(self, batch: Batch, group: str) -> SequenceEvents:
-        def samples_of(table: str, feature: str) -> Tensor:
-            lengths = batch.ids[feature].lengths()
-            return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        return self._sequences.of_positions(group, partial(self._rows_of, batch), batch.events)
 
-        rows_of = partial(self._rows_of, batch)
-        return self._sequences.events(group, rows_of, samples_of, batch.events)
+    def _ids_of(self, table: str, feature: str, batch: Batch) -> "JaggedTensor":
+        """Return the rows of a table that a feature looks up."""
+        return batch.ids[feature]
 
     def _look_up(self, table: "EmbeddingBagConfig", feature: str, batch: Batch) -> Tensor:
         """Return the embeddings of one feature: [B, D], or [B, H * D] without pooling."""
-        weight, ids = self.tables[table.name], batch.ids[feature]
+        weight, ids = self.tables[table.name], self._ids_of(table.name, feature, batch)
         if table.pooling.name == "NONE":
             return weight[ids.values()].view(len(batch.labels), -1)
         mode = table.pooling.name.lower()

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.built_in import MODELS
 from configs.messages import shown
 from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_keys
-from configs.schema import Config, ModelConfig, describe
+from configs.schema import Config, EventPooling, ModelConfig, describe
 from configs.user_objects import described, load_user_object
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.models import options as own_options
@@ -158,9 +158,17 @@ def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBa
 
     Raises ValueError: the tables do not match the features, or are not supported yet.
     """
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
-
     from nn.embedding.declared_tables import check_tables
+    from nn.models.event_pooling import pooled_tables
+
+    tables = pooled_tables(_own_tables(options, spec), options, spec)
+    check_tables(tables, options, spec)
+    return tables
+
+
+def _own_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+    """Return the tables as a model declares them. Raises ValueError: it declares something else."""
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
     found = find_model(options.name).tables(options, spec)
     tables = list(found) if isinstance(found, Iterable) else [found]
@@ -173,7 +181,6 @@ def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBa
                 f"model.name={options.name}: tables() returns {got}; want a list of EmbeddingBagConfig, such as "
                 "that of nn.embedding.declared_tables.one_table_per_feature"
             )
-    check_tables(tables, options, spec)
     return tables
 
 
@@ -186,6 +193,7 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
     import torch
 
     from nn.layers.pass_state import PassLayer
+    from nn.models.event_pooling import WithPooledEvents
     from nn.models.model import Model
 
     with torch.random.fork_rng(devices=[]):
@@ -202,6 +210,10 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
         raise ValueError(
             f"model.name={options.name}: build() returns {type(dense).__name__}; want a nn.models.model.Model"
         )
+    if options.sequence_pooling in (EventPooling.last, EventPooling.attention):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            dense = WithPooledEvents(dense, _own_tables(options, spec), options, spec)
     unknown = [
         name
         for name in dense.saved_buffers()

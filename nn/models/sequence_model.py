@@ -40,19 +40,12 @@ class SequenceModel(Model):
 
     def add_blocks(self, options: Any, columns: int, longest: int, **of_model: Any) -> None:
         """Add the blocks of the options for samples of at most `longest` tokens."""
+        of_model |= {"residual": options.residual.value, "dropout": options.block_dropout}
+        if options.relative_bias:
+            of_model |= {"longest": longest, "has_times": self.inputs.group.time is not None}
         for _ in range(options.blocks):
-            self.blocks.append(
-                TransformerBlock(
-                    columns,
-                    heads=options.heads,
-                    expansion=options.expansion,
-                    residual=options.residual.value,
-                    dropout=options.block_dropout,
-                    longest=longest if options.relative_bias else None,
-                    has_times=self.inputs.group.time is not None,
-                    **of_model,
-                )
-            )
+            block = TransformerBlock(columns, options.heads, options.expansion, **of_model)
+            self.blocks.append(block)
 
     def add_top(self, options: Any, columns: int) -> None:
         """Add the MLP of the candidate, `columns` that were found in the events, and the other features."""

@@ -54,10 +54,14 @@ class SequenceInput:
     num_pooled: int  # vectors of the tables that pool
     num_others: int
     mean_events: float  # per sample
+    num_candidates: int  # ids of each of `items` in a row
 
     @classmethod
-    def of(cls, options: Any, spec: FeatureSpec) -> SequenceInput:
-        """Return what `options` names. Raises ValueError: the dataset lacks it, or candidate and events do not fit."""
+    def of(cls, options: Any, spec: FeatureSpec, *, several: bool = False) -> SequenceInput:
+        """Return what `options` names; `several` candidates may be in a row.
+
+        Raises ValueError: the dataset lacks it, or candidate and events do not fit.
+        """
         groups = {group.name: group for group in spec.sequences}
         if options.sequence not in groups:
             raise ValueError(
@@ -74,10 +78,12 @@ class SequenceInput:
         table_of = {
             feature.name: table for table, names in spec.table_features.items() for feature in names
         }
+        candidates = by_name[items[0]].hotness or 1 if several else 1
+        ids = "one id" if candidates == 1 else f"{candidates} ids"
         for item, feature in zip(items, group.features, strict=False):
-            if by_name[item].hotness != 1 or table_of[item] != table_of[feature]:
+            if by_name[item].hotness != candidates or table_of[item] != table_of[feature]:
                 raise ValueError(
-                    f"item feature {shown(item)} needs one id per row and the table of {shown(feature)}, got "
+                    f"item feature {shown(item)} needs {ids} per row and the table of {shown(feature)}, got "
                     f"{by_name[item].hotness or 'varying'} ids and table {shown(table_of[item])}; set table: "
                     f"{table_of[feature]} in the feature spec"
                 )
@@ -104,6 +110,7 @@ class SequenceInput:
             num_pooled=num_pooled,
             num_others=len(spec.numerical) + (num_pooled + len(beside)) * dim,
             mean_events=by_name[group.features[0]].mean_hotness,
+            num_candidates=candidates,
         )
 
     def declare(self, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
@@ -120,24 +127,27 @@ class SequenceInput:
         """Return the inputs of a batch."""
         assert isinstance(embeddings, PooledEmbeddings), "a table hands out rows"
         events = embeddings.sequence(self.group.name)
-
-        def vector(name: str) -> Tensor:
-            return as_autocast(embeddings.distinct_rows(self.tables[name], name).by_sample())
-
-        others = [as_autocast(embeddings.matrix())] if self.num_pooled else []
-        for name, group in self.beside.items():
-            if group is None:
-                others.append(vector(name))
-            else:
-                found = embeddings.sequence(group)
-                others.append(pool(as_autocast(found.rows[name].by_id()), found, "sum"))
         return SequenceParts(
-            torch.cat([vector(name) for name in self.items], dim=1),
+            torch.cat([self._vector(embeddings, name) for name in self.items], dim=1),
             events,
             torch.cat([as_autocast(events.rows[name].by_id()) for name in self.group.features], 1),
             None if self.group.time is None else events.numbers[self.group.time],
-            torch.cat([*others, as_autocast(numerical)], dim=1),
+            torch.cat([*self.others(embeddings), as_autocast(numerical)], dim=1),
         )
+
+    def others(self, embeddings: PooledEmbeddings) -> list[Tensor]:
+        """Return the vectors of all features but those of candidate and events, side by side: [B, columns] each."""
+        others = [as_autocast(embeddings.matrix())] if self.num_pooled else []
+        for name, group in self.beside.items():
+            if group is None:
+                others.append(self._vector(embeddings, name))
+            else:
+                found = embeddings.sequence(group)
+                others.append(pool(as_autocast(found.rows[name].by_id()), found, "sum"))
+        return others
+
+    def _vector(self, embeddings: PooledEmbeddings, name: str) -> Tensor:
+        return as_autocast(embeddings.distinct_rows(self.tables[name], name).by_sample())
 
 
 class FixedHistories(NamedTuple):

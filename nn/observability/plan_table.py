@@ -62,59 +62,20 @@ def print_hardware(console: Console, config: Config, hardware: Hardware) -> None
     print_columns(console, grid(lines))
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    name: str
-    tables: Sequence[TablePlan]
-
-    @property
-    def table_bytes(self) -> int:
-        return sum(sum(table.bytes_per_rank) for table in self.tables)
-
-    @property
-    def expansion_bytes(self) -> int:
-        return sum(table.expansion_bytes * len(table.ranks) for table in self.tables)
-
-    def cells(self) -> list[str]:
-        """Return rows, columns, hotness, sharding, kernel and ranks."""
-        return [
-            f"{sum(table.num_embeddings for table in self.tables):,}",
-            _span([table.embedding_dim for table in self.tables]),
-            _span([table.hotness for table in self.tables]),
-            self.tables[0].sharding,
-            self.tables[0].kernel,
-            ranges([rank for table in self.tables for rank in table.ranks]),
-        ]
-
-
-def _lines(tables: Sequence[TablePlan]) -> Iterator[_Line]:
-    """Yield a line per table; of many tables the largest, and a sum per sharding and kernel of the others."""
+def _lines(tables: Sequence[TablePlan]) -> Iterator[tuple[str, list[TablePlan]]]:
+    """Yield name and tables of each line: a table, or of many the largest, and the others of each sharding and kernel."""
     if len(tables) <= MOST_LINES:
-        yield from (_Line(table.table, [table]) for table in tables)
+        yield from ((table.table, [table]) for table in tables)
         return
     ordered = sorted(tables, key=lambda table: -sum(table.bytes_per_rank))
-    yield from (_Line(table.table, [table]) for table in ordered[:LARGEST])
+    yield from ((table.table, [table]) for table in ordered[:LARGEST])
 
     def kind(table: TablePlan) -> tuple[str, str]:
         return table.sharding, table.kernel
 
     for _, found in groupby(sorted(ordered[LARGEST:], key=kind), kind):
         others = list(found)
-        yield _Line(f"{len(others)} others" if len(others) > 1 else others[0].table, others)
-
-
-def _plan_table(unit: str, *, has_expansion: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("table", overflow="fold")
-    for name in ("rows", "dim", "hotness"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("sharding", "kernel"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("rank", overflow="fold")
-    table.add_column(unit, justify="right", no_wrap=True)
-    if has_expansion:
-        table.add_column("expansion", justify="right", no_wrap=True)
-    return table
+        yield f"{len(others)} others" if len(others) > 1 else others[0].table, others
 
 
 def print_plan(
@@ -135,10 +96,29 @@ def print_plan(
     expanded = sum(row.expansion_bytes * len(row.ranks) for row in rows)
     printed = list(_lines(rows))
     unit = "GiB" if bytes_of.total() >= GIB_FROM else "MiB"
-    table = _plan_table(unit, has_expansion=expanded > 0)
-    for line in printed:
-        sizes = [line.table_bytes, *([line.expansion_bytes] if expanded else [])]
-        table.add_row(line.name, *line.cells(), *(_number(size, unit) for size in sizes))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("table", overflow="fold")
+    for name in ("rows", "dim", "hotness"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("sharding", "kernel"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("rank", overflow="fold")
+    for name in [unit, *(["expansion"] if expanded else [])]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, some in printed:
+        sizes = [sum(sum(row.bytes_per_rank) for row in some)]
+        if expanded:
+            sizes.append(sum(row.expansion_bytes * len(row.ranks) for row in some))
+        table.add_row(
+            name,
+            f"{sum(row.num_embeddings for row in some):,}",
+            _span([row.embedding_dim for row in some]),
+            _span([row.hotness for row in some]),
+            some[0].sharding,
+            some[0].kernel,
+            ranges([rank for row in some for rank in row.ranks]),
+            *(_number(size, unit) for size in sizes),
+        )
     size = _number(bytes_of.total() - expanded, unit)
     lines = {"total": f"{size} {unit}, weights and optimizer state of {len(rows)} tables"}
     if expanded:

@@ -8,6 +8,7 @@ run_dir/profile/summary.txt     the breakdown as a table, which the run also pri
 import json
 from collections.abc import Container
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -149,7 +150,7 @@ class Profiler(Observer):
             return
         text = format_breakdown(breakdowns)
         _write(self._directory / "summary.txt", text)
-        content = json.dumps([breakdown.as_dict() for breakdown in breakdowns], indent=2)
+        content = json.dumps([asdict(breakdown) for breakdown in breakdowns], indent=2)
         _write(self._directory / "summary.json", content + "\n")
         lines = Text(f"\nprofile: {printable(str(self._directory))}\n{text}")
         self._console.print(lines, soft_wrap=True)

@@ -10,7 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,6 @@ class Breakdown:
     phases: tuple[PhaseTime, ...]  # times by phase, longest first
     # kernels with the most time: (name, phase, ms per step)
     kernels: tuple[tuple[str, str, float], ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def phase(self, name: str) -> PhaseTime:
         """Return the time of a phase; zero if the phase does not occur."""

@@ -83,7 +83,7 @@ def hstu_attention(
 
 
 def may_see(offset: Tensor, lengths: Tensor, num_keys: int, num_candidates: int) -> Tensor:
-    """Return which of `num_keys` keys the queries at these offsets see, [..., num_keys]; the others have a last dimension of 1."""
+    """Return which of `num_keys` keys the queries at these offsets see, [..., num_keys]; the others end in a dimension of 1."""
     key = torch.arange(num_keys, device=offset.device)
     return (key == offset) | ((key < offset) & (key < lengths - num_candidates))
 

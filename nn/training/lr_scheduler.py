@@ -8,7 +8,7 @@ from configs.schema import DecayShape, SchedulerConfig
 def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
     """Return the factor on the peak learning rates in update `step`.
 
-    With s = step + 1, W = `warmup_steps`, D = `decay_start_step`, N = `decay_steps`: s / W up to W, then 1 up to D,
+    With s = step + `first_step`, W = `warmup_steps`, D = `decay_start_step`, N = `decay_steps`: s / W up to W, then 1 up to D,
     then ((D + N - s) / N)^power, and 0 from D + N on. This is the schedule of NVIDIA's DLRM for PyTorch
     (DeepLearningExamples, `LearningRateScheduler`), whose counter starts at 1. Their TensorFlow 2 recipe starts at 0,
     so that its first update does nothing, and follows the parabola up again after D + N.
@@ -18,8 +18,8 @@ def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
 
     `step` updates were made before this one. Without `decay_start_step` the rate is held forever.
     """
-    count = step + 1
-    if count <= config.warmup_steps:
+    count = step + config.first_step
+    if count < config.warmup_steps:
         return count / config.warmup_steps
     if config.decay_start_step is None or count <= config.decay_start_step:
         return 1.0

@@ -75,6 +75,35 @@ class SplitSummary:
         return f"{100 * mean:.2f} %" if label.is_binary else f"mean {mean:.4g}"
 
 
+@dataclass(slots=True)
+class RowEvents:
+    """Events that the rows of a split see."""
+
+    rows: int
+    without_events: int = 0  # rows that see none
+    events: int = 0  # of all rows
+    longest: int = 0  # events of a row
+
+    def add(self, lengths: np.ndarray) -> None:
+        """Add rows by their numbers of events."""
+        self.without_events += int(np.count_nonzero(lengths == 0))
+        self.events += int(lengths.sum())
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
+
+
+@dataclass(slots=True)
+class LogCounts:
+    """Counts of the events of a log: `read` and `carried` are the sum of `events` and the three behind `read`."""
+
+    read: int  # rows of the sources, or of the source of the events
+    without_user_or_time: int
+    filtered: int  # for which the filter is not true, or which are no training rows
+    without_value: int
+    carried: int = 0  # of the days before
+    events: int = 0  # in the log
+    splits: dict[str, RowEvents] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class RowCounts:
     """Rows of the sources: `read` is the sum of the others."""
@@ -317,8 +346,13 @@ def print_changes(console: Console, table: TableConfig, splits: Mapping[str, Spl
             for key in ("empty_items", "cut_rows", "cut_items", "filled_rows")
         )
         if empty:
-            rule = "have id 0, as in the fit of an earlier version; fit again to leave them out"
-            rule = "are no ids" if table.empty_items == "dropped" else rule
+            rule = (
+                "are no ids"
+                if table.drops_empty(feature.name)
+                else "have id 0"
+                + ", as in the fit of an earlier version; fit again to leave them out"
+                * (table.empty_items == "unknown")
+            )
             _line(console, f"note: {empty:,} empty items of {shown(feature.name)} {rule}")
         if cut or filled:
             end = "last" if feature.take == "first" else "first"
@@ -327,6 +361,31 @@ def print_changes(console: Console, table: TableConfig, splits: Mapping[str, Spl
                 f"note: {shown(feature.name)} has hotness {feature.hotness}: {cut:,} of {rows:,} rows are longer and lose "
                 f"their {end} items, {lost:,} in total; {filled:,} are shorter and end with id 0",
             )
+
+
+def print_events(console: Console, logs: Mapping[str, LogCounts]) -> None:
+    """Print two lines per log: what became of the events, and what the rows of each split see."""
+    for name, log in logs.items():
+        of_splits = [
+            f"{split}: mean {seen.events / max(seen.rows, 1):.1f}, at most {seen.longest:,}, none in "
+            f"{100 * seen.without_events / max(seen.rows, 1):.1f} % of the rows"
+            for split, seen in log.splits.items()
+        ]
+        _line(console, f"{shown(name)}: events per row of {'; '.join(of_splits)}")
+        if not log.read:  # lists of the rows
+            continue
+        parts = [f"{log.events:,} events"]
+        parts += [
+            f"{count:,} {what}"
+            for count, what in (
+                (log.without_user_or_time, "without a user or a time"),
+                (log.filtered, "that the filter leaves out"),
+                (log.without_value, "without a value"),
+            )
+            if count
+        ]
+        carried = f" + {log.carried:,} carried from the days before" * bool(log.carried)
+        _line(console, f"{shown(name)}: {log.read:,} rows read{carried} = {' + '.join(parts)}")
 
 
 def _line(console: Console, text: str) -> None:

@@ -78,6 +78,7 @@ class Engine(Protocol):
     """Interface of an engine. Relations have names, and stored results are directories of Parquet files."""
 
     columns_at_once: int  # threads that may call the engine at the same time
+    doubles: str  # type of lists of doubles
     codes_texts: bool  # whether `stage` writes codes in place of texts
 
     def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
@@ -140,6 +141,7 @@ class DuckDBEngine:
     """
 
     codes_texts = True
+    doubles = "DOUBLE[]"
 
     def __init__(self, config: PreprocConfig, directory: Path, *, may_skip: bool = True) -> None:
         self._may_skip = may_skip
@@ -156,6 +158,7 @@ class DuckDBEngine:
             "SET preserve_insertion_order = true; "
             "CREATE MACRO hex_number(digits) AS CAST('0x' || digits AS BIGINT); "
             "CREATE MACRO text_order(value) AS encode(CAST(value AS VARCHAR)); "
+            "CREATE MACRO whole_seconds(time) AS try_cast(floor(epoch(time)) AS BIGINT); "
             "CREATE MACRO split_text(value, separator) AS string_split(value, separator)"
         )
 

@@ -97,6 +97,14 @@ def as_float(number: str) -> str:
     return f"coalesce(try_cast({number} AS FLOAT), CAST('inf' AS FLOAT))"
 
 
+def seconds_of(value: str, kind: str) -> str:
+    """Return a time in whole seconds, rounded down, of dates and timestamps since 1970 in UTC; null if no BIGINT holds it."""
+    if kind.startswith(("date", "timestamp")):
+        return f"whole_seconds(CAST({value} AS TIMESTAMP))"
+    rounded = f"floor({value})" if kind.startswith(("decimal", "float", "double")) else value
+    return f"try_cast({rounded} AS BIGINT)"
+
+
 def not_a_number(value: str, number: str) -> str:
     """Return the condition that the column `value` is not missing, and its `number` not a finite one."""
     as_text = f"CAST({value} AS STRING)"

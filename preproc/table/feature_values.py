@@ -5,7 +5,7 @@ per value, and into ids; the ids are then written by `preproc/table/output_files
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from configs.table_schema import Categorical, TableConfig
 from dataloading.dataset.feature_spec import CategoricalFeature
@@ -21,6 +21,22 @@ Write = Callable[[str, str], None]
 def rows_of(rows: range, relation: str = "rows_") -> str:
     """Return the relation of some rows of a relation."""
     return f"(SELECT * FROM {relation} WHERE row_ >= {rows.start} AND row_ < {rows.stop})"
+
+
+class Lookup(NamedTuple):
+    """SQL of the values of a feature in the rows of a relation `r`."""
+
+    value: str  # expression of the text
+    id: str  # expression of its id
+    join: str  # what both need behind FROM
+
+
+def look_up(text: str, alias: str, vocabulary: str, owner: Categorical) -> Lookup:
+    """Look up texts of feature `owner`; `alias` is one of its own in the query."""
+    if owner.is_hashed:
+        return Lookup(text, hashed_id(text, owner), "")
+    join = f"LEFT JOIN {vocabulary} AS {alias} ON {text} = {alias}.value"
+    return Lookup(text, f"CAST(coalesce({alias}.id, 0) AS INTEGER)", join)
 
 
 class FeatureValues(Protocol):
@@ -41,16 +57,16 @@ class FeatureValues(Protocol):
     def hash_ids(self, number: int, owner: Categorical) -> None:
         """Find the ids of the values as the buckets or keys of feature `owner`."""
 
-    def history_ids(self, items: str, number: int, vocabulary: str, owner: Categorical) -> str:
-        """Return a query (row_, id) of items (row_, value) of feature `number`, of which `find_ids` or `hash_ids` has run."""
+    def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
+        """Look up a column of `r` with values as of feature `number`, of which `find_ids` or `hash_ids` has run."""
 
     def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
         """Write the files of the ids of a feature."""
 
 
-def items_of(table: TableConfig, items: str) -> str:
+def items_of(table: TableConfig, items: str, feature: str) -> str:
     """Return a query of items, as of `Engine.exploded`, without the empty ones unless they have id 0."""
-    if table.empty_items == "unknown":
+    if not table.drops_empty(feature):
         return items
     return f"SELECT * FROM ({items}) WHERE value IS NOT NULL"
 
@@ -75,7 +91,7 @@ class TextValues:
         if not self._features[number].is_list:
             return f"(SELECT row_, c{number} AS value FROM rows_)"
         items = self._exploded("rows_", "row_", f"c{number}")
-        self._write(f"items_{number}", items_of(self._table, items))
+        self._write(f"items_{number}", items_of(self._table, items, self._features[number].name))
         return f"items_{number}"
 
     def counts(self, number: int, rows: range) -> str:
@@ -101,14 +117,9 @@ class TextValues:
         ids = hashed_ids(self._values(number), owner, self._features[number])
         self._write(f"encoded_{number}", ids)
 
-    def history_ids(self, items: str, number: int, vocabulary: str, owner: Categorical) -> str:
-        """Find the ids of the items as those of the feature."""
-        if owner.is_hashed:
-            return f"SELECT r.row_, {hashed_id('r.value', owner)} AS id FROM {items} AS r"
-        return (
-            f"SELECT r.row_, CAST(coalesce(v.id, 0) AS INTEGER) AS id FROM {items} AS r "
-            f"LEFT JOIN {vocabulary} AS v ON r.value = v.value"
-        )
+    def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
+        """Look up the texts."""
+        return look_up(f"r.{column}", f"v{number}_", vocabulary, owner)
 
     def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
         """Write the ids of the rows."""
@@ -123,7 +134,7 @@ class CodedValues:
     ) -> None:
         """Take the description, and the function that returns partial counts (value, count) of a feature."""
         self._features = table.categorical
-        self._drops_empty = table.empty_items == "dropped"
+        self._table = table
         self._write = write
         self._count = count
 
@@ -159,13 +170,22 @@ class CodedValues:
         query = f"SELECT code AS row_, {ids} AS id FROM texts_c{number}"
         self._write(f"ids_{number}", query)
 
-    def history_ids(self, items: str, number: int, vocabulary: str, owner: Categorical) -> str:
-        """Take the ids of the codes."""
-        return f"SELECT r.row_, v.id FROM {items} AS r JOIN ids_{number} AS v ON r.value = v.row_"
+    def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
+        """Take the texts and the ids of the codes."""
+        code, texts, ids = f"r.{column}", f"t{number}_", f"v{number}_"
+        join = (
+            f"LEFT JOIN texts_c{number} AS {texts} ON {code} = {texts}.code "
+            f"LEFT JOIN ids_{number} AS {ids} ON {code} = {ids}.row_"
+        )
+        return Lookup(f"{texts}.value", f"coalesce({ids}.id, 0)", join)
 
     def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
         """Write the ids of the rows' codes."""
         described = self._features[number]
         return files.write_coded(
-            f"c{number}", f"ids_{number}", feature, described, drops_empty=self._drops_empty
+            f"c{number}",
+            f"ids_{number}",
+            feature,
+            described,
+            drops_empty=self._table.drops_empty(feature.name),
         )

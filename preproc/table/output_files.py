@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from preproc.table.extension import DAYS_COLUMNS
 from preproc.table.transformation import stored_ids, stored_lists, stored_numericals
 from preproc.work_directory import Work, small_database
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 ZERO_BYTES = 1 << 20
 CHUNK_ROWS = 1 << 20
 # Kept columns may be long texts.
@@ -35,10 +38,10 @@ class TableFiles:
     """Writes the files of all splits."""
 
     def __init__(self, work: Work, dataset: Path, splits: dict[str, range]) -> None:
-        self._directory = work.directory
-        self._rows_in = work.state["rows_in"]
-        self._dataset = dataset
-        self._splits = splits
+        self.directory = work.directory
+        self.rows_in = work.state["rows_in"]
+        self.dataset = dataset
+        self.splits = splits
         self.records: dict[str, dict[str, Any]] = {}  # bytes and CRC-32 per written file
         self.present: dict[tuple[str, str], int] = {}
         self._connection = small_database()
@@ -55,7 +58,7 @@ class TableFiles:
 
     def _files(self, relation: str) -> str:
         """Return the SQL literal of all files of a relation."""
-        return text(glob.escape(str(self._directory / relation)) + "/*.parquet")
+        return text(glob.escape(str(self.directory / relation)) + "/*.parquet")
 
     def _in_order(self, relation: str, order_by: str) -> str:
         """Return ORDER BY, unless DuckDB has written the relation: one file in order, which one thread reads.
@@ -63,7 +66,7 @@ class TableFiles:
         A sort would hold all values in memory. The files of other engines need not be in the order of their names: Spark
         reads the largest first, and so writes its rows as the first file.
         """
-        is_one = (self._directory / relation / RELATION_FILE).exists()
+        is_one = (self.directory / relation / RELATION_FILE).exists()
         return "" if is_one else f" ORDER BY {order_by}"
 
     def _chunks(
@@ -84,10 +87,28 @@ class TableFiles:
                 _expect((np.diff(np.asarray(chunk["row_"])) >= 0).all(), relation)
                 yield range(start, stop), chunk
 
+    def batches(
+        self, relation: str, columns: list[str], rows: range | None = None
+    ) -> Iterator["pa.RecordBatch"]:
+        """Yield columns of rows of a relation, by default of all, in the order of `row_`."""
+        files, in_order = self._files(relation), self._in_order(relation, "row_")
+        with self._connection.cursor() as cursor:
+            if rows is None:
+                count = f"SELECT count(*) FROM read_parquet({files})"
+                rows = range(cursor.execute(count).fetchall()[0][0])
+            for start in range(rows.start, rows.stop, CHUNK_ROWS):
+                stop = min(start + CHUNK_ROWS, rows.stop)
+                found = cursor.sql(
+                    f"SELECT {', '.join(columns)} FROM read_parquet({files}) "
+                    f"WHERE row_ >= {start} AND row_ < {stop}{in_order}"
+                ).to_arrow_table()
+                _expect(len(found) == stop - start, relation)
+                yield from found.combine_chunks().to_batches()
+
     def write_row_columns(self, columns: Mapping[str, RowColumn]) -> dict[str, dict[str, LabelSum]]:
         """Write labels, weight and keep rate of relation `rows_`; return the sums of the labels per split."""
         labels = [column for column in columns.values() if column.channel is Channel.label]
-        sums: dict[str, dict[str, LabelSum]] = {split: {} for split in self._splits}
+        sums: dict[str, dict[str, LabelSum]] = {split: {} for split in self.splits}
         for name, column in columns.items():
             found = self._write_row_column(name, column, column_file_name(labels, column))
             if column in labels:
@@ -100,10 +121,10 @@ class TableFiles:
     ) -> dict[str, LabelSum]:
         """Write one of them; return its sum per split."""
         sums = {}
-        for split, rows in self._splits.items():
+        for split, rows in self.splits.items():
             sums[split] = LabelSum(0, column.is_binary)
-            with GrowingFile(self._dataset, f"{split}/{file_name}") as file:
-                for part, chunk in self._chunks(self._rows_in, name, rows):
+            with GrowingFile(self.dataset, f"{split}/{file_name}") as file:
+                for part, chunk in self._chunks(self.rows_in, name, rows):
                     values = np.asarray(chunk[name], column.stored)
                     _expect(len(values) == len(part), name)
                     sums[split].add(values)
@@ -120,8 +141,8 @@ class TableFiles:
 
         assert KEPT_CHUNK_ROWS % ROW_GROUP_ROWS == 0
         columns = ", ".join(f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(names))
-        files = self._files(self._rows_in)
-        for split, rows in self._splits.items():
+        files = self._files(self.rows_in)
+        for split, rows in self.splits.items():
             writer = None
             for start in range(rows.start, rows.stop, KEPT_CHUNK_ROWS):
                 stop = min(start + KEPT_CHUNK_ROWS, rows.stop)
@@ -130,7 +151,7 @@ class TableFiles:
                     f"WHERE row_ >= {start} AND row_ < {stop} ORDER BY row_"
                 ).to_arrow_table()
                 _expect(len(chunk) == stop - start, "kept columns")
-                writer = writer or KeptWriter(self._dataset, split, chunk.schema)
+                writer = writer or KeptWriter(self.dataset, split, chunk.schema)
                 writer.append(chunk)
             assert writer is not None, "a split without rows"
             self.records |= writer.close()
@@ -149,8 +170,8 @@ class TableFiles:
         raises an error.
         """
         ranges = {name: NumericalRange() for name in names}
-        for split, rows in self._splits.items():
-            with GrowingFile(self._dataset, f"{split}/numerical.bin") as file:
+        for split, rows in self.splits.items():
+            with GrowingFile(self.dataset, f"{split}/numerical.bin") as file:
                 for part, chunk in self._chunks(relation, ", ".join(columns), rows):
                     del chunk["row_"]
                     of_columns = [np.asarray(column) for column in chunk.values()]
@@ -171,10 +192,10 @@ class TableFiles:
         """Write the ids of a feature; return per split the ids that are not 0, and those that are."""
         counts = {}
         order_by = "row_, position_" if described.is_list else "row_"
-        for split, rows in self._splits.items():
+        for split, rows in self.splits.items():
             nonzero = zeros = total = 0
-            with GrowingFile(self._dataset, f"{split}/{feature.name}.bin") as file:
-                offsets = GrowingFile(self._dataset, f"{split}/{feature.name}.offsets.bin")
+            with GrowingFile(self.dataset, f"{split}/{feature.name}.bin") as file:
+                offsets = GrowingFile(self.dataset, f"{split}/{feature.name}.offsets.bin")
                 if feature.hotness is None:
                     offsets.__enter__()
                     offsets.append(np.zeros(1, "<i8"))
@@ -215,20 +236,18 @@ class TableFiles:
 
         of_codes = self._ids_of_codes(ids, feature)
         counts = {}
-        for split, rows in self._splits.items():
+        for split, rows in self.splits.items():
             nonzero = zeros = present = 0
             with ExitStack() as stack:
-                file = stack.enter_context(
-                    GrowingFile(self._dataset, f"{split}/{feature.name}.bin")
-                )
+                file = stack.enter_context(GrowingFile(self.dataset, f"{split}/{feature.name}.bin"))
                 offsets = None
                 if feature.hotness is None:
                     name = f"{split}/{feature.name}.offsets.bin"
-                    offsets = stack.enter_context(GrowingFile(self._dataset, name))
+                    offsets = stack.enter_context(GrowingFile(self.dataset, name))
                     offsets.append(np.zeros(1, "<i8"))
                     total = 0
                 for codes, lengths in read_codes(
-                    self._directory / self._rows_in, column, rows, is_list
+                    self.directory / self.rows_in, column, rows, is_list
                 ):
                     if is_list and drops_empty:
                         codes, lengths = without_empty(codes, lengths)
@@ -262,9 +281,9 @@ class TableFiles:
         back = np.arange(hotness)
         # Memory of a few arrays of this many places.
         rows_at_once = max(CHUNK_ROWS // hotness, 1)
-        for split, rows in self._splits.items():
+        for split, rows in self.splits.items():
             nonzero = 0
-            with GrowingFile(self._dataset, f"{split}/{feature.name}.bin") as file:
+            with GrowingFile(self.dataset, f"{split}/{feature.name}.bin") as file:
                 for part, chunk in self._chunks(slices, "stop_, length_", rows):
                     _expect(len(chunk["stop_"]) == len(part), feature.name)
                     for first in range(0, len(part), rows_at_once):
@@ -282,11 +301,11 @@ class TableFiles:
         """Return the ids of codes as an array in a file of the work directory, and behind them a 0, for no code."""
         import pyarrow.parquet as pq
 
-        path = self._directory / f"{relation}.bin"
+        path = self.directory / f"{relation}.bin"
         dtype = np.dtype(np.int64 if feature.is_dynamic else np.int32)
-        with pq.ParquetFile(self._directory / relation / RELATION_FILE) as file:
+        with pq.ParquetFile(self.directory / relation / RELATION_FILE) as file:
             count = file.metadata.num_rows + 1
-            _allocate(path, count * dtype.itemsize)
+            allocate(path, count * dtype.itemsize)
             ids = np.memmap(path, dtype, "r+", shape=(count,))
             for batch in file.iter_batches(CHUNK_ROWS, use_threads=False):
                 ids[np.asarray(batch.column("row_"))] = np.asarray(batch.column("id"))
@@ -297,7 +316,7 @@ class TableFiles:
         query = f"SELECT count(*) FROM read_parquet({self._files(relation)})"
         with self._connection.cursor() as cursor:
             ((num_items,),) = cursor.execute(query).fetchall()
-        path = self._directory / f"{relation}.bin"
+        path = self.directory / f"{relation}.bin"
         dtype = np.dtype(np.int64 if feature.is_dynamic else np.int32)
         with path.open("wb") as stream:
             for part, chunk in self._chunks(relation, "id", range(num_items)):
@@ -331,7 +350,7 @@ class TableFiles:
         with self._connection.cursor() as cursor:
             batches = cursor.sql(query).to_arrow_reader(GROUP_ROWS)
             with pq.ParquetWriter(
-                self._dataset / name, batches.schema, compression="zstd"
+                self.dataset / name, batches.schema, compression="zstd"
             ) as writer:
                 # One thread fills each batch, but the last, whatever files it reads.
                 for batch in batches:
@@ -344,7 +363,7 @@ def _expect(is_right: bool | np.bool_, what: str) -> None:
         raise RuntimeError(f"{what}: rows are missing, or not in their order")
 
 
-def _allocate(path: Path, num_bytes: int) -> None:
+def allocate(path: Path, num_bytes: int) -> None:
     """Write a file of zeros; OSError if the disk is full, where writing to a mapped hole would end the process."""
     try:
         with path.open("wb") as stream:

@@ -45,6 +45,7 @@ class SparkEngine:
     # A small column would leave most of a cluster idle.
     columns_at_once = 8
     codes_texts = False
+    doubles = "ARRAY<DOUBLE>"
 
     def __init__(self, config: PreprocConfig, directory: Path) -> None:
         session = SparkSession.builder.appName("preproc")
@@ -80,6 +81,10 @@ class SparkEngine:
         self._sql(
             "CREATE OR REPLACE TEMPORARY FUNCTION text_order(value STRING) RETURNS BINARY "
             "RETURN CAST(value AS BINARY)"
+        )
+        self._sql(
+            "CREATE OR REPLACE TEMPORARY FUNCTION whole_seconds(time TIMESTAMP) RETURNS BIGINT "
+            "RETURN unix_seconds(time)"
         )
         # split() takes a regular expression; \\Q and \\E make it literal.
         self._sql(

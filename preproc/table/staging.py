@@ -11,11 +11,20 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from configs.messages import printable, shown
-from configs.table_schema import Categorical, Label, Numerical, TableConfig
+from configs.table_schema import (
+    Categorical,
+    EventLists,
+    EventLog,
+    History,
+    Label,
+    Numerical,
+    TableConfig,
+)
 from dataloading.row_sql import COLUMN, KIND, columns_of, unserved
 from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError, StagedRows
 from preproc.table.expressions import (
     LARGEST_DOUBLE,
+    as_float,
     categorical_value,
     crossed,
     is_missing,
@@ -23,6 +32,7 @@ from preproc.table.expressions import (
     number_of,
     only_duckdb_reads,
     quoted,
+    seconds_of,
     shown_value,
     text,
 )
@@ -67,7 +77,8 @@ ROLES = {
         "n": "feature",
         "c": "feature",
     },
-    **{"who": "history", "time": "history", "past": "history", "split": "split", "keep": "kept"},
+    **dict.fromkeys(("who", "time", "past", "event", "moment", "numbers"), "history"),
+    **{"split": "split", "keep": "kept"},
     "key": "order",
 }
 """What a column becomes by the names of the columns of expressions, without their numbers."""
@@ -228,7 +239,7 @@ class Staging:
         """
         roles = {name: "unused" for name in self._names}
         for item in self._expressions:
-            role = ROLES[re.sub(r"\d*_?$", "", item.column)]
+            role = ROLES[re.sub(r"[\d_]*$", "", item.column)]
             for name in _columns_in(item.sql, roles):
                 if roles[name] == "unused":
                     roles[name] = role
@@ -416,7 +427,13 @@ class Staging:
         for i, feature in enumerate(table.categorical):
             _check_kind(feature, kinds[f"c{i}"])
             columns.append(f"{categorical_value(feature, f'c{i}')} AS c{i}")
-        columns += self._history_columns(kinds)
+        for i in range(len(table.pasts)):
+            of_past, mistakes = self._past_columns(i, kinds)
+            columns += of_past
+            reasons += mistakes
+        for i, lists in enumerate(table.event_lists):
+            columns += self._list_columns(i, lists, kinds)
+            reasons.append(self._unequal(lists))
         if table.split.by == "column":
             columns.append("CAST(split_ AS STRING) AS split_")
         mistake = f"CASE {' '.join(reasons)} END" if reasons else "CAST(NULL AS STRING)"
@@ -437,26 +454,76 @@ class Staging:
                 )
         return [f"keep{i}_" for i in range(len(self.table.keep))]
 
-    def _history_columns(self, kinds: dict[str, str]) -> list[str]:
-        """Return the stored columns of the histories: user, time, and whether the filter is true."""
+    def _past_columns(self, number: int, kinds: dict[str, str]) -> tuple[list[str], list[str]]:
+        """Return the stored columns of a history or a log (user, time, filter, numbers), and the mistakes of its numbers."""
+        past = self.table.pasts[number]
+        where, named = _where(past), self.table.past_columns(number)
+        who, time, condition = (f"{key}{number}_" for key in ("who", "time", "past"))
+        kind, past_kind = kinds[time], kinds.get(condition, "boolean")
+        if not TIME_TYPE.fullmatch(kind):
+            raise ValueError(
+                f"{where}: order_by {shown(past.order_by)} is {kind.partition(' ')[0]}, want a number, a date or a "
+                f"timestamp: {remedy(past.order_by)}"
+            )
+        if past_kind != "boolean":
+            raise ValueError(
+                f"{where}: filter {shown(past.filter)} is {past_kind.partition(' ')[0]}, want a condition that is true "
+                "or false, such as CAST(rating AS DOUBLE) >= 4"
+            )
+        seconds = f"{seconds_of(time, kind)} AS {time}" if isinstance(past, EventLog) else time
+        columns = [f"nullif(CAST({who} AS STRING), '') AS {who}", seconds]
+        if condition in named:
+            columns.append(condition)
+        mistakes = []
+        for column in [column for column in named if column.startswith("event")]:
+            number_ = self._engine.without_nan(number_of(column), "double")
+            columns.append(f"{as_float(f'coalesce({number_}, 0)')} AS {column}")
+            bad = f"{not_a_number(column, number_of(column))} OR abs({number_}) > {LARGEST_FLOAT}"
+            key, _ = named[column]
+            mistakes.append(
+                f"WHEN {bad} THEN {text(f'{where}: {key} is ')} || {shown_value(column)} "
+                "|| ', wanted a number that float32 holds'"
+            )
+        return columns, mistakes
+
+    def _list_columns(self, number: int, group: EventLists, kinds: dict[str, str]) -> list[str]:
+        """Return the stored columns of a group of lists: the moment of the row, and lists of numbers."""
         columns = []
-        for i, history in enumerate(self.table.history):
-            where = f"table.history: {shown(history.name)}"
-            time, past = kinds[f"time{i}_"], kinds.get(f"past{i}_", "boolean")
-            if not TIME_TYPE.fullmatch(time):
+        features = {feature.name: feature for feature in self.table.categorical}
+        separator = features[group.lists[0]].separator
+        for column, (key, sql) in group.columns(number).items():
+            kind, value = kinds[column], column
+            if column.startswith("moment"):
+                columns.append(f"{seconds_of(column, kind)} AS {column}")
+                continue
+            if separator and is_text(kind):
+                value = f"split_text(nullif({column}, ''), {text(separator)})"
+            elif not (kind.startswith("array ") or kind.endswith("]")):
                 raise ValueError(
-                    f"{where}: order_by {shown(history.order_by)} is {time.partition(' ')[0]}, want a number, a date or a "
-                    f"timestamp: {remedy(history.order_by)}"
+                    f"{_where(group)}: {key}: got {shown(sql)}, which is {kind.partition(' ')[0]}; want a list of numbers, or "
+                    f"text with the separator of {shown(group.lists[0])}"
                 )
-            if past != "boolean":
-                raise ValueError(
-                    f"{where}: filter {shown(history.filter)} is {past.partition(' ')[0]}, want a condition that is true "
-                    "or false, such as CAST(rating AS DOUBLE) >= 4"
-                )
-            columns += [f"nullif(CAST(who{i}_ AS STRING), '') AS who{i}_", f"time{i}_"]
-            if history.filter:
-                columns.append(f"past{i}_")
+            columns.append(f"CAST({value} AS {self._engine.doubles}) AS {column}")
         return columns
+
+    def _unequal(self, group: EventLists) -> str:
+        """Return the mistake of a row whose lists have different lengths."""
+        features = {f.name: (i, f) for i, f in enumerate(self.table.categorical)}
+        number = self.table.event_lists.index(group)
+        sizes = {}
+        for name in group.lists:
+            i, feature = features[name]
+            value = categorical_value(feature, f"c{i}")
+            sizes[name] = self._engine.num_items(value, whole=False)
+        stored = self._list_columns(number, group, self._kinds)
+        for name, column in zip(group.number_names, stored[bool(group.time) :], strict=True):
+            sizes[name] = self._engine.num_items(column.rpartition(" AS ")[0], whole=False)
+        first, *others = sizes.values()
+        unequal = " OR ".join(f"{size} <> {first}" for size in others) or "false"
+        shown_sizes = " || ', ' || ".join(
+            f"CAST({size} AS STRING) || {text(f' of {name}')}" for name, size in sizes.items()
+        )
+        return f"WHEN {unequal} THEN {text(f'{group.name} has other numbers of items: ')} || {shown_sizes}"
 
     def _refuse_expression(self, base: str, works: Callable[[str], bool]) -> None:
         """Raise ValueError for the first expression for which `works` of its query is false or fails."""
@@ -527,12 +594,12 @@ def _expressions_of(table: TableConfig) -> list[_Expression]:
         if feature.cross:
             item = replace(item, sql=crossed(feature.cross), shown=f"cross {shown(feature.cross)}")
         expressions.append(item)
-    for i, history in enumerate(table.history):
-        where = f"table.history: {shown(history.name)}"
-        keys = {"who": "by", "time": "order_by", "past": "filter"}
-        for column, key in keys.items():
-            if sql := getattr(history, key):
-                expressions.append(_Expression(f"{column}{i}_", f"{where}: {key}", sql, shown(sql)))
+    for i, past in enumerate(table.pasts):
+        for column, (key, sql) in table.past_columns(i).items():
+            expressions.append(_Expression(column, f"{_where(past)}: {key}", sql, shown(sql)))
+    for i, lists in enumerate(table.event_lists):
+        for column, (key, sql) in lists.columns(i).items():
+            expressions.append(_Expression(column, f"{_where(lists)}: {key}", sql, shown(sql)))
     if table.split.by == "column":
         expressions.append(_expression("split_", "table.split", "", table.split.expression))
     for i, name in enumerate(table.keep):
@@ -543,6 +610,10 @@ def _expressions_of(table: TableConfig) -> list[_Expression]:
             for i, key in enumerate(table.order_by)
         ]
     return expressions
+
+
+def _where(past: History | EventLog | EventLists) -> str:
+    return f"table.{'history' if isinstance(past, History) else 'sequence'}: {shown(past.name)}"
 
 
 def _expression(column: str, where: str, name: str, sql: str) -> _Expression:

@@ -24,7 +24,7 @@ def vocabulary_mistakes(spec: FeatureSpec, fitted: str | None) -> Iterator[tuple
     # Splits whose rows the vocabularies count; none if the dataset has the fit of another.
     counted: list[str] = []
     # Features whose lists are cut or filled, so that they have other ids than were counted, and histories, whose values are
-    # counted in the feature that they are histories of.
+    # counted in the feature that they are histories of; those of logs too.
     lists_cut, histories = {feature.name for feature in spec.categorical}, set()
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         of_rows = str(read_json(spec.root / "report.json")["counted"])
@@ -33,6 +33,8 @@ def vocabulary_mistakes(spec: FeatureSpec, fitted: str | None) -> Iterator[tuple
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         described = read_json(spec.root / "preproc.json")["features"]
         histories = {history["name"] for history in described.get("history", [])}
+        logs = described.get("sequence", [])
+        histories |= {f"{log['name']}_{of}" for log in logs for of in log.get("of", [])}
         lists_cut = {f["name"] for f in described["categorical"] if f.get("hotness") is not None}
     for table, features in spec.table_features.items():
         path = spec.root / "vocabulary" / f"{table}.parquet"

@@ -16,17 +16,17 @@ from tests.helpers.datasets import make_loader
 from tests.helpers.preproc_command import preproc
 
 TABLES = {"user": 30, "item": 1000, "genre": 20}
-HISTORY = {"history": ("item", "genre"), "history_length": 12.0, "history_max_length": 40}
 
 
-def make(**changes):
-    arguments = {"train_rows": 2000, "test_rows": 9000, "num_numerical": 2, "cardinalities": TABLES}
-    return SyntheticSource(**(arguments | {"seed": 3} | HISTORY | changes))
+def plain():
+    return SyntheticSource(2000, 9000, 2, TABLES, seed=3)
 
 
 @pytest.fixture(scope="module")
 def source():
-    return make()
+    made = plain()
+    made.add_history(["item", "genre"], 12.0, 40)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,10 @@ def test_events_are_a_group_that_shares_the_tables(source, columns):
 
 
 def test_a_history_changes_no_other_column(columns):
-    plain = make(history=()).read("train", np.array([[0, 2000]]))
-    assert np.array_equal(plain.numerical, columns.numerical)
-    assert all(np.array_equal(*ids) for ids in zip(plain.ids, columns.ids[:3], strict=True))
-    assert make(history=()).spec.sequences == ()
+    alone = plain().read("train", np.array([[0, 2000]]))
+    assert np.array_equal(alone.numerical, columns.numerical)
+    assert all(np.array_equal(*ids) for ids in zip(alone.ids, columns.ids[:3], strict=True))
+    assert plain().spec.sequences == ()
 
 
 def test_events_are_those_of_their_row_wherever_it_is_read(source, columns):
@@ -109,11 +109,19 @@ def test_the_order_of_events_matters_to_the_labels(source):
 
 def test_the_dataset_and_its_loader_have_the_events_of_the_stream(tmp_path, source, columns):
     preproc(
-        "dataset=synthetic", "data.synthetic.train_rows=2000", "data.synthetic.test_rows=64", "data.synthetic.num_numerical=2",
-        "data.synthetic.cardinalities=[30,1000,20]", "data.synthetic.names=[user,item,genre]", "data.synthetic.history=[item,genre]",
-        "data.synthetic.history_length=12", "data.synthetic.history_max_length=40", "seed=3", f"output={tmp_path / 'out'}",
+        "dataset=synthetic",
+        "data.synthetic.train_rows=2000",
+        "data.synthetic.test_rows=64",
+        "data.synthetic.num_numerical=2",
+        "data.synthetic.cardinalities=[30,1000,20]",
+        "data.synthetic.names=[user,item,genre]",
+        "data.synthetic.history=[item,genre]",
+        "data.synthetic.history_length=12",
+        "data.synthetic.history_max_length=40",
+        "seed=3",
+        f"output={tmp_path / 'out'}",
         "numerical_dtype=float32",
-    )  # fmt: skip
+    )
     spec = FeatureSpec.load(tmp_path / "out")
     assert spec.sequences == source.spec.sequences
     got = BinarySource(spec).read("train", np.array([[0, 2000]]))

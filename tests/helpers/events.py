@@ -29,7 +29,6 @@ def embeddings_with_events(
     }
 
     def rows_of(table: str, feature: str) -> DistinctRows:
-        assert table == table_of[feature]
         weight, values = tables[table], ids[feature]
         lengths = torch.tensor([len(of_sample) for of_sample in values])
         flat = [number for of_sample in values for number in of_sample]

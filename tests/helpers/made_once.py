@@ -3,8 +3,9 @@
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
+from configs.schema import SyntheticConfig
 from dataloading.synthetic import SyntheticSource
 from nn.observability import environment
 
@@ -15,15 +16,15 @@ def make_once() -> None:
     environment.git_commit(Path(environment.__file__).parents[2])
     # Its import takes seconds, which the fast tests do not need.
     if "nn.build" in sys.modules:
-        sys.modules["nn.build"].SyntheticSource = _clicks  # type: ignore[attr-defined]
+        sys.modules["nn.build"].SyntheticSource = SimpleNamespace(of=_clicks)  # type: ignore[attr-defined]
 
 
 _made: dict[str, SyntheticSource] = {}
 
 
-def _clicks(**options: Any) -> SyntheticSource:
+def _clicks(stream: SyntheticConfig, seed: int) -> SyntheticSource:
     """Return clicks, which nothing changes; making their teacher takes longer than a few steps."""
-    key = repr(sorted(options.items()))
+    key = repr((stream, seed))
     if key not in _made:
-        _made[key] = SyntheticSource(**options)
+        _made[key] = SyntheticSource.of(stream, seed)
     return _made[key]

@@ -123,6 +123,6 @@ def test_every_command_of_the_project_is_checked():
         str(path.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__main__")
         for folder in ("nn", "serving", "preproc", "compare", "sweep")
         for path in (ROOT / folder).rglob("*.py")
-        if "composed_command(run" in path.read_text()
+        if "command(run," in path.read_text()
     ]
     assert set(calls) <= set(COMMANDS)

@@ -82,9 +82,9 @@ class TransformerBlock(nn.Module):
     def __init__(
         self,
         columns: int,
-        *,
         heads: int,
         expansion: int,
+        *,
         residual: Literal["post_norm", "pre_norm", "gated"],
         activation: Literal["relu", "gelu", "leaky_relu"] = "relu",
         dropout: float = 0.0,

@@ -147,6 +147,8 @@ def _one_plus_tanh(h, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def _sees(query, key, length, CANDIDATES: tl.constexpr):
+    if CANDIDATES == 1:
+        return key <= query
     return (key == query) | ((key < query) & (key < length - CANDIDATES))
 
 

@@ -28,7 +28,7 @@ from preproc.fitted_state import (
     with_place,
 )
 from preproc.raw_files import RawFile, fingerprint, refuse_copies
-from preproc.report.console import Progress, RowCounts, print_result
+from preproc.report.console import LogCounts, Progress, RowCounts, print_result
 from preproc.report.plot import load_library
 from preproc.table.duckdb_engine import DuckDBEngine, Engine
 from preproc.table.feature_values import CodedValues, FeatureValues, TextValues
@@ -38,6 +38,7 @@ from preproc.table.pipeline.journal import Journal
 from preproc.table.pipeline.numericals import transform_numericals
 from preproc.table.pipeline.order import order_rows
 from preproc.table.pipeline.rows import num_read, stage_rows, write_bad
+from preproc.table.pipeline.sequences import line_up, sequence_group
 from preproc.table.pipeline.writing import Transformed, write_splits
 from preproc.table.source_files import Sources, find_source, find_sources
 from preproc.text_columns import TextColumns
@@ -66,7 +67,8 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         if config.mode is Mode.extend:
             config = with_limits_of(fitted, config, table)
             counted = _counted_files(config, table, sources)
-            _refuse_same_day(fitted, sources, counted, config.source)
+            logs = [log.source for log in table.logs if log.source]
+            _refuse_same_day(fitted, sources, counted, config.source, logs)
     identity = _identity(config, table, every, fitted)
     with work_directory(config, output, identity, progress) as work:
         if not work.has_progress:
@@ -87,9 +89,9 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
 def _counted_files(
     config: PreprocConfig, table: TableConfig, sources: Sources
 ) -> dict[str, list[RawFile]]:
-    """Return the files of each source whose values count: those that only test may train on a later day."""
+    """Return the files of each source whose values or events count: those that only test may train on a later day."""
     every = {name: files for name, (_, files) in sources.items()}
-    if config.vocabulary is VocabularyRows.all:
+    if config.vocabulary is VocabularyRows.all or any(log.rows == "all" for log in table.logs):
         return every
     if table.split.by == "last_file" and len(sources) == 1:
         return {name: files[:-1] for name, files in every.items()}
@@ -99,13 +101,24 @@ def _counted_files(
 
 
 def _refuse_same_day(
-    fitted: FittedState, sources: Sources, counted: dict[str, list[RawFile]], option: Any
+    fitted: FittedState,
+    sources: Sources,
+    counted: dict[str, list[RawFile]],
+    option: Any,
+    logs: list[str],
 ) -> None:
     """Raise ValueError if the days before have read a file of the only source, or every file that the option source names.
 
     A table beside the log may stay from day to day, and may lie in its folder. `option`: the value of `source`; what it
-    does not name is no log, unless it names nothing.
+    does not name is no log, unless it names nothing. `logs`: names of the sources of events.
     """
+    for name in logs:
+        for file in sources[name][1]:
+            if fingerprint(file) in fitted.read:
+                raise ValueError(
+                    f"{file.path}: its events were read already by {fitted.directory} or a day before it, which carries them "
+                    "on, so they would count twice; give the events of the new day"
+                )
     named = [n for n, (s, _) in sources.items() if SOURCE in str(with_place(s.files, option))]
     files = [file for name in named or sources for file in counted[name]]
     known = [file for file in files if fingerprint(file) in fitted.read]
@@ -121,10 +134,11 @@ def _of_new_rows(config: PreprocConfig, table: TableConfig) -> TableConfig:
     """Return the description of rows that all become one split, if they do: what divides others may be missing."""
     if config.one_split is None:
         return table
-    for history in table.history:
+    for past in table.pasts:
+        key = "history" if past in table.history else "sequence"
         require(
-            history.rows == "all" or config.one_split == "train",
-            f"table.history: {shown(history.name)} holds training rows only, and all rows become split "
+            past.rows == "all" or config.one_split == "train",
+            f"table.{key}: {shown(past.name)} holds training rows only, and all rows become split "
             f"{config.one_split}; set split_name=null and a table.split with training rows",
         )
     return replace(table, split=SplitRule())
@@ -187,6 +201,8 @@ def _build(journal: Journal) -> int:
         counted="the fitted run's" if config.mode is Mode.transform else config.vocabulary.name,
         rows=RowCounts(rows_read, num_rows, num_bad, rows_read - num_bad - num_rows),
         source_columns=journal.work.state["columns"],
+        logs=transformed.logs,
+        sequences=tuple(map(sequence_group, table.sequence)),
         lineage=journal.lineage,
         read=_read(journal),
         five=journal.work.state["five"],
@@ -228,7 +244,18 @@ def _transform(
         [of] = [feature for feature in table.categorical if feature.name == history.of]
         shared = of.vocabulary_of or of.name
         categorical.append(encoded[history.name].feature(history.name, history.length, shared))
-    return Transformed(splits, values, numericals, statistics, categorical, encoded, columns)
+    logs = {group.name: LogCounts(0, 0, 0, 0) for group in table.event_lists}
+    if table.logs:
+        with journal.progress.stage("order events"):
+            for number, log in enumerate(table.logs):
+                logs[log.name] = line_up(journal, values, number, split_of_row)
+    by_name = {feature.name: feature for feature in table.categorical}
+    categorical += [
+        encoded[of].feature(name, None, by_name[of].vocabulary_of or of)
+        for log in table.logs
+        for of, name in zip(log.of, log.features, strict=True)
+    ]
+    return Transformed(splits, values, numericals, statistics, categorical, encoded, columns, logs)
 
 
 def _feature_values(journal: Journal) -> FeatureValues:

@@ -37,7 +37,8 @@ def history_ids(
     of_number, of = features[history.of]
     first, owner = features[of.vocabulary_of or of.name]
     vocabulary = "" if owner.is_hashed else values_with_id(journal, first, owner)
-    query = values.history_ids(f"past_items_{number}", of_number, vocabulary, owner)
+    found = values.look_up("value", of_number, vocabulary, owner)
+    query = f"SELECT r.row_, {found.id} AS id FROM past_items_{number} AS r {found.join}"
     journal.query(f"past_ids_{number}", f"{query} ORDER BY r.row_")
     ((empty,),) = journal.engine.rows(
         f"SELECT count(*) FROM {rows_of(counted, f'slices_{number}')} WHERE length_ = 0"

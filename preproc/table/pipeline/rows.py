@@ -30,8 +30,10 @@ def stage_rows(journal: Journal) -> int:
         _refuse_bad(journal)
     if num_bad:
         more = ["split_"] if table.split.by == "column" else []
-        for i, history in enumerate(table.history):
-            more += [f"who{i}_", f"time{i}_", *([f"past{i}_"] if history.filter else [])]
+        for i in range(len(table.pasts)):
+            more += table.past_columns(i)
+        for i, lists in enumerate(table.event_lists):
+            more += lists.columns(i)
         kept = stored_columns(journal, *more)
         query = f"SELECT {kept}, row_ AS all_row_ FROM all_ WHERE bad_ IS NULL"
         journal.once("staged_", lambda path: journal.engine.number(query, ["all_row_"], path))

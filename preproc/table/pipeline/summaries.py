@@ -15,13 +15,13 @@ def count_changes(
     """Count per split what became of the items of lists, and the values that transforms emptied or replaced."""
     lists = [(i, f) for i, f in enumerate(journal.table.categorical) if f.is_list]
     changes = changed_values(journal.table.numerical, statistics)
-    drops = journal.table.empty_items == "dropped"
     counts = []
     for number, feature in lists:
         every, whole = (
             journal.engine.num_items(f"c{number}", whole=is_whole) for is_whole in (False, True)
         )
-        items, most = whole if drops else every, feature.hotness
+        items = whole if journal.table.drops_empty(feature.name) else every
+        most = feature.hotness
         counts += [f"sum({every} - {whole})"]
         counts += (
             ["0", "0", "0"]

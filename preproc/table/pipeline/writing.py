@@ -9,12 +9,14 @@ from configs.preproc_schema import Mode
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.lineage import RARE
 from preproc.complete_dataset import draw_report, row_columns
-from preproc.report.console import ColumnSummary, SplitSummary, print_notes
+from preproc.report.console import ColumnSummary, LogCounts, SplitSummary, print_notes
 from preproc.table.feature_values import FeatureValues
 from preproc.table.output_files import TableFiles, WrittenIds
 from preproc.table.pipeline.categoricals import EncodedFeature
 from preproc.table.pipeline.journal import Journal
 from preproc.table.pipeline.numericals import Numericals, write_numericals
+from preproc.table.pipeline.rows import place_of_output
+from preproc.table.pipeline.sequences import sequence_group
 from preproc.table.pipeline.summaries import count_changes, count_unseen
 
 
@@ -26,9 +28,10 @@ class Transformed:
     values: FeatureValues
     numericals: Numericals
     statistics: dict[str, Any]  # fitted numbers per numerical feature
-    categorical: list[CategoricalFeature]  # features, then histories
+    categorical: list[CategoricalFeature]  # features, then histories, then those of logs
     encoded: dict[str, EncodedFeature]
     columns: dict[str, ColumnSummary]
+    logs: dict[str, LogCounts]  # by sequence group
 
 
 def write_splits(
@@ -51,20 +54,26 @@ def write_splits(
         labels = pool.submit(files.write_row_columns, named)
         kept = pool.submit(files.write_kept, table.keep)
         features = _begin_features(journal, of, files, pool)
+        logs = [pool.submit(_write_log, journal, of, files, i) for i in range(len(table.logs))]
         ranges = numericals.result()
         summaries = {
             split: SplitSummary(len(rows), labels.result()[split]) for split, rows in splits.items()
         }
         if threads == 1:
             wait(features.values())
+            wait(logs)
         numerical_bin = dataset / next(iter(summaries)) / "numerical.bin"
         draw_report(dataset, numerical_bin, of.columns, summaries, config, table)
         kept.result()
+        for log in logs:
+            log.result()
         nonzeros: dict[str, dict[str, int]] = {split: {} for split in splits}
         for name, counts in features.items():
             for split, (num_nonzero, num_zero) in counts.result().items():
                 nonzeros[split][name] = num_nonzero
                 summaries[split].zero_ids[name] = num_zero
+        for number in range(len(table.event_lists)):
+            _write_lists(journal, of, files, number)
     # A fit that is only applied cannot be changed.
     if config.mode is Mode.fit or config.refit:
         # The length of a list or a history is left as it is.
@@ -97,5 +106,31 @@ def _begin_features(
         return counts
 
     return {
-        feature.name: pool.submit(write, number) for number, feature in enumerate(of.categorical)
+        feature.name: pool.submit(write, number)
+        for number, feature in enumerate(of.categorical)
+        if feature.name in of.encoded
     }
+
+
+def _write_log(journal: Journal, of: Transformed, files: TableFiles, number: int) -> None:
+    # Imported here, since pyarrow takes 25 MB of memory.
+    from preproc.table.log_files import write_log
+
+    log = journal.table.logs[number]
+    features = [feature for feature in of.categorical if feature.name in log.features]
+    keeps_latest = journal.config.mode is not Mode.transform
+    numbers = sequence_group(log).numbers
+    counts = of.logs[log.name]
+    write_log(files, number, log, features, numbers, counts, keeps_latest=keeps_latest)
+
+
+def _write_lists(journal: Journal, of: Transformed, files: TableFiles, number: int) -> None:
+    # Imported here, since pyarrow takes 25 MB of memory.
+    from preproc.table.list_files import write_lists
+
+    group = sequence_group(journal.table.event_lists[number])
+
+    def place(row: int) -> str:
+        return place_of_output(journal, row)
+
+    write_lists(files, number, group, of.logs[group.name], place)

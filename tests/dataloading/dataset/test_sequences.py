@@ -5,6 +5,7 @@ pytest tests/dataloading/dataset/test_sequences.py
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -108,8 +109,11 @@ def test_a_spec_has_its_groups_and_reads_back(roots):
     for root in roots.values():
         verify_checksums(FeatureSpec.load(root))
     assert sorted(path.name for path in (roots["log"] / "events").iterdir()) == [
-        "hist_genre.bin", "hist_item.bin", "hist_rating.bin", "hist_time.bin"
-    ]  # fmt: skip
+        "hist_genre.bin",
+        "hist_item.bin",
+        "hist_rating.bin",
+        "hist_time.bin",
+    ]
 
 
 def test_a_dataset_without_groups_has_the_spec_of_before(tmp_path):
@@ -128,8 +132,15 @@ def test_reader_processes_give_the_batches_of_threads(roots, name):
     spec = FeatureSpec.load(roots[name])
     for rank in range(2):
         loader = make_loader(
-            open_dataset(spec), "train", batch_size=16, shuffle_block=2, rank=rank, world_size=2, workers=2, prefetch=3
-        )  # fmt: skip
+            open_dataset(spec),
+            "train",
+            batch_size=16,
+            shuffle_block=2,
+            rank=rank,
+            world_size=2,
+            workers=2,
+            prefetch=3,
+        )
         wanted = [columns_of(batch) for batch in loader.batches(0, 8)]
         loader.fork_readers()
         assert len(loader.reader_pids) == 2
@@ -142,7 +153,9 @@ def test_reader_processes_give_the_batches_of_threads(roots, name):
 
 
 def test_padding_rows_have_no_events(roots):
-    loader = make_loader(open_dataset(FeatureSpec.load(roots["log"])), "test", batch_size=16, rank=1, world_size=2)  # fmt: skip
+    loader = make_loader(
+        open_dataset(FeatureSpec.load(roots["log"])), "test", batch_size=16, rank=1, world_size=2
+    )
     batch = loader.batch(1)
     assert (batch.num_valid, len(batch.labels)) == (2, 3)
     lengths = batch.ids.lengths().view(len(FEATURES), -1)
@@ -156,13 +169,18 @@ def test_a_batch_larger_than_its_slot_is_read_too(tmp_path):
     """Short rows set the room of a slot, and the rows of a few batches are as long as they may be."""
     group = SequenceGroup("history", ("hist",), 400)
     with write_dataset(
-        tmp_path / "data", categorical=[CategoricalFeature.of("hist", 50, None)], sequences=[group], splits=["train"]
-    ) as dataset:  # fmt: skip
+        tmp_path / "data",
+        categorical=[CategoricalFeature.of("hist", 50, None)],
+        sequences=[group],
+        splits=["train"],
+    ) as dataset:
         lengths = np.ones(2000, int)
         lengths[40:42] = 400
         dataset["train"].append(
-            labels=np.arange(2000) % 2, ids={"hist": np.arange(lengths.sum()) % 50}, lengths={"history": lengths}
-        )  # fmt: skip
+            labels=np.arange(2000) % 2,
+            ids={"hist": np.arange(lengths.sum()) % 50},
+            lengths={"history": lengths},
+        )
     loader = make_loader(
         open_dataset(FeatureSpec.load(tmp_path / "data")), "train", batch_size=20, workers=2
     )
@@ -196,9 +214,12 @@ def test_raw_keys_of_events_are_read_for_every_form(tmp_path):
     for form in ("log", "own", "parquet"):
         at = np.concatenate([np.arange(*ends) for ends in slices])
         with write_dataset(
-            tmp_path / form, categorical=features, sequences=[group], splits=["train"],
+            tmp_path / form,
+            categorical=features,
+            sequences=[group],
+            splits=["train"],
             file_format="parquet" if form == "parquet" else "binary",
-        ) as dataset:  # fmt: skip
+        ) as dataset:
             if form == "log":
                 dataset.append_events(ids={"hist": keys})
                 dataset["train"].append(labels=[0, 1, 0], slices={"history": slices})
@@ -219,8 +240,11 @@ def test_events_beyond_two_to_the_31_are_read(tmp_path):
     """A log of 2**31 + 10 events, which is a sparse file."""
     group = SequenceGroup("history", ("hist",), 4, (EventColumn("value", np.dtype(np.int8)),))
     with write_dataset(
-        tmp_path / "data", categorical=[CategoricalFeature.of("hist", 100, None)], sequences=[group], splits=["train"]
-    ) as dataset:  # fmt: skip
+        tmp_path / "data",
+        categorical=[CategoricalFeature.of("hist", 100, None)],
+        sequences=[group],
+        splits=["train"],
+    ) as dataset:
         dataset.append_events(ids={"hist": np.arange(4)}, events={"value": np.arange(4)})
         dataset["train"].append(labels=[0, 1], slices={"history": np.array([[0, 2], [1, 4]])})
     num_events = 2**31 + 10
@@ -246,16 +270,64 @@ def damage(path, dtype, index, value):
 @pytest.mark.parametrize(
     ("file", "dtype", "index", "value", "message"),
     [
-        ("train/history.slices.bin", "<i8", 7, 61, "feature 'hist_item': row 3 runs from 31 to 61 in {root}/train/history.slices.bin; want at most max_length=8 of the 60 events"),
-        ("train/history.slices.bin", "<i8", 6, 40, "feature 'hist_item': row 3 runs from 40 to 34 in"),
-        ("train/history.slices.bin", "<i8", 6, 2, "feature 'hist_item': row 3 runs from 2 to 34 in"),
-        ("train/history.slices.bin", "<i8", 6, -1, "feature 'hist_item': row 3 runs from -1 to 34 in"),
-        ("train/history.moments.bin", "<i8", 3, TIMES[33], f"'hist_time': an event of time {TIMES[33]} at row 3 of {{root}}/events/hist_time.bin, whose moment is {TIMES[33]}; want only events before the moment"),
-        ("events/hist_time.bin", "<i8", 31, TIMES[33], f"'hist_time': an event of time {TIMES[32]} after one of {TIMES[33]} at row 3 of"),
-        ("events/hist_rating.bin", "<f4", 33, np.nan, "'hist_rating': an event has nan at row 3 of {root}/events/hist_rating.bin; want a finite number"),
-        ("events/hist_genre.bin", "<i1", 33, 20, "feature 'hist_genre': id 20 at row 3 of {root}/events/hist_genre.bin lies outside its table of 20 rows"),
+        (
+            "train/history.slices.bin",
+            "<i8",
+            7,
+            61,
+            "feature 'hist_item': row 3 runs from 31 to 61 in {root}/train/history.slices.bin; want at most max_length=8 of",
+        ),
+        (
+            "train/history.slices.bin",
+            "<i8",
+            6,
+            40,
+            "feature 'hist_item': row 3 runs from 40 to 34 in",
+        ),
+        (
+            "train/history.slices.bin",
+            "<i8",
+            6,
+            2,
+            "feature 'hist_item': row 3 runs from 2 to 34 in",
+        ),
+        (
+            "train/history.slices.bin",
+            "<i8",
+            6,
+            -1,
+            "feature 'hist_item': row 3 runs from -1 to 34 in",
+        ),
+        (
+            "train/history.moments.bin",
+            "<i8",
+            3,
+            TIMES[33],
+            f"'hist_time': an event of time {TIMES[33]} at row 3 of {{root}}/events/hist_time.bin, whose moment is",
+        ),
+        (
+            "events/hist_time.bin",
+            "<i8",
+            31,
+            TIMES[33],
+            f"'hist_time': an event of time {TIMES[32]} after one of {TIMES[33]} at row 3 of",
+        ),
+        (
+            "events/hist_rating.bin",
+            "<f4",
+            33,
+            np.nan,
+            "'hist_rating': an event has nan at row 3 of {root}/events/hist_rating.bin; want a finite number",
+        ),
+        (
+            "events/hist_genre.bin",
+            "<i1",
+            33,
+            20,
+            "feature 'hist_genre': id 20 at row 3 of {root}/events/hist_genre.bin lies outside its table of 20 rows",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_event_is_named_with_its_row_when_it_is_read(
     copy, file, dtype, index, value, message
 ):
@@ -271,68 +343,168 @@ def test_a_wrong_event_is_named_with_its_row_when_it_is_read(
 @pytest.mark.parametrize(
     ("column", "rows", "message"),
     [
-        ("hist_genre", [[1], [1, 2]], "feature 'hist_genre': 1 events at row 0 of {file}, and 'hist_item' has 2; want equally many in all columns of group 'history'"),
+        (
+            "hist_genre",
+            [[1], [1, 2]],
+            "feature 'hist_genre': 1 events at row 0 of {file}, and 'hist_item' has 2; want equally many in",
+        ),
         ("hist_rating", [[1, 2], [1]], "feature 'hist_rating': 1 events at row 1 of"),
-        ("hist_item", [[1] * 9, [1]], "feature 'hist_item': 9 events at row 0 of {file}; want at most max_length=8"),
-        ("history", [9, 8], "'hist_time': an event of time 8 at row 1 of {file}, whose moment is 8"),
+        (
+            "hist_item",
+            [[1] * 9, [1]],
+            "feature 'hist_item': 9 events at row 0 of {file}; want at most max_length=8",
+        ),
+        (
+            "history",
+            [9, 8],
+            "'hist_time': an event of time 8 at row 1 of {file}, whose moment is 8",
+        ),
         ("hist_time", [[6, 5], [1, 2]], "'hist_time': an event of time 5 after one of 6 at row 0"),
-        ("hist_rating", [[1, None], [1, 2]], "'hist_rating' misses a number at row 0 of {file}; want numbers only"),
+        (
+            "hist_rating",
+            [[1, None], [1, 2]],
+            "'hist_rating' misses a number at row 0 of {file}; want numbers only",
+        ),
         ("hist_rating", [[1e300, 1.0], [1.0, 2.0]], "'hist_rating': an event has 1e+300 at row 0"),
-        ("hist_time", [[1.5, 2], [1, 2]], "column 'hist_time': got 'list<element: double>', want a list of integers"),
+        (
+            "hist_time",
+            [[1.5, 2], [1, 2]],
+            "column 'hist_time': got 'list<element: double>', want a list of integers",
+        ),
         ("history", [None, 9], "'history' is missing at row 0 of"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_event_in_parquet_is_named(tmp_path, column, rows, message):
     columns = {
-        "label": [0, 1], "hist_item": [[1, 2], [3, 4]], "hist_genre": [[1, 2], [3, 4]],
-        "hist_time": [[5, 6], [7, 8]], "hist_rating": [[0.5, 1], [1, 1]], "history": [9, 9],
-    }  # fmt: skip
+        "label": [0, 1],
+        "hist_item": [[1, 2], [3, 4]],
+        "hist_genre": [[1, 2], [3, 4]],
+        "hist_time": [[5, 6], [7, 8]],
+        "hist_rating": [[0.5, 1], [1, 1]],
+        "history": [9, 9],
+    }
     file = tmp_path / "train.parquet"
     pq.write_table(pa.table(columns | {column: rows}), file)
     document = {
-        "channel_spec": {"categorical": ["hist_item", "hist_genre"], "label": ["label"], "numerical": [], "sequence": ["hist_time", "hist_rating"]},
+        "channel_spec": {
+            "categorical": ["hist_item", "hist_genre"],
+            "label": ["label"],
+            "numerical": [],
+            "sequence": ["hist_time", "hist_rating"],
+        },
         "feature_spec": {
             "hist_item": {"cardinality": 100, "dtype": "int8", "hotness": "ragged"},
             "hist_genre": {"cardinality": 100, "dtype": "int8", "hotness": "ragged"},
-            "label": {"dtype": "bool"}, "hist_time": {"dtype": "int64"}, "hist_rating": {"dtype": "float32"},
+            "label": {"dtype": "bool"},
+            "hist_time": {"dtype": "int64"},
+            "hist_rating": {"dtype": "float32"},
         },
-        "sequence_spec": {"history": {"features": ["hist_item", "hist_genre"], "numbers": ["hist_time", "hist_rating"], "time": "hist_time", "max_length": 8}},
-        "source_spec": {"train": [{"type": "parquet", "features": list(columns), "files": ["train.parquet"]}]},
-    }  # fmt: skip
+        "sequence_spec": {
+            "history": {
+                "features": ["hist_item", "hist_genre"],
+                "numbers": ["hist_time", "hist_rating"],
+                "time": "hist_time",
+                "max_length": 8,
+            }
+        },
+        "source_spec": {
+            "train": [{"type": "parquet", "features": list(columns), "files": ["train.parquet"]}]
+        },
+    }
     (tmp_path / "feature_spec.yaml").write_text(yaml.safe_dump(document))
     with pytest.raises(ValueError) as error:  # noqa: PT011, the message is compared
         open_dataset(FeatureSpec.load(tmp_path)).read("train", np.array([[0, 2]]))
     assert message.format(file=file) in str(error.value)
 
 
+def history(document, name="history"):
+    return document["sequence_spec"][name]
+
+
+def second_files(document):
+    """Return the files of the second chunk of `train`."""
+    return document["source_spec"]["train"][1]["files"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d["sequence_spec"]["history"].update(features=["item"]), "sequence_spec.history.features: got 'item', want names of categorical features with hotness: ragged"),
-        (lambda d: d["sequence_spec"]["history"].update(features=["nobody"]), "sequence_spec.history.features: got 'nobody'"),
-        (lambda d: d["sequence_spec"]["searches"].update(features=["query", "hist_item"]), "got 'hist_item', want columns of no other group; it is one of 'history'"),
-        (lambda d: d["sequence_spec"]["history"].update(features=[]), "sequence_spec.history.features: got [], want at least one"),
-        (lambda d: d["sequence_spec"]["history"].update(time="hist_rating"), "sequence_spec.history.time: got 'hist_rating', want an int64 column of its numbers (hist_time, hist_rating)"),
-        (lambda d: d["sequence_spec"]["history"].update(time="clock"), "sequence_spec.history.time: got 'clock', want an int64"),
-        (lambda d: d["sequence_spec"]["history"].update(max_length=0), "sequence_spec.history.max_length: got 0, want an integer from 1"),
-        (lambda d: d["sequence_spec"]["history"].pop("max_length"), "sequence_spec.history.max_length: got None, want an integer"),
-        (lambda d: d["sequence_spec"]["history"].update(numbers=["hist_time"]), "sequence_spec: got ['hist_rating'], want a group for every column of events"),
-        (lambda d: d["sequence_spec"]["history"].update(numbers=["label"]), "sequence_spec.history.numbers: got ['label'], want columns of channel_spec.sequence"),
-        (lambda d: d["sequence_spec"].update(item={}), "sequence_spec: got 'item', want names of groups, which no column has"),
-        (lambda d: d.pop("sequence_spec"), "sequence_spec: got ['hist_time', 'hist_rating'], want a group"),
-        (lambda d: d["feature_spec"]["hist_rating"].update(dtype="float64"), "feature_spec.hist_rating.dtype: got 'float64', want one of int8"),
-        (lambda d: d["feature_spec"]["hist_genre"].update(mean_hotness=9.0), "feature_spec.hist_genre.mean_hotness: got 9.0, want"),
-        (lambda d: d["source_spec"]["train"][1]["files"].pop(), "want two files (events, slices)"),
-        (lambda d: d["source_spec"]["train"][1]["files"].__setitem__(1, "test/history.slices.bin"), "the slices of all columns of 'history'"),
-        (lambda d: d["source_spec"]["train"].pop(), "got ['history'], want a chunk for every feature"),
+        (
+            lambda d: history(d).update(features=["item"]),
+            "sequence_spec.history.features: got 'item', want names of categorical features with hotness: ragged",
+        ),
+        (
+            lambda d: history(d).update(features=["nobody"]),
+            "sequence_spec.history.features: got 'nobody'",
+        ),
+        (
+            lambda d: history(d, "searches").update(features=["query", "hist_item"]),
+            "got 'hist_item', want columns of no other group; it is one of 'history'",
+        ),
+        (
+            lambda d: history(d).update(features=[]),
+            "sequence_spec.history.features: got [], want at least one",
+        ),
+        (
+            lambda d: history(d).update(time="hist_rating"),
+            "sequence_spec.history.time: got 'hist_rating', want an int64 column of its numbers (hist_time, hist_rating)",
+        ),
+        (
+            lambda d: history(d).update(time="clock"),
+            "sequence_spec.history.time: got 'clock', want an int64",
+        ),
+        (
+            lambda d: history(d).update(max_length=0),
+            "sequence_spec.history.max_length: got 0, want an integer from 1",
+        ),
+        (
+            lambda d: history(d).pop("max_length"),
+            "sequence_spec.history.max_length: got None, want an integer",
+        ),
+        (
+            lambda d: history(d).update(numbers=["hist_time"]),
+            "sequence_spec: got ['hist_rating'], want a group for every column of events",
+        ),
+        (
+            lambda d: history(d).update(numbers=["label"]),
+            "sequence_spec.history.numbers: got ['label'], want columns of channel_spec.sequence",
+        ),
+        (
+            lambda d: d["sequence_spec"].update(item={}),
+            "sequence_spec: got 'item', want names of groups, which no column has",
+        ),
+        (
+            lambda d: d.pop("sequence_spec"),
+            "sequence_spec: got ['hist_time', 'hist_rating'], want a group",
+        ),
+        (
+            lambda d: d["feature_spec"]["hist_rating"].update(dtype="float64"),
+            "feature_spec.hist_rating.dtype: got 'float64', want one of int8",
+        ),
+        (
+            lambda d: d["feature_spec"]["hist_genre"].update(mean_hotness=9.0),
+            "feature_spec.hist_genre.mean_hotness: got 9.0, want",
+        ),
+        (lambda d: second_files(d).pop(), "want two files (events, slices)"),
+        (
+            lambda d: second_files(d).__setitem__(1, "test/history.slices.bin"),
+            "the slices of all columns of 'history'",
+        ),
+        (
+            lambda d: d["source_spec"]["train"].pop(),
+            "got ['history'], want a chunk for every feature",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_spec_with_a_wrong_group_is_refused(copy, change, message):
     root = copy("log")
     path = root / "feature_spec.yaml"
     document = yaml.safe_load(path.read_text())
     # hist_item follows item and the label.
-    document["source_spec"]["train"][1], document["source_spec"]["train"][2] = document["source_spec"]["train"][2], document["source_spec"]["train"][1]  # fmt: skip
+    document["source_spec"]["train"][1], document["source_spec"]["train"][2] = (
+        document["source_spec"]["train"][2],
+        document["source_spec"]["train"][1],
+    )
     change(document)
     path.write_text(yaml.safe_dump(document))
     with pytest.raises(ValueError) as error:  # noqa: PT011, the message is compared
@@ -343,12 +515,24 @@ def test_a_spec_with_a_wrong_group_is_refused(copy, change, message):
 @pytest.mark.parametrize(
     ("file", "num_bytes", "message"),
     [
-        ("train/history.slices.bin", 16, "history.slices.bin is truncated: got 784 bytes, want 800 = 50 x 16 bytes"),
-        ("train/history.moments.bin", 8, "history.moments.bin is truncated: got 392 bytes, want 400"),
-        ("events/hist_time.bin", 8, "hist_time.bin has 472 bytes, want 480 = 60 x 8 bytes for the 60 events of"),
+        (
+            "train/history.slices.bin",
+            16,
+            "history.slices.bin is truncated: got 784 bytes, want 800 = 50 x 16 bytes",
+        ),
+        (
+            "train/history.moments.bin",
+            8,
+            "history.moments.bin is truncated: got 392 bytes, want 400",
+        ),
+        (
+            "events/hist_time.bin",
+            8,
+            "hist_time.bin has 472 bytes, want 480 = 60 x 8 bytes for the 60 events of",
+        ),
         ("events/hist_item.bin", 1, "hist_item.bin has 119 bytes, want 118 = 59 x 2 bytes"),
     ],
-)  # fmt: skip
+)
 def test_a_truncated_file_of_events_is_refused(copy, file, num_bytes, message):
     root = copy("log")
     path = root / file
@@ -374,22 +558,89 @@ def put(section, name, at=None, value=None):
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     [
-        ("own", put("moments", "history"), "group 'history': moments of shape (0,) and dtype float64; want whole seconds, int64 [50]"),
-        ("own", put("events", "hist_rating"), "group 'history': no hist_rating; append all its columns at once"),
-        ("own", put("lengths", "history"), "feature 'hist_item' is of group 'history': want lengths of the group beside its ids"),
-        ("own", put("lengths", "history", 5, 9), "group 'history': 9 events at row 5 of split 'train'; want 0 to max_length=8"),
-        ("own", put("lengths", "history", 5, -1), "group 'history': -1 events at row 5 of split 'train'"),
-        ("own", put("lengths", "history", 5, 4), "feature 'hist_item': got ids of shape (184,) for 50 lengths that sum to 183"),
-        ("own", put("moments", "history", 3, 0), "at row 3 of split 'train', whose moment is 0; want only events before"),
-        ("own", put("events", "hist_rating", 0, np.inf), "'hist_rating': an event has inf at row 1 of split 'train'"),
-        ("own", put("ids", "hist_genre", 0, 20), "feature 'hist_genre': id 20 at row 1 of split 'train' lies outside its table of 20 rows"),
-        ("log", put("slices", "history", 3, [0, 61]), "group 'history': slice [0, 61] at row 3 of split 'train' lies outside the 60 events appended so far"),
-        ("log", put("slices", "history", 3, [0, 9]), "group 'history': 9 events at row 3 of split 'train'; want 0 to max_length=8"),
+        (
+            "own",
+            put("moments", "history"),
+            "group 'history': moments of shape (0,) and dtype float64; want whole seconds, int64 [50]",
+        ),
+        (
+            "own",
+            put("events", "hist_rating"),
+            "group 'history': no hist_rating; append all its columns at once",
+        ),
+        (
+            "own",
+            put("lengths", "history"),
+            "feature 'hist_item' is of group 'history': want lengths of the group beside its ids",
+        ),
+        (
+            "own",
+            put("lengths", "history", 5, 9),
+            "group 'history': 9 events at row 5 of split 'train'; want 0 to max_length=8",
+        ),
+        (
+            "own",
+            put("lengths", "history", 5, -1),
+            "group 'history': -1 events at row 5 of split 'train'",
+        ),
+        (
+            "own",
+            put("lengths", "history", 5, 4),
+            "feature 'hist_item': got ids of shape (184,) for 50 lengths that sum to 183",
+        ),
+        (
+            "own",
+            put("moments", "history", 3, 0),
+            "at row 3 of split 'train', whose moment is 0; want only events before",
+        ),
+        (
+            "own",
+            put("events", "hist_rating", 0, np.inf),
+            "'hist_rating': an event has inf at row 1 of split 'train'",
+        ),
+        (
+            "own",
+            put("ids", "hist_genre", 0, 20),
+            "feature 'hist_genre': id 20 at row 1 of split 'train' lies outside its table of 20 rows",
+        ),
+        (
+            "log",
+            put("slices", "history", 3, [0, 61]),
+            "group 'history': slice [0, 61] at row 3 of split 'train' lies outside the 60 events appended so far",
+        ),
+        (
+            "log",
+            put("slices", "history", 3, [0, 9]),
+            "group 'history': 9 events at row 3 of split 'train'; want 0 to max_length=8",
+        ),
         ("log", put("slices", "history"), "history.slices.bin holds 0 rows and"),
     ],
-)  # fmt: skip
+)
 def test_the_writer_refuses_a_wrong_event(tmp_path, form, change, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011, the message is compared
         write_events(tmp_path / "data", form, change=change)
     assert message in str(error.value)
     assert not (tmp_path / "data").exists()
+
+
+def test_the_documented_example_and_spec_are_read(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[3] / "docs/data_format.md").read_text().split("## Sequences")[1]
+    monkeypatch.chdir(tmp_path)
+    code, document = (text.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "yaml"))
+    hist_item, time = (
+        CategoricalFeature.of("hist_item", 1000, None),
+        EventColumn.of("hist_time", "int64"),
+    )
+    history = SequenceGroup("history", ("hist_item",), 100, (time,), "hist_time")
+    exec(code, {"write_dataset": write_dataset, "hist_item": hist_item, "history": history})
+    columns = BinarySource(FeatureSpec.load(tmp_path / "data/log")).read(
+        "train", np.array([[0, 2]])
+    )
+    assert columns.ids[0].tolist() == [7, 7, 8]
+    assert columns.events[0].tolist() == [50, 150, 50]
+    spec = yaml.safe_load(document)
+    spec["channel_spec"]["label"] = ["label"]
+    spec["feature_spec"]["label"] = {"dtype": "bool"}
+    (tmp_path / "feature_spec.yaml").write_text(yaml.safe_dump(spec))
+    [group] = FeatureSpec.load_features(tmp_path).sequences
+    assert (group.time, group.max_length) == ("hist_time", 100)

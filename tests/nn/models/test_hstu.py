@@ -19,6 +19,7 @@ from nn.layers.pass_state import PassState, attach
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import STULayer
+from nn.models.description import describe_model
 from nn.models.hstu import HSTU
 from nn.models.registry import build_meta, check_model, model_options
 from nn.ops.hstu_attention import may_see
@@ -456,38 +457,32 @@ def test_dropout_follows_the_sample_and_not_its_place():
     ("options", "message"),
     [
         ({"sequence": "cart"}, "model.sequence=cart is no sequence group of the dataset; it has history"),
-        ({"item_features": ["item"]}, "needs a candidate for the events of hist_item, hist_artist, got model.item"),
-        ({"item_features": ["item", "user"]}, "'user' needs 1 ids per row, one per candidate, and the table of 'hist_a"),
+        ({"item_features": []}, "needs a candidate for the events of hist_item, hist_artist, got model.item"),
+        ({"item_features": ["item", "user"]}, "item feature 'user' needs one id per row and the table of 'hist_artist', got"),
+        ({"item_features": ["item"], "item_mlps": "item"}, "the events have 2 features and the candidate 1, so they"),
         ({"action": "rating"}, "model.action names 'rating', which the dataset lacks; it has hist_action,"),
         ({"hour": "minute"}, "model.hour names 'minute', which the dataset lacks; it has hour"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_dataset_is_refused(options, message):
-    with pytest.raises(ValueError, match=r"needs|names|is no sequence") as refused:
+    with pytest.raises(ValueError, match=r"model|item feature") as refused:
         check_model(options_of(**options), hstu_spec())
     assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hotness": None}, "'artist' needs 1 ids per row, one per candidate, and the table of 'hist_artist', got varying"),
-        ({"table": None}, "'artist' needs 1 ids per row, one per candidate"),
-    ],
-)  # fmt: skip
-def test_a_candidate_that_does_not_fit_is_refused(change, message):
-    spec = hstu_spec()
-    changed = [replace(f, **change) if f.name == "artist" else f for f in spec.categorical]
-    if "table" in change:
-        changed = [replace(f, table="x") if f.name == "hist_artist" else f for f in changed]
-    with pytest.raises(ValueError, match=message):
-        check_model(options_of(), replace(spec, categorical=tuple(changed)))
 
 
 def test_labels_that_are_no_multiple_of_the_candidates_are_refused():
     spec = replace(hstu_spec(3), labels=hstu_spec(2).labels)
     with pytest.raises(ValueError, match="2 labels are no multiple of 3 candidates; list the"):
         check_model(options_of(), spec)
+
+
+@pytest.mark.parametrize("num_candidates", [1, 3])
+def test_it_is_described_with_its_work(num_candidates):
+    spec = hstu_spec(num_candidates)
+    described = describe_model(options_of(), spec, spec)
+    model = model_of(num_candidates)
+    assert described["parameters"]["dense"] == sum(p.numel() for p in model.parameters())
+    assert described["flops_per_sample"] >= sum(2 * i * o for i, o in model.linear_layers())
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,13 @@ OPTIONS |= {name: [*OPTIONS[name], *BLOCKS] for name in ("sasrec", "bst", "trans
 OPTIONS["onetrans"] += ["token_dim=8", "tokens=3", "block_dropout=0.2"]
 OPTIONS["sim"] += ["found=3", "recent=2", "search=hash"]
 OPTIONS["transact"] += ["recent=4", "outputs=2"]
+OPTIONS |= {
+    "dcnv2": ["bottom_mlp=[8]", "top_mlp=[8,1]", "sequence_pooling=attention"],
+    "deepfm": ["hidden=[8]", "sequence_pooling=last"],
+    "wide_deep": ["hidden=[8]", "sequence_pooling=mean"],
+}
+# The longest sample of a batch is another on two ranks, and in its parts.
+OPTIONS["hstu"] = ["width=8", "input_hidden=4", "layers=2", "head_dim=4", "attention_norm=capacity"]
 CHUNKS = "train.accumulate=3"
 LAYOUTS = ["sharding.types=[row_wise]", "sharding.tables={hist_kind:data_parallel}", CHUNKS]
 
@@ -91,7 +98,8 @@ def dataset(tmp_path_factory) -> Path:
 
 
 def overrides(name: str, data: Path, *others: str) -> list[str]:
-    options = ["embedding_dim=8", "item_features=[item]", "sequence=history", *OPTIONS[name]]
+    candidate = ["item_features=[item]", "sequence=history"] if name in ("din", *OF_EVENTS) else []
+    options = ["embedding_dim=8", *candidate, *OPTIONS[name]]
     return [
         f"model.name={name}",
         *(f"model.{option}" for option in options),

@@ -43,7 +43,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 73
+    assert done.stdout.count("compiled") == 79
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -174,6 +174,26 @@ def run() -> None:
 
     build_fp8()
     build_jagged()
+    build_hstu_attention()
+
+
+def build_hstu_attention() -> None:
+    """Compile the kernels of HSTU's attention; the blocks of a head of 128 columns fit into a GPU's memory."""
+    from nn.ops.triton import hstu_attention as kernels
+
+    dtypes = dict.fromkeys(("q", "k", "v", "grad", "out", "of_k", "of_v", "of_q"), "*bf16")
+    dtypes |= dict.fromkeys(("starts", "lengths", "q_starts", "q_lengths", "norm"), "*i64")
+    dtypes["scale"] = "fp32"
+    head = {"HEADS": 4, "COLUMNS": 128, "CANDIDATES": 1, "APPROXIMATE": True, "PRECISION": "tf32"}
+    for name, blocks in (
+        ("_forward", kernels.FORWARD),
+        ("_of_keys", kernels.OF_KEYS),
+        ("_of_queries", kernels.OF_QUERIES),
+        *((name, kernels.FEW_QUERIES) for name in ("_forward", "_of_keys", "_of_queries")),
+    ):
+        kernel = getattr(kernels, name)
+        names = [*dtypes, "q_stride", "k_stride", "v_stride"]
+        build(kernel, dtypes, aligned=[of for of in names if of != "scale"], **head, **blocks)
 
 
 def build_fp8() -> None:
@@ -253,6 +273,7 @@ def build(
     kernel,
     dtypes: dict,
     num_warps: int = 4,
+    num_stages: int = 3,
     aligned: Sequence[str] = (),
     inside: dict | None = None,
     **constants,
@@ -276,6 +297,10 @@ def build(
             if name in names and name not in constants
         },
     )
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    compiled = compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages},
+    )
     print("compiled", kernel.__name__)
     return compiled.asm["ptx"]

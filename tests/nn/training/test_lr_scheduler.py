@@ -67,3 +67,11 @@ def test_the_cosine_decay_is_that_of_torch():
     assert factors == pytest.approx([*wanted, 0, 0, 0], abs=1e-12)
     assert factors[10:] == [0, 0, 0, 0]
     assert [learning_rate_factor(step, config) for step in range(4)] == [1 / 3, 2 / 3, 1, 1]
+
+
+def test_a_schedule_from_0_is_that_of_mlperf_for_sequences():
+    config = SchedulerConfig(warmup_steps=24_000, first_step=0)
+    assert learning_rate_factor(0, config) == 0
+    assert 1e-6 * learning_rate_factor(49, config) == pytest.approx(2.0416667e-9, rel=1e-7)
+    assert learning_rate_factor(24_000, config) == 1
+    assert learning_rate_factor(0, SchedulerConfig(first_step=0)) == 1

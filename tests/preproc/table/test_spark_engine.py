@@ -13,6 +13,8 @@ import yaml
 
 from tests.helpers.preproc_command import Refused, data_files, preproc, write_lines
 from tests.preproc.criteo.test_pipeline import random_lines, reference
+from tests.preproc.table import test_event_lists as event_lists
+from tests.preproc.table import test_sequence as sequences
 from tests.preproc.table.test_extension import table_of, write_day
 from tests.preproc.table.test_history import described, random_rows, write_rows
 from tests.preproc.table.test_pipeline import _hydra
@@ -183,6 +185,42 @@ def test_histories(tmp_path, spark):
     files = both(tmp_path, "dataset=any", f"table={_hydra(table)}", "shuffle=true")
     assert np.frombuffer(files["train/past.bin"], "i1").any()
     assert np.frombuffer(files["test/liked.bin"], "i1").any()
+
+
+def test_sequences_of_two_days(tmp_path, spark):
+    fit = ["dataset=any", "frequency_limit=3"]
+    for day in range(2):
+        times = range(100 * day, 100 * day + 20)
+        path = sequences.write_rows(tmp_path / f"{day}.csv", sequences.random_rows(day, 120, times))
+        table = sequences.described(path, split={"by": "random", "train": 0.6})
+        table["categorical"].append({"name": "hashed", "expression": "item", "buckets": 3})
+        views = {"of": ["hashed", "item"], "source": "views", "filter": "shop = '1'"}
+        views |= {
+            "name": "viewed",
+            "order_by": "TIMESTAMP '1970-01-01' + INTERVAL '1' SECOND * CAST(\"time\" AS INT)",
+        }
+        table["sequence"].append(table["sequence"][0] | views)
+        rows = sequences.random_rows(day + 9, 120, times)
+        views_in = sequences.write_rows(tmp_path / f"v{day}.csv", rows)
+        table["sources"]["views"] = {"files": str(views_in)}
+        table |= {"query": "SELECT *, order_ AS place FROM t", "order_by": ["place"]}
+        both(tmp_path, *fit, f"table={_hydra(table)}", "shuffle=true")
+        latest = [
+            pq.read_table(tmp_path / e / "latest/viewed.parquet") for e in ("duckdb", "spark")
+        ]
+        assert latest[0].equals(latest[1])
+        shutil.move(tmp_path / "duckdb", tmp_path / f"fit{day}")
+        shutil.rmtree(tmp_path / "spark")
+        fit = ["dataset=any", "mode=extend", f"fitted={tmp_path / f'fit{day}'}"]
+    assert (tmp_path / "fit1/events/viewed_item.bin").stat().st_size > 20
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_lists_of_events(tmp_path, spark, is_text):
+    path = event_lists.write(tmp_path, event_lists.random_rows(3), is_text=is_text)
+    table = event_lists.described(path, is_text=is_text)
+    files = both(tmp_path, "dataset=any", f"table={_hydra(table)}", "shuffle=true")
+    assert np.frombuffer(files["train/times.bin"], "<i8").all()
 
 
 def test_rows_of_a_file_in_many_blocks_keep_their_order(tmp_path, spark):

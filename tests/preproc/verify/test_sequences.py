@@ -42,16 +42,58 @@ def test_nothing_is_wrong_with_what_the_writer_wrote(tmp_path, capsys, form, fil
     assert found(root, capsys) == []
 
 
+FOUND = "the first mistake that a reader finds"
+
+
 @pytest.mark.parametrize(
     ("file", "dtype", "index", "value", "lines"),
     [
-        ("train/history.slices.bin", "<i8", 7, 61, ["train: the first mistake that a reader finds: feature 'hist_item': row 3 runs from 31 to 61 in "]),
-        ("test/history.moments.bin", "<i8", 3, TIMES[33], [f"test: the first mistake that a reader finds: 'hist_time': an event of time {TIMES[33]} at row 3 of "]),
-        ("events/hist_time.bin", "<i8", 31, TIMES[33], [f"{split}: the first mistake that a reader finds: 'hist_time': an event of time {TIMES[32]} after one of {TIMES[33]} at row 3 of " for split in ("test", "train")]),
-        ("events/hist_rating.bin", "<f4", 33, np.inf, [f"{split}: the first mistake that a reader finds: 'hist_rating': an event has inf at row 3 of " for split in ("test", "train")]),
-        ("events/hist_genre.bin", "<i1", 33, 20, [f"{split}: the first mistake that a reader finds: feature 'hist_genre': id 20 at row 3 of " for split in ("test", "train")]),
+        (
+            "train/history.slices.bin",
+            "<i8",
+            7,
+            61,
+            [f"train: {FOUND}: feature 'hist_item': row 3 runs from 31 to 61 in "],
+        ),
+        (
+            "test/history.moments.bin",
+            "<i8",
+            3,
+            TIMES[33],
+            [f"test: {FOUND}: 'hist_time': an event of time {TIMES[33]} at row 3 of "],
+        ),
+        (
+            "events/hist_time.bin",
+            "<i8",
+            31,
+            TIMES[33],
+            [
+                f"{split}: {FOUND}: 'hist_time': an event of time {TIMES[32]} after one of {TIMES[33]} at row 3 of "
+                for split in ("test", "train")
+            ],
+        ),
+        (
+            "events/hist_rating.bin",
+            "<f4",
+            33,
+            np.inf,
+            [
+                f"{split}: {FOUND}: 'hist_rating': an event has inf at row 3 of "
+                for split in ("test", "train")
+            ],
+        ),
+        (
+            "events/hist_genre.bin",
+            "<i1",
+            33,
+            20,
+            [
+                f"{split}: {FOUND}: feature 'hist_genre': id 20 at row 3 of "
+                for split in ("test", "train")
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_event_is_found(tmp_path, capsys, file, dtype, index, value, lines):
     root = write_events(tmp_path / "data", "log")
     plant(root / file, index, value, dtype)
@@ -80,7 +122,7 @@ def test_wrong_events_in_parquet_are_found(tmp_path, capsys):
     moments[3] = 5
     at = table.column_names.index("history")
     pq.write_table(table.set_column(at, "history", [moments]), file)
-    wanted = f"train: the first mistake that a reader finds: 'hist_time': an event of time {TIMES[31]} at row 3 of {file}"
+    wanted = f"train: {FOUND}: 'hist_time': an event of time {TIMES[31]} at row 3 of {file}"
     assert any(line.startswith(wanted) for line in found(root, capsys))
 
 

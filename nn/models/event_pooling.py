@@ -1,0 +1,123 @@
+"""Pooling of the events of a feature in models that read a vector per feature (`model.sequence_pooling`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from configs.messages import shown
+from configs.schema import EventPooling, ModelConfig
+from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import embedding_columns, hands_out_rows
+from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.sequence import SequencePooling
+from nn.models.model import Activations, Fp8Layer, Model
+from nn.ops.fused_linear import as_autocast
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+
+def pooled_tables(
+    tables: Sequence[EmbeddingBagConfig], options: ModelConfig, spec: FeatureSpec
+) -> list[EmbeddingBagConfig]:
+    """Return the tables with the pooling that `options` names for the features of sequence groups.
+
+    Raises ValueError: no table sums such a feature, or one does with a feature of another kind that has several ids.
+    """
+    from torchrec.modules.embedding_configs import PoolingType
+
+    how = options.sequence_pooling
+    group_of = {name for group in spec.sequences for name in group.features}
+    single = {feature.name for feature in spec.categorical if feature.hotness == 1}
+    found = []
+    for table in tables:
+        names = {*table.feature_names}
+        if how is not EventPooling.sum and table.pooling.name == "SUM" and names & group_of:
+            for name in sorted(names - group_of - single):
+                raise ValueError(
+                    f"model.sequence_pooling={how.value}: feature {shown(name)} shares table {shown(table.name)} with events and "
+                    "has several ids per row; make it a sequence group, or give it a table of its own"
+                )
+            pooling = PoolingType.MEAN if how is EventPooling.mean else PoolingType.NONE
+            table = replace(table, pooling=pooling)
+        found.append(table)
+    if how is not EventPooling.sum and found == list(tables):
+        raise ValueError(
+            f"model.sequence_pooling={how.value} has no effect: no table sums a feature of a sequence group; leave it out"
+        )
+    return found
+
+
+class WithPooledEvents(Model):
+    """A model whose vectors of events are pooled here, from rows: by the last event or attention (`SequencePooling`).
+
+    `declared`: its tables before `pooled_tables`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        declared: Sequence[EmbeddingBagConfig],
+        options: ModelConfig,
+        spec: FeatureSpec,
+    ) -> None:
+        super().__init__()
+        self.model, how = model, options.sequence_pooling
+        self._reads_events = any(hands_out_rows(table, spec) for table in declared)
+        group_of = {name: group.name for group in spec.sequences for name in group.features}
+        # Of the model's columns, those of tables that pool, or table, feature, group of events.
+        self._pieces: list[int | tuple[str, str, str | None]] = []
+        self.poolings, self._kept = nn.ModuleDict(), Counter[str]()
+        for before, table in zip(declared, pooled_tables(declared, options, spec), strict=True):
+            if table == before:
+                columns = embedding_columns([table], spec)
+                self._pieces += [columns] if columns else []
+                continue
+            self._pieces += [(table.name, name, group_of.get(name)) for name in table.feature_names]
+            self.poolings[table.name] = SequencePooling(how.value, table.embedding_dim)
+            kept = (1 if how is EventPooling.last else 4) * table.embedding_dim
+            for group in (group_of[name] for name in table.feature_names if name in group_of):
+                self._kept[group] += kept
+
+    def activations(self) -> Activations:
+        """Return those of the model, with a copy of its input, and what the pooling keeps per event."""
+        of_model = self.model.activations()
+        kept = self._kept + Counter(of_model.event_columns)
+        return replace(of_model, reread_columns=0, event_columns=dict(kept))
+
+    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the loss of the model."""
+        return self.model.add_losses(share, share_of)
+
+    def fp8_layers(self) -> Sequence[Fp8Layer]:
+        """Return the layers of the model."""
+        return self.model.fp8_layers()
+
+    def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Map numerical [B, N] and `PooledEmbeddings` to the logits of the model."""
+        assert isinstance(embeddings, PooledEmbeddings), "a table hands out rows"
+        widths = [piece for piece in self._pieces if isinstance(piece, int)]
+        pooled = iter(embeddings.matrix().split(widths, dim=1) if widths else ())
+        vectors = []
+        for piece in self._pieces:
+            if isinstance(piece, int):
+                vectors.append(as_autocast(next(pooled)))
+                continue
+            table, name, group = piece
+            rows = embeddings.distinct_rows(table, name)
+            if group is None:
+                vectors.append(as_autocast(rows.by_sample()))
+            else:
+                events = embeddings.sequence(group)
+                vectors.append(self.poolings[table](as_autocast(rows.by_id()), events))
+        x = torch.cat(vectors, dim=1)
+        rows_of, sequence_of = embeddings.rows_of, embeddings.sequence_of
+        if self._reads_events and rows_of is not None and sequence_of is not None:
+            return self.model(numerical, PooledEmbeddings.with_rows(x, rows_of, sequence_of))
+        return self.model(numerical, x)

@@ -1,0 +1,146 @@
+"""The files of a sequence group of a log: its events once, and per split the slice and the moment of every row.
+
+One pass over the line of the group (`preproc/table/pipeline/sequences.py`) in constant memory; only the slices of the rows,
+which are in the order of the dataset, lie in a mapped file.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from configs.table_schema import EventLog
+from dataloading.dataset.feature_spec import CategoricalFeature
+from dataloading.dataset.sequences import EVENTS, EventColumn
+from preproc.dataset_writer import GrowingFile
+from preproc.fitted_state import latest_name
+from preproc.report.console import LogCounts, RowEvents
+from preproc.table import output_files
+from preproc.table.output_files import TableFiles, allocate
+
+
+class LogCursor:
+    """Slices of the lines of a log that arrive user by user, oldest first, chunk by chunk."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self.events = 0  # so far
+        self._first = self._stop = 0  # of the user's events, and behind those before the last time
+        self._who: pa.Scalar | None = None
+        self._time: int | None = None
+
+    def advance(
+        self, who: pa.Array, time: np.ndarray, item: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return of each line the first event and the stop of what it sees, the events before it, and if its user is new."""
+        new_user = np.ones(len(time), bool)
+        new_user[1:] = _booleans(pc.not_equal(who[1:], who[:-1]))
+        new_user[0] = self._who is None or self._who != who[0]
+        new_time = new_user | (np.diff(time, prepend=time[0]) != 0)
+        new_time[0] |= self._time != time[0]
+        before = self.events + np.cumsum(item) - item  # events in earlier lines
+        firsts = np.maximum.accumulate(np.where(new_user, before, -1))
+        stops = np.maximum.accumulate(np.where(new_time, before, -1))
+        firsts = np.where(firsts < 0, self._first, firsts)
+        stops = np.where(stops < 0, self._stop, stops)
+        self._first, self._stop = int(firsts[-1]), int(stops[-1])
+        self._who, self._time = who[-1], int(time[-1])
+        self.events += int(np.count_nonzero(item))
+        return np.maximum(firsts, stops - self._length), stops, before, new_user
+
+
+def write_log(
+    files: TableFiles,
+    number: int,
+    log: EventLog,
+    features: list[CategoricalFeature],
+    numbers: Sequence[EventColumn],
+    counts: LogCounts,
+    *,
+    keeps_latest: bool,
+) -> None:
+    """Write log `number`, and add what rows see to its counts.
+
+    `keeps_latest`: whether to write the last `length` events of every user as raw values, too, for the next day.
+    """
+    line, num_rows = f"line_{number}", max(rows.stop for rows in files.splits.values())
+    columns = [*(f"i{j}" for j in range(len(features)))]
+    columns += [*(f"m{j}" for j in range(len(log.numbers))), "time_"]
+    names = [*log.features, *log.number_names]
+    dtypes = [f.dtype.newbyteorder("<") for f in features]
+    dtypes += [column.dtype.newbyteorder("<") for column in numbers]
+    path = files.directory / f"{line}.slices.bin"
+    allocate(path, 24 * max(num_rows, 1))
+    # Start, stop and moment; zeros for a row without a user or a time.
+    of_rows = np.memmap(path, np.int64, "r+", shape=(num_rows, 3))
+    firsts = files.directory / f"{line}.firsts.bin"
+    cursor = LogCursor(log.length)
+    with ExitStack() as stack:
+        written = [
+            stack.enter_context(GrowingFile(files.dataset, f"{EVENTS}/{name}.bin"))
+            for name in names
+        ]
+        stream = stack.enter_context(firsts.open("wb"))
+        for lines in files.batches(line, ["who_", "item_", "out_", *columns]):
+            item, time = _booleans(lines["item_"]), np.asarray(lines["time_"])
+            starts, stops, before, is_new = cursor.advance(lines["who_"], time, item)
+            before[is_new].tofile(stream)
+            is_row = _booleans(lines["out_"].is_valid())
+            out = np.asarray(lines["out_"].drop_null())
+            of_rows[out] = np.stack([starts, stops, time], axis=1)[is_row]
+            for file, column, dtype in zip(written, columns, dtypes, strict=True):
+                file.append(np.asarray(lines[column])[item].astype(dtype))
+        np.array([cursor.events]).tofile(stream)
+    counts.events = cursor.events
+    for file in written:
+        files.records |= file.record
+    _write_slices(files, log.name, of_rows, counts)
+    if keeps_latest:
+        _write_latest(files, number, log, np.memmap(firsts, np.int64, "r"))
+
+
+def _write_slices(files: TableFiles, name: str, of_rows: np.ndarray, counts: LogCounts) -> None:
+    for split, rows in files.splits.items():
+        seen = counts.splits[split] = RowEvents(len(rows))
+        with (
+            GrowingFile(files.dataset, f"{split}/{name}.slices.bin") as slices,
+            GrowingFile(files.dataset, f"{split}/{name}.moments.bin") as moments,
+        ):
+            for start in range(rows.start, rows.stop, output_files.CHUNK_ROWS):
+                part = of_rows[start : min(start + output_files.CHUNK_ROWS, rows.stop)]
+                seen.add(part[:, 1] - part[:, 0])
+                slices.append(part[:, :2].astype("<i8"))
+                moments.append(part[:, 2].astype("<i8"))
+        files.records |= slices.record | moments.record
+
+
+def _write_latest(files: TableFiles, number: int, log: EventLog, firsts: np.ndarray) -> None:
+    """Write latest/NAME.parquet. `firsts`: first event of each user, and behind them the number of all events."""
+    texts = [f"v{j}" for j in range(len(log.of))]
+    numbers = [f"m{j}" for j in range(len(log.numbers))]
+    kinds = {"row_": pa.int64(), "who_": pa.string(), "time_": pa.int64()}
+    kinds |= dict.fromkeys([f"c{j}" for j in range(len(log.of))], pa.string())
+    schema = pa.schema(kinds | dict.fromkeys(numbers, pa.float32()))
+    users = kept = 0
+    target = files.dataset / latest_name(log.name)
+    target.parent.mkdir(exist_ok=True)
+    cursor = LogCursor(log.length)
+    with pq.ParquetWriter(target, schema, compression="zstd") as writer:
+        columns = ["who_", "time_", "item_", *texts, *numbers]
+        for lines in files.batches(f"line_{number}", columns):
+            item = _booleans(lines["item_"])
+            *_, before, is_new = cursor.advance(lines["who_"], np.asarray(lines["time_"]), item)
+            user = users + np.cumsum(is_new)  # from 1, so that `firsts` has where its events end
+            users = int(user[-1])
+            chosen = lines.filter(pa.array(item & (before >= firsts[user] - log.length)))
+            rows = pa.array(np.arange(kept, kept + len(chosen)))
+            kept += len(chosen)
+            found = [rows, *(chosen[name] for name in ("who_", "time_", *texts, *numbers))]
+            writer.write_batch(pa.record_batch(found, schema=schema))
+
+
+def _booleans(values: pa.Array) -> np.ndarray:
+    return np.asarray(values.cast(pa.uint8()), bool)

@@ -1,0 +1,210 @@
+"""Stage of the sequence groups: events and rows of each log in one line, user by user, oldest first.
+
+`preproc/table/log_files.py` writes events and slices from one pass over it. What a row sees are the events of its user that
+stand in the line before the first one of the row's time; so neither its own event, nor one of the same time, nor a later
+one can be among them. Events of one time are in the order of their rows in the sources, those of earlier days first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from configs.messages import printable, shortened, shown
+from configs.preproc_schema import Mode, OnBad
+from configs.table_schema import EventLists, EventLog, SplitRule
+from dataloading.dataset.sequences import EventColumn, SequenceGroup
+from preproc.report.console import LogCounts
+from preproc.table.feature_values import FeatureValues, Lookup, look_up
+from preproc.table.known_values import refuse_other_numbers
+from preproc.table.pipeline.categoricals import values_with_id
+from preproc.table.pipeline.journal import Journal
+from preproc.table.source_files import read_columns
+from preproc.table.staging import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """Lines of one relation `r`, as SQL."""
+
+    relation: str
+    who: str
+    time: str
+    # conditions that a line with a user and a time is an event
+    passes: str
+    has_value: str
+    found: Sequence[Lookup]
+    numbers: Sequence[str]
+    out: str = "CAST(NULL AS BIGINT)"
+    join: str = ""
+    day: int = 1  # 0: of the days before
+
+    @property
+    def query(self) -> str:
+        columns = [f"{self.out} AS out_", f"{self.who} AS who_", f"{self.time} AS time_"]
+        columns += [f"{self.day} AS day_", "r.row_ AS place_"]
+        columns.append(f"({self.passes} AND {self.has_value}) AS item_")
+        for j, found in enumerate(self.found):
+            columns += [f"{found.value} AS v{j}", f"{found.id} AS i{j}"]
+        columns += [f"{number} AS m{j}" for j, number in enumerate(self.numbers)]
+        joins = " ".join(dict.fromkeys([self.join, *(found.join for found in self.found)]))
+        return (
+            f"SELECT {', '.join(columns)} FROM {self.relation} AS r {joins} "
+            f"WHERE {self.who} IS NOT NULL AND {self.time} IS NOT NULL"
+        )
+
+
+def line_up(journal: Journal, values: FeatureValues, number: int, split: str) -> LogCounts:
+    """Write relation `line_<number>` of log `number`, and return what became of the events.
+
+    Columns: `row_`, the place in the line; `out_`, the row of the dataset, null if it is none; `who_`; `time_`, in whole
+    seconds; `item_`, whether it is an event; of the j-th feature its text `v<j>` and its id `i<j>`; the numbers `m<j>`.
+    `split`: the expression of the split of a row of `staged_`.
+    """
+    log, past = journal.table.logs[number], len(journal.table.history) + number
+    features = {f.name: (i, f) for i, f in enumerate(journal.table.categorical)}
+    of = [features[name] for name in log.of]
+    known = []  # owner of the vocabulary of each feature, and the relation of its ids
+    for _, feature in of:
+        first, owner = features[feature.vocabulary_of or feature.name]
+        known.append((owner, "" if owner.is_hashed else values_with_id(journal, first, owner)))
+    passes = [f"coalesce(r.past{past}_, false)"] * bool(log.filter and not log.source)
+    passes += ["coalesce(r.name_ = 'train', false)"] * (log.rows == "train")
+    rows = _Lines(
+        f"(SELECT *, {split} AS name_ FROM staged_)",
+        f"r.who{past}_",
+        f"r.time{past}_",
+        " AND ".join(passes) or "true",
+        f"r.c{of[0][0]} IS NOT NULL",
+        [
+            values.look_up(f"c{i}", i, vocabulary, owner)
+            for (i, _), (owner, vocabulary) in zip(of, known, strict=True)
+        ],
+        [f"r.event{past}_{j}_" for j in range(len(log.numbers))],
+        "p.out_",
+        f"LEFT JOIN {_places(journal)} AS p ON r.row_ = p.before_",
+    )
+    texts = [look_up(f"r.c{j}", f"v{j}_", ids, owner) for j, (owner, ids) in enumerate(known)]
+    events, lines = rows, [rows]
+    if log.source:
+        # The rows are no events, but see those of the other source.
+        nothing = [Lookup("CAST(NULL AS STRING)", "0", "")] * len(of)
+        zeros = ["CAST(0 AS FLOAT)"] * len(log.numbers)
+        rows = replace(rows, has_value="false", found=nothing, numbers=zeros)
+        events = _Lines(
+            _stage_events(journal, number),
+            "r.who0_",
+            "r.time0_",
+            "coalesce(r.past0_, false)" if log.filter else "true",
+            "r.c0 IS NOT NULL",
+            texts,
+            [f"r.event0_{j}_" for j in range(len(log.numbers))],
+        )
+        lines = [rows, events]
+    counts = _counts(journal, events)
+    if journal.config.mode is Mode.extend:
+        carried = f"carried_{number}"
+        fitted = journal.fitted
+        assert fitted is not None
+        journal.once(carried, lambda path: fitted.copy_latest(log.name, path))
+        ((counts.carried,),) = journal.engine.rows(f"SELECT count(*) FROM {carried}")
+        numbers = [f"r.m{j}" for j in range(len(log.numbers))]
+        lines.append(_Lines(carried, "r.who_", "r.time_", "true", "true", texts, numbers, day=0))
+    query = " UNION ALL ".join(part.query for part in lines)
+    keys = ["who_", "time_", "day_", "place_"]
+    journal.once(f"line_{number}", lambda path: journal.engine.number(query, keys, path))
+    return counts
+
+
+def sequence_group(of: EventLog | EventLists) -> SequenceGroup:
+    """Return a group as the dataset has it."""
+    numbers = tuple(
+        EventColumn(name, np.dtype(np.int64 if name == of.time_name else np.float32))
+        for name in of.number_names
+    )
+    return SequenceGroup(of.name, tuple(of.features), of.length, numbers, of.time_name)
+
+
+def _places(journal: Journal) -> str:
+    """Return the relation of the rows of the dataset, `out_`, and their places in `staged_`, `before_`."""
+    before = "before_" if journal.work.state["rows_in"] == "rows_" else "row_"
+    return f"(SELECT row_ AS out_, {before} AS before_ FROM rows_)"
+
+
+def _counts(journal: Journal, events: _Lines) -> LogCounts:
+    """Count what is in no log, by the first reason."""
+    is_known = f"{events.who} IS NOT NULL AND {events.time} IS NOT NULL"
+    reasons = [
+        f"NOT ({is_known})",
+        f"{is_known} AND NOT ({events.passes})",
+        f"{is_known} AND {events.passes} AND NOT ({events.has_value})",
+    ]
+    sums = ", ".join(
+        f"CAST(coalesce(sum(CASE WHEN {reason} THEN 1 ELSE 0 END), 0) AS BIGINT)"
+        for reason in reasons
+    )
+    (found,) = journal.engine.rows(f"SELECT count(*), {sums} FROM {events.relation} AS r")
+    return LogCounts(*found)
+
+
+def _stage_events(journal: Journal, number: int) -> str:
+    """Write relation `events_<number>`, the rows of the source of a log; return that of the good ones."""
+    table, log = journal.table, journal.table.logs[number]
+    features = {feature.name: feature for feature in table.categorical}
+    described = replace(
+        table,
+        sources={log.source: table.sources[log.source]},
+        query="",
+        order_by=[],
+        label=[],
+        weight=None,
+        keep_rate=None,
+        numerical=[],
+        categorical=[features[name] for name in log.of],
+        history=[],
+        sequence=[replace(log, source="")],
+        split=SplitRule(),
+        keep=[],
+    )
+    name, where = (
+        f"events_{number}",
+        f"table.sequence: {shown(log.name)}: source {shown(log.source)}",
+    )
+
+    def write(path: Path) -> None:
+        try:
+            found = {log.source: read_columns(*journal.sources[log.source])}
+            staging = Staging(journal.engine, described, found)
+            staging.refuse_text_order(is_fit=journal.fitted is None)
+            staging.refuse_no_text()
+            refuse_other_numbers(staging.five, journal.work.state["five"])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        journal.engine.number(staging.query, ["file_", "order_"], path)
+        _, files = journal.sources[log.source]
+        named = {str(file.path) for file in files}
+        lines = {item[:3] for item in journal.engine.rejected() if item[0] in named}
+        if lines and journal.config.on_bad is OnBad.fail:
+            file, line, reason = min(lines)
+            raise ValueError(f"{file}, line {line}: {printable(reason)}; correct or remove it")
+        if lines:
+            journal.progress.say(
+                f"note: {where}: {len(lines):,} lines cannot be read and are left out"
+            )
+
+    journal.once(name, write)
+    first_bad = f"SELECT row_, file_, bad_ FROM {name} WHERE bad_ IS NOT NULL ORDER BY row_ LIMIT 1"
+    bad = journal.engine.rows(first_bad)
+    if bad and journal.config.on_bad is OnBad.fail:
+        [(row, file, reason)] = bad
+        ((first,),) = journal.engine.rows(f"SELECT min(row_) FROM {name} WHERE file_ = {file}")
+        _, files = journal.sources[log.source]
+        journal.work.forget()
+        raise ValueError(
+            f"{files[file].path}, row {row - first + 1}: {shortened(printable(reason), 300)}; correct or remove it"
+        )
+    if bad:
+        ((count,),) = journal.engine.rows(f"SELECT count(bad_) FROM {name}")
+        journal.progress.say(f"note: {where}: {count:,} bad rows are left out")
+    return f"(SELECT * FROM {name} WHERE bad_ IS NULL)"
