@@ -169,11 +169,7 @@ def array_blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
 
 
 class DcpReader(dcp.StorageReader):
-    """Reader of the rows that this rank holds; values stored in another dtype are rounded to the nearest.
-
-    `sizes`: sizes of the tensors to load into. The first dimension of a table that has grown is larger than stored; its
-    additional rows are not changed.
-    """
+    """Reader of the rows that this rank holds; rounds values of another dtype, and leaves rows that a table has grown by."""
 
     def __init__(
         self, tensors: Mapping[str, StoredTensor], sizes: Mapping[str, torch.Size]

@@ -28,11 +28,7 @@ def report_lost_rank(ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def report_faults(ranks: Ranks) -> Iterator[None]:
-    """Convert errors of a single rank in this context to `RankError`, which names the rank.
-
-    Raises RankError: on `ValueError`, and when memory runs out. Raises SharedError: a table for raw keys is full. Raises
-    DeviceError: the GPU or NCCL has failed.
-    """
+    """Convert errors of one rank to `RankError`, a full table of raw keys to SharedError, a failed GPU to DeviceError."""
     try:
         yield
     except Rank0Error:

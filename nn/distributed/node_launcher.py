@@ -88,11 +88,7 @@ def _run(logs: Path, node: str, binding: str, arguments: Sequence[str]) -> int:
 
 
 def shows_progress(arguments: Sequence[str]) -> bool:
-    """Return whether a recipe that makes progress leaves newer checkpoints in its `run_dir`.
-
-    Only a training does. With a mirror the directory may be one of the node, and empty on the next; `mode=predict` resumes
-    within its file of scores.
-    """
+    """Return whether a recipe leaves newer checkpoints in its `run_dir`, as only a training does that has no mirror."""
     named = dict(argument.lstrip("+-").partition("=")[::2] for argument in arguments)
     saved = ""
     with suppress(OSError):  # the recipe reports a file that cannot be read

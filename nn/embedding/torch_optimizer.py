@@ -97,11 +97,7 @@ def update_rows(
     lr: float,
     step: Tensor,
 ) -> None:
-    """Apply one update to some rows of a table, in plain torch.
-
-    `table`: to update. Weights of 16 bits are computed in float32 and rounded stochastically. `rows`: distinct row numbers,
-    [n]. `gradients`: of these rows, float32 [n, D]. `step`: number of updates before this one, [1].
-    """
+    """Update distinct rows of a table in plain torch; weights of 16 bits are computed in float32 and rounded stochastically."""
     rule = table_rule(config.table_name)
     # `index_select` copies complete rows; indexing by brackets reads element after element.
     some = table.weight.index_select(0, rows).float()

@@ -51,11 +51,7 @@ def roc_auc(scores: Tensor, labels: Tensor) -> float:
 
 
 def _auc_of_classes(positives: Tensor, negatives: Tensor) -> float:
-    """Compute the fraction of (positive, negative) pairs in the right order: Mann-Whitney's U, equal to the area.
-
-    Pairs are counted in integers (up to 2**63, three billion rows of each class), so the result is
-    exact up to its last rounding, whatever the order of the rows and the number of ranks.
-    """
+    """Compute Mann-Whitney's U over pairs counted in integers (up to 2**63): exact, whatever the order of rows and the ranks."""
     num_pairs = positives.numel() * negatives.numel()
     if num_pairs == 0 or bool(positives.isnan().any() | negatives.isnan().any()):
         return math.nan

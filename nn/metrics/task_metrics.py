@@ -96,11 +96,7 @@ class TaskMetrics:
         }
 
     def compute(self) -> dict[str, float | int]:
-        """Return the metrics over all ranks by their keys, the same numbers on each of them; all must call it.
-
-        `rows` is the number of rows, and `is_finite` is false if a prediction is not finite. A metric that is not defined is
-        nan, as all are without rows.
-        """
+        """Return the metrics over all ranks by their keys, the same on each; all must call it. One that is not defined is nan."""
         results: dict[str, float | int] = {"is_finite": True}
         for task, rows in zip(self._tasks, self._measured(), strict=True):
             results["rows"] = rows.totals["rows"]

@@ -113,11 +113,7 @@ def planned_exchange(
 
 
 def _ring(num_bytes: int, hardware: Hardware) -> tuple[float, float]:
-    """Return what a rank sends within its node and to others in a ring all-reduce.
-
-    Each rank passes on nearly all bytes, twice. Of the ring's hops, one per node leads to another node; the mean over ranks is
-    returned.
-    """
+    """Return what a rank sends within its node and to others in a ring all-reduce, as mean: nearly all bytes, twice."""
     world_size = hardware.world_size
     nodes = world_size // hardware.local_world_size
     sent = 2 * (world_size - 1) / world_size * num_bytes

@@ -187,11 +187,7 @@ def plan_tables(
     live_samples: int | None = None,
     traffic_of: Callable[[str], IdTraffic] | None = None,
 ) -> tuple[TieredPlan, list[TablePlan]]:
-    """Plan the sharding of all tables, as TorchRec's plan and as plain rows.
-
-    `expansion_bytes`: by feature, of the expansion of its ids on every rank with a shard of its table. `live_samples`: rows per
-    rank of all batches at work at once. Raises ValueError: the tables do not fit, or an override is invalid.
-    """
+    """Plan the sharding of all tables, as TorchRec's plan and as plain rows; ValueError: they do not fit, or a wrong override."""
     expansions: Counter[str] = Counter()
     for feature, size in expansion_bytes.items():
         expansions.update(dict.fromkeys(tables_of_feature(declared)[feature], size))

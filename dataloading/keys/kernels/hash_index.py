@@ -20,10 +20,9 @@ TINY = 300
 
 
 def cells_for(num_keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return empty cells for `num_keys` keys: a third to two thirds of them are used, a sixth at most of a tiny index.
+    """Return cells for `num_keys` keys: int64 [n, 2] whose first column has keys, and the same memory as int32 [n, 4].
 
-    Returns the cells, int64 [n, 2], whose first column has the keys, and the same memory as `entries`, int32 [n, 4],
-    whose last two columns have slots and batches; n is a power of two.
+    A third to two thirds of them are used, a sixth at most of a tiny index; n is a power of two.
     """
     least = num_keys * 6 if num_keys <= TINY else num_keys * 3 // 2
     cells = np.zeros((1 << max(4, least.bit_length()), 2), np.int64)
