@@ -45,6 +45,7 @@ from nn.observers.observer import Observer
 from nn.resume import ResumePoint
 from nn.session import Session, open_session
 from nn.stages import retired_rows
+from nn.training.evaluator import Evaluator
 from nn.training.limits import EvalSteps
 from nn.training.loop_state import LoopState, Origin
 from nn.training.trainer import RunOutput, Saving, Trainer
@@ -103,13 +104,7 @@ def open_training(
             deltas = _delta_saving(session, heartbeat, mirror)
             saving.manager.check_room()
         evaluator = session.evaluator(heartbeat)
-        evaluations = EvalSteps.of(config, loader.steps_per_epoch)
-        time_left = TimeLeft(
-            last_step,
-            lambda step: evaluations.remaining(start.stage.place(step)) + evaluator.final_part,
-            evaluator.scored["rows"] / config.train.batch_size * EVALUATED_ROW,
-            lambda: 0.0 if saving is None else saving.manager.write_s,
-        )
+        time_left = _time_left(session, evaluator, last_step, saving)
         progress = Progress(
             session.console,
             session.metrics,
@@ -140,6 +135,20 @@ def open_training(
         if start.is_continuation and not start.stage.is_new and ranks.is_rank0:
             trainer.take_rows(trainer_rows(start.checkpoint))
         yield trainer, saving
+
+
+def _time_left(
+    session: Session, evaluator: Evaluator, last_step: int, saving: Saving | None
+) -> TimeLeft:
+    config, loader = session.config, session.loaders.train
+    assert loader is not None
+    steps, stage = EvalSteps.of(config, loader.steps_per_epoch), session.start.stage
+    return TimeLeft(
+        last_step,
+        lambda step: steps.remaining(stage.place(step)) + evaluator.final_part,
+        evaluator.scored["rows"] / config.train.batch_size * EVALUATED_ROW,
+        lambda: 0.0 if saving is None else saving.manager.write_s,
+    )
 
 
 def _loop_state(config: Config, start: ResumePoint) -> LoopState:
