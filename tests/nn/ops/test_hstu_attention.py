@@ -80,5 +80,6 @@ def relative_errors(
 @pytest.mark.parametrize("few", [False, True])
 def test_compiled_kernels_round_as_their_dtype_and_repeat_bit_by_bit(num_candidates, few):
     lengths = [700, 33, 1300, num_candidates, 129]
-    assert max(relative_errors(torch.bfloat16, lengths, num_candidates, few=few)) < 3.5e-3
+    # A rounding to bfloat16 is 2.3e-3 of the norm; gradients round weights and results.
+    assert max(relative_errors(torch.bfloat16, lengths, num_candidates, few=few)) < 5e-3
     assert max(relative_errors(torch.float32, lengths, num_candidates, few=few)) < 2e-6
