@@ -381,7 +381,9 @@ def _of_keys(
     first = tl.maximum(block * BLOCK_K - before, 0) // BLOCK_Q * BLOCK_Q
     # Queries from here on see all keys of the block, if those are no candidates.
     unmasked = tl.cdiv(block * BLOCK_K + BLOCK_K - 1 - before, BLOCK_Q) * BLOCK_Q
-    if not SPLIT or (CANDIDATES > 1 and (block + 1) * BLOCK_K > length - CANDIDATES):
+    if CANDIDATES > 1:
+        unmasked = tl.where((block + 1) * BLOCK_K > length - CANDIDATES, q_length, unmasked)
+    if not SPLIT:
         unmasked = q_length
     unmasked = tl.minimum(tl.maximum(unmasked, first), q_length)
     for m in range(first, unmasked, BLOCK_Q):
