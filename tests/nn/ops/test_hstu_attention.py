@@ -49,7 +49,7 @@ def test_the_interpreted_kernels_equal_plain_torch(num_candidates, columns, few,
     for name, sizes in (("FORWARD", (16, 32)), ("OF_KEYS", (32, 16)), ("OF_QUERIES", (16, 32))):
         blocks = dict(zip(("BLOCK_Q", "BLOCK_K"), sizes, strict=True))
         monkeypatch.setattr(triton_attention, name, blocks)
-    at = positions_of([num_candidates, 33], spare=5)
+    at = positions_of([num_candidates, 33], spare=100)
     packed = torch.randn(len(at.samples), 3, 2, columns, generator=torch.Generator().manual_seed(0))
     packed[~at.is_inside] = torch.nan
     wanted = outcome(hstu_attention, packed, at, num_candidates, few=few)
