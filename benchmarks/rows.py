@@ -21,6 +21,7 @@ class Row:
 
     `exponent` is that of the ids' power law; 0 is uniform. `train_rows` fit into the page cache, and an epoch is a multiple of 50
     steps, so that its evaluation coincides with a record. The first `ragged` features have 0 to 10 ids per row instead of one.
+    `synthetic` are further options of `data.synthetic` with their values, and replace those of the file.
     """
 
     recipe: str
@@ -31,6 +32,7 @@ class Row:
     exponent: float = field(default=1.05, kw_only=True)
     train_rows: int = field(default=200 * 65_536, kw_only=True)
     ragged: int = field(default=0, kw_only=True)
+    synthetic: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
 
     def config(self) -> Config:
         """Return the configuration of the row's command line."""
@@ -39,6 +41,7 @@ class Row:
             f"experiment={self.experiment}",
             f"data={self.tables}",
             f"data.synthetic.exponent={self.exponent}",
+            *(f"data.synthetic.{name}={value}" for name, value in self.synthetic),
             *self.overrides,
         )
 
@@ -114,6 +117,22 @@ DIN = Row(
     # Synthetic histories are full.
     overrides=("train.batch_size=8192", "model.history_length=null"),
     train_rows=FEW_ROWS,
+)
+# Events of a sequence group, 20 a row and at most 100, and as many positions as that.
+OF_EVENTS = (
+    *BF16,
+    "~model.history_features",
+    "~model.history_length",
+    "model.sequence=history",
+)
+SHORT = (("names", "[userId,movieId,genres]"), ("cardinalities", "[162542,56586,21]"))
+SHORT += (("hotness", "[1,1,10]"), ("history", "[movieId]"))
+DIN_EVENTS = replace(DIN, overrides=(DIN.overrides[0], *OF_EVENTS), synthetic=SHORT)
+LONG = (*SHORT, ("history_length", "200"), ("history_max_length", "1000"))
+SASREC = (
+    *("train.batch_size=4096", "train.amp=bf16", "model.name=sasrec", "model.embedding_dim=64"),
+    *("~model.history_features", "~model.history_length", "~model.attention_hidden"),
+    *("~model.attention_pooling", "model.sequence=history", "model.heads=2"),
 )
 
 ROWS = {
@@ -236,5 +255,10 @@ ROWS = {
     "sok_1_bf16": replace(SOK, overrides=(*SOK.overrides, *BF16)),
     # DIN: 50 positions of history in the table of the item.
     "din_1": DIN,
+    "din_1_bf16_100": replace(
+        DIN, overrides=(*DIN.overrides, *BF16), synthetic=(("hotness", "[1,1,10,100]"),)
+    ),
+    "din_1_bf16_events": DIN_EVENTS,
+    "sasrec_1_events": replace(DIN, overrides=SASREC, synthetic=LONG, train_rows=512_000),
     "din_1_bf16": replace(DIN, overrides=(*DIN.overrides, *BF16)),
 }

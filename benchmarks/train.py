@@ -213,7 +213,8 @@ def row_dataset(row: Row, root: Path) -> Path:
     """Return the row's dataset directory; generate it if it does not exist."""
     if row.ragged:
         return ragged_dataset(row_dataset(replace(row, ragged=0), root), row.ragged, row.exponent)
-    path = root / f"{row.tables}_{row.exponent:g}_{row.train_rows}"
+    more = "".join(f"_{value}" for _, value in row.synthetic)
+    path = root / f"{row.tables}_{row.exponent:g}_{row.train_rows}{more}"
     if (path / "feature_spec.yaml").exists():
         return path
     root.mkdir(parents=True, exist_ok=True)
@@ -222,7 +223,12 @@ def row_dataset(row: Row, root: Path) -> Path:
     subprocess.run(
         [
             *(sys.executable, "-m", "preproc", "dataset=synthetic", f"output={path}"),
-            *(f"data.synthetic.{key}={json.dumps(value)}" for key, value in tables.items()),
+            *(
+                f"data.synthetic.{key}={json.dumps(value)}"
+                for key, value in tables.items()
+                if key not in dict(row.synthetic)
+            ),
+            *(f"data.synthetic.{key}={value}" for key, value in row.synthetic),
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
