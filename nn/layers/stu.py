@@ -13,7 +13,8 @@ from torch.nn.functional import linear, silu
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
 from nn.ops.fused_linear import as_autocast
-from nn.ops.hstu_attention import JaggedPositions, hstu_attention, pad
+from nn.ops.hstu_attention import JaggedPositions, hstu_attention
+from nn.ops.jagged import pad
 
 # B: samples, C: positions, D: columns of a position, H: heads, K: columns of a head, L: most positions of a sample
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from nn.ops.jagged import pad, unpad
+
 # B: samples, C: positions, L: most positions of a sample, H: heads, K: columns of a head
 
 
@@ -70,24 +72,10 @@ def hstu_attention(
     offset = row + (keys.lengths - queries.lengths)[:, None]  # [B, L of queries]
     seen = may_see(offset[:, :, None], keys.lengths[:, None, None], keys.max_length, num_candidates)
     weights = torch.where(seen.unsqueeze(1), silu(scores), 0) / norm.to(wide).view(-1, 1, 1, 1)
-    out = torch.einsum("bhij,bjhk->bihk", weights, padded_v).flatten(0, 1)
-    position = torch.arange(len(q), device=q.device)
-    row = (position - queries.starts[queries.samples]).clamp(0, queries.max_length - 1)
-    out = out.index_select(0, queries.samples * queries.max_length + row)
-    return torch.where(queries.is_inside.view(-1, 1, 1), out, 0).to(v.dtype)
+    return unpad(torch.einsum("bhij,bjhk->bihk", weights, padded_v), queries).to(v.dtype)
 
 
 def may_see(offset: Tensor, lengths: Tensor, num_keys: int, num_candidates: int) -> Tensor:
     """Return which of `num_keys` keys the queries at these offsets see, [..., num_keys]; the others end in a dimension of 1."""
     key = torch.arange(num_keys, device=offset.device)
     return (key == offset) | ((key < offset) & (key < lengths - num_candidates))
-
-
-def pad(values: Tensor, at: JaggedPositions) -> Tensor:
-    """Map [C, ...] to [B, L, ...] with zeros behind the last position of each sample."""
-    row = torch.arange(at.max_length, device=at.starts.device)
-    position = (at.starts[:, None] + row).clamp(max=len(values) - 1)
-    padded = values.index_select(0, position.flatten()).unflatten(0, position.shape)
-    inside = row < at.lengths[:, None]
-    # Chosen, not multiplied: what is outside may be NaN.
-    return torch.where(inside.view(*inside.shape, *[1] * (values.dim() - 1)), padded, 0)

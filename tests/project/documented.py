@@ -488,6 +488,7 @@ NO_OPTIONS = {
     "key=value": "the form of an option",
     "model.items": "an option of the model that the page adds",
     "dtype=str": "an argument of pandas",
+    'lengths={"history": [1, 2]}': "an argument of a split's append",
     "run_dir=runs/dlrm/job_JOB": "the default under SLURM",
 }
 """Spans that look like options and are none, and why."""

@@ -14,9 +14,11 @@ from nn.models.description import build_from_json, describe_model
 from nn.models.ranking_model import RankingModel
 from nn.models.registry import build_dense, declared_tables
 from tests.helpers.composed import TINY, compose_config, tiny
+from tests.helpers.sequence_models import write_sequences
 from tests.nn.models.test_family_training import CASES, write_two_labels
 
 PLAIN_CASES = {name: tiny(name) for name in ("dlrm", "dcnv2")}
+OF_EVENTS = ("sasrec", "bst", "transact", "onetrans", "sim", "hstu")
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +26,23 @@ def two_labels(tmp_path_factory):
     return write_two_labels(tmp_path_factory.mktemp("labels") / "data")
 
 
+@pytest.fixture(scope="module")
+def events(tmp_path_factory):
+    return write_sequences(tmp_path_factory.mktemp("events") / "data")
+
+
 def test_all_models_are_tested():
-    assert {*PLAIN_CASES, *(case.name for case in CASES.values())} == set(MODELS)
+    tested = {*PLAIN_CASES, *OF_EVENTS, *(case.name for case in CASES.values())}
+    assert tested == set(MODELS)
 
 
-@pytest.mark.parametrize("name", [*PLAIN_CASES, *CASES])
-def test_a_model_is_built_again_from_its_description(name, two_labels, tmp_path):
-    overrides = PLAIN_CASES[name] if name in PLAIN_CASES else CASES[name].overrides(two_labels)
+@pytest.mark.parametrize("name", [*PLAIN_CASES, *CASES, *OF_EVENTS])
+def test_a_model_is_built_again_from_its_description(name, two_labels, events, tmp_path):
+    if name in OF_EVENTS:
+        model = (f"model.name={name}", "model.item_features=[item,genre]", "model.embedding_dim=8")
+        overrides = [*model, f"data.path={events}"]
+    else:
+        overrides = PLAIN_CASES.get(name) or CASES[name].overrides(two_labels)
     config = compose_config(*overrides, "model.embedding_init=0.5")
     source: Source = open_source(config)
     spec = model_spec(config, source)
