@@ -33,12 +33,12 @@ class JaggedPositions:
 
     def last(self, count: int) -> tuple["JaggedPositions", Tensor]:
         """Return the last positions of each sample as positions of their own, [B * count], and which they are of these."""
-        number = torch.arange(len(self.starts) * count, device=self.starts.device)
+        number = torch.arange(self.starts.shape[0] * count, device=self.starts.device)
         samples = number // count
         offsets = self.lengths[samples] - count + number % count
         lengths = torch.full_like(self.lengths, count)
         inside = torch.ones_like(number, dtype=torch.bool)
-        starts = torch.arange(len(self.starts), device=number.device) * count
+        starts = torch.arange(self.starts.shape[0], device=number.device) * count
         last = JaggedPositions(starts, lengths, samples, offsets, inside, count)
         return last, self.starts[samples] + offsets
 
@@ -76,7 +76,7 @@ def hstu_attention(
     seen = may_see(offset[:, :, None], keys.lengths[:, None, None], keys.max_length, num_candidates)
     weights = torch.where(seen.unsqueeze(1), silu(scores), 0) / norm.to(wide).view(-1, 1, 1, 1)
     out = torch.einsum("bhij,bjhk->bihk", weights, padded_v).flatten(0, 1)
-    position = torch.arange(len(q), device=q.device)
+    position = torch.arange(q.shape[0], device=q.device)
     row = (position - queries.starts[queries.samples]).clamp(0, queries.max_length - 1)
     out = out.index_select(0, queries.samples * queries.max_length + row)
     return torch.where(queries.is_inside.view(-1, 1, 1), out, 0).to(v.dtype)
@@ -91,7 +91,7 @@ def may_see(offset: Tensor, lengths: Tensor, num_keys: int, num_candidates: int)
 def pad(values: Tensor, at: JaggedPositions) -> Tensor:
     """Map [C, ...] to [B, L, ...] with zeros behind the last position of each sample."""
     row = torch.arange(at.max_length, device=at.starts.device)
-    position = (at.starts[:, None] + row).clamp(max=len(values) - 1)
+    position = (at.starts[:, None] + row).clamp(max=values.shape[0] - 1)
     padded = values.index_select(0, position.flatten()).unflatten(0, position.shape)
     inside = row < at.lengths[:, None]
     # Chosen, not multiplied: what is outside may be NaN.
