@@ -64,7 +64,7 @@ class FromRows(nn.Module):
             positions = first[table, feature] + torch.arange(parts[table, feature].shape[0])
             lengths = lengths_of.get(feature)
             if lengths is None:
-                lengths = torch.full((count,), self._hotness[feature])
+                lengths = torch.full((count,), self._hotness[feature] or 0)
             found = DistinctRows(rows[table], positions, lengths.cumsum(0) - lengths, lengths)
             return self._sequences.with_spare(feature, found)
 

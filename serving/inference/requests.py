@@ -76,9 +76,10 @@ class IdInputs:
             self._wanted.discard(NUMERICAL)
 
     def rows(self, inputs: Mapping[str, np.ndarray], num_rows: int) -> Rows:
-        """Return the rows of the inputs `numerical` [B, N], `ids` [B, H], of each ragged feature [B, L] and number of events [B, L].
+        """Return the rows of the inputs `numerical` [B, N], `ids` [B, H], each ragged feature and number of events [B, L].
 
-        With the moments of a group's rows, integers [B], its times are whole seconds, else ages. Raises InputError: an input is missing, unknown, of another shape, or has an id or number that is not valid.
+        With the moments of a group's rows, integers [B], its times are whole seconds, else ages. Raises InputError: an input
+        is missing, unknown, of another shape, or has an id or number that is not valid.
         """
         for name in self._wanted - set(inputs):
             got = ", ".join(shown(other) for other in list(inputs)[:8])
