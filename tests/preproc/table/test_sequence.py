@@ -331,7 +331,8 @@ def test_users_in_another_writing_are_refused(tmp_path):
     """5.0 is no user 5: its rows would see nothing, without a word."""
     first, other = tmp_path / "0.parquet", tmp_path / "1.parquet"
     for path, user in ((first, 5), (other, 5.0)):
-        rows = [{"user": user, "item": "a", "shop": "1", "time": time, "rating": 5.0, "y": time % 2} for time in range(8)]  # fmt: skip
+        row = {"user": user, "item": "a", "shop": "1", "rating": 5.0}
+        rows = [row | {"time": time, "y": time % 2} for time in range(8)]
         pq.write_table(pa.Table.from_pylist(rows), path)
     message = "'past: by': 5 would be the value '5.0', and in the fit it was '5'"
     table = described(first) | {"categorical": ["item", "shop"]}
