@@ -29,6 +29,7 @@ import numpy as np
 from configs.messages import shortened, shown
 from configs.table_schema import MOST_HOTNESS
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
+from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from serving.raw_description import check_raw, is_finite
 
 MANIFEST = "model.json"
@@ -93,6 +94,28 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Sequence:
+    """A sequence group: ragged features and numbers, of which a row has equally many, the oldest event first."""
+
+    name: str
+    features: list[str]
+    numbers: list[str]
+    time: str | None  # which of `numbers` is the age of an event in seconds
+    max_length: int
+
+    @property
+    def group(self) -> SequenceGroup:
+        """The same as a dataset has it. Raises ValueError: it can be no group."""
+        columns = [
+            EventColumn(name, np.dtype(np.int64 if name == self.time else np.float32))
+            for name in self.numbers
+        ]
+        return SequenceGroup(
+            self.name, tuple(self.features), self.max_length, tuple(columns), self.time
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """A task: a probability if it is binary, else a number.
 
@@ -125,10 +148,11 @@ class Manifest:
     """Content of `model.json`.
 
     `keep_rate`: name of the column of keep rates that rows of the dataset have; None without. `dtype`: of the tables, a key of
-    `TABLE_BYTES`. `keys`: file of the rows of raw keys by feature; features that are not named have ids. `raw`: how raw values
-    become features (`serving.inference.raw_values`); None if only ids are served. `source`: checkpoint, step, fingerprint of
-    the features, versions of the libraries. `proof`: rows that were compared with the training path, and the largest
-    difference; likewise of machine code. `files`: bytes and SHA-256 of every other file.
+    `TABLE_BYTES`. `sequences`: groups of the dataset, if a table hands out rows. `keys`: file of the rows of raw keys by
+    feature; features that are not named have ids. `raw`: how raw values become features (`serving.inference.raw_values`); None
+    if only ids are served. `source`: checkpoint, step, fingerprint of the features, versions of the libraries. `proof`: rows
+    that were compared with the training path, and the largest difference; likewise of machine code. `files`: bytes and SHA-256
+    of every other file.
     """
 
     name: str
@@ -139,6 +163,7 @@ class Manifest:
     outputs: list[Output]
     dtype: str
     tables: list[Table]
+    sequences: list[Sequence] = field(default_factory=list)
     keys: dict[str, KeyFile] = field(default_factory=dict)
     raw: dict[str, Any] | None = None
     source: dict[str, Any] = field(default_factory=dict)
@@ -175,19 +200,39 @@ class Manifest:
         return places
 
     @property
+    def handed_out(self) -> list[tuple[Table, str]]:
+        """Tables whose rows the dense component takes itself, with each of their features: none pools, and one is ragged."""
+        ragged = {feature.name for feature in self.ragged}
+        return [
+            (table, name)
+            for table in self.tables
+            if table.pooling == "none" and ragged & {*table.features}
+            for name in table.features
+        ]
+
+    @property
+    def handed_out_ragged(self) -> list[str]:
+        """Ragged features of such tables."""
+        ragged = {feature.name for feature in self.ragged}
+        return [*dict.fromkeys(name for _, name in self.handed_out if name in ragged)]
+
+    @property
     def num_columns(self) -> int:
         """Columns of all embeddings of a row."""
         hotness = {feature.name: feature.hotness or 0 for feature in self.categorical}
+        handed_out = {table.name for table, _ in self.handed_out}
         return sum(
             table.columns * (hotness[name] if table.pooling == "none" else 1)
             for table in self.tables
+            if table.name not in handed_out
             for name in table.features
         )
 
     @property
     def identity(self) -> str:
         """A number that differs between models of different weights, vocabularies or transformations, 12 hex digits."""
-        document = {k: v for k, v in asdict(self).items() if k not in ("source", "proof", "files")}
+        left_out = ("source", "proof", "files")
+        document = {k: v for k, v in self._document().items() if k not in left_out}
         hashes = {n: state.sha256 for n, state in self.files.items() if n != PROOF_ROWS}
         text = json.dumps([document, hashes], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -203,6 +248,7 @@ class Manifest:
             "outputs": [output.name for output in self.outputs],
             "raw": raw.get("columns"),
             "keys": sorted(self.keys),
+            "sequences": self.sequences,
         }
 
     def differing(self, interface: Mapping[str, Any]) -> list[str]:
@@ -211,7 +257,13 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the text of `model.json`."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, **self._document()}, indent=1) + "\n"
+
+    def _document(self) -> dict[str, Any]:
+        document = asdict(self)
+        if not self.sequences:  # as models without them were written before there were any
+            del document["sequences"]
+        return document
 
     @classmethod
     def read(cls, directory: Path) -> Self:
@@ -244,6 +296,7 @@ class Manifest:
         values = {name: value for name, value in document.items() if name in known}
         values["categorical"] = [Feature(**feature) for feature in document["categorical"]]
         values["tables"] = [Table(**table) for table in document["tables"]]
+        values["sequences"] = [Sequence(**group) for group in document.get("sequences", [])]
         values["outputs"] = [Output(**output) for output in document["outputs"]]
         keys: Mapping[str, Any] = document.get("keys") or {}
         values["keys"] = {name: KeyFile(**file) for name, file in keys.items()}
@@ -372,6 +425,14 @@ def _check(directory: Path, manifest: Manifest) -> None:
         _check_table(manifest, table, rows)
     if {name for table in manifest.tables for name in table.features} != set(names):
         raise ValueError("a feature has no table")
+    ragged = {feature.name for feature in manifest.ragged}
+    columns = [name for of in manifest.sequences for name in (of.name, *of.group.columns)]
+    _texts(columns)
+    if len({*columns, NUMERICAL, IDS}) < len(columns) + 2:
+        raise ValueError("want sequences and numbers of different names")
+    for sequence in manifest.sequences:
+        if not ragged.issuperset(sequence.features) or ragged & {*sequence.numbers}:
+            raise ValueError(f"sequence {shown(sequence.name)} is not of ragged features")
     if DENSE not in manifest.files:
         raise ValueError(f"there is no {DENSE}")
     if manifest.raw is not None:

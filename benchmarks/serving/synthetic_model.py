@@ -112,18 +112,16 @@ def prepare(args: argparse.Namespace, config: Config, folder: Path) -> tuple[Gpu
     return model, reference
 
 
-def _lookup(manifest: Manifest, stored: list[RepeatedTable]) -> Callable[[Rows], Tensor]:
+def _lookup(manifest: Manifest, stored: list[RepeatedTable]) -> Callable[[Rows], list[Tensor]]:
     places = manifest.id_places()
 
-    def look_up(rows: Rows) -> Tensor:
-        return torch.cat(
-            [
-                table.rows(rows.ids[:, places[name]].reshape(-1))
-                for table in stored
-                for name in table.declared.features
-            ],
-            dim=1,
-        )
+    def look_up(rows: Rows) -> list[Tensor]:
+        found = [
+            table.rows(rows.ids[:, places[name]].reshape(-1))
+            for table in stored
+            for name in table.declared.features
+        ]
+        return [torch.cat(found, dim=1)]
 
     return look_up
 

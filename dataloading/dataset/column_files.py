@@ -55,8 +55,9 @@ class EventWriter:
 
         `place`: of a row, for messages.
         """
-        group, given, stored = self.group, {**ids, **events}, {}
-        missing = [name for name in group.columns if name not in given]
+        group, stored = self.group, {}
+        missing = [name for name in group.features if name not in ids]
+        missing += [column.name for column in group.numbers if column.name not in events]
         if missing:
             raise ValueError(
                 f"group '{group.name}': no {', '.join(missing)}; append all its columns at once"
@@ -75,7 +76,9 @@ class EventWriter:
                 raise ValueError(
                     f"'{column.name}': {values[at]} at {place(row_of(lengths, at))} is no {column.dtype.name}"
                 )
-            group.checked(column, numbers, lengths, moments, place)
+            # The times of a log are compared with moments when rows are read.
+            if column.name != group.time or moments is not None:
+                group.checked(column, numbers, lengths, moments, place)
             stored[column.name] = numbers
         for name, values in stored.items():
             little = values.dtype.newbyteorder("<")

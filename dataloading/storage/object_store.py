@@ -14,10 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Thread
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs")
 # Long enough for a large file's part, short enough to see a wrong endpoint.

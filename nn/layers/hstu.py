@@ -39,7 +39,11 @@ class SampleParts:
     @classmethod
     def of(cls, events: SequenceEvents, num_context: int, num_candidates: int) -> Self:
         """Lay out the events of samples between context and candidates."""
-        count, capacity, device = len(events.starts), len(events.samples), events.starts.device
+        count, capacity, device = (
+            events.starts.shape[0],
+            events.samples.shape[0],
+            events.starts.device,
+        )
         lengths = events.lengths.long() + num_context + num_candidates
         ends = lengths.cumsum(0)
         starts = ends - lengths
@@ -74,11 +78,12 @@ class SampleParts:
     def with_context(self, x: Tensor, context: Tensor) -> Tensor:
         """Put the vectors of context [B, K, D] to their positions in [P, D]."""
         count = context.shape[1]
-        position = torch.arange(len(x), device=x.device)
+        position = torch.arange(x.shape[0], device=x.device)
         # Spread over all rows where a position is something else: sums of gradients would meet in one.
-        row = torch.where(
-            self.is_context, self.at.samples * count + self.at.offsets, position
-        ) % len(context.flatten(0, 1))
+        row = (
+            torch.where(self.is_context, self.at.samples * count + self.at.offsets, position)
+            % context.flatten(0, 1).shape[0]
+        )
         context = context.flatten(0, 1).to(x.dtype).index_select(0, row)
         return torch.where(self.is_context[:, None], context, x)
 
@@ -113,7 +118,7 @@ class ItemVectors(nn.Module):
         elif self._mlps == "row" or self.additional is None:
             vectors = embedding(of_item, self.item(item))
         else:
-            indices = [self._of_rows(of_item, other, len(item)) for other in of_others]
+            indices = [self._of_rows(of_item, other, item.shape[0]) for other in of_others]
             joined = torch.cat(list(map(embedding, indices, others)), dim=1)
             pairs = zip(indices, of_others, strict=True)
             agree = torch.stack([(index[of_item] == other).all() for index, other in pairs]).all()
@@ -262,11 +267,11 @@ def times_of(
     """
     at = parts.at
     if time is None:
-        return (torch.zeros(len(at.samples), device=at.samples.device),) * 2
+        return (torch.zeros(at.samples.shape[0], device=at.samples.device),) * 2
     age = events.numbers[time]
-    query = age.new_zeros(len(at.starts))
+    query = age.new_zeros(at.starts.shape[0])
     if from_last:
-        last = (events.starts + events.lengths - 1).clamp(0, len(age) - 1)
+        last = (events.starts + events.lengths - 1).clamp(0, age.shape[0] - 1)
         query = torch.where(events.lengths > 0, age[last], 0)
     of_query = query[at.samples]
     ages = torch.where(parts.is_candidate, of_query, parts.choose(age, 0.0, NO_TIME))
@@ -291,7 +296,7 @@ class UserVectors(nn.Module):
     def forward(self, x: Tensor, hours: Tensor | None) -> Tensor:
         """Map [B * M, D], and whole hours [B] with a clock, to [B * M, D]."""
         if hours is not None:
-            clock = clock_of(hours).repeat_interleave(len(x) // len(hours), dim=0)
+            clock = clock_of(hours).repeat_interleave(x.shape[0] // hours.shape[0], dim=0)
             x = torch.cat([x, clock.to(x.dtype)], dim=1)
         return self.norm(self.linear(x))
 

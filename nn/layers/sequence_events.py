@@ -50,29 +50,34 @@ class SequenceTables:
     groups: Sequence[SequenceGroup]
     tables: Mapping[str, str]
 
-    def of_positions(
+    def with_spare(self, feature: str, rows: DistinctRows) -> DistinctRows:
+        """Return the rows of a feature with one position more than ids, if it is of a group.
+
+        Operations on events want at least one position, and samples may have no events.
+        """
+        if not any(feature in group.features for group in self.groups):
+            return rows
+        spare = rows.positions.new_full((1,), rows.rows.shape[0] - 1)
+        return replace(rows, positions=torch.cat([rows.positions, spare]))
+
+    def events_with_spare(
         self, name: str, rows_of: Callable[[str, str], DistinctRows], numbers: Sequence[Tensor]
     ) -> SequenceEvents:
-        """Return the events of a group as `events`, of rows and numbers without spare positions.
-
-        They get one, since operations on events want at least one position, and samples may have none.
-        """
+        """Return the events of a group as `events`: `rows_of` gives them with a spare position, and `numbers` have none."""
         found: dict[str, DistinctRows] = {}
 
-        def with_spare(table: str, feature: str) -> DistinctRows:
-            rows = rows_of(table, feature)
-            spare = rows.positions.new_full((1,), len(rows.rows) - 1)
-            found[feature] = replace(rows, positions=torch.cat([rows.positions, spare]))
+        def noted(table: str, feature: str) -> DistinctRows:
+            found[feature] = rows_of(table, feature)
             return found[feature]
 
         def samples_of(table: str, feature: str) -> Tensor:
             rows = found[feature]
-            position = torch.arange(len(rows.positions), device=rows.positions.device)
+            position = torch.arange(rows.positions.shape[0], device=rows.positions.device)
             samples = torch.searchsorted((rows.starts + rows.lengths).long(), position, right=True)
-            return samples.clamp(max=len(rows.starts) - 1)
+            return samples.clamp(max=rows.starts.shape[0] - 1)
 
-        spare_numbers = [torch.cat([each, each.new_zeros(1)]) for each in numbers]
-        return self.events(name, with_spare, samples_of, spare_numbers)
+        longer = [torch.cat([each, each.new_zeros(1)]) for each in numbers]
+        return self.events(name, noted, samples_of, longer)
 
     def events(
         self,

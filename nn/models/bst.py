@@ -40,7 +40,7 @@ class BST(SequenceModel):
         target = pad(item, (0, self.inputs.columns - item.shape[1]))
         x, at = append(self.tokens(parts.vectors, events), target, events)
         if times is not None:
-            times, _ = append(times, times.new_zeros(len(item)), events)
+            times, _ = append(times, times.new_zeros(item.shape[0]), events)
         for block in self.blocks:
             x = block(x, at, times)
         return self.logits(parts, pool(x, at, "last"))

@@ -109,7 +109,9 @@ class HSTU(Model):
         rows = [events.rows[name].rows for name in inputs.group.features]
         positions = [
             parts.choose(
-                events.rows[name].positions, item.positions if item else len(of) - 1, len(of) - 1
+                events.rows[name].positions,
+                item.positions if item else of.shape[0] - 1,
+                of.shape[0] - 1,
             )
             for name, item, of in zip_longest(inputs.group.features, items, rows)
         ]
@@ -131,8 +133,8 @@ class HSTU(Model):
             x = layer(x, at, self._norm(at), num_candidates, only_candidates=only, bias=bias)
         if not options.last_layer_of_candidates:
             x = x.index_select(0, parts.at.last(num_candidates)[1])
-        item = self.candidate(torch.cat([of.by_id()[: len(x)] for of in items], dim=1))
-        logits = self.head(self.user(x, hours) * item).float().view(len(at.starts), -1)
+        item = self.candidate(torch.cat([of.by_id()[: x.shape[0]] for of in items], dim=1))
+        logits = self.head(self.user(x, hours) * item).float().view(at.starts.shape[0], -1)
         return logits.squeeze(1) if logits.shape[1] == 1 else logits
 
     def _norm(self, at: JaggedPositions) -> Tensor:

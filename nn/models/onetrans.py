@@ -34,19 +34,19 @@ class JoinedTokens(NamedTuple):
     @classmethod
     def of(cls, events: SamplePositions, count: int) -> JoinedTokens:
         """Return the places of `count` tokens behind the events."""
-        samples = torch.arange(len(events.starts), device=events.starts.device)
-        starts, size = events.starts + count * samples, len(events.samples)
-        place = torch.arange(size + count * len(starts), device=starts.device)
+        samples = torch.arange(events.starts.shape[0], device=events.starts.device)
+        starts, size = events.starts + count * samples, events.samples.shape[0]
+        place = torch.arange(size + count * starts.shape[0], device=starts.device)
         owner = (torch.searchsorted(starts, place, right=True) - 1).clamp(min=0)
         at = Positions(starts, events.lengths + count, owner, events.max_length + count)
         offset = offsets(at)[0]
         token = (offset - events.lengths[owner]).clamp(max=count - 1)
         source = torch.where(
-            token < 0, events.starts[owner] + offset, size + token * len(starts) + owner
+            token < 0, events.starts[owner] + offset, size + token * starts.shape[0] + owner
         )
         own = torch.arange(size, device=starts.device) + count * events.samples
         behind = starts + events.lengths + torch.arange(count, device=starts.device)[:, None]
-        last = len(place) - 1
+        last = place.shape[0] - 1
         return cls(at, source.clamp(0, last), own.clamp(0, last), behind.flatten())
 
 

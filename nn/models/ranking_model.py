@@ -72,10 +72,11 @@ class RankingModel(nn.Module):
         """Return all rows of a table, of which ids are the positions."""
         ids, rows = self._ids_of(table, feature, batch), self.tables[table]
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        return DistinctRows(rows, ids.values(), ids.offsets()[:-1], ids.lengths())
+        found = DistinctRows(rows, ids.values(), ids.offsets()[:-1], ids.lengths())
+        return self._sequences.with_spare(feature, found)
 
     def _sequence_of(self, batch: Batch, group: str) -> SequenceEvents:
-        return self._sequences.of_positions(group, partial(self._rows_of, batch), batch.events)
+        return self._sequences.events_with_spare(group, partial(self._rows_of, batch), batch.events)
 
     def _ids_of(self, table: str, feature: str, batch: Batch) -> "JaggedTensor":
         """Return the rows of a table that a feature looks up."""

@@ -82,9 +82,15 @@ class SequenceInput:
         ids = "one id" if candidates == 1 else f"{candidates} ids"
         for item, feature in zip(items, group.features, strict=False):
             if by_name[item].hotness != candidates or table_of[item] != table_of[feature]:
+                fits = [
+                    name
+                    for name, of in by_name.items()
+                    if of.hotness == candidates and table_of[name] == table_of[feature]
+                ]
                 raise ValueError(
                     f"item feature {shown(item)} needs {ids} per row and the table of {shown(feature)}, got "
-                    f"{by_name[item].hotness or 'varying'} ids and table {shown(table_of[item])}; set table: "
+                    f"{by_name[item].hotness or 'varying'} ids and table {shown(table_of[item])}; name item features in the "
+                    f"order of {', '.join(group.features)}: here {' or '.join(fits) or 'none fits'}, or set table: "
                     f"{table_of[feature]} in the feature spec"
                 )
         handed_out = {table_of[feature] for feature in group.features}

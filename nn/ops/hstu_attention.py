@@ -35,12 +35,12 @@ class JaggedPositions:
 
     def last(self, count: int) -> tuple["JaggedPositions", Tensor]:
         """Return the last positions of each sample as positions of their own, [B * count], and which they are of these."""
-        number = torch.arange(len(self.starts) * count, device=self.starts.device)
+        number = torch.arange(self.starts.shape[0] * count, device=self.starts.device)
         samples = number // count
         offsets = self.lengths[samples] - count + number % count
         lengths = torch.full_like(self.lengths, count)
         inside = torch.ones_like(number, dtype=torch.bool)
-        starts = torch.arange(len(self.starts), device=number.device) * count
+        starts = torch.arange(self.starts.shape[0], device=number.device) * count
         last = JaggedPositions(starts, lengths, samples, offsets, inside, count)
         return last, self.starts[samples] + offsets
 

@@ -393,6 +393,10 @@ class Staging:
             for i, feature in enumerate(table.categorical)
             if (found := text_of_five(kinds[f"c{i}"])) is not None
         }
+        # Users of a log are compared as texts with those of another source, and of the days before.
+        for i, past in enumerate(table.pasts):
+            if isinstance(past, EventLog) and (found := text_of_five(kinds[f"who{i}_"])):
+                self.five[f"{past.name}: by"] = found
         numbers = ", ".join(
             f"{number_of(f'n{i}')} AS number{i}_" for i in range(len(table.numerical))
         )

@@ -89,7 +89,7 @@ class RequestEncoder:
         inputs: dict[str, np.ndarray] = {}
         if self._spec.numerical:
             inputs[NUMERICAL] = columns.numerical
-        fixed = []
+        fixed, lengths_of = [], {}
         for feature, ids, lengths in zip(
             self._spec.categorical, columns.ids, columns.lengths, strict=True
         ):
@@ -99,8 +99,18 @@ class RequestEncoder:
             matrix = np.full((size, max(1, int(lengths.max(initial=0)))), PADDING, ids.dtype)
             matrix[np.arange(matrix.shape[1]) < lengths[:, None]] = ids
             inputs[feature.name] = matrix
+            lengths_of[feature.name] = lengths
         if fixed:
             inputs[IDS] = np.concatenate(fixed, axis=1)
+        events = iter(columns.events)
+        for group in self._spec.sequences:
+            shape = inputs[group.features[0]].shape
+            for column in group.numbers:
+                numbers = np.zeros(shape, np.float32)
+                is_event = np.arange(shape[1]) < lengths_of[group.features[0]][:, None]
+                numbers[is_event] = next(events)
+                if column.name in self._datatypes:  # a model that pools the ids takes none
+                    inputs[column.name] = numbers
         return inputs
 
 

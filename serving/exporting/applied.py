@@ -25,6 +25,7 @@ from nn.checkpoint.compatibility import AVERAGE
 from nn.deltas.chain import open_chain
 from nn.deltas.delta import CHAIN, Delta, chain_of
 from nn.deltas.table_rows import ChangedRows, check_key_rows, converted
+from serving.exporting.from_rows import PREFIX
 from serving.exporting.proof import BATCH_ROWS, DIVERGED, LIMITS, Proof, compared
 from serving.exporting.proof_rows import read_proof_rows
 from serving.exporting.raw_values import VOCABULARY, write_raw_values
@@ -111,7 +112,8 @@ def _write(
         ]
         if new_raw:
             values["raw"] = write_raw_values(directory, str(spec.root), spec, chain[-1].facts)
-    _write_dense(base / DENSE, directory / DENSE, chain[-1])
+    prefix = PREFIX if manifest.handed_out else ""
+    _write_dense(base / DENSE, directory / DENSE, chain[-1], prefix)
     last = chain[-1]
     changed = {
         "checkpoint": f"step_{last.end.step}",
@@ -237,13 +239,14 @@ def _opened(
     return np.memmap(path, NUMPY_DTYPES[dtype], "r+", shape=(rows, table.columns)), scales
 
 
-def _write_dense(source: Path, target: Path, delta: Delta) -> None:
-    """Write the dense component with the weights of a delta: their average, if it has one."""
+def _write_dense(source: Path, target: Path, delta: Delta, prefix: str) -> None:
+    """Write the dense component, whose weights' names have a prefix, with those of a delta: their average, if it has one."""
     data = read_regular(source)
     check_archive(data)
     program = torch.export.load(io.BytesIO(data))
     stored = delta.dense
     for name, value in program.state_dict.items():
+        name = name.removeprefix(prefix)
         tensor = stored.get(f"{AVERAGE}{name}") or stored.get(f"dense.{name}")
         if tensor is None or tensor.size != tuple(value.shape):
             got = "nothing" if tensor is None else list(tensor.size)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
 from configs.messages import require_onnx
@@ -20,12 +21,13 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.saved import SavedModel
 from nn.models.model import Model
 from nn.models.registry import build_dense
+from serving.exporting.from_rows import FromRows
 from serving.manifest import AOTI, DENSE, MOST_ROWS, ONNX
 
 EXAMPLE_ROWS = 3
 """torch.export makes a constant of a dimension of 0 or 1."""
-Forward = Callable[[Tensor, Tensor], Tensor]
-"""Maps numericals [B, N] and embeddings [B, columns] to logits."""
+Forward = Callable[..., Tensor]
+"""Maps numericals [B, N], embeddings [B, columns], and what `FromRows` takes behind them, to logits."""
 
 
 def load_dense(config: Config, spec: FeatureSpec, saved: SavedModel) -> Model:
@@ -38,14 +40,14 @@ def load_dense(config: Config, spec: FeatureSpec, saved: SavedModel) -> Model:
     return dense.eval().requires_grad_(False)
 
 
-def export_dense(directory: Path, dense: Model, num_numerical: int, columns: int) -> None:
-    """Write `dense.pt2`: forward(numerical [B, N], embeddings [B, T]) -> logits.
+def export_dense(directory: Path, dense: nn.Module, num_numerical: int, columns: int) -> None:
+    """Write `dense.pt2`: forward(numerical [B, N], embeddings [B, T], ...) -> logits.
 
     Raises ValueError: torch.export cannot trace the model.
     """
     try:
         with torch.no_grad(), _quiet():
-            program = _program(dense, _example(num_numerical, columns))
+            program = _program(dense, _example(dense, num_numerical, columns))
             # They would be a pickle in the archive, which nothing needs.
             program.example_inputs = None
             # A comparison of the numbers of rows, as code; the server makes both inputs.
@@ -58,22 +60,22 @@ def export_dense(directory: Path, dense: Model, num_numerical: int, columns: int
         ) from error
 
 
-def export_onnx(directory: Path, dense: Model, num_numerical: int, columns: int) -> None:
+def export_onnx(directory: Path, dense: nn.Module, num_numerical: int, columns: int) -> None:
     """Write `dense.onnx` with the inputs `numerical` and `embeddings` and the output `logits`.
 
     Raises ValueError: the packages of ONNX are missing, or an operation has no form in ONNX.
     """
     require_onnx()
-    batch = torch.export.Dim("batch", min=1, max=MOST_ROWS)
+    example = _example(dense, num_numerical, columns)
     try:
         with torch.no_grad(), _quiet():
             torch.onnx.export(
                 dense,
-                _example(num_numerical, columns),
+                example,
                 str(directory / ONNX),
                 input_names=["numerical", "embeddings"],
                 output_names=["logits"],
-                dynamic_shapes=({0: batch}, {0: batch}),
+                dynamic_shapes=_shapes(example),
                 dynamo=True,
                 external_data=False,
                 verbose=False,
@@ -110,14 +112,14 @@ def load_onnx(directory: Path) -> Forward:
 
 
 def export_aoti(
-    directory: Path, dense: Model, num_numerical: int, columns: int, device: Device
+    directory: Path, dense: nn.Module, num_numerical: int, columns: int, device: Device
 ) -> None:
     """Write `dense.aoti.pt2`: the forward as machine code of a device, for `torch._inductor.aoti_load_package` and C++.
 
     Raises ValueError: the device is missing, or the compiler is missing or fails.
     """
     check_aoti(device)
-    example = _example(num_numerical, columns)
+    example = _example(dense, num_numerical, columns)
     try:
         with torch.no_grad(), _quiet():
             # Traced on the CPU: on a GPU the layers would call kernels of their own, which cannot be traced.
@@ -153,8 +155,8 @@ def load_aoti(directory: Path, device: Device) -> Forward:
         )
     code = torch._inductor.aoti_load_package(path)
 
-    def forward(numerical: Tensor, embeddings: Tensor) -> Tensor:
-        return code(numerical.to(device.value), embeddings.to(device.value)).cpu()
+    def forward(*inputs: Tensor) -> Tensor:
+        return code(*(tensor.to(device.value) for tensor in inputs)).cpu()
 
     return forward
 
@@ -167,16 +169,22 @@ def check_aoti(device: Device) -> None:
         )
 
 
-def _example(num_numerical: int, columns: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros(EXAMPLE_ROWS, num_numerical), torch.zeros(EXAMPLE_ROWS, columns)
+def _example(dense: nn.Module, num_numerical: int, columns: int) -> tuple[Tensor, ...]:
+    more = dense.example(EXAMPLE_ROWS) if isinstance(dense, FromRows) else []
+    return torch.zeros(EXAMPLE_ROWS, num_numerical), torch.zeros(EXAMPLE_ROWS, columns), *more
 
 
-def _program(dense: Model, example: tuple[Tensor, Tensor]) -> torch.export.ExportedProgram:
-    """Trace the forward with a dynamic number of rows."""
+def _program(dense: nn.Module, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    """Trace the forward with a dynamic number of rows, and of their events."""
+    return torch.export.export(dense, example, dynamic_shapes=_shapes(example), strict=False)
+
+
+def _shapes(example: tuple[Tensor, ...]) -> tuple[Any, ...]:
     batch = torch.export.Dim("batch", min=1, max=MOST_ROWS)
-    return torch.export.export(
-        dense, example, dynamic_shapes=({0: batch}, {0: batch}), strict=False
-    )
+    if len(example) == 2:
+        return {0: batch}, {0: batch}
+    each = {0: torch.export.Dim.DYNAMIC}  # torch finds which of them are equal
+    return each, each, tuple(each for _ in example[2:])
 
 
 def _first_line(error: Exception) -> str:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from dataloading.batch import Batch
+from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
+from nn.embedding.declared_tables import hands_out_rows
 from nn.models.model import Model
 from nn.models.ranking_model import RankingModel
 from nn.models.tasks import Task, check_logits, column_of
@@ -24,6 +26,7 @@ from serving.inference.model_rows import RaggedIds, Rows
 if TYPE_CHECKING:
     # Numba is imported only where there are keys.
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.sparse.jagged_tensor import JaggedTensor
 
     from dataloading.keys.key_maps import KeyMaps
 
@@ -101,9 +104,10 @@ class TrainingPath:
         rows: dict[str, Tensor],
         dense: Model,
         tasks: Sequence[Task],
+        spec: FeatureSpec,
     ) -> None:
         small = [replace(table, num_embeddings=len(numbers[table.name])) for table in tables]
-        self._model = _CompactModel(small, dense, numbers)
+        self._model = _CompactModel(small, dense, numbers, spec)
         self._model.load_state_dict(
             {f"tables.{name}": values for name, values in rows.items()}, strict=False
         )
@@ -129,17 +133,18 @@ class _CompactModel(RankingModel):
         tables: "Sequence[EmbeddingBagConfig]",
         dense: Model,
         numbers: dict[str, np.ndarray],
+        spec: FeatureSpec,
     ) -> None:
-        super().__init__(tables, dense)
+        handed_out = [table.name for table in tables if hands_out_rows(table, spec)]
+        super().__init__(tables, dense, handed_out=handed_out, sequences=spec.sequences)
         self._numbers = {name: torch.from_numpy(rows) for name, rows in numbers.items()}
 
-    def _look_up(self, table: "EmbeddingBagConfig", feature: str, batch: Batch) -> Tensor:
-        ids = batch.ids[feature]
-        places = torch.searchsorted(self._numbers[table.name], ids.values().long())
+    def _ids_of(self, table: str, feature: str, batch: Batch) -> "JaggedTensor":
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
-        small = replace(batch, ids={feature: JaggedTensor(places, lengths=ids.lengths())})
-        return super()._look_up(table, feature, small)
+        ids = batch.ids[feature]
+        places = torch.searchsorted(self._numbers[table], ids.values().long())
+        return JaggedTensor(places, lengths=ids.lengths())
 
 
 def prove(
@@ -204,4 +209,15 @@ def rows_of(batch: Batch, served: ServedModel) -> Rows:
         )
         for feature in served.manifest.ragged
     }
-    return Rows(batch.numerical, ids, ragged, batch.keep_rates)
+    # A batch has those of all groups of the dataset, and so has the manifest if it has any.
+    columns = [
+        (name, ragged[of.features[0]].lengths)
+        for of in served.manifest.sequences
+        for name in of.numbers
+    ]
+    events = batch.events if columns else ()
+    numbers = {
+        name: RaggedIds(values, lengths)
+        for (name, lengths), values in zip(columns, events, strict=True)
+    }
+    return Rows(batch.numerical, ids, ragged, batch.keep_rates, numbers)

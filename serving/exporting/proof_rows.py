@@ -1,7 +1,8 @@
 """Rows of a proof in a model directory, with which the versions that deltas make of it are proved without the dataset.
 
 The file holds, little-endian, int64: the number of rows B, whether they have keep rates, and the number of ids of each ragged
-feature; the ids [B, H]; lengths [B] and ids of each ragged feature. Then float32: the numericals [B, N], and the keep rates [B].
+feature; the ids [B, H]; lengths [B] and ids of each ragged feature. Then float32: the numericals [B, N], the keep rates [B], and
+the numbers of events.
 """
 
 from pathlib import Path
@@ -33,6 +34,8 @@ def write_proof_rows(directory: Path, rows: Rows) -> None:
         stream.write(rows.numerical.contiguous().numpy().astype("<f4", copy=False).data)
         if rows.keep_rates is not None:
             stream.write(rows.keep_rates.contiguous().numpy().astype("<f4", copy=False).data)
+        for numbers in rows.numbers.values():
+            stream.write(numbers.values.numpy().astype("<f4", copy=False).data)
 
 
 def read_proof_rows(directory: Path, manifest: Manifest) -> tuple[str, Rows]:
@@ -63,7 +66,13 @@ def read_proof_rows(directory: Path, manifest: Manifest) -> tuple[str, Rows]:
     }
     numerical = take("<f4", num_rows, len(manifest.numerical))
     rates = take("<f4", num_rows) if has_rates else None
+    numbers = {}
+    for sequence in manifest.sequences:
+        ids_of_events = ragged[sequence.features[0]]
+        for name in sequence.numbers:
+            numbers[name] = RaggedIds(take("<f4", len(ids_of_events.values)), ids_of_events.lengths)
     good = place == len(data) and num_rows > 0 and bool(numerical.isfinite().all())
+    good &= all(bool(of.values.isfinite().all()) for of in numbers.values())
     good &= rates is None or bool(((rates > 0) & (rates <= 1)).all())
     for feature in manifest.categorical:
         found = ragged.get(feature.name)
@@ -73,7 +82,7 @@ def read_proof_rows(directory: Path, manifest: Manifest) -> tuple[str, Rows]:
             good &= bool((found.lengths >= 0).all()) and int(found.lengths.sum()) == len(values)
     if not good:
         raise ModelError(f"{path} has rows that are not of the model; export it again")
-    return str(manifest.proof.get("split", DRAWN)), Rows(numerical, ids, ragged, rates)
+    return str(manifest.proof.get("split", DRAWN)), Rows(numerical, ids, ragged, rates, numbers)
 
 
 def _drawn(manifest: Manifest) -> Rows:

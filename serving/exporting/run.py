@@ -28,6 +28,7 @@ from serving.exporting.dense import (
     load_dense,
     load_onnx,
 )
+from serving.exporting.from_rows import FromRows
 from serving.exporting.proof import TrainingPath, looked_up_rows, proof_batches, prove, rows_of
 from serving.exporting.proof_rows import write_proof_rows
 from serving.exporting.raw_values import write_raw_values
@@ -42,9 +43,9 @@ from serving.manifest import (
     OF_ONNX,
     VOCABULARIES,
     Feature,
-    KeyFile,
     Manifest,
     Output,
+    Sequence,
     Table,
     describe_files,
 )
@@ -79,6 +80,17 @@ def export_model(options: ModelExportConfig) -> Manifest:
     if options.aoti is not None:
         check_aoti(options.aoti)
     trained = open_trained(Path(options.checkpoint).resolve(), options.data_path)
+    if options.fitted is not None and trained.source.spec.sequences:
+        raise ValueError(
+            f"fitted={options.fitted}: the dataset has the sequence {shown(trained.source.spec.sequences[0].name)}, and requests "
+            "of raw values have no events; leave fitted out, and send ids and numbers"
+        )
+    handed_out = [of.name for of in trained.tables if hands_out_rows(of, trained.source.spec)]
+    if options.onnx and handed_out:
+        raise ValueError(
+            f"onnx=true: the dense component takes rows of table {shown(handed_out[0])} itself, and finds their places by an "
+            "operation that ONNX lacks (searchsorted); leave onnx out"
+        )
     with new_output(output) as unfinished:
         return _write(unfinished, trained, options)
 
@@ -109,12 +121,6 @@ def open_trained(path: Path, data: str | None) -> Trained:
             "one with the same"
         )
     tables = declared_tables(config.model, spec)
-    handed_out = [table.name for table in tables if hands_out_rows(table, spec)]
-    if handed_out:
-        raise ValueError(
-            f"the dense component takes the rows of table {shown(handed_out[0])} itself, which no request has yet; export a "
-            "model that pools them"
-        )
     return Trained(saved, config, source, tables, tasks_of_run(config, spec))
 
 
@@ -136,20 +142,23 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
         for table in trained.tables
     ]
     rows = write_tables(directory, tables, trained.saved.index, dtype, numbers)
-    export_dense(directory, dense, len(spec.numerical), columns)
+    manifest = _manifest(trained, options, tables)
+    exported = FromRows(dense, manifest) if manifest.handed_out else dense
+    export_dense(directory, exported, len(spec.numerical), columns)
     if options.onnx:
-        export_onnx(directory, dense, len(spec.numerical), columns)
+        export_onnx(directory, exported, len(spec.numerical), columns)
     if options.aoti is not None:
-        export_aoti(directory, dense, len(spec.numerical), columns, options.aoti)
+        export_aoti(directory, exported, len(spec.numerical), columns, options.aoti)
     files = {
         table: write_key_rows(directory, table, keys)
         for table, keys in (maps.keys_of_rows() if maps is not None else {}).items()
     }
+    keys = {f.name: files[f.table or f.name] for f in spec.categorical if f.is_dynamic}
     raw = None
     if options.fitted is not None:
         raw = write_raw_values(directory, options.fitted, spec, trained.saved.facts)
-    manifest = _manifest(trained, options, tables, raw, files)
-    path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks)
+    manifest = replace(manifest, keys=keys, raw=raw)
+    path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks, spec)
     _write_manifest(directory, manifest, {})
     served = ServedModel.load(directory)
     # Before the files are described; the proof is of the same rows.
@@ -172,13 +181,8 @@ def _write_manifest(directory: Path, manifest: Manifest, proof: dict[str, Any]) 
     return complete
 
 
-def _manifest(
-    trained: Trained,
-    options: ModelExportConfig,
-    tables: list[Table],
-    raw: dict[str, Any] | None,
-    keys: dict[str, KeyFile],
-) -> Manifest:
+def _manifest(trained: Trained, options: ModelExportConfig, tables: list[Table]) -> Manifest:
+    """Return the manifest without raw values and raw keys."""
     spec, config, facts = trained.source.spec, trained.config, trained.saved.facts
     return Manifest(
         name=options.name or config.model.name.rpartition(":")[2],
@@ -189,8 +193,17 @@ def _manifest(
         outputs=[Output(task.name, task.is_binary, task.shift) for task in trained.tasks],
         dtype=options.dtype.name,
         tables=tables,
-        keys={f.name: keys[f.table or f.name] for f in spec.categorical if f.is_dynamic},
-        raw=raw,
+        sequences=[
+            Sequence(
+                name=group.name,
+                features=list(group.features),
+                numbers=[column.name for column in group.numbers],
+                time=group.time,
+                max_length=group.max_length,
+            )
+            for group in spec.sequences
+            if any(hands_out_rows(table, spec) for table in trained.tables)
+        ],
         source={
             "checkpoint": trained.saved.path.name,
             "step": facts["num_steps"],

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from configs.messages import shown
 from nn.ops.cuda_graph import CudaGraph
 from serving.gpu.dense import dense_on
 from serving.gpu.inputs import InputLayout
@@ -85,6 +86,11 @@ class GpuModel:
         device = torch.device(device)
         if max(feature.cardinality for feature in manifest.categorical) > MOST_ROWS_OF_TABLE:
             raise ModelError(f"{directory} has ids of more than 31 bits; serve it with device=cpu")
+        if manifest.handed_out:
+            raise ModelError(
+                f"{directory} takes rows of table {shown(manifest.handed_out[0][0].name)} itself, such as those of events, which "
+                "only a CPU looks up yet; serve it with device=cpu"
+            )
         raw = RawValues.load(directory, manifest) if manifest.raw else None
         keys = load_key_rows(directory, manifest)
         dense = dense_on(load_program(directory / DENSE), device, dense_dtype)

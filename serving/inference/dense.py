@@ -43,8 +43,8 @@ def import_loader() -> None:
     import torch.export.pt2_archive._package  # noqa: F401
 
 
-def load_dense(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return forward(numerical [B, N], embeddings [B, T]) -> logits on the CPU. Raises ModelError: as `load_program`."""
+def load_dense(path: Path) -> Callable[..., Tensor]:
+    """Return forward(numerical [B, N], embeddings [B, T], ...) -> logits on the CPU. Raises ModelError: as `load_program`."""
     return _loaded(path, lambda file: Program(zipfile.ZipFile(file))).forward
 
 

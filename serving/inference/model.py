@@ -28,7 +28,7 @@ class ServedModel:
         self,
         manifest: Manifest,
         look_up: Lookup,
-        dense: Callable[[Tensor, Tensor], Tensor],
+        dense: Callable[..., Tensor],
         raw: RawValues | None = None,
         keys: Mapping[str, KeyRows] | None = None,
     ) -> None:
@@ -52,7 +52,7 @@ class ServedModel:
     def logits(self, rows: Rows) -> Tensor:
         """Return the logits of the dense component, [B], or [B, O] of several outputs."""
         with torch.inference_mode():
-            return self._dense(rows.numerical, self._look_up(rows))
+            return self._dense(rows.numerical, *self._look_up(rows))
 
     def scores(self, *parts: Rows) -> Tensor:
         """Return the scores of rows, one part after another, [B, O]: probabilities of binary outputs, numbers of others."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RaggedIds:
-    """Ids of a feature whose rows differ in their number."""
+    """Ids of a feature whose rows differ in their number, or numbers of their events."""
 
-    values: Tensor  # int64, row after row
+    values: Tensor  # int64, or float32 numbers, row after row
     lengths: Tensor  # ids per row, int64 [B]
 
     def part(self, first: int, last: int) -> "RaggedIds":
@@ -31,6 +31,7 @@ class Rows:
     ids: Tensor
     ragged: Mapping[str, RaggedIds] = field(default_factory=dict)  # ids of the other features
     keep_rates: Tensor | None = None  # float32 [B]; None if no row has one
+    numbers: Mapping[str, RaggedIds] = field(default_factory=dict)  # of events, by name
 
     def __len__(self) -> int:
         return len(self.numerical)
@@ -42,6 +43,7 @@ class Rows:
             self.ids[first:last],
             {name: ids.part(first, last) for name, ids in self.ragged.items()},
             None if self.keep_rates is None else self.keep_rates[first:last],
+            {name: numbers.part(first, last) for name, numbers in self.numbers.items()},
         )
 
     @classmethod
@@ -49,13 +51,16 @@ class Rows:
         """Return the rows of several requests, one after another; a row without a keep rate has 1."""
         if len(parts) == 1:
             return parts[0]
-        ragged = {
-            name: RaggedIds(
-                torch.cat([part.ragged[name].values for part in parts]),
-                torch.cat([part.ragged[name].lengths for part in parts]),
-            )
-            for name in parts[0].ragged
-        }
+
+        def joined(of_parts: Sequence[Mapping[str, RaggedIds]]) -> dict[str, RaggedIds]:
+            return {
+                name: RaggedIds(
+                    torch.cat([part[name].values for part in of_parts]),
+                    torch.cat([part[name].lengths for part in of_parts]),
+                )
+                for name in of_parts[0]
+            }
+
         rates = None
         if any(part.keep_rates is not None for part in parts):
             rates = torch.cat(
@@ -67,6 +72,7 @@ class Rows:
         return cls(
             torch.cat([part.numerical for part in parts]),
             torch.cat([part.ids for part in parts]),
-            ragged,
+            joined([part.ragged for part in parts]),
             rates,
+            joined([part.numbers for part in parts]),
         )

@@ -25,8 +25,10 @@ MEMORY_FORMATS = {
 }
 LAYOUTS = {7: torch.strided}
 NAMESPACES = {"torch": torch, "_operator": operator}
-CHECK = "torch.ops.aten._assert_tensor_metadata.default"
-"""Of types that do not depend on the inputs."""
+OF_TYPES = tuple(
+    f"torch.ops.aten.{of}.default" for of in ("_assert_tensor_metadata", "promote_types")
+)
+"""Questions about types, which do not depend on the inputs: nothing reads the answer."""
 
 
 class _Name(str):
@@ -34,7 +36,7 @@ class _Name(str):
 
 
 class Program:
-    """forward(numerical [B, N], embeddings [B, T]) -> logits, by the operations of the exported module.
+    """forward(numerical [B, N], embeddings [B, T], ...) -> logits, by the operations of the exported module.
 
     Raises LookupError, TypeError, ValueError, AttributeError: the archive holds something else.
     """
@@ -58,7 +60,7 @@ class Program:
         self._calls: list[tuple] = []
         read = {self._output, *self._constants}
         for node in reversed(module["graph"]["nodes"]):
-            if node["target"] == CHECK:
+            if node["target"] in OF_TYPES:
                 continue
             positional = [_template(item["arg"]) for item in node["inputs"] if item["kind"] == 1]
             named = {
@@ -88,8 +90,8 @@ class Program:
             # A copy lies where torch's tensors do.
             yield name, flat.clone().as_strided(size, strides, meta["storage_offset"]["as_int"])
 
-    def forward(self, numerical: Tensor, embeddings: Tensor) -> Tensor:
-        values = self._constants | dict(zip(self._inputs, (numerical, embeddings), strict=True))
+    def forward(self, *inputs: Tensor) -> Tensor:
+        values = self._constants | dict(zip(self._inputs, inputs, strict=True))
         for function, positional, named, outputs, is_single, freed in self._calls:
             result = function(
                 *[_filled(item, values) for item in positional],

@@ -10,7 +10,7 @@ from torch import Tensor
 from configs.messages import shown
 from serving.inference.key_rows import KeyRows
 from serving.inference.model_rows import RaggedIds, Rows
-from serving.manifest import IDS, NUMERICAL, PADDING, Feature, Manifest
+from serving.manifest import IDS, NUMERICAL, PADDING, Feature, Manifest, Sequence
 
 COMPARED_ROWS = 64
 """Whose ids are compared with the rows of tables at once: one comparison per row takes twice as long."""
@@ -37,6 +37,7 @@ def describe_inputs(manifest: Manifest) -> list[dict[str, Any]]:
     if manifest.fixed:
         inputs.append((IDS, ids, [-1, manifest.id_columns]))
     inputs += [(feature.name, ids, [-1, -1]) for feature in manifest.ragged]
+    inputs += [(name, "FP32", [-1, -1]) for of in manifest.sequences for name in of.numbers]
     return [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in inputs]
 
 
@@ -68,15 +69,17 @@ class IdInputs:
             np.dtype(np.int32): np.array([min(count, 1 << 31) for count in rows], np.uint32),
             np.dtype(np.int64): np.array(rows, np.uint64),
         }
-        self._optional = {manifest.keep_rate} if manifest.keep_rate else set()
+        self._optional = {of.name for of in manifest.sequences if of.time is not None}
+        self._optional |= {manifest.keep_rate} if manifest.keep_rate else set()
         self._wanted = {entry["name"] for entry in describe_inputs(manifest)}
         if not with_numerical:
             self._wanted.discard(NUMERICAL)
 
     def rows(self, inputs: Mapping[str, np.ndarray], num_rows: int) -> Rows:
-        """Return the rows of the inputs `numerical` [B, N], `ids` [B, H] and of each ragged feature [B, L].
+        """Return the rows of the inputs `numerical` [B, N], `ids` [B, H], each ragged feature and number of events [B, L].
 
-        Raises InputError: an input is missing, unknown, of another shape, or has an id or number that is not valid.
+        With the moments of a group's rows, integers [B], its times are whole seconds, else ages. Raises InputError: an input
+        is missing, unknown, of another shape, or has an id or number that is not valid.
         """
         for name in self._wanted - set(inputs):
             got = ", ".join(shown(other) for other in list(inputs)[:8])
@@ -98,7 +101,12 @@ class IdInputs:
         ragged = {
             f.name: _ragged_ids(f, inputs[f.name], self._keys.get(f.name)) for f in manifest.ragged
         }
-        return Rows(numerical, ids, ragged, keep_rates(manifest, inputs, num_rows))
+        numbers_of = {
+            name: of_events
+            for sequence in manifest.sequences
+            for name, of_events in _numbers_of_events(sequence, ragged, inputs).items()
+        }
+        return Rows(numerical, ids, ragged, keep_rates(manifest, inputs, num_rows), numbers_of)
 
     def _fixed_ids(self, values: np.ndarray, num_rows: int) -> Tensor:
         matrix = _integers(IDS, values)
@@ -135,6 +143,51 @@ def _ragged_ids(feature: Feature, values: np.ndarray, keys: KeyRows | None) -> R
         row, column = (int(place) for place in bad.nonzero()[0])
         _refuse_id(feature.name, row, matrix[row, column], feature.cardinality)
     return RaggedIds(matrix[is_id].long(), is_id.sum(1))
+
+
+def _numbers_of_events(
+    sequence: Sequence, ragged: Mapping[str, RaggedIds], inputs: Mapping[str, np.ndarray]
+) -> dict[str, RaggedIds]:
+    group, first = sequence.group, sequence.features[0]
+    lengths = ragged[first].lengths
+    counts = lengths.numpy()
+    if (row := group.wrong_length(counts)) is not None:
+        _refuse(
+            f"feature {shown(first)}, row {row}: {counts[row]} events; want at most {group.max_length}, the latest ones"
+        )
+    for name in sequence.features[1:]:
+        own = ragged[name].lengths.numpy()
+        if (own != counts).any():
+            row = int((own != counts).argmax())
+            _refuse(
+                f"feature {shown(name)}, row {row}: {own[row]} events, and {shown(first)} has {counts[row]}; want equally many "
+                f"in all inputs of {shown(group.name)}"
+            )
+    moments = None
+    if group.name in inputs:
+        moments = _integers(group.name, inputs[group.name]).reshape(-1)
+        if len(moments) != len(counts):
+            _refuse(f"input {shown(group.name)} has {len(moments)} moments; want {len(counts)}")
+    found = {}
+    for column in group.numbers:
+        matrix = inputs[column.name]
+        if moments is not None and column.name == group.time:
+            matrix = _integers(column.name, matrix)
+        if matrix.dtype.kind not in "fiu":
+            _refuse(f"input {shown(column.name)} has no numbers; want FP32")
+        matrix = matrix.reshape(len(counts), -1)
+        if matrix.shape[1] < counts.max():
+            _refuse(
+                f"input {shown(column.name)} has shape {list(matrix.shape)}, and {shown(first)} {counts.max()} events in a row; "
+                "want a number for each"
+            )
+        values = matrix[np.arange(matrix.shape[1]) < counts[:, None]]
+        try:
+            values = group.checked(column, values, counts, moments, lambda row: f"row {row}")
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        found[column.name] = RaggedIds(torch.from_numpy(_own(values, np.float32)), lengths)
+    return found
 
 
 def keep_rates(

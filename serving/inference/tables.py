@@ -21,8 +21,8 @@ GATHERED = 1 << 22
 # B: rows, T: columns of all embeddings
 
 
-Lookup = Callable[[Rows], Tensor]
-"""Returns the embeddings of B rows, float32 [B, T]."""
+Lookup = Callable[[Rows], list[Tensor]]
+"""Returns what the dense component takes of B rows beside the numericals: first the embeddings, float32 [B, T]."""
 
 
 class LookedUp(Protocol):
@@ -45,6 +45,9 @@ class MappedTables:
         self, directory: Path, manifest: Manifest, instead: "Mapping[str, LookedUp] | None" = None
     ) -> None:
         places = manifest.id_places()
+        self._ragged = manifest.handed_out_ragged
+        handed_out = {declared.name for declared, _ in manifest.handed_out}
+        self._handed_out: list[tuple[LookedUp, str, slice]] = []
         self._lookups: list[tuple[LookedUp, str, slice]] = []
         self._widths: list[int] = []
         for declared in manifest.tables:
@@ -56,12 +59,15 @@ class MappedTables:
             for name in declared.features:
                 # A ragged feature has no columns among the ids.
                 place = places.get(name, slice(0, 0))
+                if declared.name in handed_out:
+                    self._handed_out.append((table, name, place))
+                    continue
                 self._lookups.append((table, name, place))
                 count = place.stop - place.start if declared.pooling == "none" else 1
                 self._widths.append(declared.columns * count)
 
-    def __call__(self, rows: Rows) -> Tensor:
-        """Return the embeddings: table after table, feature after feature."""
+    def __call__(self, rows: Rows) -> list[Tensor]:
+        """Return the embeddings, table after table, feature after feature; and what `FromRows` takes behind them."""
         found = torch.empty(len(rows), sum(self._widths))
         # Few calls of torch: each is a moment in which the event loop may take the interpreter away.
         ids = rows.ids.t().contiguous()
@@ -77,7 +83,14 @@ class MappedTables:
             else:
                 lengths = torch.full((len(rows),), place.stop - place.start)
                 target.copy_(table.pooled(RaggedIds(ids[place].t().reshape(-1), lengths)))
-        return found
+        looked_up = [
+            table.rows(
+                rows.ragged[name].values if name in rows.ragged else rows.ids[:, place].reshape(-1)
+            )
+            for table, name, place in self._handed_out
+        ]
+        lengths_of = [rows.ragged[name].lengths for name in self._ragged]
+        return [found, *looked_up, *lengths_of, *(each.values for each in rows.numbers.values())]
 
 
 class MappedTable:

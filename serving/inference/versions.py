@@ -85,6 +85,11 @@ def load_version(
         torch.zeros(1, len(manifest.numerical)),
         torch.zeros(1, manifest.id_columns, dtype=torch.int64),
         {feature.name: RaggedIds(one, one + 1) for feature in manifest.ragged},
+        numbers={
+            name: RaggedIds(torch.ones(1), one + 1)
+            for sequence in manifest.sequences
+            for name in sequence.numbers
+        },
     )
     try:
         score = model.scores(row)

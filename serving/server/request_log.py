@@ -204,7 +204,7 @@ def _ids(request: LoggedRequest) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _lines(request: LoggedRequest) -> Iterator[str]:
     version, now = request.version, round(time.time(), 3)
-    columns = dict(_columns(request.request, version.model.manifest))
+    columns = dict(_columns(request.request, version.model.manifest, request.rows))
     for output, scores in zip(version.model.manifest.outputs, request.scores.T, strict=True):
         columns[f"served_{output.name}"] = scores.tolist()
     for row in range(len(request.scores)):
@@ -213,9 +213,12 @@ def _lines(request: LoggedRequest) -> Iterator[str]:
         yield json.dumps(values | {"served_version": version.name}, ensure_ascii=False)
 
 
-def _columns(request: InferRequest, manifest: Manifest) -> Iterator[tuple[str, Sequence[Any]]]:
+def _columns(
+    request: InferRequest, manifest: Manifest, scored: Rows
+) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield the values of every row by the names of raw columns, or of features."""
     is_raw = not takes_ids(manifest, request.inputs)
+    moments = {sequence.name for sequence in manifest.sequences}
     for name, tensor in request.inputs.items():
         flat = tensor.values if tensor.datatype == TEXT else tensor.values.reshape(-1).tolist()
         # NaN is a missing number, and not JSON.
@@ -224,7 +227,10 @@ def _columns(request: InferRequest, manifest: Manifest) -> Iterator[tuple[str, S
         rows = [flat[i * width : (i + 1) * width] for i in range(request.num_rows)]
         if is_raw and (manifest.raw or {})["columns"].get(name) == 2:
             yield name, [without_end(row) for row in rows]
-        elif is_raw or name == manifest.keep_rate:
+        elif name in scored.numbers:
+            lengths = scored.numbers[name].lengths.tolist()
+            yield name, [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        elif is_raw or name == manifest.keep_rate or name in moments:
             yield name, [row[0] for row in rows]
         elif name == NUMERICAL:
             yield from zip(manifest.numerical, zip(*rows, strict=True), strict=True)

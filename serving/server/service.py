@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -327,6 +327,11 @@ def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:
             "ids": [
                 feature.name for feature in manifest.fixed for _ in range(feature.hotness or 0)
             ],
+            **(
+                {"sequences": [asdict(of) for of in manifest.sequences]}
+                if manifest.sequences
+                else {}
+            ),
             **raw_inputs,
         },
     }

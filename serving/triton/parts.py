@@ -57,7 +57,7 @@ def load_part(directory: Path, parameters: Mapping[str, str]) -> Part:
             keys = load_key_rows(directory, manifest)
             read = partial(_rows, IdInputs(manifest, keys, with_numerical=False))
             return lambda requests: _answers(
-                requests, read, lambda parts: {EMBEDDINGS: tables(Rows.joined(parts))}
+                requests, read, lambda parts: {EMBEDDINGS: tables(Rows.joined(parts))[0]}
             )
         case "dense":
             dense, head = load_dense(directory / DENSE), ScoreHead(manifest)

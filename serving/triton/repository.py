@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.messages import shown
 from configs.serving_schema import DenseFormat, Device, Layout, TritonConfig, require_model_name
 from dataloading.dataset.durable_files import new_output, require_absent, write_synced
 from serving.manifest import DENSE, IDS, MANIFEST, NUMERICAL, Manifest
@@ -44,6 +45,11 @@ def write_repository(config: TritonConfig) -> list[str]:
     manifest.verify(directory)
     name = config.name or manifest.name
     require_model_name(name)
+    if manifest.handed_out and (config.layout is Layout.ensemble or config.device is Device.cuda):
+        raise ValueError(
+            f"{directory} takes rows of table {shown(manifest.handed_out[0][0].name)} itself, such as those of events; use "
+            "layout=monolithic device=cpu"
+        )
     with new_output(output) as unfinished:
         if config.layout is Layout.monolithic:
             return [_write_monolithic(unfinished, directory, manifest, config, name)]
@@ -65,6 +71,8 @@ def _write_monolithic(
     on_gpu = config.device is Device.cuda
     message = _model(config, name, inputs, _scores(manifest), on_gpu=on_gpu)
     message |= _python(parameters)
+    if manifest.sequences:
+        del message["model_warmup"]  # of zeros, and an age of 0 is refused
     _write_model(root / name, message, directory, lambda _: True)
     return name
 
@@ -184,7 +192,9 @@ def _numerical(manifest: Manifest) -> list[dict[str, Any]]:
 def _ids(manifest: Manifest) -> list[dict[str, Any]]:
     kind = "TYPE_INT32" if manifest.has_short_ids else "TYPE_INT64"
     fixed = [_tensor(IDS, kind, [manifest.id_columns])] if manifest.fixed else []
-    return fixed + [_tensor(feature.name, kind, [-1]) for feature in manifest.ragged]
+    ragged = [_tensor(feature.name, kind, [-1]) for feature in manifest.ragged]
+    numbers = [name for sequence in manifest.sequences for name in sequence.numbers]
+    return [*fixed, *ragged, *(_tensor(name, "TYPE_FP32", [-1]) for name in numbers)]
 
 
 def _scores(manifest: Manifest) -> list[dict[str, Any]]:

@@ -36,10 +36,13 @@ MODELS = {
     "din": ["name=din", "attention_hidden=[9]", "hidden=[8]", "item_features=[item]"],
     "sasrec": ["name=sasrec", "hidden=[8]", "item_features=[item]", "relative_bias=true"],
     "bst": ["name=bst", "hidden=[8]", "item_features=[item,genre]"],
+    "transact": ["name=transact", "hidden=[8]", "item_features=[item]", "recent=3", "outputs=2"],
+    "onetrans": ["name=onetrans", "hidden=[8]", "item_features=[item]", "token_dim=8", "tokens=3"],
+    "sim": ["name=sim", "hidden=[8]", "item_features=[item]", "found=2", "recent=2"],
     "hstu": [
         # Of the default, a score depends on the rows beside it.
-        *("name=nn.models.hstu:HSTU", "attention_norm=capacity", "item_features=[item,genre]"),
-        *("width=16", "heads=2", "head_dim=8", "layers=2", "relative_bias=true"),
+        *("name=hstu", "attention_norm=capacity", "item_features=[item,genre]"),
+        *("width=16", "heads=2", "head_dim=8", "layers=2", "relative_bias=true", "hour=price"),
     ],
 }
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.compiler import is_exporting
 
 from nn.layers.sequence import Positions, SamplePositions
 from nn.ops.jagged import offsets, pad, places
@@ -27,26 +28,27 @@ def latest(at: SamplePositions, count: int) -> ChosenEvents:
     """Return the last `count` events of each sample, oldest first."""
     lengths = at.lengths.clamp(max=count)
     starts = at.starts + at.lengths - lengths
-    if len(starts) * count >= len(at.samples):
+    # Either is right; an exported program has one for all sizes.
+    if not is_exporting() and starts.shape[0] * count >= at.samples.shape[0]:
         return ChosenEvents(None, Positions(starts, lengths, at.samples, count))
-    return _compact(starts, lengths, len(at.samples), count)
+    return _compact(starts, lengths, at.samples.shape[0], count)
 
 
 def most_similar(scores: Tensor, at: SamplePositions, count: int) -> ChosenEvents:
     """Return the `count` events of each sample with the highest scores [C], from the highest on; of equal ones the first."""
     _, is_event = offsets(at)
-    of_sample = torch.where(is_event, at.samples, len(at.starts))
+    of_sample = torch.where(is_event, at.samples, at.starts.shape[0])
     order = torch.argsort(scores, descending=True, stable=True)
     order = order[torch.argsort(of_sample[order], stable=True)]
     chosen = _compact(
-        at.lengths.cumsum(0) - at.lengths, at.lengths.clamp(max=count), len(order), count
+        at.lengths.cumsum(0) - at.lengths, at.lengths.clamp(max=count), order.shape[0], count
     )
     return ChosenEvents(chosen.of(order), chosen.at)
 
 
 def _compact(starts: Tensor, lengths: Tensor, positions: int, count: int) -> ChosenEvents:
     """Return the first positions from `starts` on, of so many, in `count` positions per sample."""
-    sample, place = (torch.arange(size, device=starts.device) for size in (len(starts), count))
+    sample, place = (torch.arange(size, device=starts.device) for size in (starts.shape[0], count))
     index = (starts[:, None] + place).clamp(max=positions - 1).flatten()
     samples = sample[:, None].expand(-1, count).flatten()
     return ChosenEvents(index, Positions(sample * count, lengths, samples, count))
@@ -55,7 +57,7 @@ def _compact(starts: Tensor, lengths: Tensor, positions: int, count: int) -> Cho
 def latest_vectors(values: Tensor, at: SamplePositions, count: int) -> Tensor:
     """Return the last `count` vectors of each sample, the last one first, [B, count, D] from [C, D]; zeros where it has fewer."""
     place = at.lengths[:, None] - 1 - torch.arange(count, device=values.device)
-    index = (at.starts[:, None] + place.clamp(min=0)).clamp(max=len(values) - 1)
+    index = (at.starts[:, None] + place.clamp(min=0)).clamp(max=values.shape[0] - 1)
     found = values.index_select(0, index.flatten()).unflatten(0, index.shape)
     return torch.where((place >= 0)[:, :, None], found, 0)
 

@@ -21,8 +21,8 @@ from nn.ops.hstu_attention import JaggedPositions
 
 # Columns of a head are powers of two, of at least 16 for tensor cores.
 FORWARD = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
-OF_KEYS = {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": 2}
-OF_QUERIES = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2}
+OF_KEYS = {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": 2, "EARLY": True}
+OF_QUERIES = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 # With a few queries per sample the kernels read keys and values once, and memory is the bound.
 FEW_QUERIES = {"BLOCK_Q": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
 # Products of float32 are three of tensor cores each, and compile for minutes in large blocks.
@@ -63,7 +63,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = (_with_packed_heads(of) for of in (q, k, v))
         ctx.positions, ctx.options = (keys, queries), (num_candidates, scale)
         ctx.save_for_backward(q, k, v, norm)
-        out = _zeros(q)
+        out = _empty(q)
         blocks = _blocks(FORWARD, q, queries)
         arguments = (q, k, v, *_positions(keys, queries), norm, out)
         _launch(_forward, queries, "BLOCK_Q", blocks, arguments, q, k, v, num_candidates, scale)
@@ -75,7 +75,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, norm = ctx.saved_tensors
         keys, queries = ctx.positions
         grad = grad.contiguous()
-        of_q, of_k, of_v = _zeros(q), _zeros(k), _zeros(v)
+        of_q, of_k, of_v = _empty(q), _empty(k), _empty(v)
         inputs = (q, k, v, *_positions(keys, queries), norm, grad)
         blocks = _blocks(OF_KEYS, q, queries)
         _launch(_of_keys, keys, "BLOCK_K", blocks, (*inputs, of_k, of_v), q, k, v, *ctx.options)
@@ -89,9 +89,8 @@ def _with_packed_heads(values: Tensor) -> Tensor:
     return values if values.stride()[1:] == (values.shape[2], 1) else values.contiguous()
 
 
-def _zeros(like: Tensor) -> Tensor:
-    # Positions that belong to no sample have no program.
-    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _blocks(blocks: dict[str, int], q: Tensor, queries: JaggedPositions) -> dict[str, int]:
@@ -117,15 +116,18 @@ def _launch(
     scale: float,
 ) -> None:
     heads = q.shape[1]
+    # Those behind the last sample's clear the positions of none.
     num_blocks = triton.cdiv(over.max_length, blocks[block])
     is_float32 = q.dtype is torch.float32
-    kernel[(num_blocks * len(over.starts) * heads,)](
+    kernel[(num_blocks * (len(over.starts) + 1) * heads,)](
         *arguments,
         scale,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
         num_blocks,
+        len(over.starts),
+        len(over.samples),
+        Q_STRIDE=q.stride(0),
+        K_STRIDE=k.stride(0),
+        V_STRIDE=v.stride(0),
         HEADS=heads,
         COLUMNS=q.shape[2],
         CANDIDATES=num_candidates,
@@ -167,6 +169,29 @@ def _sample(num_blocks, starts, lengths, q_starts, q_lengths, HEADS: tl.constexp
 
 
 @triton.jit
+def _clear(
+    out,
+    starts,
+    lengths,
+    num_blocks,
+    num_samples,
+    num_positions,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store zeros at the positions behind the last sample's."""
+    program = tl.program_id(0) - num_samples * num_blocks * HEADS
+    start = (tl.load(starts + num_samples - 1) + tl.load(lengths + num_samples - 1)).to(tl.int64)
+    count = (num_positions - start).to(tl.int32)
+    out += start * (HEADS * COLUMNS) + program % HEADS * COLUMNS
+    zeros = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for first in range(program // HEADS * BLOCK, count, num_blocks * BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        _store(out, row, HEADS * COLUMNS, count, zeros, COLUMNS)
+
+
+@triton.jit
 def _rows(first, row, stride, count, COLUMNS: tl.constexpr):
     """Load rows [BLOCK, COLUMNS], zeros from `count` on."""
     column = tl.arange(0, COLUMNS)
@@ -194,10 +219,12 @@ def _forward(
     norm,
     out,
     scale,
-    q_stride,
-    k_stride,
-    v_stride,
     num_blocks,
+    num_samples,
+    num_positions,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -206,6 +233,19 @@ def _forward(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    if tl.program_id(0) >= num_samples * num_blocks * HEADS:
+        _clear(
+            out,
+            q_starts,
+            q_lengths,
+            num_blocks,
+            num_samples,
+            num_positions,
+            HEADS,
+            COLUMNS,
+            BLOCK_Q,
+        )
+        return
     block, sample, head, start, length, q_start, q_length = _sample(
         num_blocks, starts, lengths, q_starts, q_lengths, HEADS
     )
@@ -216,22 +256,22 @@ def _forward(
     rows = row + tl.arange(0, BLOCK_Q)
     first = length - q_length + row
     query = length - q_length + rows
-    k += start * k_stride + head * COLUMNS
-    v += start * v_stride + head * COLUMNS
-    of_rows = _rows(q + q_start * q_stride + head * COLUMNS, rows, q_stride, q_length, COLUMNS)
+    k += start * K_STRIDE + head * COLUMNS
+    v += start * V_STRIDE + head * COLUMNS
+    of_rows = _rows(q + q_start * Q_STRIDE + head * COLUMNS, rows, Q_STRIDE, q_length, COLUMNS)
     sums = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
     unmasked = tl.minimum(first, length - CANDIDATES) // BLOCK_K * BLOCK_K
     for n in range(0, unmasked, BLOCK_K):
         key = n + tl.arange(0, BLOCK_K)
-        of_keys = _rows(k, key, k_stride, length, COLUMNS)
-        values = _rows(v, key, v_stride, length, COLUMNS)
+        of_keys = _rows(k, key, K_STRIDE, length, COLUMNS)
+        values = _rows(v, key, V_STRIDE, length, COLUMNS)
         h = tl.dot(of_rows, tl.trans(of_keys), input_precision=PRECISION) * (0.5 * scale)
         weights = h * _one_plus_tanh(h, APPROXIMATE)
         sums = tl.dot(weights.to(values.dtype), values, sums, input_precision=PRECISION)
     for n in range(unmasked, tl.minimum(first + BLOCK_Q, length), BLOCK_K):
         key = n + tl.arange(0, BLOCK_K)
-        of_keys = _rows(k, key, k_stride, length, COLUMNS)
-        values = _rows(v, key, v_stride, length, COLUMNS)
+        of_keys = _rows(k, key, K_STRIDE, length, COLUMNS)
+        values = _rows(v, key, V_STRIDE, length, COLUMNS)
         h = tl.dot(of_rows, tl.trans(of_keys), input_precision=PRECISION) * (0.5 * scale)
         seen = _sees(query[:, None], key[None, :], length, CANDIDATES)
         weights = tl.where(seen, h * _one_plus_tanh(h, APPROXIMATE), 0.0)
@@ -239,6 +279,50 @@ def _forward(
     sums = sums / tl.load(norm + sample).to(tl.float32)
     stride = HEADS * COLUMNS
     _store(out + q_start * stride + head * COLUMNS, rows, stride, q_length, sums, COLUMNS)
+
+
+@triton.jit
+def _add_queries(
+    m,
+    q,
+    grad,
+    of_keys,
+    values,
+    key,
+    k_sums,
+    v_sums,
+    before,
+    length,
+    q_length,
+    scale,
+    Q_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    rows = m + tl.arange(0, BLOCK_Q)
+    of_rows = _rows(q, rows, Q_STRIDE, q_length, COLUMNS)
+    grads = _rows(grad, rows, STRIDE, q_length, COLUMNS)
+    h = tl.dot(of_keys, tl.trans(of_rows), input_precision=PRECISION)
+    if EARLY:
+        of_weights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
+    h = h * (0.5 * scale)
+    u = _one_plus_tanh(h, APPROXIMATE)
+    if MASKED:
+        # With u = 0 both the weight and its derivative are 0.
+        u = tl.where(_sees(before + rows[None, :], key[:, None], length, CANDIDATES), u, 0.0)
+    weights = h * u
+    v_sums = tl.dot(weights.to(grads.dtype), grads, v_sums, input_precision=PRECISION)
+    if not EARLY:
+        of_weights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
+    of_scores = of_weights * (u + weights * (2.0 - u))
+    k_sums = tl.dot(of_scores.to(of_rows.dtype), of_rows, k_sums, input_precision=PRECISION)
+    return k_sums, v_sums
 
 
 @triton.jit
@@ -255,10 +339,12 @@ def _of_keys(
     of_k,
     of_v,
     scale,
-    q_stride,
-    k_stride,
-    v_stride,
     num_blocks,
+    num_samples,
+    num_positions,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -266,7 +352,17 @@ def _of_keys(
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr = True,
+    EARLY: tl.constexpr = False,
 ):
+    if tl.program_id(0) >= num_samples * num_blocks * HEADS:
+        _clear(
+            of_k, starts, lengths, num_blocks, num_samples, num_positions, HEADS, COLUMNS, BLOCK_K
+        )
+        _clear(
+            of_v, starts, lengths, num_blocks, num_samples, num_positions, HEADS, COLUMNS, BLOCK_K
+        )
+        return
     # The first keys have most queries, and begin first.
     block, sample, head, start, length, q_start, q_length = _sample(
         num_blocks, starts, lengths, q_starts, q_lengths, HEADS
@@ -275,31 +371,111 @@ def _of_keys(
         return
     key = block * BLOCK_K + tl.arange(0, BLOCK_K)
     stride = HEADS * COLUMNS
-    q += q_start * q_stride + head * COLUMNS
+    q += q_start * Q_STRIDE + head * COLUMNS
     grad += q_start * stride + head * COLUMNS
-    of_keys = _rows(k + start * k_stride + head * COLUMNS, key, k_stride, length, COLUMNS)
-    values = _rows(v + start * v_stride + head * COLUMNS, key, v_stride, length, COLUMNS)
+    of_keys = _rows(k + start * K_STRIDE + head * COLUMNS, key, K_STRIDE, length, COLUMNS)
+    values = _rows(v + start * V_STRIDE + head * COLUMNS, key, V_STRIDE, length, COLUMNS)
     k_sums = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     v_sums = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     before = length - q_length
     first = tl.maximum(block * BLOCK_K - before, 0) // BLOCK_Q * BLOCK_Q
-    for m in range(first, q_length, BLOCK_Q):
-        rows = m + tl.arange(0, BLOCK_Q)
-        of_rows = _rows(q, rows, q_stride, q_length, COLUMNS)
-        grads = _rows(grad, rows, stride, q_length, COLUMNS)
-        h = tl.dot(of_keys, tl.trans(of_rows), input_precision=PRECISION) * (0.5 * scale)
-        u = _one_plus_tanh(h, APPROXIMATE)
-        seen = _sees(before + rows[None, :], key[:, None], length, CANDIDATES)
-        weights = tl.where(seen, h * u, 0.0)
-        v_sums = tl.dot(weights.to(grads.dtype), grads, v_sums, input_precision=PRECISION)
-        of_weights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
-        of_scores = tl.where(seen, of_weights * u * (1.0 + h * (2.0 - u)), 0.0)
-        k_sums = tl.dot(of_scores.to(of_rows.dtype), of_rows, k_sums, input_precision=PRECISION)
+    # Queries from here on see all keys of the block, if those are no candidates.
+    unmasked = tl.cdiv(block * BLOCK_K + BLOCK_K - 1 - before, BLOCK_Q) * BLOCK_Q
+    if CANDIDATES > 1:
+        unmasked = tl.where((block + 1) * BLOCK_K > length - CANDIDATES, q_length, unmasked)
+    if not SPLIT:
+        unmasked = q_length
+    unmasked = tl.minimum(tl.maximum(unmasked, first), q_length)
+    for m in range(first, unmasked, BLOCK_Q):
+        k_sums, v_sums = _add_queries(
+            m,
+            q,
+            grad,
+            of_keys,
+            values,
+            key,
+            k_sums,
+            v_sums,
+            before,
+            length,
+            q_length,
+            scale,
+            Q_STRIDE,
+            stride,
+            COLUMNS,
+            CANDIDATES,
+            APPROXIMATE,
+            PRECISION,
+            BLOCK_Q,
+            True,
+            EARLY,
+        )
+    for m in range(unmasked, q_length, BLOCK_Q):
+        k_sums, v_sums = _add_queries(
+            m,
+            q,
+            grad,
+            of_keys,
+            values,
+            key,
+            k_sums,
+            v_sums,
+            before,
+            length,
+            q_length,
+            scale,
+            Q_STRIDE,
+            stride,
+            COLUMNS,
+            CANDIDATES,
+            APPROXIMATE,
+            PRECISION,
+            BLOCK_Q,
+            False,
+            EARLY,
+        )
     inverse = 1.0 / tl.load(norm + sample).to(tl.float32)
     k_sums = k_sums * (0.5 * scale * inverse)
     target = start * stride + head * COLUMNS
     _store(of_k + target, key, stride, length, k_sums, COLUMNS)
     _store(of_v + target, key, stride, length, v_sums * inverse, COLUMNS)
+
+
+@triton.jit
+def _add_keys(
+    n,
+    k,
+    v,
+    of_rows,
+    grads,
+    query,
+    sums,
+    length,
+    scale,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    key = n + tl.arange(0, BLOCK_K)
+    of_keys = _rows(k, key, K_STRIDE, length, COLUMNS)
+    values = _rows(v, key, V_STRIDE, length, COLUMNS)
+    h = tl.dot(of_rows, tl.trans(of_keys), input_precision=PRECISION)
+    if EARLY:
+        of_weights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
+    h = h * (0.5 * scale)
+    u = _one_plus_tanh(h, APPROXIMATE)
+    if MASKED:
+        u = tl.where(_sees(query[:, None], key[None, :], length, CANDIDATES), u, 0.0)
+    if not EARLY:
+        of_weights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
+    of_scores = of_weights * (u + h * u * (2.0 - u))
+    return tl.dot(of_scores.to(of_keys.dtype), of_keys, sums, input_precision=PRECISION)
 
 
 @triton.jit
@@ -315,10 +491,12 @@ def _of_queries(
     grad,
     of_q,
     scale,
-    q_stride,
-    k_stride,
-    v_stride,
     num_blocks,
+    num_samples,
+    num_positions,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -326,7 +504,22 @@ def _of_queries(
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr = True,
+    EARLY: tl.constexpr = False,
 ):
+    if tl.program_id(0) >= num_samples * num_blocks * HEADS:
+        _clear(
+            of_q,
+            q_starts,
+            q_lengths,
+            num_blocks,
+            num_samples,
+            num_positions,
+            HEADS,
+            COLUMNS,
+            BLOCK_Q,
+        )
+        return
     block, sample, head, start, length, q_start, q_length = _sample(
         num_blocks, starts, lengths, q_starts, q_lengths, HEADS
     )
@@ -336,21 +529,57 @@ def _of_queries(
     rows = row + tl.arange(0, BLOCK_Q)
     query = length - q_length + rows
     stride = HEADS * COLUMNS
-    k += start * k_stride + head * COLUMNS
-    v += start * v_stride + head * COLUMNS
-    of_rows = _rows(q + q_start * q_stride + head * COLUMNS, rows, q_stride, q_length, COLUMNS)
+    k += start * K_STRIDE + head * COLUMNS
+    v += start * V_STRIDE + head * COLUMNS
+    of_rows = _rows(q + q_start * Q_STRIDE + head * COLUMNS, rows, Q_STRIDE, q_length, COLUMNS)
     target = q_start * stride + head * COLUMNS
     grads = _rows(grad + target, rows, stride, q_length, COLUMNS)
     sums = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
-    for n in range(0, tl.minimum(length - q_length + row + BLOCK_Q, length), BLOCK_K):
-        key = n + tl.arange(0, BLOCK_K)
-        of_keys = _rows(k, key, k_stride, length, COLUMNS)
-        values = _rows(v, key, v_stride, length, COLUMNS)
-        h = tl.dot(of_rows, tl.trans(of_keys), input_precision=PRECISION) * (0.5 * scale)
-        u = _one_plus_tanh(h, APPROXIMATE)
-        of_weights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
-        seen = _sees(query[:, None], key[None, :], length, CANDIDATES)
-        of_scores = tl.where(seen, of_weights * u * (1.0 + h * (2.0 - u)), 0.0)
-        sums = tl.dot(of_scores.to(of_keys.dtype), of_keys, sums, input_precision=PRECISION)
+    end = tl.minimum(length - q_length + row + BLOCK_Q, length)
+    unmasked = tl.minimum(length - q_length + row, length - CANDIDATES) // BLOCK_K * BLOCK_K
+    if not SPLIT:
+        unmasked = 0
+    for n in range(0, unmasked, BLOCK_K):
+        sums = _add_keys(
+            n,
+            k,
+            v,
+            of_rows,
+            grads,
+            query,
+            sums,
+            length,
+            scale,
+            K_STRIDE,
+            V_STRIDE,
+            COLUMNS,
+            CANDIDATES,
+            APPROXIMATE,
+            PRECISION,
+            BLOCK_K,
+            False,
+            EARLY,
+        )
+    for n in range(unmasked, end, BLOCK_K):
+        sums = _add_keys(
+            n,
+            k,
+            v,
+            of_rows,
+            grads,
+            query,
+            sums,
+            length,
+            scale,
+            K_STRIDE,
+            V_STRIDE,
+            COLUMNS,
+            CANDIDATES,
+            APPROXIMATE,
+            PRECISION,
+            BLOCK_K,
+            True,
+            EARLY,
+        )
     factor = 0.5 * scale / tl.load(norm + sample).to(tl.float32)
     _store(of_q + target, rows, stride, q_length, sums * factor, COLUMNS)

@@ -570,6 +570,11 @@ def put(section, name, at=None, value=None):
         ),
         (
             "own",
+            lambda columns: columns["events"].update(hist_item=columns["ids"].pop("hist_item")),
+            "group 'history': no hist_item; append all its columns at once",
+        ),
+        (
+            "own",
             put("lengths", "history"),
             "feature 'hist_item' is of group 'history': want lengths of the group beside its ids",
         ),
@@ -621,6 +626,24 @@ def test_the_writer_refuses_a_wrong_event(tmp_path, form, change, message):
         write_events(tmp_path / "data", form, change=change)
     assert message in str(error.value)
     assert not (tmp_path / "data").exists()
+
+
+def test_a_log_may_have_times_before_1970(tmp_path):
+    columns = (
+        CategoricalFeature.of("hist_item", 9, None),
+        CategoricalFeature.of("hist_genre", 9, None),
+    )
+    with write_dataset(tmp_path / "data", categorical=columns, sequences=GROUPS[:1]) as dataset:
+        dataset.append_events(
+            ids={"hist_item": np.arange(3), "hist_genre": np.arange(3)},
+            events={"hist_time": np.array([-5, 0, 7]), "hist_rating": np.ones(3)},
+        )
+        for split in ("train", "test"):
+            moments = {"history": np.array([-1, 8])}
+            slices = {"history": np.array([[0, 1], [0, 3]])}
+            dataset[split].append(labels=np.array([0, 1]), slices=slices, moments=moments)
+    source = open_dataset(FeatureSpec.load(tmp_path / "data"))
+    assert source.read("train", np.array([[0, 2]])).events[0].tolist() == [4, 13, 8, 1]
 
 
 def test_the_documented_example_and_spec_are_read(tmp_path, monkeypatch):

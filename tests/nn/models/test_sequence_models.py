@@ -588,8 +588,8 @@ REFUSALS = {
     ),
     "a candidate with another table": (
         {"item_features": ["genre"]},
-        "item feature 'genre' needs one id per row and the table of 'hist_item', got 1 ids and table 'genre'; set table: item "
-        "in the feature spec",
+        "item feature 'genre' needs one id per row and the table of 'hist_item', got 1 ids and table 'genre'; name item "
+        "features in the order of hist_item: here item, or set table: item in the feature spec",
     ),
     "a candidate of several ids": (
         {"item_features": ["tags"]},

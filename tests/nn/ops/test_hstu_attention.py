@@ -49,7 +49,7 @@ def test_the_interpreted_kernels_equal_plain_torch(num_candidates, columns, few,
     for name, sizes in (("FORWARD", (16, 32)), ("OF_KEYS", (32, 16)), ("OF_QUERIES", (16, 32))):
         blocks = dict(zip(("BLOCK_Q", "BLOCK_K"), sizes, strict=True))
         monkeypatch.setattr(triton_attention, name, blocks)
-    at = positions_of([num_candidates, 33], spare=5)
+    at = positions_of([num_candidates, 33], spare=100)
     packed = torch.randn(len(at.samples), 3, 2, columns, generator=torch.Generator().manual_seed(0))
     packed[~at.is_inside] = torch.nan
     wanted = outcome(hstu_attention, packed, at, num_candidates, few=few)
@@ -80,5 +80,6 @@ def relative_errors(
 @pytest.mark.parametrize("few", [False, True])
 def test_compiled_kernels_round_as_their_dtype_and_repeat_bit_by_bit(num_candidates, few):
     lengths = [700, 33, 1300, num_candidates, 129]
-    assert max(relative_errors(torch.bfloat16, lengths, num_candidates, few=few)) < 3.5e-3
+    # A rounding to bfloat16 is 2.3e-3 of the norm; gradients round weights and results.
+    assert max(relative_errors(torch.bfloat16, lengths, num_candidates, few=few)) < 5e-3
     assert max(relative_errors(torch.float32, lengths, num_candidates, few=few)) < 2e-6

@@ -185,6 +185,7 @@ def build_hstu_attention() -> None:
     dtypes |= dict.fromkeys(("starts", "lengths", "q_starts", "q_lengths", "norm"), "*i64")
     dtypes["scale"] = "fp32"
     head = {"HEADS": 4, "COLUMNS": 128, "CANDIDATES": 1, "APPROXIMATE": True, "PRECISION": "tf32"}
+    head |= dict.fromkeys(("Q_STRIDE", "K_STRIDE", "V_STRIDE"), 4 * 512)
     for name, blocks in (
         ("_forward", kernels.FORWARD),
         ("_of_keys", kernels.OF_KEYS),
@@ -192,8 +193,9 @@ def build_hstu_attention() -> None:
         *((name, kernels.FEW_QUERIES) for name in ("_forward", "_of_keys", "_of_queries")),
     ):
         kernel = getattr(kernels, name)
-        names = [*dtypes, "q_stride", "k_stride", "v_stride"]
-        build(kernel, dtypes, aligned=[of for of in names if of != "scale"], **head, **blocks)
+        if name != "_forward":
+            blocks = {"SPLIT": True, "EARLY": True} | blocks
+        build(kernel, dtypes, aligned=[of for of in dtypes if of != "scale"], **head, **blocks)
 
 
 def build_fp8() -> None:

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from preproc.transformed_rows import open_transformed_rows
 from tests.helpers.preproc_command import Refused, preproc
 from tests.preproc.table.test_pipeline import build
 from tests.preproc.table.test_sequence import ids_of
@@ -109,6 +110,15 @@ def test_lists_stay_with_their_rows_in_another_order(tmp_path):
     assert sorted(seen) == sorted(wanted)
     assert seen != wanted
     preproc("mode=verify", f"path={tmp_path / 'out'}")
+
+
+def test_raw_rows_with_lists_are_refused_with_the_reason(tmp_path):
+    path = write(tmp_path, random_rows(4), is_text=False)
+    build(tmp_path / "out", described(path, is_text=False))
+    with pytest.raises(
+        ValueError, match="the lists of 'past' are written in slices; make a dataset"
+    ):
+        open_transformed_rows(tmp_path / "out", [path])
 
 
 def test_lists_without_times_or_numbers(tmp_path):

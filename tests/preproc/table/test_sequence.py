@@ -327,6 +327,26 @@ def test_no_late_row_of_a_later_day_sees_an_event_of_its_time_or_later(tmp_path)
     assert seen[3] == seen[1]
 
 
+def test_users_in_another_writing_are_refused(tmp_path):
+    """5.0 is no user 5: its rows would see nothing, without a word."""
+    first, other = tmp_path / "0.parquet", tmp_path / "1.parquet"
+    for path, user in ((first, 5), (other, 5.0)):
+        row = {"user": user, "item": "a", "shop": "1", "rating": 5.0}
+        rows = [row | {"time": time, "y": time % 2} for time in range(8)]
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    message = "'past: by': 5 would be the value '5.0', and in the fit it was '5'"
+    table = described(first) | {"categorical": ["item", "shop"]}
+    build(tmp_path / "out", table)
+    options = "mode=extend", f"fitted={tmp_path / 'out'}"
+    with pytest.raises(Refused, match=message):
+        build(tmp_path / "x", table | {"sources": {"t": {"files": str(other)}}}, *options)
+    table |= {"query": "SELECT *, order_ AS place FROM t", "order_by": ["place"]}
+    table["sources"] |= {"views": {"files": str(other)}}
+    table["sequence"] = [table["sequence"][0] | {"source": "views"}]
+    with pytest.raises(Refused, match=f"source 'views': {message}"):
+        build(tmp_path / "x", table)
+
+
 def test_new_rows_see_events_of_their_own_sources(tmp_path):
     old, new = random_rows(14), random_rows(15)
     build(tmp_path / "fit", described(write_rows(tmp_path / "old.csv", old)), "frequency_limit=2")

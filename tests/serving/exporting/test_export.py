@@ -23,6 +23,7 @@ from serving.exporting.dense import check_aoti, export_dense, export_onnx, load_
 from serving.inference.dense import check_archive, load_dense
 from serving.inference.versions import load_version
 from serving.manifest import AOTI, DENSE, MACHINE_CODE, MANIFEST, ONNX, Manifest, ModelError
+from tests.helpers import sequence_models
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu, tiny
 from tests.helpers.distributed import run_distributed
 from tests.helpers.forks import python
@@ -81,6 +82,7 @@ def runs(tmp_path_factory, two_labels, ragged_data):  # noqa: F811
 
 def test_the_cases_have_every_model():
     named = {CASES[name].name for name in COMPLETE + DENSE_ONLY} | {"dlrm", "dcnv2"}
+    named |= set(sequence_models.MODELS)  # in test_sequences.py
     assert named == set(MODELS)
 
 

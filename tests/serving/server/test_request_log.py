@@ -169,7 +169,12 @@ def test_most_requests_are_not_logged_and_none_without_the_option(model, tmp_pat
 def version():
     output = SimpleNamespace(name="click", is_binary=True)
     manifest = SimpleNamespace(
-        outputs=[output], raw={"columns": {"a": 1}}, fixed=[], numerical=[], keep_rate=None
+        outputs=[output],
+        raw={"columns": {"a": 1}},
+        fixed=[],
+        numerical=[],
+        keep_rate=None,
+        sequences=[],
     )
     return SimpleNamespace(name="1", model=SimpleNamespace(manifest=manifest))
 
