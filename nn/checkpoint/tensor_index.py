@@ -87,7 +87,7 @@ class StoredTensor:
         return complete.reshape(self.size)
 
     def blocks(self) -> "Iterator[np.ndarray]":
-        """Yield the rows in order, as a `ReplayedTable` does."""
+        """Yield the rows in order, as `Replayed` does."""
         return blocks(self)
 
 
