@@ -21,7 +21,7 @@ from nn.ops.hstu_attention import JaggedPositions
 
 # Columns of a head are powers of two, of at least 16 for tensor cores.
 FORWARD = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
-OF_KEYS = {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": 2, "EARLY": True}
+OF_KEYS = {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
 OF_QUERIES = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 # With a few queries per sample the kernels read keys and values once, and memory is the bound.
 FEW_QUERIES = {"BLOCK_Q": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
@@ -282,50 +282,6 @@ def _forward(
 
 
 @triton.jit
-def _add_queries(
-    m,
-    q,
-    grad,
-    of_keys,
-    values,
-    key,
-    k_sums,
-    v_sums,
-    before,
-    length,
-    q_length,
-    scale,
-    Q_STRIDE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    MASKED: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    rows = m + tl.arange(0, BLOCK_Q)
-    of_rows = _rows(q, rows, Q_STRIDE, q_length, COLUMNS)
-    grads = _rows(grad, rows, STRIDE, q_length, COLUMNS)
-    h = tl.dot(of_keys, tl.trans(of_rows), input_precision=PRECISION)
-    if EARLY:
-        of_weights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
-    h = h * (0.5 * scale)
-    u = _one_plus_tanh(h, APPROXIMATE)
-    if MASKED:
-        # With u = 0 both the weight and its derivative are 0.
-        u = tl.where(_sees(before + rows[None, :], key[:, None], length, CANDIDATES), u, 0.0)
-    weights = h * u
-    v_sums = tl.dot(weights.to(grads.dtype), grads, v_sums, input_precision=PRECISION)
-    if not EARLY:
-        of_weights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
-    of_scores = of_weights * (u + weights * (2.0 - u))
-    k_sums = tl.dot(of_scores.to(of_rows.dtype), of_rows, k_sums, input_precision=PRECISION)
-    return k_sums, v_sums
-
-
-@triton.jit
 def _of_keys(
     q,
     k,
@@ -352,8 +308,6 @@ def _of_keys(
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr = True,
-    EARLY: tl.constexpr = False,
 ):
     if tl.program_id(0) >= num_samples * num_blocks * HEADS:
         _clear(
@@ -383,99 +337,30 @@ def _of_keys(
     unmasked = tl.cdiv(block * BLOCK_K + BLOCK_K - 1 - before, BLOCK_Q) * BLOCK_Q
     if CANDIDATES > 1:
         unmasked = tl.where((block + 1) * BLOCK_K > length - CANDIDATES, q_length, unmasked)
-    if not SPLIT:
-        unmasked = q_length
     unmasked = tl.minimum(tl.maximum(unmasked, first), q_length)
-    for m in range(first, unmasked, BLOCK_Q):
-        k_sums, v_sums = _add_queries(
-            m,
-            q,
-            grad,
-            of_keys,
-            values,
-            key,
-            k_sums,
-            v_sums,
-            before,
-            length,
-            q_length,
-            scale,
-            Q_STRIDE,
-            stride,
-            COLUMNS,
-            CANDIDATES,
-            APPROXIMATE,
-            PRECISION,
-            BLOCK_Q,
-            True,
-            EARLY,
-        )
-    for m in range(unmasked, q_length, BLOCK_Q):
-        k_sums, v_sums = _add_queries(
-            m,
-            q,
-            grad,
-            of_keys,
-            values,
-            key,
-            k_sums,
-            v_sums,
-            before,
-            length,
-            q_length,
-            scale,
-            Q_STRIDE,
-            stride,
-            COLUMNS,
-            CANDIDATES,
-            APPROXIMATE,
-            PRECISION,
-            BLOCK_Q,
-            False,
-            EARLY,
-        )
+    for is_masked in tl.static_range(1, -1, -1):
+        for m in range(
+            first if is_masked else unmasked, unmasked if is_masked else q_length, BLOCK_Q
+        ):
+            rows = m + tl.arange(0, BLOCK_Q)
+            of_rows = _rows(q, rows, Q_STRIDE, q_length, COLUMNS)
+            grads = _rows(grad, rows, stride, q_length, COLUMNS)
+            h = tl.dot(of_keys, tl.trans(of_rows), input_precision=PRECISION) * (0.5 * scale)
+            # Here, so that the next product runs while its result is used.
+            of_weights = tl.dot(values, tl.trans(grads), input_precision=PRECISION)
+            u = _one_plus_tanh(h, APPROXIMATE)
+            if is_masked:
+                seen = _sees(before + rows[None, :], key[:, None], length, CANDIDATES)
+                u = tl.where(seen, u, 0.0)  # which makes both the weight and its derivative 0
+            weights = h * u
+            v_sums = tl.dot(weights.to(grads.dtype), grads, v_sums, input_precision=PRECISION)
+            of_scores = of_weights * (u + weights * (2.0 - u))
+            k_sums = tl.dot(of_scores.to(of_rows.dtype), of_rows, k_sums, input_precision=PRECISION)
     inverse = 1.0 / tl.load(norm + sample).to(tl.float32)
     k_sums = k_sums * (0.5 * scale * inverse)
     target = start * stride + head * COLUMNS
     _store(of_k + target, key, stride, length, k_sums, COLUMNS)
     _store(of_v + target, key, stride, length, v_sums * inverse, COLUMNS)
-
-
-@triton.jit
-def _add_keys(
-    n,
-    k,
-    v,
-    of_rows,
-    grads,
-    query,
-    sums,
-    length,
-    scale,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    MASKED: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    key = n + tl.arange(0, BLOCK_K)
-    of_keys = _rows(k, key, K_STRIDE, length, COLUMNS)
-    values = _rows(v, key, V_STRIDE, length, COLUMNS)
-    h = tl.dot(of_rows, tl.trans(of_keys), input_precision=PRECISION)
-    if EARLY:
-        of_weights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
-    h = h * (0.5 * scale)
-    u = _one_plus_tanh(h, APPROXIMATE)
-    if MASKED:
-        u = tl.where(_sees(query[:, None], key[None, :], length, CANDIDATES), u, 0.0)
-    if not EARLY:
-        of_weights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
-    of_scores = of_weights * (u + h * u * (2.0 - u))
-    return tl.dot(of_scores.to(of_keys.dtype), of_keys, sums, input_precision=PRECISION)
 
 
 @triton.jit
@@ -504,8 +389,6 @@ def _of_queries(
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr = True,
-    EARLY: tl.constexpr = False,
 ):
     if tl.program_id(0) >= num_samples * num_blocks * HEADS:
         _clear(
@@ -535,51 +418,16 @@ def _of_queries(
     target = q_start * stride + head * COLUMNS
     grads = _rows(grad + target, rows, stride, q_length, COLUMNS)
     sums = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
-    end = tl.minimum(length - q_length + row + BLOCK_Q, length)
-    unmasked = tl.minimum(length - q_length + row, length - CANDIDATES) // BLOCK_K * BLOCK_K
-    if not SPLIT:
-        unmasked = 0
-    for n in range(0, unmasked, BLOCK_K):
-        sums = _add_keys(
-            n,
-            k,
-            v,
-            of_rows,
-            grads,
-            query,
-            sums,
-            length,
-            scale,
-            K_STRIDE,
-            V_STRIDE,
-            COLUMNS,
-            CANDIDATES,
-            APPROXIMATE,
-            PRECISION,
-            BLOCK_K,
-            False,
-            EARLY,
-        )
-    for n in range(unmasked, end, BLOCK_K):
-        sums = _add_keys(
-            n,
-            k,
-            v,
-            of_rows,
-            grads,
-            query,
-            sums,
-            length,
-            scale,
-            K_STRIDE,
-            V_STRIDE,
-            COLUMNS,
-            CANDIDATES,
-            APPROXIMATE,
-            PRECISION,
-            BLOCK_K,
-            True,
-            EARLY,
-        )
+    # All blocks are masked: at 512 positions a second loop costs more than the masks do.
+    for n in range(0, tl.minimum(length - q_length + row + BLOCK_Q, length), BLOCK_K):
+        key = n + tl.arange(0, BLOCK_K)
+        of_keys = _rows(k, key, K_STRIDE, length, COLUMNS)
+        values = _rows(v, key, V_STRIDE, length, COLUMNS)
+        h = tl.dot(of_rows, tl.trans(of_keys), input_precision=PRECISION) * (0.5 * scale)
+        u = _one_plus_tanh(h, APPROXIMATE)
+        u = tl.where(_sees(query[:, None], key[None, :], length, CANDIDATES), u, 0.0)
+        of_weights = tl.dot(grads, tl.trans(values), input_precision=PRECISION)
+        of_scores = of_weights * (u + h * u * (2.0 - u))
+        sums = tl.dot(of_scores.to(of_keys.dtype), of_keys, sums, input_precision=PRECISION)
     factor = 0.5 * scale / tl.load(norm + sample).to(tl.float32)
     _store(of_q + target, rows, stride, q_length, sums * factor, COLUMNS)

@@ -193,8 +193,6 @@ def build_hstu_attention() -> None:
         *((name, kernels.FEW_QUERIES) for name in ("_forward", "_of_keys", "_of_queries")),
     ):
         kernel = getattr(kernels, name)
-        if name != "_forward":
-            blocks = {"SPLIT": True, "EARLY": True} | blocks
         build(kernel, dtypes, aligned=[of for of in dtypes if of != "scale"], **head, **blocks)
 
 
