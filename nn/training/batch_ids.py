@@ -47,10 +47,11 @@ class BatchIds:
             doublings = int(self._channel.maximum([doublings])[0])
         if doublings and not self._has_warned:
             self._has_warned = True
-            if self._ranks.is_rank0:
+            # On a CPU no step is captured.
+            if self._ranks.is_rank0 and self._ranks.device.type == "cuda":
                 logging.getLogger(__name__).warning(
                     "a batch has more ids of ragged features than the captured step has room for; such batches are trained "
-                    "operation by operation, which is slower. Shuffle the rows, if their lengths follow their order"
+                    "operation by operation, which is slower. If their lengths follow their order, set data.shuffle_block"
                 )
         return doublings
 

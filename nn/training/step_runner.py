@@ -138,7 +138,7 @@ class StepRunner:
             if self._context.ranks.is_rank0:
                 logging.getLogger(__name__).warning(
                     "a batch asks for more distinct rows of tables than the captured step has room for; such batches "
-                    "are trained operation by operation, which is slower. Shuffle the rows, if their ids follow their order"
+                    "are trained operation by operation, which is slower. If their ids follow their order, set data.shuffle_block"
                 )
         rows.ids_are_read()
         doublings = rows.ids.capacity.doublings
