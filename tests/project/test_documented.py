@@ -88,14 +88,13 @@ def test_the_yaml_of_a_page_is_read_by_its_reader(tmp_path):
                 assert FeatureSpec.load(tmp_path, measure=False).categorical[2].name == "genres"
             elif "table" in content and "layout" not in content:
                 text = yaml.safe_dump(content)
-                of = "sequences" if "sequence" in content["table"] else "history"
-                words = [f"dataset=movielens_{of}", "source=a", "output=b"]
+                words = ["dataset=movielens_history", "source=a", "output=b"]
                 check_options(words, ["preproc"], is_whole=True, table=text)
             elif any("." in key for key in content):
                 check_space(yaml.safe_dump(content))
             else:
                 assert "layout" in content or "source_spec" in content
-    assert seen == {"docs/your_data.md", "docs/serving.md"}
+    assert seen == {"docs/your_data.md", "docs/serving.md", "docs/sequences.md"}
 
 
 def test_python_of_a_page_imports_what_is_there():
