@@ -30,7 +30,7 @@ MODELS = {
     "pepnet": "nn.models.pepnet:PEPNet",
 }
 
-SEVERAL_LABELS = ("hstu", "shared_bottom", "mmoe", "ple", "esmm", "pepnet", "rankmixer")
+SEVERAL_LABELS = ("shared_bottom", "mmoe", "ple", "esmm", "pepnet", "rankmixer", "hstu")
 """The models with a logit per label."""
 
 LOGGERS = {

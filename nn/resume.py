@@ -221,7 +221,7 @@ def _is_repeated(config: Config, run_dir: Path) -> bool:
         earlier = chosen(_complete(before, config))
         # PR-AUC comes by itself where labels are rare, after the options were written.
         named = [*(earlier.get("eval.metrics") or []), PR_AUC.name]
-        now = chosen(dict(flat_options(plain_values(config))))
+        now = chosen(_flat(plain_values(config)))
         is_same = now in (earlier, earlier | {"eval.metrics": named})
     # A training that saves has lost its checkpoints if it starts from nothing.
     is_training_that_saves = config.mode is Mode.train and config.checkpoint.save
@@ -408,7 +408,7 @@ def _differences(
     before: dict[str, Any], config: Config, changes: tuple[str, ...] = ()
 ) -> list[str]:
     """Describe what differs from an earlier start and changes what is learnt, but for `FREE` and `changes`."""
-    old, new = _complete(before, config), dict(flat_options(plain_values(config)))
+    old, new = _complete(before, config), _flat(plain_values(config))
     # Runs of earlier versions recorded the options of all models of the project.
     name = old.get("model.name")
     others = options_of_own_models() if isinstance(name, str) and name in MODELS else set()
@@ -427,9 +427,14 @@ def _differences(
     ]
 
 
+def _flat(content: dict[str, Any]) -> dict[str, Any]:
+    """Return options by dotted key; an empty section, which is not always recorded, has none."""
+    return {key: value for key, value in flat_options(content) if value != {}}
+
+
 def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
     """Return recorded options by dotted key; those of later versions have their default, which changes nothing."""
-    recorded = dict(flat_options(before))
+    recorded = _flat(before)
     # A section of names that the user chooses, such as `tasks`, has no default beside its values.
     defaults = {
         key: value

@@ -398,11 +398,8 @@ def _with_defaults(features: object, where: str) -> dict[str, list[dict[str, Any
         if not isinstance(entries, list):
             raise ValueError(f"{where}: features.{key}: got {shown(entries)}, want a list; {AGAIN}")
         completed[key] = [
-            {
-                **_defaults(EventLists if "lists" in entry else kind),
-                **_mapping(entry, f"{where}: features.{key}"),
-            }
-            for entry in entries
+            {**_defaults(EventLists if "lists" in known else kind), **known}
+            for known in (_mapping(entry, f"{where}: features.{key}") for entry in entries)
         ]
     return completed
 

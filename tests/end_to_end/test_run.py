@@ -319,7 +319,7 @@ def test_invalid_options_are_refused_with_one_line_and_write_nothing(changes, me
         ("train.epochs", "'train.epochs' has no value; write train.epochs=VALUE"),
         (
             "recipe=${nope}",
-            "recipe: got '${nope}', but there is no option nope; write its full key",
+            "recipe: got '${nope}': Interpolation key 'nope' not found; write a value, or, in single quotes, ${KEY} of an option",
         ),
         (
             "experiment=dlrm_criteo_t9",

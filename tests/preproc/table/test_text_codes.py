@@ -169,9 +169,9 @@ def test_a_full_disk_is_an_error_where_ids_are_mapped(tmp_path, monkeypatch):
 
     monkeypatch.setattr(output_files.os, "posix_fallocate", full)
     with pytest.raises(OSError, match=r"No space left on device: .*ids.bin"):
-        output_files._allocate(tmp_path / "ids.bin", 100)
+        output_files.allocate(tmp_path / "ids.bin", 100)
     monkeypatch.delattr(output_files.os, "posix_fallocate")
-    output_files._allocate(tmp_path / "ids.bin", output_files.ZERO_BYTES + 5)
+    output_files.allocate(tmp_path / "ids.bin", output_files.ZERO_BYTES + 5)
     assert (tmp_path / "ids.bin").stat().st_size == output_files.ZERO_BYTES + 5
 
 
