@@ -170,7 +170,8 @@ def run() -> None:
         build(batch_norm._normalise, matrices, **batch_norm.BLOCKS)
         build(batch_norm._input_gradient, matrices, **batch_norm.BLOCKS)
         pointers = {"x": dtype, "out": dtype, "step": "*i64", "first_row": "*i64"}
-        build(_dropout, pointers | {"columns": "i32", "scale": "fp32"}, **DROPOUT_BLOCKS)
+        pointers |= {"samples": "*i32", "places": "*i32", "columns": "i32", "scale": "fp32"}
+        build(_dropout, pointers, HAS_PLACES=True, **DROPOUT_BLOCKS)
 
     build_fp8()
     build_jagged()
