@@ -1,6 +1,5 @@
 """Ids of a batch in the fixed shapes of a step: padding rows, and a capacity for the ids of ragged features."""
 
-import logging
 from dataclasses import replace
 
 import torch
@@ -11,6 +10,7 @@ from dataloading.batch import Batch
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.id_blocks import NO_ID
 from nn.sharding.sharded_tables import ShardedTables
+from nn.training.slow_batch_warning import SlowBatchWarning
 
 # B: rows of this rank
 
@@ -24,12 +24,11 @@ class BatchIds:
 
     def __init__(self, tables: ShardedTables, ranks: Ranks) -> None:
         self._counts, self._groups = tables.rank_tables.counts, tables.rank_tables.sequences.groups
-        self._ranks = ranks
         self._is_ragged = any(not count.hotness for count in self._counts(1, 0).values())
         # All ranks must take the same capacity, and the host knows the numbers of ids, so that no GPU waits.
         needs_channel = self._is_ragged and ranks.world_size > 1
         self._channel = HostChannel() if needs_channel else None
-        self._has_warned = False
+        self._warn = SlowBatchWarning(ranks)
 
     def doublings(self, batch: Batch) -> int:
         """Return how often the capacities must be doubled for the batch of every rank; all ranks must call it."""
@@ -45,14 +44,10 @@ class BatchIds:
             doublings += 1
         if self._channel is not None:
             doublings = int(self._channel.maximum([doublings])[0])
-        if doublings and not self._has_warned:
-            self._has_warned = True
-            # On a CPU no step is captured.
-            if self._ranks.is_rank0 and self._ranks.device.type == "cuda":
-                logging.getLogger(__name__).warning(
-                    "a batch has more ids of ragged features than the captured step has room for; such batches are trained "
-                    "operation by operation, which is slower. If their lengths follow their order, set data.shuffle_block"
-                )
+        if doublings:
+            self._warn(
+                "a batch has more ids of ragged features than the captured step has room for"
+            )
         return doublings
 
     def flat(self, batch: Batch, doublings: int) -> Tensor:

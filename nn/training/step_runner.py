@@ -1,6 +1,5 @@
 """The way of a batch through a step: its ids are sent and its rows fetched ahead, then it is trained or evaluated."""
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +15,7 @@ from nn.sharding.sharded_tables import ShardedTables
 from nn.tiers.stager import Need
 from nn.training.batch_ids import BatchIds
 from nn.training.pass_context import PassContext
+from nn.training.slow_batch_warning import SlowBatchWarning
 from nn.training.step_builder import StepBuilder
 
 
@@ -35,7 +35,7 @@ class StepRunner:
         self._ids_are_here = _arrive_as_they_are(tables.rank_tables)
         self._no_ids = torch.empty(0, dtype=torch.int32, device=context.ranks.device)
         self.request_capacity = RequestCapacity(tables.rank_tables)
-        self._has_warned = False
+        self._warn = SlowBatchWarning(context.ranks)
 
     @property
     def has_host_tables(self) -> bool:
@@ -133,13 +133,9 @@ class StepRunner:
         """Return rows that fit: those given, or, if a rank asked for more than its capacity, others."""
         if not rows.overflow():
             return rows
-        if not self._has_warned:
-            self._has_warned = True
-            if self._context.ranks.is_rank0:
-                logging.getLogger(__name__).warning(
-                    "a batch asks for more distinct rows of tables than the captured step has room for; such batches "
-                    "are trained operation by operation, which is slower. If their ids follow their order, set data.shuffle_block"
-                )
+        self._warn(
+            "a batch asks for more distinct rows of tables than the captured step has room for"
+        )
         rows.ids_are_read()
         doublings = rows.ids.capacity.doublings
         sent = self._send_exactly(batch, self._batch_ids.flat(batch, doublings), doublings)

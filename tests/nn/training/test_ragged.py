@@ -12,12 +12,14 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 from configs.schema import ModelConfig, TableDtype
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
+from nn.distributed.process_group import Ranks
 from nn.embedding import declared_tables
 from nn.embedding.declared_tables import embedding_columns, one_table_per_feature
 from nn.embedding.id_blocks import NO_ID, IdCount, id_blocks, with_positions
 from nn.layers.pooled_embeddings import join
 from nn.models.model import Model
 from nn.sharding import request_capacity
+from nn.training.slow_batch_warning import SlowBatchWarning
 from tests.helpers.composed import TINY
 from tests.helpers.distributed import run_distributed
 from tests.nn.models.test_kinds_of_tables import plain_losses, sharded
@@ -162,12 +164,26 @@ def test_positions_tell_where_samples_begin_and_whose_an_id_is():
     assert samples[5:] == [4, 4, 4, 4, 5]
 
 
-def test_a_batch_beyond_the_capacity_is_reported_once(dataset, caplog, monkeypatch):
+def test_a_batch_beyond_the_capacity_is_reported(dataset, monkeypatch):
     monkeypatch.setattr(declared_tables, "CAPACITY", 0.1)
     monkeypatch.setattr(declared_tables, "SPREAD", 0.0)
+    reasons: list[str] = []
+    monkeypatch.setattr("nn.training.batch_ids.SlowBatchWarning", lambda ranks: reasons.append)
     sharded([overrides_of(dataset, "adagrad", "planned")])
-    warnings = [record for record in caplog.records if "more ids" in record.message]
-    assert len(warnings) == 1
+    assert set(reasons) == {
+        "a batch has more ids of ragged features than the captured step has room for"
+    }
+
+
+def test_the_report_is_given_once_by_one_rank_and_not_on_cpus(caplog):
+    warn = SlowBatchWarning(Ranks(0, 0, 1, 1, torch.device("cuda")))
+    warn("a batch has more ids than there is room for")
+    warn("a batch has more ids than there is room for")
+    SlowBatchWarning(Ranks(1, 1, 2, 2, torch.device("cuda", 1)))("rank 0 says it")
+    SlowBatchWarning(Ranks(0, 0, 1, 1, torch.device("cpu")))("no step is captured")
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        "a batch has more ids than there is room for"
+    ]
 
 
 def test_rows_of_16_bits_are_not_handed_out(dataset):
