@@ -538,6 +538,19 @@ class PEPNetOptions(ModelConfig):
     )
 
 
+@dataclass(kw_only=True, slots=True)
+class STAROptions(ModelConfig):
+    """Options of STAR."""
+
+    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    domain: str | None = option(
+        None, "numerical feature with the number of a row's domain, from 0 to domains - 1"
+    )
+    domains: int = option(2, "number of domains, each with a network of its own", most=1024, gt=0)
+    hidden: list[int] = widths([256, 128, 64], "widths of the hidden layers of every domain")
+    auxiliary_hidden: list[int] = widths([64], "widths of the auxiliary network's hidden layers")
+
+
 class ItemMLPs(Enum):
     """Place of the MLPs of HSTU's items."""
 

@@ -189,6 +189,17 @@ CASES = {
         ],
         {"tasks": 2, "domain": [3], "prior": [0, 1]},
     ),
+    "star of two tasks": Case(
+        "star",
+        [
+            "embedding_dim=4",
+            "hidden=[6,5]",
+            "auxiliary_hidden=[5]",
+            "domain=num_2",
+            "domains=3",
+        ],
+        {"tasks": 2, "domain": 2},
+    ),
     "rankmixer of experts": Case("rankmixer", [*MIXER, "experts=3"], {"experts": 3, "tasks": 2}),
 }
 
@@ -225,9 +236,9 @@ def write_two_labels(root: Path) -> Path:
                 for name, (size, hotness) in sizes.items()
             }
             labels = np.stack([ids["user"] % 2, ids["kind"] % 3 == 0], axis=1)
-            dataset[split].append(
-                numerical=generator.normal(size=(rows, 3)), labels=labels, ids=ids
-            )
+            numerical = generator.normal(size=(rows, 3))
+            numerical[:, 2] = ids["item"][:, 0] % 3  # the number of a domain
+            dataset[split].append(numerical=numerical, labels=labels, ids=ids)
     return root
 
 
@@ -358,6 +369,7 @@ def test_captured_steps_equal_launched_ones_and_plain_pytorch(
         "xdeepfm",
         "esmm",
         "pepnet of two tasks",
+        "star of two tasks",
     ],
 )
 def test_the_model_is_planned_with_its_memory(name, two_labels):
@@ -374,7 +386,7 @@ def test_the_model_is_planned_with_its_memory(name, two_labels):
 
 
 # Tables of two widths, without pooling, of two tasks, and with a layer's own state.
-@pytest.mark.parametrize("name", ["wide_deep", "din", "rankmixer of experts"])
+@pytest.mark.parametrize("name", ["wide_deep", "din", "rankmixer of experts", "star of two tasks"])
 def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, two_labels, tmp_path):
     case = CASES[name]
     for run, steps in (("complete", [4]), ("resumed", [2, 4])):
