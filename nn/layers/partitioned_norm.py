@@ -30,6 +30,7 @@ class PartitionedNorm(PassLayer):
 
     running_mean: Tensor  # [P, C], float32; a part of checkpoints
     running_var: Tensor  # unbiased, [P, C], float32; a part of checkpoints
+    _latest: Tensor
     reduces_over_ranks = True
     eps, momentum = 1e-5, 0.1
 
