@@ -391,6 +391,10 @@ class DataConfig(Section):
         )
 
 
+SUGGESTED = "suggested"
+"""Value of model.embedding_dims that derives the columns from the rows of each table."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Section):
     """Options that every model has; a model's own are declared with it, in `nn/models/`."""
@@ -412,11 +416,30 @@ class ModelConfig(Section):
         "bound of the tables' initial weights, which are uniform in +-embedding_init; null: 1/sqrt(rows) of each table",
         gt=0,
     )
+    # Any, since Hydra lets nobody add keys to a typed dictionary; checked below.
+    embedding_dims: Any = option(
+        None,
+        "columns of single tables, by feature: {genres: 16}, projected to embedding_dim where the model needs one width; "
+        "suggested: 16 to 512 by each table's rows, as NVTabular suggests them",
+    )
     sequence_pooling: EventPooling = option(
         EventPooling.sum,
         "vector of a feature of a sequence group that the model does not read event by event: sum or mean of its events, the "
         "last one, or their mean weighted by a learned attention",
     )
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        widths = self.embedding_dims = self.embedding_dims or {}
+        require(
+            widths == SUGGESTED
+            or (
+                isinstance(widths, dict)
+                and all(type(n) is int and 0 < n <= MOST_COLUMNS for n in widths.values())
+            ),
+            f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
+            f"{{genres: 16}}, or be {SUGGESTED}, got {widths}",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
