@@ -422,6 +422,11 @@ class ModelConfig(Section):
         "columns of single tables, by feature: {genres: 16}, projected to embedding_dim where the model needs one width; "
         "suggested: 16 to 512 by each table's rows, as NVTabular suggests them",
     )
+    pretrained: Any = option(
+        None,
+        "vectors that are not trained, by feature: {item: items.npy}, float [rows, columns], with the columns in "
+        "embedding_dims (docs/models.md)",
+    )
     sequence_pooling: EventPooling = option(
         EventPooling.sum,
         "vector of a feature of a sequence group that the model does not read event by event: sum or mean of its events, the "
@@ -440,6 +445,16 @@ class ModelConfig(Section):
             f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
             f"{{genres: 16}}, or be {SUGGESTED}, got {widths}",
         )
+        files = self.pretrained = self.pretrained or {}
+        require(
+            isinstance(files, dict) and all(isinstance(path, str) for path in files.values()),
+            f"model.pretrained must map features to files, such as {{item: items.npy}}, got {files}",
+        )
+        for name in files:
+            require(
+                isinstance(widths, dict) and name in widths,
+                f"model.pretrained names {name} without a width; set model.embedding_dims={{{name}: columns of its file}}",
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,9 +18,10 @@ from nn.distributed.process_group import (
     launcher_restarts,
 )
 from nn.embedding.optimizer import table_rule, update_settings
+from nn.embedding.pretrained import check_pretrained
 from nn.models.metric import PR_AUC
 from nn.models.model import Model
-from nn.models.registry import build_meta, check_model, find_model
+from nn.models.registry import build_meta, check_model, declared_tables, find_model
 from nn.models.tasks import tasks_of_run
 from nn.observability.profiler import check_profile
 from nn.ops.fp8 import MULTIPLE
@@ -47,6 +48,7 @@ def open_checked(config: Config) -> Source:
     source = open_source(config)
     check_model(config.model, source.spec)
     check_optimizers(config)
+    check_pretrained(declared_tables(config.model, source.spec), config.effective_optimizer)
     check_raw_keys(config, source.spec)
     check_fp8(config, source.spec)
     check_chunks(config)

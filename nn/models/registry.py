@@ -221,7 +221,7 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
     if options.embedding_dims:
         pooled = pooled_tables(_own_tables(options, spec), options, spec)
         tables = tables_of_widths(pooled, options, spec)
-        if tables != pooled:
+        if tables != pooled:  # a table of a file differs in its init_fn
             dense = WithProjections(dense, pooled, tables, spec)
     unknown = [
         name

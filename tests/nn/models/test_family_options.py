@@ -315,9 +315,10 @@ def of_each_option() -> Iterator[tuple[str, str, Any]]:
                     for below in fields(default)
                     for value in changed(getattr(default, below.name))
                 )
-            # The pooling of events has tests of its own.
+            # The pooling of events and vectors of files have tests of their own.
             elif (
-                item.name not in ("name", "sequence_pooling") and (name, item.name) not in ELSEWHERE
+                item.name not in ("name", "sequence_pooling", "pretrained")
+                and (name, item.name) not in ELSEWHERE
             ):
                 other = OTHER_VALUES.get(item.name)
                 values = [other] if item.name in OTHER_VALUES else changed(default)
