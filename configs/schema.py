@@ -172,6 +172,8 @@ TableDtype = StrEnum("TableDtype", "fp32 bf16 fp16")
 """Storage dtype of table weights."""
 EventPooling = StrEnum("EventPooling", "sum mean last attention")
 """Pooling of the events of a feature."""
+NumericalEncoding = StrEnum("NumericalEncoding", "plain periodic buckets")
+"""Form in which models read numerical features."""
 DecayShape = StrEnum("DecayShape", "polynomial cosine")
 """Curve of the learning rate's decay."""
 OptimizerName = StrEnum("OptimizerName", "sgd adagrad rowwise_adagrad adam lion lamb")
@@ -421,6 +423,17 @@ class ModelConfig(Section):
         None,
         "columns of single tables, by feature: {genres: 16}, projected to embedding_dim where the model needs one width; "
         "suggested: 16 to 512 by each table's rows, as NVTabular suggests them",
+    )
+    numerical_encoding: NumericalEncoding = option(
+        NumericalEncoding.plain,
+        "form of numerical features: plain, as the model's paper has it; or embedding_dim columns each, by learned frequencies "
+        "(periodic) or learned buckets",
+    )
+    numerical_size: int = option(
+        16, "frequencies or buckets of each number in numerical_encoding", most=MOST_COLUMNS, gt=0
+    )
+    numerical_sigma: float = option(
+        0.1, "standard deviation of the initial frequencies of numerical_encoding=periodic", gt=0
     )
     pretrained: Any = option(
         None,

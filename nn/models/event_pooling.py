@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import embedding_columns, hands_out_rows
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import SequencePooling
-from nn.models.model import Activations, Fp8Layer, Model
+from nn.models.model import Activations, Model, Wrapper
 from nn.ops.fused_linear import as_autocast
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def pooled_tables(
     return found
 
 
-class WithPooledEvents(Model):
+class WithPooledEvents(Wrapper):
     """A model whose vectors of events are pooled here, from rows: by the last event or attention (`SequencePooling`).
 
     `declared`: its tables before `pooled_tables`.
@@ -67,8 +67,8 @@ class WithPooledEvents(Model):
         options: ModelConfig,
         spec: FeatureSpec,
     ) -> None:
-        super().__init__()
-        self.model, how = model, options.sequence_pooling
+        super().__init__(model)
+        how = options.sequence_pooling
         self._reads_events = any(hands_out_rows(table, spec) for table in declared)
         group_of = {name: group.name for group in spec.sequences for name in group.features}
         # Of the model's columns, those of tables that pool, or table, feature, group of events.
@@ -90,14 +90,6 @@ class WithPooledEvents(Model):
         of_model = self.model.activations()
         kept = self._kept + Counter(of_model.event_columns)
         return replace(of_model, reread_columns=0, event_columns=dict(kept))
-
-    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the loss of the model."""
-        return self.model.add_losses(share, share_of)
-
-    def fp8_layers(self) -> Sequence[Fp8Layer]:
-        """Return the layers of the model."""
-        return self.model.fp8_layers()
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and `PooledEmbeddings` to the logits of the model."""

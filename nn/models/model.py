@@ -132,3 +132,23 @@ class Model(nn.Module):
             parameter.numel() for parameter in self.parameters() if id(parameter) not in linear
         )
         return others + sum(before * after + after for before, after in self.linear_layers())
+
+
+class Wrapper(Model):
+    """A model that changes what another one reads, and has its losses and layers."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def activations(self) -> Activations:
+        """Return those of the model."""
+        return self.model.activations()
+
+    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the loss of the model."""
+        return self.model.add_losses(share, share_of)
+
+    def fp8_layers(self) -> Sequence[Fp8Layer]:
+        """Return the layers of the model."""
+        return self.model.fp8_layers()

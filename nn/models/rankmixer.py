@@ -63,7 +63,7 @@ class RankMixer(Model):
 
     def __init__(self, options: RankMixerOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.vectors = FeatureVectors(spec, options)
         self.prefix_columns = self.vectors.prefix_columns
         every = [*spec.numerical, *in_table_order(spec)]
         first = chosen_features("model.feature_order", options.feature_order, every)

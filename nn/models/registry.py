@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.built_in import MODELS
 from configs.messages import shown
 from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_keys
-from configs.schema import Config, EventPooling, ModelConfig, describe
+from configs.schema import Config, EventPooling, ModelConfig, NumericalEncoding, describe
 from configs.user_objects import described, load_user_object
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.models import options as own_options
@@ -203,7 +203,7 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
-            dense = find_model(options.name).build(options, spec)
+            dense = _built(options, spec)
         except Exception as error:  # a model outside the project may raise anything
             if ":" not in options.name or isinstance(error, ValueError):
                 raise
@@ -235,6 +235,25 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
             "nn.layers.pass_state.PassLayer, or register a constant with persistent=False"
         )
     return dense
+
+
+def _built(options: ModelConfig, spec: FeatureSpec) -> Model:
+    """Return the dense component of a model, with encoded numbers where the options want them and it does not do so itself."""
+    from nn.layers.feature_vectors import FeatureVectors
+    from nn.models.numerical_features import WithEncodedNumbers, encoded_spec, named_numbers
+
+    model = find_model(options.name)
+    dense = model.build(options, spec)
+    if options.numerical_encoding is NumericalEncoding.plain:
+        return dense
+    if len(named_numbers(options, spec)) == len(spec.numerical):
+        raise ValueError(
+            f"model.numerical_encoding={options.numerical_encoding.value}: the dataset has no numerical feature to encode; "
+            "leave it out"
+        )
+    if any(isinstance(layer, FeatureVectors) for layer in dense.modules()):
+        return dense
+    return WithEncodedNumbers(model.build(options, encoded_spec(options, spec)), options, spec)
 
 
 def build_meta(options: ModelConfig, spec: FeatureSpec) -> Model:

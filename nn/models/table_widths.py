@@ -5,7 +5,7 @@ A vector of another width is projected to the model's, as in mixed dimension emb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from nn.embedding.pretrained import FileRows
 from nn.layers.initialization import normal_
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.features import table_widths
-from nn.models.model import Activations, Fp8Layer, Model
+from nn.models.model import Activations, Model, Wrapper
 from nn.ops.fused_linear import as_autocast
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Projection(nn.Linear):
         normal_(self.weight, generator)
 
 
-class WithProjections(Model):
+class WithProjections(Wrapper):
     """A model whose vectors of tables of other widths are projected to its own width, and those of files get no gradient.
 
     `declared`: its tables with its own widths. `tables`: those of `tables_of_widths`.
@@ -88,8 +88,8 @@ class WithProjections(Model):
         tables: Sequence[EmbeddingBagConfig],
         spec: FeatureSpec,
     ) -> None:
-        super().__init__()
-        self.model, self.projections = model, nn.ModuleDict()
+        super().__init__(model)
+        self.projections = nn.ModuleDict()
         lookups = lookups_of(tables, spec)
         # tables, their columns, those of all their lookups, and whether they are trained
         self._pieces: list[tuple[str, int, int, bool]] = []
@@ -106,14 +106,6 @@ class WithProjections(Model):
         of_model = self.model.activations()
         read = sum(columns for name, _, columns, _ in self._pieces if name in self.projections)
         return replace(of_model, reread_columns=read)
-
-    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the loss of the model."""
-        return self.model.add_losses(share, share_of)
-
-    def fp8_layers(self) -> Sequence[Fp8Layer]:
-        """Return the layers of the model."""
-        return self.model.fp8_layers()
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings, or `PooledEmbeddings`, to the logits of the model."""

@@ -22,7 +22,7 @@ from tests.helpers.composed import build, compose_config, losses_of_cases, ranks
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import NUM_STEPS, ON_GPU, worlds
 from tests.helpers.runs import stored_bytes, summary
-from tests.plain_models import LOSSES, PLAIN, bce, pooled
+from tests.plain_models import LOSSES, PLAIN, bce, encoded, pooled
 
 STEPS = 3
 DATA = [
@@ -194,6 +194,40 @@ CASES = {
         ["embedding_dim=8", "hidden=[8]", "dropout=0", "embedding_dims={kind:3,page:16}"],
         layout="sharding.tables={kind:row_wise,page:column_wise}",
     ),
+    "shared_bottom of periodic numbers": Case(
+        "shared_bottom",
+        [
+            "hidden=[8,6]",
+            "tower_hidden=[5]",
+            "embedding_dim=4",
+            "numerical_encoding=periodic",
+            "numerical_size=3",
+        ],
+        {"tasks": 2},
+    ),
+    "wide_deep of buckets": Case(
+        "wide_deep",
+        [
+            "embedding_dim=4",
+            "hidden=[8]",
+            "dropout=0",
+            "numerical_encoding=buckets",
+            "numerical_size=3",
+        ],
+        {"num_wide": 5},
+    ),
+    "autoint of buckets": Case(
+        "autoint",
+        [
+            "embedding_dim=4",
+            "layers=2",
+            "head_dim=4",
+            "hidden=[6]",
+            "numerical_encoding=buckets",
+            "numerical_size=3",
+        ],
+        {"heads": 2},
+    ),
     "din of widths": Case(
         "din",
         [
@@ -284,6 +318,8 @@ def train_both(case: Case, two_labels: Path, num_steps: int = STEPS) -> Trained:
             for feature in table.feature_names
         ]
         dense = {name.removeprefix("model."): copies[name] for name in parameters}
+        if "numbers.first" in dense:
+            numerical = torch.cat(encoded(dense, "numbers", numerical), 1)
         if case.name in LOSSES:
             loss = LOSSES[case.name](dense, numerical, lookups, labels, **case.plain)
         else:
@@ -396,6 +432,8 @@ def test_captured_steps_equal_launched_ones_and_plain_pytorch(
         "pepnet of two tasks",
         "deepfm of widths",
         "star of two tasks",
+        "shared_bottom of periodic numbers",
+        "autoint of buckets",
     ],
 )
 def test_the_model_is_planned_with_its_memory(name, two_labels):
@@ -413,7 +451,15 @@ def test_the_model_is_planned_with_its_memory(name, two_labels):
 
 # Tables of two widths, without pooling, of two tasks, and with a layer's own state.
 @pytest.mark.parametrize(
-    "name", ["wide_deep", "din", "rankmixer of experts", "star of two tasks", "deepfm of widths"]
+    "name",
+    [
+        "wide_deep",
+        "din",
+        "rankmixer of experts",
+        "star of two tasks",
+        "deepfm of widths",
+        "autoint of buckets",
+    ],
 )
 def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, two_labels, tmp_path):
     case = CASES[name]

@@ -104,6 +104,6 @@ def test_a_vector_that_is_not_finite_is_named(tmp_path):
 
 def test_a_file_without_a_width_is_refused(tmp_path):
     with pytest.raises(
-        ValueError, match="model.pretrained names item without a width; set model.emb"
+        ValueError, match=r"model.pretrained names item without a width; set model.emb"
     ):
         compose_config(*options_of(tmp_path / "rows.npy", widths="{kind:3}"))
