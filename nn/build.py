@@ -33,7 +33,7 @@ from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import tasks_of_run
 from nn.planning.disk_room import check_disk, disk_need
-from nn.planning.host_tables import staged_bytes, with_expected_fetches
+from nn.planning.host_tables import read_ahead_bytes, with_expected_fetches
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.planner import plan_tables
 from nn.sharding.sharded_tables import ShardedTables
@@ -167,7 +167,7 @@ def build_plan(
         -(-live_samples(config) // hardware.world_size),
         traffic_of,
     )
-    room, memories, steps = staged_bytes(config.sharding), 1 + len(rule.states), 0
+    room, memories, steps = read_ahead_bytes(config.sharding), 1 + len(rule.states), 0
     if plan.host_tables and config.mode in (Mode.train, Mode.plan):
         # Until a checkpoint or a delta is due at the latest; saves of the best evaluation may be earlier.
         all_rows, checkpoint = source.num_rows(TRAIN_SPLIT), config.checkpoint
@@ -264,7 +264,9 @@ def build_step(
         loss_scale(config),
         config.seed,
         tracks_rows=config.mode is Mode.train and config.checkpoint.delta_every is not None,
-        disk=DiskSettings(Path(disk_path), staged_bytes(config.sharding)) if disk_path else None,
+        disk=DiskSettings(Path(disk_path), read_ahead_bytes(config.sharding))
+        if disk_path
+        else None,
     )
     declared, multi_hot = _declared_tables(config, source), build_multi_hot(config, source)
     tables = ShardedTables(declared, source.spec, plan, ranks, settings, multi_hot)

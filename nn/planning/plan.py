@@ -30,7 +30,7 @@ class TablePlan:
     fetched_rows: float = 0.0  # rows that are expected to be fetched per step, over all ranks
     # weight and optimizer bytes on disk of each of `ranks`, with tier `disk`
     disk_bytes_per_rank: tuple[int, ...] = ()
-    # rows that are expected to be read from disk per read-ahead group, over all ranks
+    # rows that are expected to be read from disk per read-ahead group, over all ranks; named as in plan.json
     staged_rows: float = 0.0
     # rows on disk that are expected to change between two saves, over all ranks; 0 if host memory has room for all
     journal_rows: float = 0.0

@@ -55,7 +55,7 @@ from nn.planning.host_tables import (
     chosen_host_tables,
     live_rows_of,
     overrides_of,
-    staged_bytes,
+    read_ahead_bytes,
 )
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.table_sizes import (
@@ -317,7 +317,7 @@ def _topology(
     chosen: Mapping[str, HostTable],
 ) -> Topology:
     """Describe the hardware to TorchRec, without the memory to keep free, and that of the host for rows of `chosen` on disk."""
-    host_room = any(table.is_on_disk for table in chosen.values()) * staged_bytes(config)
+    host_room = any(table.is_on_disk for table in chosen.values()) * read_ahead_bytes(config)
     cuda = hardware.device_type == "cuda"
     usable = usable_bytes(hardware, config)
     in_host = usable_host_bytes(hardware, config)

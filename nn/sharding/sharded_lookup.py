@@ -28,8 +28,8 @@ from nn.sharding.pooled_rows import PooledRows
 from nn.sharding.request_keys import RequestKeys
 from nn.sharding.row_requests import RowRequests
 from nn.tiers.live_batches import Hold
+from nn.tiers.read_ahead import Need
 from nn.tiers.slot_ids import SlotIds
-from nn.tiers.stager import Need
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
 
