@@ -977,6 +977,13 @@ class ShardingConfig(Section):
         "memories that the planner may choose for the rows of a table; host: host memory with an arena of rows on "
         "the GPU, chosen only if the GPUs have too little memory",
     )
+    group_size: int | None = option(
+        None,
+        "ranks that share the tables, such as those of a node; other groups of as many hold the same tables, and exchange the "
+        "gradients of rows; null: all ranks",
+        most=MOST_RANKS,
+        gt=0,
+    )
     world_size: int | None = option(
         None, "ranks to plan for with mode=plan; null: the ranks of this run", most=MOST_RANKS, gt=0
     )
