@@ -213,8 +213,14 @@ DeltaType = StrEnum("DeltaType", "table bf16")
 """Dtypes of the rows in deltas."""
 Division = StrEnum("Division", "closed open")
 """Divisions of MLPerf: the benchmark's own training method, or any other."""
-StageName = StrEnum("StageName", "next")
-"""Stages of a run that exists."""
+RENAMED = {
+    "data.threads": "data.workers",
+    "stage": "day",
+    "sharding.staged_gib": "sharding.read_ahead_gib",
+}
+"""Options of earlier versions, and their names now; 0.4.0 refuses them."""
+DayToTrain = StrEnum("DayToTrain", "next")
+"""Days that continue a run."""
 Device = StrEnum("Device", "auto cpu cuda")
 """Device that a run uses."""
 
@@ -999,6 +1005,13 @@ class ShardingConfig(Section):
         "memories that the planner may choose for the rows of a table; host: host memory with an arena of rows on "
         "the GPU, chosen only if the GPUs have too little memory",
     )
+    group_size: int | None = option(
+        None,
+        "ranks that share the tables, such as those of a node; other groups of as many hold the same tables, and exchange the "
+        "gradients of rows; null: all ranks",
+        most=MOST_RANKS,
+        gt=0,
+    )
     world_size: int | None = option(
         None, "ranks to plan for with mode=plan; null: the ranks of this run", most=MOST_RANKS, gt=0
     )
@@ -1017,7 +1030,7 @@ class ShardingConfig(Section):
     disk_path: str | None = option(
         None, "directory on a local disk for the rows of tables with tier: disk", path=True
     )
-    staged_gib: float = option(
+    read_ahead_gib: float = option(
         4.0,
         "host memory per rank for rows of tables with tier: disk; those of the coming batches are read into it",
         most=2**30,
@@ -1049,8 +1062,8 @@ class ShardingConfig(Section):
             f"sharding.tables puts {''.join(on_disk[:1])} on disk; set sharding.disk_path to a directory on a local disk",
         )
         require(
-            self.staged_gib >= LEAST_GIB,
-            f"sharding.staged_gib={self.staged_gib} leaves under a KiB for rows of tables with tier: disk",
+            self.read_ahead_gib >= LEAST_GIB,
+            f"sharding.read_ahead_gib={self.read_ahead_gib} leaves under a KiB for rows of tables with tier: disk",
         )
         for name in ("hbm_gib", "host_gib"):
             value = getattr(self, name)
@@ -1275,13 +1288,13 @@ class Config(Section):
     run_dir: str | None = option(
         None, "run directory, for all results; null: runs/<recipe>/<time>", path=True
     )
-    stage: StageName | None = option(
+    day: DayToTrain | None = option(
         None,
         "next: continue the run in run_dir on data.path, the day after its own (docs/every_day.md); null: one dataset",
     )
     days: list[str] = option(
         [],
-        "with stage=next: dataset directories, or patterns such as 'data/*', that the run trains one after another in the order "
+        "with day=next: dataset directories, or patterns such as 'data/*', that the run trains one after another in the order "
         "of their days, from where it is",
         path=True,
     )
@@ -1332,7 +1345,7 @@ class Config(Section):
         )
         self.tasks = self.tasks or None
         _ = self.task_options  # which checks them
-        self._check_stage()
+        self._check_day()
         require(
             self.eval.patience is None or self.checkpoint.save,
             f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
@@ -1341,11 +1354,11 @@ class Config(Section):
         self._check_mlperf()
         self._check_predict()
 
-    def _check_stage(self) -> None:
-        """Refuse a next stage of a run that cannot have one."""
+    def _check_day(self) -> None:
+        """Refuse a next day of a run that cannot have one."""
         require(
-            not self.days or (self.stage is not None and self.data.path is None),
-            "days names the datasets of several stages; set stage=next, and leave data.path out",
+            not self.days or (self.day is not None and self.data.path is None),
+            "days names several datasets; set day=next, and leave data.path out",
         )
         require(
             not self.days or self.mode is Mode.train,
@@ -1355,7 +1368,7 @@ class Config(Section):
             self.watch_days is None or (bool(self.days) and self.watch_days > 0),
             f"watch_days={self.watch_days}: want seconds above 0, and days; set both, or leave it out",
         )
-        if self.stage is None or self.mode is not Mode.train:
+        if self.day is None or self.mode is not Mode.train:
             return
         has_run = self.run_dir is not None and (self.data.path is not None or bool(self.days))
         for is_given, problem in (
@@ -1370,7 +1383,7 @@ class Config(Section):
                 "keeps the ids of all rows, and data.multi_hot draws others for larger tables; leave one of them out",
             ),
         ):
-            require(is_given, f"stage=next {problem}")
+            require(is_given, f"day=next {problem}")
 
     def _check_mlperf(self) -> None:
         """Refuse a log of the benchmark for a run that cannot be one: it is DCNv2, one epoch and a target."""

@@ -6,6 +6,7 @@ from typing import Any
 from configs.messages import shown
 from configs.schema import SUGGESTED, ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.sequences import SequenceGroup
 
 
 def chosen_features(
@@ -29,6 +30,28 @@ def chosen_features(
         if list(names).count(name) > 1:
             raise ValueError(f"{key} names {shown(name)} twice; name each feature once")
     return list(names)
+
+
+def chosen_group(options: Any, spec: FeatureSpec) -> SequenceGroup | None:
+    """Return the group that `model.sequence` names, by default the only one; None where `history_features` are named instead.
+
+    Raises ValueError: the dataset has no such group, or none is named of several.
+    """
+    groups = {group.name: group for group in spec.sequences}
+    name, has = options.sequence, ", ".join(groups) or "none"
+    if name is None and getattr(options, "history_features", None):
+        return None
+    if name is None and len(groups) == 1:
+        return spec.sequences[0]
+    if name is None:
+        how = "name one by model.sequence" if groups else "make one by table.sequence"
+        how += ", or set model.history_features" * hasattr(options, "history_features")
+        raise ValueError(
+            f"model.name={options.name} reads a sequence group, and the dataset has {has}; {how}"
+        )
+    if name not in groups:
+        raise ValueError(f"model.sequence={name} is no sequence group of the dataset; it has {has}")
+    return groups[name]
 
 
 def in_table_order(spec: FeatureSpec) -> list[str]:

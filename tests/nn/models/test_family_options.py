@@ -21,8 +21,8 @@ from dataloading.dataset.sequences import SequenceGroup
 from nn.embedding.declared_tables import embedding_columns, hands_out_rows
 from nn.layers.mlp import MLP
 from nn.models.features import suggested_columns
-from nn.models.options import DLRMOptions
 from nn.models.numerical_features import encoded_spec
+from nn.models.options import DLRMOptions
 from nn.models.registry import (
     build_dense,
     build_meta,
@@ -74,7 +74,9 @@ CRITEO_EVENTS = replace(
     ),
     sequences=(SequenceGroup("history", ("C2",), 100),),
 )
-OF_EVENTS = [name for name, kind in OPTIONS.items() if getattr(kind(), "sequence", None)]
+OF_EVENTS = [
+    name for name, kind in OPTIONS.items() if name != "din" and hasattr(kind(), "sequence")
+]
 ON_CRITEO |= {name: {"item_features": ["C1"]} for name in OF_EVENTS}
 
 
@@ -258,15 +260,25 @@ NEEDED: dict[str, dict[str, Any]] = {
     "wide_deep.deep_features": {"wide_features": ["kind", "kinds"]},
     "rankmixer.active_experts": {"experts": 2},
     "masknet.hidden": {"structure": "parallel"},
-    **{name: {"item_features": ["item"], "embedding_dim": 20} for name in OF_EVENTS},
+    **{
+        name: {"item_features": ["item"], "sequence": "history", "embedding_dim": 20}
+        for name in OF_EVENTS
+    },
     "transact.recent": {"recent": 2},
     "sim.found": {"found": 2},
     "sim.recent": {"recent": 2},
     "sim.search": {"found": 1},
     "sim.hash_bits": {"search": "hash", "found": 1},
     **{f"{name}.numerical_size": {"numerical_encoding": "buckets"} for name in MODELS},
-    "onetrans": {"item_features": ["item"], "token_dim": 40},
-    "hstu": {"item_features": ["item"], "width": 8, "input_hidden": 8, "layers": 1, "positions": 9},
+    "onetrans": {"item_features": ["item"], "sequence": "history", "token_dim": 40},
+    "hstu": {
+        "item_features": ["item"],
+        "sequence": "history",
+        "width": 8,
+        "input_hidden": 8,
+        "layers": 1,
+        "positions": 9,
+    },
 }
 # What changes with an option.
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -439,8 +451,8 @@ REFUSALS = {
     "no history": (
         "din",
         {},
-        "model.name=din needs a history per item feature, got model.item_features=[] and model.history_features=[]; name "
-        "features of user, item, history, kind",
+        "model.name=din reads a sequence group, and the dataset has none; make one by table.sequence, or set "
+        "model.history_features",
     ),
     "an item without a history": (
         "din",
