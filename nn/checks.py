@@ -136,10 +136,9 @@ def check_chunks(config: Config) -> None:
     Raises:
         ValueError: `train.accumulate` and `model.name` do not fit.
     """
-    if (
-        config.train.accumulate > 1
-        and find_model(config.model.name).add_losses is not Model.add_losses
-    ):
+    model = find_model(config.model.name)
+    adds = model.add_losses is not Model.add_losses or model.extra_losses is not Model.extra_losses
+    if config.train.accumulate > 1 and adds:
         raise ValueError(
             f"train.accumulate={config.train.accumulate} takes a batch in chunks, and model.name={config.model.name} adds "
             "losses of complete batches; set train.accumulate=1"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -97,10 +97,11 @@ class RankMixer(Model):
             },
         )
 
-    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the penalties of all routers."""
+    def extra_losses(self) -> dict[str, Tensor]:
+        """Return the penalties of all routers."""
         routers = [block.router for block in self.blocks if block.router is not None]
-        return share + sum(router.penalty() for router in routers) if routers else share
+        penalties = [router.penalty() for router in routers]
+        return {"router": torch.stack(penalties).sum()} if routers else {}
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings or `PooledEmbeddings` to float32 logits [B, tasks], or [B] of one task."""

@@ -1,5 +1,6 @@
 """The models beside DLRM and DCNv2, trained: one and two ranks against plain PyTorch, plans, memory, resuming and export."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -383,6 +384,35 @@ def two_ranks(two_labels) -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_plain_pytorch(trained, two_ranks, name):
     np.testing.assert_allclose(two_ranks[name], trained[name].plain_losses, rtol=1e-6, atol=1e-6)
+
+
+def extra_losses_of(overrides: list[str]) -> tuple[float, dict[str, float], float]:
+    """Return the loss of one step, the further losses that its record has, and the penalties of this rank's routers."""
+    with ranks_of_cpu():
+        built = build(compose_config(*overrides))
+        (loss,) = built.train(0, 1)
+        logged = built.step.extra_losses()
+        routers = [block.router for block in built.step.dense.blocks]
+        share = sum(router.penalty().item() for router in routers)
+        built.step.close()
+    return loss, logged, share
+
+
+def test_further_losses_are_logged_as_sums_over_ranks(two_labels, tmp_path):
+    case = CASES["rankmixer of experts"].overrides(two_labels)
+    loss, logged, share = extra_losses_of(case)
+    assert logged == {"extra_loss.router": pytest.approx(share, rel=1e-6)}
+    both = run_distributed(extra_losses_of, 2, case)
+    assert share == pytest.approx(sum(own for *_, own in both), rel=1e-5)
+    for loss_there, logged_there, _ in both:
+        assert loss_there == pytest.approx(loss, rel=1e-6)
+        assert logged_there == {"extra_loss.router": pytest.approx(share, rel=1e-5)}
+    command = [*case, f"run_dir={tmp_path / 'run'}", "train.max_steps=2", "log.every=1"]
+    assert run_command(*command).exit_code == 0
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    found = [record["extra_loss.router"] for record in map(json.loads, lines) if "loss" in record]
+    assert len(found) == 2
+    assert found[0] == pytest.approx(share, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
