@@ -430,6 +430,12 @@ class ModelConfig(Section):
         "columns of single tables, by feature: {genres: 16}, projected to embedding_dim where the model needs one width; "
         "suggested: 16 to 512 by each table's rows, as NVTabular suggests them",
     )
+    # Any, as above; checked against the dataset.
+    event_weights: Any = option(
+        None,
+        "number of the events that weighs their vectors in sequence_pooling=sum or mean, by sequence group: {tags: tag_weight}; "
+        "the mean is divided by the sum of the weights",
+    )
     numerical_encoding: NumericalEncoding = option(
         NumericalEncoding.plain,
         "form of numerical features: plain, as the model's paper has it; or embedding_dim columns each, by learned frequencies "
@@ -463,6 +469,16 @@ class ModelConfig(Section):
             ),
             f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
             f"{{genres: 16}}, or be {SUGGESTED}, got {widths}",
+        )
+        self.event_weights = self.event_weights or {}
+        require(
+            isinstance(self.event_weights, dict),
+            f"model.event_weights must map sequence groups to numbers, such as {{tags: tag_weight}}, got {self.event_weights}",
+        )
+        require(
+            not self.event_weights or self.sequence_pooling in ("sum", "mean"),
+            f"model.event_weights weighs sums and means, and model.sequence_pooling={self.sequence_pooling.value} is none; "
+            "leave one of them out",
         )
         files = self.pretrained = self.pretrained or {}
         require(

@@ -214,7 +214,8 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
         raise ValueError(
             f"model.name={options.name}: build() returns {type(dense).__name__}; want a nn.models.model.Model"
         )
-    if options.sequence_pooling in (EventPooling.last, EventPooling.attention):
+    from_rows = EventPooling.last, EventPooling.attention
+    if options.sequence_pooling in from_rows or options.event_weights:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             dense = WithPooledEvents(dense, _own_tables(options, spec), options, spec)

@@ -333,7 +333,7 @@ def of_each_option() -> Iterator[tuple[str, str, Any]]:
                 )
             # The pooling of events and vectors of files have tests of their own.
             elif (
-                item.name not in ("name", "sequence_pooling", "pretrained")
+                item.name not in ("name", "sequence_pooling", "event_weights", "pretrained")
                 and (name, item.name) not in ELSEWHERE
             ):
                 other = OTHER_VALUES.get(item.name)
