@@ -169,7 +169,7 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
             raise
         _end_together(text, USER_ERROR_EXIT_CODE)
     except OSError as error:
-        text = load_error_text(error) or os_error_text(error, _place(composed))
+        text = load_error_text(error) or os_error_text(error, _where(composed))
         _end(text, USER_ERROR_EXIT_CODE)
     except UnfinishedDaysError as error:
         if not str(error):
@@ -263,7 +263,7 @@ def _predict(config: Config, config_yaml: str) -> None:
     print_scores(console, config, predict(config, console, raw))
 
 
-def _place(composed: DictConfig) -> str:
+def _where(composed: DictConfig) -> str:
     """Return what a run reads and writes, for an error of the system that names no file."""
     run_dir = composed.run_dir or f"runs/{composed.recipe}"
     data = f" or data.path={composed.data.path}" if composed.data.path else ""

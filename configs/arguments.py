@@ -87,11 +87,11 @@ def as_written(arguments: Sequence[str]) -> list[str]:
     """Return arguments for Hydra without those that let others replace a mapping."""
     return [
         argument
-        for place, argument in enumerate(arguments)
+        for index, argument in enumerate(arguments)
         # Of a process that another one starts, there are several.
         if not (
             argument.endswith("=null")
-            and any(later.startswith(f"{argument[:-4]}{{") for later in arguments[place:])
+            and any(later.startswith(f"{argument[:-4]}{{") for later in arguments[index:])
         )
     ]
 

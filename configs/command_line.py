@@ -31,7 +31,7 @@ from configs.help import (
     Topics,
     register_option_help,
 )
-from configs.messages import UNKNOWN_PLACE, load_error_text, on_one_line, os_error_text, shown
+from configs.messages import UNKNOWN_FILE, load_error_text, on_one_line, os_error_text, shown
 from configs.overrides import WrittenOption, one_line, texts_of
 from configs.schema import open_sections
 from configs.stop_signals import INTERRUPTED
@@ -300,13 +300,13 @@ def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn
 
 @contextmanager
 def errors_end_command(
-    place: str = UNKNOWN_PLACE,
+    where: str = UNKNOWN_FILE,
     more: str = "",
     interrupted: str = RERUN,
 ) -> Iterator[None]:
     """End the process with one message after a user error, an error of the system, or Ctrl-C.
 
-    `place` is what the command reads or writes, for an error of the system that names no file; `more` continues the remedy for a
+    `where` is what the command reads or writes, for an error of the system that names no file; `more` continues the remedy for a
     full disk; `interrupted` is the message after Ctrl-C.
     """
     try:
@@ -319,7 +319,7 @@ def errors_end_command(
             raise
         end_command(f"error: {text}")
     except OSError as error:
-        end_command(f"error: {load_error_text(error) or os_error_text(error, place, more)}")
+        end_command(f"error: {load_error_text(error) or os_error_text(error, where, more)}")
     except KeyboardInterrupt:
         end_command(interrupted, INTERRUPTED_EXIT_CODE)
 

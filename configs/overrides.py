@@ -22,11 +22,11 @@ from configs.schema import open_sections, option_keys, replaced_options, type_hi
 class WrittenOption(NamedTuple):
     """An option that somebody, the user or the project, has written for the model that is trained.
 
-    `place` is what a message about it begins with: `experiment/mine.yaml: `, or nothing for the command line.
+    `where` is what a message about it begins with: `experiment/mine.yaml: `, or nothing for the command line.
     """
 
     key: str
-    place: str = ""
+    where: str = ""
     is_users: bool = True
 
 
@@ -80,14 +80,14 @@ def refuse_unresolved(composed: DictConfig, schema: type) -> None:
         )
 
 
-def place_of(composed: DictConfig, *keys: str) -> str:
+def options_text(composed: DictConfig, *keys: str) -> str:
     """Return options as `key=value`, for a message; an interpolation that does not resolve stays as it was written."""
     return " ".join(f"{key}={_value_or_text(composed, key)}" for key in keys)
 
 
 def texts_of(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a command, as Hydra holds them; one whose interpolation does not resolve stays as written."""
-    return [str(_value_or_text(overrides, place)) for place in range(len(overrides))]
+    return [str(_value_or_text(overrides, index)) for index in range(len(overrides))]
 
 
 def _value_or_text(node: Any, key: Any) -> Any:

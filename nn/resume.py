@@ -213,8 +213,8 @@ def _is_repeated(config: Config, run_dir: Path) -> bool:
     before = _mapping(read_yaml, run_dir / CONFIG)
 
     def chosen(options: dict[str, Any]) -> dict[str, Any]:
-        places = ("run_dir", "config")
-        return {key: v for key, v in options.items() if key not in places and v is not None}
+        paths = ("run_dir", "config")
+        return {key: v for key, v in options.items() if key not in paths and v is not None}
 
     is_same = False
     if before is not None:
@@ -258,7 +258,7 @@ def _has_own_checkpoint(config: Config) -> bool:
 
 
 def _named_start(config: Config, source: Source) -> ResumePoint:
-    """Return the start at a checkpoint that a run names, at its place in its data; other data begin with their first row."""
+    """Return the start at a checkpoint that a run names, at its position in its data; other data begin with their first row."""
     parts, day = config.checkpoint, first_day(source)
     is_training = config.mode is Mode.train
     if parts.restore is None:

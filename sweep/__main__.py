@@ -16,7 +16,7 @@ from configs.console import LiteralConsole
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.many_runs_schema import SweepConfig
 from configs.messages import require_package
-from configs.overrides import no_option, place_of, to_config
+from configs.overrides import no_option, options_text, to_config
 from configs.schema import Config, describe
 from configs.stop_signals import INTERRUPTED, restore_signals
 
@@ -24,7 +24,7 @@ from configs.stop_signals import INTERRUPTED, restore_signals
 def run(composed: DictConfig) -> None:
     """Check the composed options and sweep; report errors in one line."""
     with errors_end_command(
-        place_of(composed, "output"), interrupted=f"{INTERRUPTED}: the same command resumes"
+        options_text(composed, "output"), interrupted=f"{INTERRUPTED}: the same command resumes"
     ):
         config = to_config(composed)
         require_package("optuna", "python -m sweep")

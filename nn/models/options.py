@@ -539,7 +539,7 @@ class PEPNetOptions(ModelConfig):
 
 
 class ItemMLPs(Enum):
-    """Place of the MLPs of HSTU's items."""
+    """What the MLPs of HSTU's items see."""
 
     position = "position"
     row = "row"

@@ -81,25 +81,25 @@ def typed_config(
     _refuse_options_of_others(composed.model.name, written)
     config.model = model_options(composed.model)
     for name, reason in own_options.without_effect(config.model).items():
-        for key, place, is_users in written:
+        for key, where, is_users in written:
             if is_users and f"{key}.".startswith(f"model.{name}."):
-                raise ValueError(f"{place}{key} has no effect: {reason}; leave it out")
+                raise ValueError(f"{where}{key} has no effect: {reason}; leave it out")
     return config
 
 
 def _refuse_options_of_others(name: str, written: Sequence[WrittenOption]) -> None:
     own = {declared.name for declared in fields(find_options(name))}
-    for key, place, _ in written:
+    for key, where, _ in written:
         option = key.split(".")[1]
         others = [] if option in own else models_with(option)
         options = sorted(options_of_own_models()) if others else []
         if others and not any(
             f"{known}.".startswith(f"{key}.") or key.startswith(f"{known}.") for known in options
         ):
-            raise ValueError(f"{place}{no_option(key, options)}")
+            raise ValueError(f"{where}{no_option(key, options)}")
         if others:
             raise ValueError(
-                f"{place}{key} is an option of {', '.join(others)}, and model.name={name} has none of this name; leave it out, "
+                f"{where}{key} is an option of {', '.join(others)}, and model.name={name} has none of this name; leave it out, "
                 f"or choose another model (--help model lists the options of this one)"
             )
 

@@ -318,20 +318,23 @@ class ShardedTables:
         dims = 1 if per_row else 2
         shards = [
             ShardMetadata(
-                place.shard_offsets[:dims],
-                place.shard_sizes[:dims],
-                place.placement if table.host is None else f"rank:{rank_of(place)}/cpu",
+                metadata.shard_offsets[:dims],
+                metadata.shard_sizes[:dims],
+                metadata.placement if table.host is None else f"rank:{rank_of(metadata)}/cpu",
             )
-            for place in table.shards
+            for metadata in table.shards
         ]
-        described = {id(place): shard for place, shard in zip(table.shards, shards, strict=True)}
+        described = {
+            id(metadata): shard for metadata, shard in zip(table.shards, shards, strict=True)
+        }
         local = [
             Shard(
-                shard.weight if part == WEIGHT else shard.states[part], described[id(shard.place)]
+                shard.weight if part == WEIGHT else shard.states[part],
+                described[id(shard.metadata)],
             )
             for shard in self._own
             # The plan knows no empty shards of ranks without rows.
-            if shard.table is table and id(shard.place) in described
+            if shard.table is table and id(shard.metadata) in described
         ]
         # All rows lie in pinned memory.
         is_pinned = (

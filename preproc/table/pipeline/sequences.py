@@ -83,7 +83,7 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
         ],
         [f"r.event{past}_{j}_" for j in range(len(log.numbers))],
         "p.out_",
-        f"LEFT JOIN {_places(journal)} AS p ON r.row_ = p.before_",
+        f"LEFT JOIN {_dataset_rows(journal)} AS p ON r.row_ = p.before_",
     )
     texts = [look_up(f"r.c{j}", f"v{j}_", ids, owner) for j, (owner, ids) in enumerate(known)]
     events, lines = rows, [rows]
@@ -126,8 +126,8 @@ def sequence_group(of: EventLog | EventLists) -> SequenceGroup:
     return SequenceGroup(of.name, tuple(of.features), of.length, numbers, of.time_name)
 
 
-def _places(journal: Journal) -> str:
-    """Return the relation of the rows of the dataset, `out_`, and their places in `staged_`, `before_`."""
+def _dataset_rows(journal: Journal) -> str:
+    """Return the relation of the rows of the dataset, `out_`, and their row in `staged_`, `before_`."""
     before = "before_" if journal.work.state["rows_in"] == "rows_" else "row_"
     return f"(SELECT row_ AS out_, {before} AS before_ FROM rows_)"
 
