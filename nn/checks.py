@@ -9,6 +9,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Source
 from nn.build import (
     Loaders,
+    check_group_size,
     device_type,
     open_source,
     planned_hardware,
@@ -167,6 +168,7 @@ def check_run(
     config: Config, source: Source, ranks: Ranks, loaders: Loaders, start: ResumePoint
 ) -> None:
     """Refuse invalid options before any process group or file exists."""
+    check_group_size(config.sharding.group_size, ranks.world_size, ranks.local_world_size)
     if config.mode is Mode.inference:
         sizes_to_time(config, source, ranks)
     if loaders.train is not None:

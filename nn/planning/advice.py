@@ -47,13 +47,14 @@ def does_not_fit(
     listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest)
     cuts = (ShardingType.row_wise, ShardingType.column_wise)
     forbidden = [kind.value for kind in cuts if kind not in config.types]
-    several = hardware.world_size > 1
+    several = hardware.table_ranks > 1
     remedies = []
     if not several or sizes[largest[0]] <= usable or len(forbidden) < len(cuts):
         # The total may fit so many ranks although a single table does not fit any of them.
-        enough = max(math.ceil(total / max(usable, 1)), hardware.world_size + 1)
+        enough = max(math.ceil(total / max(usable, 1)), hardware.table_ranks + 1)
         if enough <= MOST_RANKS:
-            remedies.append(f"start {enough} ranks or more")
+            more = "set sharding.group_size to" if hardware.group_size else "start"
+            remedies.append(f"{more} {enough} ranks or more")
     if several and forbidden:
         remedies.append(f"add {' or '.join(forbidden)} to sharding.types")
     remedies += _smaller_rows(embeddings, rule)
@@ -75,7 +76,7 @@ def does_not_fit(
             remedies.append(f"lower cache of {' and '.join(arenas)} in sharding.tables")
     return (
         f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
-        f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
+        f"{hardware.table_ranks} x {usable / GIB:.1f} GiB are usable "
         f"({hardware.bytes_per_rank / GIB:.1f} GiB per rank less sharding.reserve={config.reserve:g}){beside}; "
         f"the largest are {listed}. {_either([*remedies, 'raise the frequency limit of the dataset'])}. TorchRec's planner: "
         f"{_first_line(error)}"
@@ -106,7 +107,7 @@ def lacks_host_memory(
     remedies.append("leave tables on the GPUs (tier: device)")
     if of_disk:
         remedies.append("lower sharding.read_ahead_gib")
-    if hardware.world_size > 1 and sizes[largest[0]] > usable:
+    if hardware.table_ranks > 1 and sizes[largest[0]] > usable:
         remedies.append(f"shard {largest[0]} row_wise")
     remedies += [*(_smaller_rows(embeddings, rule) if in_host else ()), MORE_HOST_MEMORY]
     listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest[:3])
@@ -114,7 +115,7 @@ def lacks_host_memory(
     read_ahead = f" and, per rank, sharding.read_ahead_gib={config.read_ahead_gib:g} for rows of tables on disk"
     return (
         f"host memory is too small: the tables that sharding.tables puts there or on disk take "
-        f"{sum(sizes.values()) / GIB:.1f} GiB of it ({listed}{further}), and {hardware.world_size} x {usable / GIB:.1f} GiB are "
+        f"{sum(sizes.values()) / GIB:.1f} GiB of it ({listed}{further}), and {hardware.table_ranks} x {usable / GIB:.1f} GiB are "
         f"usable ({hardware.host_bytes / GIB:.1f} GiB per node less sharding.reserve={config.reserve:g}"
         f"{read_ahead * bool(of_disk)}). {_either(remedies)}"
     )

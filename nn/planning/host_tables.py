@@ -213,8 +213,8 @@ def _buffer_rows(
         if buffer_rows[rank, columns] < needed:
             least = math.ceil(1e4 * needed / rows * sizes[rank] / 2**30) / 1e4
             raise ValueError(
-                f"sharding.read_ahead_gib={host_room / 2**30:.4g} has room for {buffer_rows[rank, columns]:,} rows of {members[0][0]} "
-                f"and others with tier: disk, and the device and the batches at work may need {needed:,}; set "
+                f"sharding.read_ahead_gib={host_room / 2**30:.4g} has room for {buffer_rows[rank, columns]:,} rows of "
+                f"{members[0][0]} and others with tier: disk, and the device and the batches at work may need {needed:,}; set "
                 f"sharding.read_ahead_gib={least:g} or more, or lower cache of these tables"
             )
     return buffer_rows

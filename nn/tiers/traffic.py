@@ -123,7 +123,7 @@ def expected_fetches(classes: Sequence[Classes], ring: int) -> list[float]:
 def expected_reads(
     classes: Sequence[Classes], ring: int, buffer_rows: int, group_batches: int
 ) -> list[float]:
-    """Return the rows that each shard of an arena reads from disk per step, with `buffer_rows` in host memory and `ring` slots."""
+    """Return the rows that each shard of an arena reads from disk per step, with so many `buffer_rows`, and `ring` slots."""
     rows, chance = _joined(classes)
     on_device = _stay(rows, chance, _is_needed(chance, LIVE_BATCHES), ring)
     stays = 1 - (1 - _is_needed(chance, 2 * group_batches)) / (1 + on_device)

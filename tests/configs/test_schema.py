@@ -136,8 +136,8 @@ REFUSED = [
     (
         OptimizerConfig,
         {"embedding_name": "lamb"},
-        "optimizer.embedding_name: Invalid value 'lamb', expected one of [adagrad, adam, ftrl, lion, rowwise_adagrad, sgd], or "
-        "package.module:NAME",
+        "optimizer.embedding_name: Invalid value 'lamb', expected one of [adagrad, adam, ftrl, lion, rowwise_adagrad, sgd, "
+        "sgd_momentum], or package.module:NAME",
     ),
     (OptimizerConfig, {"lr": 0.0}, "optimizer.lr must be positive, got 0.0"),
     (OptimizerConfig, {"lr": float("nan")}, "optimizer.lr must be positive, got nan"),
@@ -153,11 +153,13 @@ REFUSED = [
      "optimizer.nesterov=true without optimizer.momentum does nothing; set optimizer.momentum too, such as 0.9"),
     (OptimizerConfig, {"weight_decay": -1.0}, "optimizer.weight_decay must not be negative, got -1.0"),
     (OptimizerConfig, {"weight_decay": 0.01},
-     "optimizer.weight_decay=0.01 is of adam (AdamW), and optimizer.name=sgd would ignore it; set optimizer.name=adam "
+     "optimizer.weight_decay=0.01 is of adam (AdamW), lion and lamb, and optimizer.name=sgd would ignore it; set optimizer.name=adam "
      "(the tables' optimizer is optimizer.embedding_name), or optimizer.weight_decay=0"),
     (OptimizerConfig, {"embedding_l2": -1.0}, "optimizer.embedding_l2 must not be negative, got -1.0"),
     (OptimizerConfig, {"name": "ftrl"},
      "optimizer.name=ftrl: ftrl trains tables only; set optimizer.embedding_name=ftrl, and another optimizer.name"),
+    (OptimizerConfig, {"name": "lamb"},
+     "optimizer.name=lamb trains the dense component only; set optimizer.embedding_name to another one for the tables"),
     (OptimizerConfig, {"ftrl_l1": -1.0}, "optimizer.ftrl_l1 must not be negative, got -1.0"),
     (OptimizerConfig, {"ftrl_beta": 0.0}, "optimizer.ftrl_beta must be positive, got 0.0"),
     (OptimizerConfig, {"embedding_name": "adam", "ftrl_l2": 0.1},
