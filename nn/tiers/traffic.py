@@ -2,8 +2,8 @@
 
 A row outside the fixed slots of its arena stays for as many steps as the ring of slots takes to come round, and again as long if
 a live batch needs it then. With `q` the chance that a step looks a row up and `T` these steps, the row is there with probability
-`q T / (1 + q T)`; `T` follows from the number with which all rows together fill the ring. The buffer rows of rows on disk are such
-a ring too, in which a row also stays while the device has it, or an announced batch needs it.
+`q T / (1 + q T)`; `T` follows from the number with which all rows together fill the ring. The buffer rows of
+tables on disk are such a ring too, in which a row also stays while the device has it, or an announced batch needs it.
 
 Ids that are expanded (`nn.embedding.multi_hot`) bring further rows, anywhere in the table and always the same ones: these rows
 are as frequent as the id, so the first rows are not the most frequent ones. The rows are divided by the most frequent one of the
