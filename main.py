@@ -215,7 +215,7 @@ def _run(composed: DictConfig) -> None:
             drop_replaced(composed, overrides, Config)
             written = written_options(overrides, HydraConfig.get())
         config = to_config(composed)
-        if config.mode is Mode.predict and "run_dir" in [option.key for option in written]:
+        if config.mode is Mode.predict and "run_dir" in [option.name for option in written]:
             raise ValueError(
                 f"run_dir={config.run_dir}: mode=predict writes output and no run directory; the model of a run is named by "
                 "config=RUN/config.yaml and checkpoint.restore=RUN/checkpoints/best"

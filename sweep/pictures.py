@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from optuna.distributions import CategoricalDistribution
 
-from compare.table import short_keys
+from compare.table import short_names
 from configs.messages import shortened
 from configs.palette import FAINT, INK, TRAIN
 from nn.models.metric import Metric
@@ -35,7 +35,7 @@ def draw_coordinates(
     low, high = (values.min(), values.max()) if len(values) else (0.0, 1.0)
     shown_low = min([low, *(row["value"] for row in drawn)])
     shown_high = max([high, *(row["value"] for row in drawn)])
-    names = [*short_keys(list(space)), f"{split} {metric.key}"]
+    names = [*short_names(list(space)), f"{split} {metric.key}"]
     states = Counter(row["state"] for row in rows)
     lines = {"pruned": " (dashed)", "failed": " (not drawn)"}
     counts = (f"{number} {state}{lines.get(state, '')}" for state, number in states.items())
@@ -45,7 +45,7 @@ def draw_coordinates(
         axes.grid(visible=False)
         # The worst first, so that the best lie on top.
         for row in reversed(drawn):
-            heights = [_height(space[key], row[key]) for key in space]
+            heights = [_height(space[option], row[option]) for option in space]
             heights.append(_share(row["value"], shown_low, shown_high))
             share = _share(row["value"], low, high)
             share = share if metric.larger_is_better else 1 - share
