@@ -533,7 +533,7 @@ class STAROptions(ModelConfig):
 
 
 class ItemMLPs(Enum):
-    """What the MLPs of HSTU's items see."""
+    """Inputs of the MLPs of HSTU's items."""
 
     position = "position"
     row = "row"
