@@ -30,7 +30,7 @@ from nn.early_checks import check_inputs
 from nn.models.metric import Metric, best_of, further_metrics, metrics_of_label
 from nn.models.options import without_effect
 from nn.models.registry import options_of_own_models, typed_config
-from sweep.space import Space, as_override, corners, grid_of, holds
+from sweep.space import Space, allows, as_override, corners, grid_of
 
 ROOT = Path(__file__).parents[1]
 GROUPS = ("experiment", "data")
@@ -162,7 +162,7 @@ def _own_values(config: Config, space: Space) -> dict[str, Any] | None:
         value: Any = plain
         for name in option.split("."):
             value = value.get(name) if isinstance(value, dict) else None
-        if not holds(values, value):
+        if not allows(values, value):
             return None
         own[option] = written(value) if isinstance(values, CategoricalDistribution) else value
     return own

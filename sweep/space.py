@@ -39,7 +39,7 @@ def value_at(values: Values, share: float) -> Any:
     return type(low)(min(max(value, low), high))
 
 
-def holds(values: Values, value: Any) -> bool:
+def allows(values: Values, value: Any) -> bool:
     """Return whether an option's value is one that trials may have."""
     if isinstance(values, CategoricalDistribution):
         return written(value) in values.choices

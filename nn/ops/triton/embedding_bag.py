@@ -176,7 +176,7 @@ def _group_origins(order, counts, first, stop, LEVEL: tl.constexpr, GROUP: tl.co
 
 @triton.jit
 def _prefetch(pointers):
-    """Bring what lies at pointers to the second-level cache."""
+    """Bring what lies at pointers to the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
