@@ -38,6 +38,7 @@ def option(
     path: bool = False,
     replaces: str | None = None,
     required: str = "",
+    only: str = "",
 ) -> Any:
     """Declare one option; `--help` prints its meaning with the bounds, and `(required)`.
 
@@ -45,7 +46,8 @@ def option(
     value, checked before any class is made (`configs/option_values.py`). A list that is `filled` names at least one. With
     `path` the option names files, so `~` is the home directory. The option `replaces` of the same section has no effect while
     this one has a value, and `configs/overrides.py` lets the command line name only one of them. An option that is `required`
-    has a value, which this text describes; its default is null or empty.
+    has a value, which this text describes; its default is null or empty. One that is `only` of values of other options in its
+    section, such as `mode=eval`, has its default with others.
     """
     bounds = {
         name: bound
@@ -54,9 +56,10 @@ def option(
     }
     if filled:
         bounds[FILLED] = True
-    meaning += " (required)" * bool(required)
-    metadata = {"help": meaning, "most": most, "path": path, "replaces": replaces, "bounds": bounds}
-    metadata["required"] = required
+    meaning += " (required)" * bool(required) + f" (with {only})" * bool(only)
+    metadata: dict[str, Any] = {"help": meaning, "most": most, "path": path, "bounds": bounds}
+    metadata |= {"replaces": replaces, "required": required}
+    metadata["only"] = dict(part.split("=") for part in only.split())
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -84,9 +87,22 @@ def _check_section(options: Any, section: str) -> None:
         value = getattr(options, declared.name)
         if (wanted := declared.metadata.get("required")) and not value:
             raise ValueError(f"no {declared.name}: set {declared.name}={wanted}")
+        if (only := declared.metadata.get("only")) and value not in (declared.default, []):
+            _check_only(options, section, f"{declared.name}={value}", only)
         # A section within one, of a model of the user, need not be derived from `Section`.
         if is_dataclass(value) and not isinstance(value, Section):
             _check_section(value, f"{section}.{declared.name}".lstrip("."))
+
+
+def _check_only(options: Any, section: str, written: str, only: Mapping[str, str]) -> None:
+    start = f"{section}." if section else ""
+    of = " ".join(f"{start}{name}={text}" for name, text in only.items())
+    for name, text in only.items():
+        got = getattr(options, name)
+        require(
+            got == text,
+            f"{start}{written} is of {of}, and {start}{name}={got} would ignore it; leave it out, or set {of}",
+        )
 
 
 @cache
@@ -593,18 +609,14 @@ class SchedulerConfig(Section):
     decay: DecayShape = option(
         DecayShape.polynomial, "curve of the decay: polynomial, or cosine (half a period)"
     )
-    decay_power: float = option(POLYNOMIAL_POWER, "exponent of the polynomial decay", gt=0)
+    decay_power: float = option(
+        POLYNOMIAL_POWER, "exponent of the polynomial decay", gt=0, only="decay=polynomial"
+    )
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        is_cosine = self.decay is DecayShape.cosine
         require(
-            not is_cosine or self.decay_power == POLYNOMIAL_POWER,
-            f"scheduler.decay_power={self.decay_power} is of scheduler.decay=polynomial, and cosine would ignore it; leave "
-            "it out",
-        )
-        require(
-            not is_cosine or self.decay_start_step is not None,
+            self.decay is not DecayShape.cosine or self.decay_start_step is not None,
             "scheduler.decay=cosine never begins: set scheduler.decay_start_step and scheduler.decay_steps too",
         )
         if self.decay_start_step is None:
@@ -1217,22 +1229,25 @@ class Config(Section):
         "with stage=next: dataset directories, or patterns such as 'data/*', that the run trains one after another in the order "
         "of their days, from where it is",
         path=True,
+        only="mode=train",
     )
     watch_days: float | None = option(
         None, "seconds between looks for further directories of days; null: end after the last one"
     )
     output: str | None = option(
-        None, "file that mode=predict writes: .parquet or .csv (docs/scores.md)", path=True
+        None, "file to write: .parquet or .csv (docs/scores.md)", path=True, only="mode=predict"
     )
     source: str | None = option(
         None,
-        "raw file, directory or pattern of files, whose rows mode=predict scores",
+        "raw file, directory or pattern of files, whose rows are scored",
         path=True,
+        only="mode=predict",
     )
     fitted: str | None = option(
         None,
         "dataset directory whose fit transforms the rows of source; null: data.path",
         path=True,
+        only="mode=predict",
     )
     data: DataConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig, metadata=OPEN_SECTION)
@@ -1281,10 +1296,6 @@ class Config(Section):
             "days names the datasets of several stages; set stage=next, and leave data.path out",
         )
         require(
-            not self.days or self.mode is Mode.train,
-            f"days is of mode=train, not mode={self.mode.value}; leave it out",
-        )
-        require(
             self.watch_days is None or (bool(self.days) and self.watch_days > 0),
             f"watch_days={self.watch_days}: want seconds above 0, and days; set both, or leave it out",
         )
@@ -1322,15 +1333,7 @@ class Config(Section):
         )
 
     def _check_predict(self) -> None:
-        is_predict = self.mode is Mode.predict
-        for name in ("output", "source", "fitted"):
-            value = getattr(self, name)
-            require(
-                value is None or is_predict,
-                f"{name}={value} is of mode=predict, and mode={self.mode.value} would ignore it; leave it out, or set "
-                "mode=predict",
-            )
-        if not is_predict:
+        if self.mode is not Mode.predict:
             return
         require(
             self.output is not None and self.output.endswith(SCORE_ENDINGS),

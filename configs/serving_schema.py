@@ -85,13 +85,14 @@ class ServerConfig(Section):
     )
     device: Device = option(Device.cpu, "cpu, or cuda: the first GPU that is visible")
     dense_dtype: DenseType = option(
-        DenseType.fp32, "of embeddings and matrix products with device=cuda: fp32, or bf16"
+        DenseType.fp32, "of embeddings and matrix products: fp32, or bf16", only="device=cuda"
     )
     table_gib: float | None = option(
         None,
-        "GiB of tables in the GPU's memory with device=cuda; the first rows of each table, which are the most frequent values, "
+        "GiB of tables in the GPU's memory; the first rows of each table, which are the most frequent values, "
         "lie there, the others in pinned host memory; null: 80 % of what is free",
         gt=0,
+        only="device=cuda",
     )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
     port: int = option(8000, "port to listen on; 0 takes a free one", most=65_535, ge=0)
@@ -158,12 +159,6 @@ class ServerConfig(Section):
             self.max_memory_mib >= self.max_body_mib,
             f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}",
         )
-        if self.device is Device.cpu:
-            for name, is_set in (
-                ("table_gib", self.table_gib is not None),
-                ("dense_dtype", self.dense_dtype is not DenseType.fp32),
-            ):
-                require(not is_set, f"{name} is of device=cuda; set that, or leave {name} out")
 
 
 Layout = StrEnum("Layout", "monolithic ensemble")
@@ -207,11 +202,10 @@ class TritonConfig(Section):
         Device.cpu, "cuda: on GPUs; of an ensemble the dense model alone, which must be onnx"
     )
     dense_dtype: DenseType = option(
-        DenseType.fp32, "with layout=monolithic device=cuda: fp32, or bf16"
+        DenseType.fp32, "as in serving.run", only="layout=monolithic device=cuda"
     )
     table_gib: float | None = option(
-        None,
-        "with layout=monolithic device=cuda: GiB of tables in the GPU's memory, as in serving.run",
+        None, "as in serving.run", only="layout=monolithic device=cuda"
     )
     python_path: str | None = option(
         None,
@@ -230,15 +224,6 @@ class TritonConfig(Section):
             ),
             "layout=ensemble device=cuda: the dense model must be of dense_format=onnx",
         )
-        uses_gpu = self.device is Device.cuda and not is_ensemble
-        for name, is_set in (
-            ("table_gib", self.table_gib is not None),
-            ("dense_dtype", self.dense_dtype is not DenseType.fp32),
-        ):
-            require(
-                uses_gpu or not is_set,
-                f"{name} is of layout=monolithic device=cuda; set those, or leave {name} out",
-            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,7 +10,6 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
-from configs.built_in import MODELS
 from configs.messages import printable, shortened
 from configs.option_values import plain_values
 from configs.schema import Component, Config, Mode, default_values
@@ -40,7 +39,7 @@ from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
 from nn.loggers.run_logger import flat_options
 from nn.models.metric import PR_AUC
-from nn.models.registry import declared_tables, options_of_own_models
+from nn.models.registry import declared_tables
 from nn.observability.records import (
     CONFIG,
     METRICS,
@@ -57,7 +56,6 @@ from nn.training.lr_scheduler import has_ended
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
 FREE = (
     *("run_dir", "config", "mode", "stage", "device", "data.path", "data.prefetch", "data.workers"),
-    "data.threads",  # the old name of data.workers, in older checkpoints
     *("train.epochs", "train.max_steps", "train.compile", "train.capture", "train.tf32"),
     "train.batch_size_per_rank",  # train.batch_size has the global batch that it results in
     *("eval.", "inference.", "sharding.", "checkpoint.", "log.", "profile.", "predict.", "output"),
@@ -129,7 +127,7 @@ def finished_run(
             if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
                 return False
             loop = start.facts["trainer"]
-            evals = loop.get("evals_since_best", 0)
+            evals = loop["evals_since_best"]
             reason = early_stop(config, loop["test"], start.num_steps, evals)
             return start.num_steps >= last_step or reason is not None
 
@@ -175,9 +173,7 @@ def kept_records(
     """Return the records that a run keeps, None for one that starts from nothing; only rank 0 may call it."""
     if not start.is_continuation:
         return None
-    stored = start.facts["trainer"].get("last_record")
-    last_record = stored if type(stored) is int else None
-    stage = start.stage
+    last_record, stage = start.facts["trainer"]["last_record"], start.stage
     kept = records_until(
         run_dir / METRICS, start.num_steps, last_record, stage.number, is_new_day=stage.is_new
     )
@@ -409,13 +405,9 @@ def _differences(
 ) -> list[str]:
     """Describe what differs from an earlier start and changes what is learnt, but for `FREE` and `changes`."""
     old, new = _complete(before, config), _flat(plain_values(config))
-    # Runs of earlier versions recorded the options of all models of the project.
-    name = old.get("model.name")
-    others = options_of_own_models() if isinstance(name, str) and name in MODELS else set()
 
     def may_differ(key: str) -> bool:
-        free = any(key == f or (f.endswith(".") and key.startswith(f)) for f in (*FREE, *changes))
-        return free or (key in others and key not in new)
+        return any(key == f or (f.endswith(".") and key.startswith(f)) for f in (*FREE, *changes))
 
     def short(value: Any) -> str:
         return shortened(printable(str(value)))

@@ -36,7 +36,6 @@ def read_saved_config(path: Path) -> dict[str, Any]:
             f"config={path} is no configuration of a run, which has recipe, model and train; name the config.yaml of a run "
             "directory"
         )
-    _rename_earlier(values)
     for key, text in _texts(values):
         if "${" in text or text == "???":
             raise ValueError(
@@ -91,16 +90,6 @@ def _typed(values: Mapping[str, Any]) -> Config:
     for section in open_sections(Config):
         OmegaConf.set_struct(schema[section], False)
     return typed_config(OmegaConf.merge(schema, values))  # type: ignore[arg-type]
-
-
-def _rename_earlier(values: dict[str, Any]) -> None:
-    """Replace the names that options had in earlier versions, in place."""
-    data = values.get("data")
-    if isinstance(data, dict) and "threads" in data:
-        data.setdefault("workers", data.pop("threads"))
-    log = values.get("log")
-    if isinstance(log, dict) and "tensorboard" in log:
-        log.setdefault("loggers", ["tensorboard"] if log.pop("tensorboard") else [])
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

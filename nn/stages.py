@@ -20,7 +20,6 @@ from nn.checkpoint.tensor_index import read_index
 from nn.distributed.process_group import Ranks
 from nn.embedding.declared_tables import table_of_feature, tables_of_feature
 from nn.models.registry import declared_tables
-from nn.observability.records import SUMMARY
 from nn.training.limits import Stage
 from nn.training.loop_state import ENDS_STAGE
 from nn.training.lr_scheduler import has_ended
@@ -48,7 +47,7 @@ def stage_to_train(
     lineage = Lineage.of(spec.metadata)
     if not config.checkpoint.allow_changes:
         _check_follows(config, before, lineage, path)
-    if not _has_ended(config, facts):
+    if not facts["trainer"][ENDS_STAGE]:
         raise ValueError(
             f"run_dir={config.run_dir} has not finished the stage of data.path={path}, step {facts['num_steps']:,} is its "
             "latest checkpoint; run that to its end first, with its data.path"
@@ -60,14 +59,6 @@ def stage_to_train(
             "scheduler.decay_start_step=null, or a later one"
         )
     return Stage(before.number + 1, first, lineage.identity, path, is_new=True)
-
-
-def _has_ended(config: Config, facts: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint is the last one of its stage; of an older version, the run's summary says it."""
-    ends = facts["trainer"].get(ENDS_STAGE)
-    if ends is None and config.run_dir is not None:
-        return (Path(config.run_dir) / SUMMARY).exists()
-    return bool(ends)
 
 
 def _check_follows(config: Config, before: Stage, now: Lineage, path: str | None) -> None:

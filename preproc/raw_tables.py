@@ -46,8 +46,7 @@ class RawTables:
         self._description = replace(table, query="", order_by=[], keep=[])
         # A fit without checksums is used as it is.
         state = load_fitted(fitted, table, lambda line: None)
-        columns = state.text_columns
-        self._state = replace(state, text_columns=columns and columns.of_rows(ROWS))
+        self._state = replace(state, text_columns=state.text_columns.of_rows(ROWS))
         self.spec = FeatureSpec.load_features(fitted)
 
     def transformed(self, rows: pa.Table) -> pa.Table:

@@ -59,14 +59,14 @@ def check_raw(
 
 
 def _check_columns(raw: Mapping[str, Any], columns: Mapping[str, int]) -> None:
-    """Raise ValueError for wrong facts on the fit, each of which models of some earlier version lack."""
+    """Raise ValueError for wrong facts on the fit; models of 0.1.0 lack the first two."""
     empty = raw.get("empty_items", EMPTY_ITEMS[0])
     _require(empty in EMPTY_ITEMS, "empty_items", empty, f"one of {', '.join(EMPTY_ITEMS)}")
     five = raw.get("five", {})
     good = isinstance(five, dict) and all(isinstance(text, str) for text in five.values())
     _require(good, "five", five, "texts by column")
-    were_text = raw.get("is_text")
-    good = were_text is None or all(type(were_text[name]) is bool for name in columns)
+    were_text = raw["is_text"]
+    good = all(type(were_text[name]) is bool for name in columns)
     _require(good, "is_text", were_text, "true or false by column")
 
 

@@ -110,7 +110,7 @@ class Stage:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the stage of a checkpoint, from its run.json; checkpoints of earlier versions have one stage."""
+        """Return the stage of a checkpoint, from its run.json; an export and a delta may have none."""
         return cls(**facts.get("stage", {}))
 
     def facts(self) -> dict[str, Any]:

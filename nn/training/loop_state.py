@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import Any, Self
 
 from nn.models.metric import AUC, GAUC, Metric
-from nn.observability.run_directory import FIRST_AUC, RESTORED_AUC, UNTRAINED_AUC
+from nn.observability.run_directory import FIRST_AUC
 from nn.training.limits import Stage
 
 ENDS_STAGE = "ends_stage"
@@ -50,7 +50,7 @@ class LoopState:
     best_value: float = math.nan
     best_step: int | None = None
     evals_since_best: int = 0
-    ends_stage: bool | None = None  # in a loaded checkpoint; None in one of an older version
+    ends_stage: bool | None = None  # in a loaded checkpoint
 
     def facts(self, *, ends_stage: bool) -> dict[str, Any]:
         """Return what run.json holds."""
@@ -73,24 +73,18 @@ class LoopState:
         }
 
     @classmethod
-    def of_facts(
-        cls, facts: Mapping[str, Any], num_steps: int, stage: Stage, *, began_restored: bool
-    ) -> Self:
-        """Return the state of a run that resumes; checkpoints of earlier versions lack some facts.
+    def of_facts(cls, facts: Mapping[str, Any], num_steps: int, stage: Stage) -> Self:
+        """Return the state of a run that resumes.
 
         A new stage starts without evaluations and sums, since metrics of different days cannot be compared.
         """
-        first_auc = {name: facts.get(name) for name in FIRST_AUC}
-        if began_restored and RESTORED_AUC not in facts:
-            # Earlier versions called the AUC of a restored model untrained too.
-            first_auc = {UNTRAINED_AUC: None, RESTORED_AUC: first_auc[UNTRAINED_AUC]}
         state = cls(
             num_steps=num_steps,
             stage=stage,
             origin=Origin.RESUMED,
-            first_step=facts.get("first_step", 0),
-            last_record=facts.get("last_record"),
-            first_auc=first_auc,
+            first_step=facts["first_step"],
+            last_record=facts["last_record"],
+            first_auc={name: facts[name] for name in FIRST_AUC},
         )
         if stage.is_new:
             return state
@@ -102,13 +96,13 @@ class LoopState:
             key_counts=facts.get("key_counts"),
             row_capacity=facts.get("row_capacity"),
             test=facts["test"],
-            other_days=dict(facts.get("other_days", {})),
-            best_metric=facts.get("best_metric", AUC.name),
-            best_rows=facts.get("best_rows", {}),
+            other_days=dict(facts["other_days"]),
+            best_metric=facts["best_metric"],
+            best_rows=facts["best_rows"],
             best_value=math.nan if best is None else best,
             best_step=facts["best_step"],
-            evals_since_best=facts.get("evals_since_best", 0),
-            ends_stage=facts.get(ENDS_STAGE),
+            evals_since_best=facts["evals_since_best"],
+            ends_stage=facts[ENDS_STAGE],
         )
 
     def compare_by(self, metric: Metric, scored: Mapping[str, Any]) -> str | None:

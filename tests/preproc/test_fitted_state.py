@@ -237,39 +237,6 @@ def test_a_fit_of_an_earlier_version_is_used_with_a_warning(people, fit):
     )
 
 
-def test_a_fit_that_extends_one_of_an_earlier_version_knows_no_more_than_that(tmp_path, capsys):
-    """A day of integers, then one of texts again: -1 is missing in texts, as in the first fit."""
-    columns = {"y": [row % 2 for row in range(24)], "c": [[-1, 5, 7][row % 3] for row in range(24)]}
-    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
-    lines = [f"{label},{value}" for label, value in zip(*columns.values(), strict=True)]
-    (tmp_path / "t.csv").write_text("\n".join(["y,c", *lines, ""]))
-    described = {
-        "missing": ["-1"],
-        "label": {"name": "y"},
-        "categorical": [{"name": "c"}],
-        "split": {"train": 0.75},
-    }
-
-    def made(name: str, file: str, *options: str) -> Path:
-        table = described | {"sources": {"t": {"files": str(tmp_path / file)}}}
-        output = tmp_path / name
-        preproc("dataset=any", f"table={_hydra(table)}", f"output={output}", *options)
-        return output
-
-    fit = made("fit", "t.csv")
-    saved = json.loads((fit / "preproc.json").read_text())
-    del saved["is_text"]
-    (fit / "preproc.json").write_text(json.dumps(saved))
-    record_again(fit, "preproc.json")
-    day = made("day", "t.parquet", "mode=extend", f"fitted={fit}")
-    assert "is_text" not in json.loads((day / "preproc.json").read_text())
-    capsys.readouterr()
-    new = made("new", "t.csv", "mode=transform", f"fitted={day}", "split_name=train")
-    assert "which did not record which columns were text" in capsys.readouterr().out
-    ids = np.frombuffer((new / "train/c.bin").read_bytes(), np.int8)
-    assert ids[:3].tolist() == [0, 1, 2]
-
-
 def test_a_fit_is_applied_with_its_description(people, fit, tmp_path):
     with pytest.raises(Refused, match="want the description of the fit, with the new files"):
         preproc("dataset=any", "mode=extend", f"fitted={fit}", f"output={tmp_path / 'out'}")

@@ -190,7 +190,6 @@ def _build(journal: Journal) -> int:
     if config.on_bad is OnBad.quarantine:
         write_bad(journal)
     rows_read = num_read(journal)
-    is_text = journal.work.state["is_text"]
     written = WrittenColumns(
         categorical=transformed.categorical,
         files=records,
@@ -208,9 +207,7 @@ def _build(journal: Journal) -> int:
         five=journal.work.state["five"],
         types=journal.work.state["types"],
         vocabularies={} if fitted is None else vocabularies(fitted.limits),
-        text_columns=None
-        if is_text is None
-        else TextColumns.of(is_text, str(journal.work.directory)),
+        text_columns=TextColumns.of(journal.work.state["is_text"], str(journal.work.directory)),
     )
     complete_dataset(written, config, table, journal.work, journal.progress)
     return num_rows
