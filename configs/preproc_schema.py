@@ -96,15 +96,10 @@ class PreprocConfig(Section):
         "last file the first half tests and the second half validates, all other files train; null: fraction, or table.split",
     )
     split_name: SplitName | None = option(
-        SplitName.test,
-        "with mode=transform: the one split of all rows, in the order of the files; null, or with test_source: split as "
-        "mode=fit does",
+        SplitName.test, "with mode=transform: the split of all rows; null: split as mode=fit does"
     )
     train_fraction: float = option(
-        0.9,
-        "fraction of the lines in the training split, with split=fraction; to test on other files set test_source",
-        gt=0,
-        lt=1,
+        0.9, "fraction of the lines that train with split=fraction, the first ones", gt=0, lt=1
     )
     test_source: Any = option(
         None, "files of the test split, written like source; then all of source trains", path=True
@@ -121,9 +116,7 @@ class PreprocConfig(Section):
         "layout=table where values are too rare for an id or too many",
     )
     refit: bool = option(
-        False,
-        "fit the statistics of numericals on this day, not keep those of the fit",
-        only="mode=extend",
+        False, "fit the statistics of numericals on this day, not keep them", only="mode=extend"
     )
     retire_after: int | None = option(
         None,
@@ -134,8 +127,7 @@ class PreprocConfig(Section):
         only="mode=extend",
     )
     vocabulary: VocabularyRows = option(
-        VocabularyRows.train,
-        "rows whose values are counted: train, or all (NVIDIA's way: test rows included)",
+        VocabularyRows.train, "rows whose values are counted: train, or all (NVIDIA's way)"
     )
     numerical_dtype: NumericalType = option(
         NumericalType.float16, "stored type of numerical features: float16 (NVIDIA's) or float32"
@@ -151,17 +143,13 @@ class PreprocConfig(Section):
         False, "write the training rows in a random order, the same for the same seed and rows"
     )
     on_bad: OnBad = option(
-        OnBad.fail,
-        "a row that cannot be read: fail; skip it; or quarantine it in output/bad_rows.tsv",
+        OnBad.fail, "bad rows: fail, skip them, or quarantine them in output/bad_rows.tsv"
     )
     memory_limit: str | None = option(
-        None,
-        "memory limit of the run, such as 8GB; larger data spills to disk; null: 80 % of the machine's",
+        None, "such as 8GB; larger data spills to disk; null: 80 % of the machine's memory"
     )
     temp_directory: str | None = option(
-        None,
-        "directory for temporary columns and for DuckDB to spill to; null: beside output",
-        path=True,
+        None, "directory for temporary columns and DuckDB's spill; null: beside output", path=True
     )
     plot: bool = option(True, "draw the report as output/report.png")
     seed: int = option(1, "seed of shuffle and of the synthetic clicks", ge=0)

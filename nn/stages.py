@@ -36,9 +36,8 @@ def stage_to_train(
 ) -> Stage:
     """Return the stage that a run trains from a checkpoint of its own.
 
-    Raises:
-        ValueError: with `stage=next`, the dataset does not follow that of the checkpoint, or the checkpoint's stage is not
-            complete.
+    Raises ValueError: with `stage=next`, the dataset does not follow that of the checkpoint, or the checkpoint's stage is not
+    complete.
     """
     before = Stage.of_facts(facts)
     if config.stage is not StageName.next or not changed_data(facts, now):
