@@ -239,10 +239,6 @@ def load_fitted(
         raise ValueError(
             f"{path}: rows.query: got {shown(query)}, want SQL or an empty text; {AGAIN}"
         )
-    try:
-        text_columns = TextColumns.of(saved.get(IS_TEXT), f"{path}: {IS_TEXT}")
-    except ValueError as error:
-        raise ValueError(f"{error}; {AGAIN}") from None
     files[SPEC_NAME] = checksum(directory / SPEC_NAME)
     written = document.get("metadata")
     metadata = written if isinstance(written, Mapping) else {}
@@ -252,7 +248,7 @@ def load_fitted(
     return FittedState(
         directory,
         statistics,
-        text_columns,
+        _text_columns(saved, path),
         files,
         Lineage.of(metadata),
         metadata,
@@ -279,6 +275,13 @@ def _empty_items(rows: object, where: str) -> str:
             f"{where}: rows.empty_items: got {shown(found)}, want one of {', '.join(EMPTY_ITEMS)}; {AGAIN}"
         )
     return EARLIER_EMPTY_ITEMS if found is None else found
+
+
+def _text_columns(saved: Mapping[str, Any], path: Path) -> TextColumns:
+    try:
+        return TextColumns.of(saved.get(IS_TEXT), f"{path}: {IS_TEXT}")
+    except ValueError as error:
+        raise ValueError(f"{error}; {AGAIN}") from None
 
 
 def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfig) -> PreprocConfig:

@@ -183,7 +183,8 @@ def require_absent(output: Path) -> None:
 def new_output(path: Path, check: Callable[[Path], object] = require_absent) -> Iterator[Path]:
     """Yield an empty directory, synced and renamed to `path` at the end of the block; removed after an error.
 
-    `check` refuses what may lie at `path`, before and after the block. Raises ValueError: it does, or another process writes there.
+    `check` refuses what may lie at `path`, before and after the block. Raises ValueError: it does, or another process writes
+    there.
     """
     with hold(path, f"is writing {path}") as alone:
         check(path)
