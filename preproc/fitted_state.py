@@ -11,7 +11,7 @@ the bytes of the value for equal counts, so exchanged ids are found without a ch
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -194,9 +194,7 @@ def _in_place(files: Any, sources: Sequence[str], where: str) -> Any:
     return sources[0] + files[len(SOURCE) :]
 
 
-def load_fitted(
-    directory: Path | None, table: TableConfig, warn: Callable[[str], None]
-) -> FittedState:
+def load_fitted(directory: Path | None, table: TableConfig) -> FittedState:
     """Return the fitted state of an earlier run, compared with its spec; ValueError unless it is of these features and intact."""
     if directory is None or not all((directory / n).exists() for n in (FITTED, SPEC_NAME)):
         raise ValueError(_no_fit(directory))
@@ -225,12 +223,6 @@ def load_fitted(
                 f"{directory / vocabulary_name(name)}: {num_values:,} values, but {SPEC_NAME} has a table of "
                 f"{shown(cardinality)} rows for them; {AGAIN}"
             )
-    without = [name for name in files if name not in listed]
-    if without:
-        warn(
-            f"{directory / SPEC_NAME} lists no checksum of {without[0]}"
-            f"{f' and {len(without) - 1} others' if without[1:] else ''}, so only the content was checked"
-        )
     rows = _mapping(saved.get("rows"), f"{path}: rows")
     missing, query = rows.get("missing"), rows.get("query")
     if not isinstance(missing, list) or not all(isinstance(value, str) for value in missing):
@@ -341,7 +333,7 @@ def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {AGAIN}") from None
-    return load_fitted(Path(fitted), table, lambda line: None), table
+    return load_fitted(Path(fitted), table), table
 
 
 def _no_fit(directory: object) -> str:
@@ -349,10 +341,12 @@ def _no_fit(directory: object) -> str:
 
 
 def _compared(directory: Path, name: str, wanted: dict[str, Any] | None) -> dict[str, Any]:
-    """Return bytes and CRC-32 of a file; ValueError unless they are the recorded ones, if there are any."""
+    """Return bytes and CRC-32 of a file; ValueError unless they are the recorded ones."""
     path = find_file(directory, name)
     got = checksum(path)
-    if wanted and got != {"bytes": wanted["bytes"], "crc32": wanted["crc32"]}:
+    if wanted is None:
+        raise ValueError(f"{directory / SPEC_NAME} lists no checksum of {name}; {AGAIN}")
+    if got != {"bytes": wanted["bytes"], "crc32": wanted["crc32"]}:
         raise ValueError(
             f"{path} has changed since it was written: {got['bytes']:,} bytes with CRC-32 {got['crc32']}, "
             f"want {wanted['bytes']:,} with {shown(wanted['crc32'])}; {AGAIN}"

@@ -62,7 +62,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     fitted = None
     if config.mode in (Mode.transform, Mode.extend):
         with progress.stage(f"compare the fit in {config.fitted} with its records"):
-            fitted = load_fitted(Path(config.fitted or ""), table, progress.warn)
+            fitted = load_fitted(Path(config.fitted or ""), table)
         table = with_missing_of(fitted, table)
         if config.mode is Mode.extend:
             config = with_limits_of(fitted, config, table)
