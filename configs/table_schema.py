@@ -676,11 +676,11 @@ def _check_split(split: SplitRule) -> None:
         "table.split: by column needs an expression that is 'train', 'test' or 'validation'",
     )
     require(
-        split.train is None or (_is_number(split.train) and 0 < split.train <= 1),
+        split.train is None or (is_number(split.train) and 0 < split.train <= 1),
         f"table.split.train: got {shown(split.train)}, want a fraction between 0 and 1",
     )
     require(
-        _is_number(split.validation) and 0 <= split.validation < 1,
+        is_number(split.validation) and 0 <= split.validation < 1,
         f"table.split.validation: got {shown(split.validation)}, want a fraction between 0 and 1",
     )
 
@@ -705,7 +705,7 @@ def check_transform(where: str, transform: Any, *, imports: bool = True) -> None
     num_arguments = 0 if argument is None else len(numbers)
     # An infinite bound of clip leaves that side open.
     good = num_arguments == count and all(
-        _is_number(n) or (name == "clip" and n in (math.inf, -math.inf)) for n in numbers if count
+        is_number(n) or (name == "clip" and n in (math.inf, -math.inf)) for n in numbers if count
     )
     kind = {0: "no number", 1: "1 finite number"}.get(count, f"{count} numbers")
     require(good, f"{where}: transform {name} takes {kind}, got {shown(argument)}")
@@ -752,7 +752,7 @@ def _check_categorical(where: str, feature: Categorical) -> None:
     )
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Return whether `value` is a finite number that a double holds."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False

@@ -9,7 +9,6 @@ the bytes of the value for equal counts, so exchanged ids are found without a ch
 """
 
 import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -26,6 +25,7 @@ from configs.table_schema import (
     History,
     Numerical,
     TableConfig,
+    is_number,
     num_fitted,
 )
 from dataloading.dataset.dataset_directory import checksums_of
@@ -393,16 +393,12 @@ def _defaults(kind: type[Any]) -> dict[str, Any]:
 
 def _statistics(saved: object, table: TableConfig, where: str) -> dict[str, list[list[float]]]:
     """Return two finite numbers per fitted transform of every numerical, and none per other transform."""
-
-    def is_finite(number: object) -> bool:
-        return type(number) in (int, float) and math.isfinite(number)  # type: ignore[arg-type]
-
     statistics = _mapping(saved, where)
     for feature in table.numerical:
         wanted = [num_fitted(transform) for transform in feature.transforms]
         fitted = statistics.get(feature.name)
         entries = fitted if isinstance(fitted, list) else [None]
-        found = [len(e) if isinstance(e, list) and all(map(is_finite, e)) else -1 for e in entries]
+        found = [len(e) if isinstance(e, list) and all(map(is_number, e)) else -1 for e in entries]
         if found != wanted:
             raise ValueError(
                 f"{where}.{feature.name}: got {shown(fitted)}, want one list per transform, with {wanted} finite "
