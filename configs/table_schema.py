@@ -501,13 +501,18 @@ class TableConfig:
 
     def _check_names(self) -> None:
         """Raise ValueError for names of features that cannot name the dataset's files, or the same one."""
-        names = [feature.name for feature in self.categorical]
-        names += [history.name for history in self.history]
+        named = [(feature.name, "a categorical feature") for feature in self.categorical]
+        named += [(history.name, "a history") for history in self.history]
         for group in self.sequence:
-            own = group.features if isinstance(group, EventLog) else []
-            names += [group.name, *own, *group.number_names]
-        names += [*self.numerical_names, *(n.name for _, n in self.row_numbers.values())]
-        for name in names:
+            named.append((group.name, "a sequence"))
+            if isinstance(group, EventLog):
+                named += [(name, f"a feature of {shown(group.name)}") for name in group.features]
+            for name in group.number_names:
+                kind = "the time of an event" if name == group.time_name else "a number"
+                named.append((name, f"{kind} of {shown(group.name)}"))
+        named += [(name, "a numerical feature") for name in self.numerical_names]
+        named += [(number.name, f"a {key}") for key, number in self.row_numbers.values()]
+        for name, _ in named:
             require(
                 is_file_name(name),
                 f"table: feature {shown(name)} cannot name a file: no slash, no leading dot; set expression to "
@@ -518,8 +523,14 @@ class TableConfig:
                 f"table: feature {shown(name)} has a name of over {MOST_NAME_BYTES} bytes; shorten it, and "
                 "set expression to the column",
             )
-        twice = sorted({name for name in names if names.count(name) > 1})
-        require(not twice, f"table: feature {shown(twice[:1])} is named twice")
+        uses: dict[str, list[str]] = {}
+        for name, what in named:
+            uses.setdefault(name, []).append(what)
+        for name, users in uses.items():
+            require(
+                len(users) == 1,
+                f"table: {shown(name)} is named twice: {' and '.join(users)}; rename one, and set expression to its column",
+            )
         taken = {"label": "the labels"} if len(self.label) == 1 else {}
         if self.numerical_names:
             taken["numerical"] = "the numericals"
@@ -806,17 +817,18 @@ def _make(kind: type, content: Any, where: str) -> Any:
     if isinstance(content, str) and kind in (Numerical, Categorical, Label, RowNumber):
         content = {"name": content}
     content = _mapping(content, where, kind)
+    needed = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
+    absent = [key for key in needed if content.get(key) is None]
+    require(not absent, f"{where}: got no {', '.join(absent)}; want at least {', '.join(needed)}")
     name = content.get("name")
     start = f"{where}." if name is None else f"{where.partition('[')[0]}: {shown(name)}: "
-    values = {
-        declared.name: _checked(declared, content[declared.name], f"{start}{declared.name}")
-        for declared in fields(kind)
-        if content.get(declared.name) is not None
-    }
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ValueError(f"{where}: {str(error).split('__init__() ')[-1]}") from None
+    return kind(
+        **{
+            declared.name: _checked(declared, content[declared.name], f"{start}{declared.name}")
+            for declared in fields(kind)
+            if content.get(declared.name) is not None
+        }
+    )
 
 
 def _checked(declared: Field[Any], value: Any, where: str) -> Any:

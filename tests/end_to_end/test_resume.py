@@ -34,6 +34,7 @@ from nn.library.loaded_run import Run
 from nn.observability import run_directory
 from nn.resume import ResumePoint, finished_run, named_resume_point
 from nn.run import run
+from nn.saved_config import config_of
 from nn.session import _complete_results
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import DCNV2, TINY, compose_config
@@ -815,6 +816,22 @@ def test_evaluation_requires_a_checkpoint(tmp_path):
     remedy = "set checkpoint.restore to a run's checkpoints/step_N, and another run_dir, or none"
     with pytest.raises(ValueError, match=f"^mode=eval needs a trained model: {remedy}"):
         named_resume_point(config, open_source(config))
+
+
+def test_a_run_with_the_old_names_of_options_resumes(run_dir):
+    path = run_dir / "checkpoints" / "step_20" / "run.json"
+    facts = json.loads(path.read_text())
+    del facts["crc32"]
+    config, options = config_of(facts), facts["config"]
+    options["stage"] = options.pop("day")
+    options["sharding"]["staged_gib"] = options["sharding"].pop("read_ahead_gib")
+    assert config_of(facts) == config
+    crc32 = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+    path.write_text(json.dumps(facts | {"crc32": crc32}))
+    ended = train(run_dir)
+    assert ended.exit_code == 0
+    assert "step_20, 20 steps" in ended.out
+    assert "is not used" not in ended.out
 
 
 def test_a_result_whose_last_checkpoint_is_doubtful_is_not_complete(tmp_path):
