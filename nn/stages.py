@@ -128,8 +128,10 @@ def retired_rows(config: Config, spec: FeatureSpec) -> dict[str, np.ndarray]:
     return found
 
 
-def open_previous_day(config: Config, stage: Stage, ranks: Ranks, logger: Logger) -> Source | None:
-    """Open the dataset of the day before; None, with a note, if it is gone, and on the first day."""
+def open_previous_day(
+    config: Config, stage: Stage, spec: FeatureSpec, ranks: Ranks, logger: Logger
+) -> Source | None:
+    """Open the dataset of the day before, for a step of `spec`; None, with a note, if it is gone, and on the first day."""
     path = stage.previous
     if path is None:
         return None
@@ -137,7 +139,7 @@ def open_previous_day(config: Config, stage: Stage, ranks: Ranks, logger: Logger
     if problem is not None:
         logger.info(f"note: no evaluation on day {stage.number - 1}: {problem}")
         return None
-    return open_source(replace(config, data=replace(config.data, path=path)))
+    return open_source(replace(config, data=replace(config.data, path=path)), spec)
 
 
 def _problem(path: str) -> str | None:
