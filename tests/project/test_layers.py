@@ -43,7 +43,7 @@ SUBPACKAGES = {
     "dataloading.gather": set(),
     "dataloading.keys": {"dataloading.dataset", "dataloading.keys.kernels"},
     "dataloading.keys.kernels": set(),
-    "dataloading.batch": set(),
+    "dataloading.batch": {"dataloading.dataset"},
     "dataloading.partition": set(),
     "dataloading.randomness": set(),
     "dataloading.reader_processes": set(),
