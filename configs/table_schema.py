@@ -555,10 +555,10 @@ class TableConfig:
         places: dict[str, list[str]] = {}
         for name, what in named:
             places.setdefault(name, []).append(what)
-        for name, what in places.items():
+        for name, twice in places.items():
             require(
-                len(what) == 1,
-                f"table: {shown(name)} is named twice: {' and '.join(what)}; rename one, and set expression to its column",
+                len(twice) == 1,
+                f"table: {shown(name)} is named twice: {' and '.join(twice)}; rename one, and set expression to its column",
             )
         taken = {"label": "the labels"} if len(self.label) == 1 else {}
         if self.numerical_names:
