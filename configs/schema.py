@@ -188,6 +188,8 @@ TableDtype = StrEnum("TableDtype", "fp32 bf16 fp16")
 """Storage dtype of table weights."""
 EventPooling = StrEnum("EventPooling", "sum mean last attention")
 """Pooling of the events of a feature."""
+NumericalEncoding = StrEnum("NumericalEncoding", "plain periodic buckets")
+"""Form in which models read numerical features."""
 DecayShape = StrEnum("DecayShape", "polynomial cosine")
 """Curve of the learning rate's decay."""
 OptimizerName = StrEnum("OptimizerName", "sgd adagrad rowwise_adagrad adam lion lamb")
@@ -433,6 +435,28 @@ class ModelConfig(Section):
         "columns of single tables, by feature: {genres: 16}, projected to embedding_dim where the model needs one width; "
         "suggested: 16 to 512 by each table's rows, as NVTabular suggests them",
     )
+    # Any, as above; checked against the dataset.
+    event_weights: Any = option(
+        None,
+        "number of the events that weighs their vectors in sequence_pooling=sum or mean, by sequence group: {tags: tag_weight}; "
+        "the mean is divided by the sum of the weights",
+    )
+    numerical_encoding: NumericalEncoding = option(
+        NumericalEncoding.plain,
+        "form of numerical features: plain, as the model's paper has it; or embedding_dim columns each, by learned frequencies "
+        "(periodic) or learned buckets",
+    )
+    numerical_size: int = option(
+        16, "frequencies or buckets of each number in numerical_encoding", most=MOST_COLUMNS, gt=0
+    )
+    numerical_sigma: float = option(
+        0.1, "standard deviation of the initial frequencies of numerical_encoding=periodic", gt=0
+    )
+    pretrained: Any = option(
+        None,
+        "vectors that are not trained, by feature: {item: items.npy}, float [rows, columns], with the columns in "
+        "embedding_dims (docs/models.md)",
+    )
     sequence_pooling: EventPooling = option(
         EventPooling.sum,
         "vector of a feature of a sequence group that the model does not read event by event: sum or mean of its events, the "
@@ -451,6 +475,26 @@ class ModelConfig(Section):
             f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
             f"{{genres: 16}}, or be {SUGGESTED}, got {widths}",
         )
+        self.event_weights = self.event_weights or {}
+        require(
+            isinstance(self.event_weights, dict),
+            f"model.event_weights must map sequence groups to numbers, such as {{tags: tag_weight}}, got {self.event_weights}",
+        )
+        require(
+            not self.event_weights or self.sequence_pooling in ("sum", "mean"),
+            f"model.event_weights weighs sums and means, and model.sequence_pooling={self.sequence_pooling.value} is none; "
+            "leave one of them out",
+        )
+        files = self.pretrained = self.pretrained or {}
+        require(
+            isinstance(files, dict) and all(isinstance(path, str) for path in files.values()),
+            f"model.pretrained must map features to files, such as {{item: items.npy}}, got {files}",
+        )
+        for name in files:
+            require(
+                isinstance(widths, dict) and name in widths,
+                f"model.pretrained names {name} without a width; set model.embedding_dims={{{name}: columns of its file}}",
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -24,6 +24,7 @@ from nn.embedding.declared_tables import handing_tables, initial_bound, keyed_ta
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
+from nn.embedding.pretrained import FileRows
 from nn.embedding.torch_optimizer import table_optimizer
 from nn.embedding.touched_rows import TouchedReplicas
 from nn.layers.sequence_events import SequenceTables
@@ -109,10 +110,13 @@ class ShardedTables:
         }
 
     def _fill(self) -> None:
-        """Fill the weights with the seed's."""
+        """Fill the weights with the seed's, or a file's."""
         for shard in self.shards():
-            bound = initial_bound(self._tables[shard.table].declared)
-            fill_shard(shard, bound, self._seed, self._ranks.device)
+            declared = self._tables[shard.table].declared
+            if isinstance(declared.init_fn, FileRows):
+                declared.init_fn(shard.weight, shard.row_offset, shard.column_offset)
+            else:
+                fill_shard(shard, initial_bound(declared), self._seed, self._ranks.device)
         self.reload()
 
     @property
