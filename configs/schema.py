@@ -993,6 +993,12 @@ class ShardingConfig(Section):
         most=MOST_RANKS,
         gt=0,
     )
+    within_gb_s: float = option(
+        394.0, "GB/s that a GPU sends to others of its node, to plan with; of an H200 server", gt=0
+    )
+    between_gb_s: float = option(
+        50.0, "GB/s that a GPU sends to other nodes, to plan with; of a 400 Gb/s card", gt=0
+    )
     hbm_gib: float | None = option(
         None, "GPU memory per rank to plan with; null asks the device", most=2**30, gt=0
     )
