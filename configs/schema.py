@@ -1004,6 +1004,12 @@ class ShardingConfig(Section):
     local_world_size: int | None = option(
         None, "ranks per node of mode=plan; null: as here, or at most 8", most=MOST_RANKS, gt=0
     )
+    within_gb_s: float = option(
+        394.0, "GB/s that a GPU sends to others of its node, to plan with; of an H200 server", gt=0
+    )
+    between_gb_s: float = option(
+        50.0, "GB/s that a GPU sends to other nodes, to plan with; of a 400 Gb/s card", gt=0
+    )
     hbm_gib: float | None = option(
         None, "GPU memory per rank to plan with; null asks the device", most=2**30, gt=0
     )

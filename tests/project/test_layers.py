@@ -386,6 +386,7 @@ KNOWS_RANKS = {
     "nn.sharding.owned_shard",
     "nn.sharding.placement",
     "nn.sharding.planned_tables",
+    "nn.sharding.rank_group",
     "nn.sharding.row_requests",
     "nn.sharding.sharded_lookup",
     "nn.planning.host_tables",

@@ -103,6 +103,24 @@ def test_each_term_is_what_its_shapes_say():
     assert first.total == sum(asdict(first).values())
 
 
+def test_a_group_looks_up_for_its_own_ranks_and_updates_with_all():
+    config = compose_config(*TINY, "train.amp=off")
+    spec = open_source(config).spec
+    tables = [TablePlan("cat_0", 500, 8, 1.0, "table_wise", "fused", (0,), (1000,))]
+    (flat, _), four = (
+        plan_memory(config, spec, tables, 2, 1),
+        plan_memory(config, spec, tables, 4, 1),
+    )
+    config.sharding.group_size = 2
+    first, second = plan_memory(config, spec, tables, 4, 1)
+    assert first.tables == 1000
+    # 16 rows here: 32 of the group are sent and returned, and gradients of all 64 arrive
+    local = 16 * 5 * 8 * 4
+    assert first.lookups - local == 4 * 8 * (2 * 32 + 64)
+    assert (four[0].lookups - local, second.lookups) == (4 * 8 * 2 * 64, local)
+    assert first.update == four[0].update == flat.update
+
+
 def test_layers_that_keep_more_than_inputs_are_counted():
     def dense_pass(*overrides: str) -> int:
         return ranks_of("dlrm", *TINY, "model.top_mlp=[32,16,1]", *ON_H200, *overrides)[
