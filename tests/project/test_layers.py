@@ -314,6 +314,7 @@ SUBPACKAGES = {
     },
     "preproc.convert": {"preproc.report"},
     "preproc.synthetic": {"preproc.ordered_map", "preproc.report"},
+    "preproc.listens": {"preproc.report", "preproc.work_directory"},
     "preproc.verify": {"preproc.report", "preproc.vocabulary_file"},
     "preproc.table": {
         "preproc.dataset_writer",
@@ -369,6 +370,7 @@ SUBPACKAGES = {
         "preproc.convert",
         "preproc.describe",
         "preproc.criteo",
+        "preproc.listens",
         "preproc.report",
         "preproc.synthetic",
         "preproc.table.pipeline",
