@@ -869,6 +869,9 @@ class EvalConfig(Section):
     every: int | None = option(
         None, "steps between evaluations; replaces eval.per_epoch", replaces="per_epoch", gt=0
     )
+    first_step: int = option(
+        0, "no evaluation before this step, as MLPerf's dlrm_v4 begins late; 0: all are made", ge=0
+    )
     at_start: bool = option(False, "evaluate the untrained model too")
     auc_threshold: float | None = option(
         None, "stop on all ranks once test AUC reaches this", gt=0, lt=1
@@ -1199,7 +1202,8 @@ class LogConfig(Section):
         None, "file NAME.prom of node-exporter's textfile collector (docs/operations.md)", path=True
     )
     mlperf: bool = option(
-        False, "write the log of MLPerf's dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)"
+        False,
+        "write the log of MLPerf's dlrmv4 or dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)",
     )
     mlperf_division: Division = option(
         Division.closed, "division that the log of log.mlperf names: closed or open"
@@ -1353,19 +1357,20 @@ class Config(Section):
             require(is_given, f"day=next {problem}")
 
     def _check_mlperf(self) -> None:
-        """Refuse a log of the benchmark for a run that cannot be one: it is DCNv2, one epoch and a target."""
+        """Refuse a log of a benchmark for a run that cannot be one: it is HSTU or DCNv2, one epoch and a target."""
         for key, got, wanted in (
-            ("model.name", self.model.name, "dcnv2"),
-            ("train.epochs", self.train.epochs, 1),
+            ("model.name", self.model.name, ("hstu", "dcnv2")),
+            ("train.epochs", self.train.epochs, (1,)),
         ):
             require(
-                not self.log.mlperf or got == wanted,
-                f"log.mlperf=true is the log of MLPerf's dlrm_dcnv2, which wants {key}={wanted}, got {got}; change it, "
-                "or set log.mlperf=false",
+                not self.log.mlperf or got in wanted,
+                f"log.mlperf=true is the log of MLPerf's dlrmv4 or dlrm_dcnv2, which wants {key}="
+                f"{' or '.join(map(str, wanted))}, got {got}; change it, or set log.mlperf=false",
             )
         require(
             not self.log.mlperf or self.eval.auc_threshold is not None,
-            "log.mlperf=true needs the AUC that ends the run: set eval.auc_threshold (MLPerf's is 0.80275)",
+            "log.mlperf=true needs the AUC that ends the run: set eval.auc_threshold (MLPerf's is 0.75 of hstu, 0.80275 of "
+            "dcnv2)",
         )
 
     def _check_predict(self) -> None:

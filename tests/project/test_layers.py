@@ -313,6 +313,7 @@ SUBPACKAGES = {
     },
     "preproc.convert": {"preproc.report"},
     "preproc.synthetic": {"preproc.ordered_map", "preproc.report"},
+    "preproc.listens": {"preproc.report", "preproc.work_directory"},
     "preproc.verify": {"preproc.report", "preproc.vocabulary_file"},
     "preproc.table": {
         "preproc.dataset_writer",
@@ -368,6 +369,7 @@ SUBPACKAGES = {
         "preproc.convert",
         "preproc.describe",
         "preproc.criteo",
+        "preproc.listens",
         "preproc.report",
         "preproc.synthetic",
         "preproc.table.pipeline",
