@@ -10,7 +10,6 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
-from configs.built_in import MODELS
 from configs.messages import printable, shortened
 from configs.option_values import plain_values
 from configs.schema import RENAMED, Component, Config, Mode, default_values
@@ -40,7 +39,7 @@ from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
 from nn.loggers.run_logger import flat_options
 from nn.models.metric import PR_AUC
-from nn.models.registry import declared_tables, options_of_own_models
+from nn.models.registry import declared_tables
 from nn.next_day import CHANGES, day_to_train, first_day, next_day_hint
 from nn.observability.records import (
     CONFIG,
@@ -129,7 +128,7 @@ def finished_run(
             if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
                 return False
             loop = start.facts["trainer"]
-            evals = loop.get("evals_since_best", 0)
+            evals = loop["evals_since_best"]
             reason = early_stop(config, loop["test"], start.num_steps, evals)
             return start.num_steps >= last_step or reason is not None
 
@@ -175,9 +174,7 @@ def kept_records(
     """Return the records that a run keeps, None for one that starts from nothing; only rank 0 may call it."""
     if not start.is_continuation:
         return None
-    stored = start.facts["trainer"].get("last_record")
-    last_record = stored if type(stored) is int else None
-    day = start.day
+    last_record, day = start.facts["trainer"]["last_record"], start.day
     kept = records_until(
         run_dir / METRICS, start.num_steps, last_record, day.number, is_new_day=day.is_new
     )
@@ -213,8 +210,8 @@ def _is_repeated(config: Config, run_dir: Path) -> bool:
     before = _mapping(read_yaml, run_dir / CONFIG)
 
     def chosen(options: dict[str, Any]) -> dict[str, Any]:
-        places = ("run_dir", "config")
-        return {key: v for key, v in options.items() if key not in places and v is not None}
+        paths = ("run_dir", "config")
+        return {key: v for key, v in options.items() if key not in paths and v is not None}
 
     is_same = False
     if before is not None:
@@ -258,7 +255,7 @@ def _has_own_checkpoint(config: Config) -> bool:
 
 
 def _named_start(config: Config, source: Source) -> ResumePoint:
-    """Return the start at a checkpoint that a run names, at its place in its data; other data begin with their first row."""
+    """Return the start at a checkpoint that a run names, at its position in its data; other data begin with their first row."""
     parts, day = config.checkpoint, first_day(source)
     is_training = config.mode is Mode.train
     if parts.restore is None:
@@ -409,36 +406,34 @@ def _differences(
 ) -> list[str]:
     """Describe what differs from an earlier start and changes what is learnt, but for `FREE` and `changes`."""
     old, new = _complete(before, config), _flat(plain_values(config))
-    # Runs of earlier versions recorded the options of all models of the project.
-    name = old.get("model.name")
-    others = options_of_own_models() if isinstance(name, str) and name in MODELS else set()
 
-    def may_differ(key: str) -> bool:
-        free = any(key == f or (f.endswith(".") and key.startswith(f)) for f in (*FREE, *changes))
-        return free or (key in others and key not in new)
+    def may_differ(option: str) -> bool:
+        return any(
+            option == f or (f.endswith(".") and option.startswith(f)) for f in (*FREE, *changes)
+        )
 
     def short(value: Any) -> str:
         return shortened(printable(str(value)))
 
     return [
-        f"{printable(key)}={short(old.get(key, MISSING))} instead of {short(new.get(key, MISSING))}"
-        for key in sorted(old | new)
-        if old.get(key, MISSING) != new.get(key, MISSING) and not may_differ(key)
+        f"{printable(option)}={short(old.get(option, MISSING))} instead of {short(new.get(option, MISSING))}"
+        for option in sorted(old | new)
+        if old.get(option, MISSING) != new.get(option, MISSING) and not may_differ(option)
     ]
 
 
 def _flat(content: dict[str, Any]) -> dict[str, Any]:
-    """Return options by dotted key; an empty section, which is not always recorded, has none."""
-    return {key: value for key, value in flat_options(content) if value != {}}
+    """Return options by dotted name; an empty section, which is not always recorded, has none."""
+    return {option: value for option, value in flat_options(content) if value != {}}
 
 
 def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Return recorded options by dotted key; those of later versions have their default, which changes nothing."""
+    """Return recorded options by dotted name; those of later versions have their default, which changes nothing."""
     recorded = _flat(before)
     # A section of names that the user chooses, such as `tasks`, has no default beside its values.
     defaults = {
-        key: value
-        for key, value in default_values(config).items()
-        if not any(name.startswith(f"{key}.") for name in recorded)
+        option: value
+        for option, value in default_values(config).items()
+        if not any(name.startswith(f"{option}.") for name in recorded)
     }
     return defaults | recorded

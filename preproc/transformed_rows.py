@@ -6,7 +6,7 @@ files. Labels and weights are not read.
 """
 
 import glob
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,20 +56,16 @@ class RowBatch(NamedTuple):
 
 
 def open_transformed_rows(
-    fitted: Path,
-    sources: Sequence[Path],
-    keep: Sequence[str] = (),
-    warn: Callable[[str], None] = print,
+    fitted: Path, sources: Sequence[Path], keep: Sequence[str] = ()
 ) -> "TransformedRows":
     """Open raw files whose rows are transformed by the fit in the dataset directory `fitted`.
 
-    `fitted`: a dataset with its fit; the files of its rows need not exist. `warn`: called with one line if nothing
-    tells whether the fit is as it was written. Raises ValueError: there is no fit, its features have histories, or the
-    files lack the column of a feature or of `keep`; one line.
+    `fitted`: a dataset with its fit; the files of its rows need not exist. Raises ValueError: there is no fit, its features
+    have histories, or the files lack the column of a feature or of `keep`; one line.
     """
     table = described_rows(fitted, [str(source) for source in sources])
     refuse_histories(fitted, table)
-    state = load_fitted(fitted, table, warn)
+    state = load_fitted(fitted, table)
     return TransformedRows(
         FeatureSpec.load_features(fitted), replace(table, keep=list(keep)), state
     )
@@ -122,8 +118,7 @@ class TransformedRows:
             )
             self._table = self._staging.table
             refuse_other_numbers(self._staging.five, state.five)
-            if state.text_columns is not None:
-                self._staging.refuse_no_text()
+            self._staging.refuse_no_text()
             kept = [f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(table.keep)]
             query = f"SELECT {', '.join(kept) or 'bad_'} FROM ({self._staging.query})"
             self.kept_schema = self._engine.schema(query) if kept else pa.schema([])
@@ -196,7 +191,7 @@ class TransformedRows:
         bad = batch.column("bad_")
         if bad.null_count < len(bad):
             row = int(np.asarray(bad.is_valid()).argmax())
-            where, reason = self._place(batch, first, row), bad[row].as_py()
+            where, reason = self._where(batch, first, row), bad[row].as_py()
             raise bad_row(where, reason, self._table, is_fit=False, may_skip=False)
         self._cursor.register(ROWS, rows)
         columns: dict[str, pa.Array] = {}
@@ -224,7 +219,7 @@ class TransformedRows:
         if not np.isfinite(stored).all():
             row, number = np.argwhere(~np.isfinite(stored))[0].tolist()
             raw = batch.column(f"n{number}")[row].as_py()
-            where = self._place(batch, first, row)
+            where = self._where(batch, first, row)
             raise overflow(where, features[number], raw, float(single[number][row]), dtype)
         return {
             name: array_of(np.ascontiguousarray(stored[:, number]))
@@ -267,7 +262,7 @@ class TransformedRows:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return pa.ListArray.from_arrays(array_of(offsets), array_of(ids.reshape(-1)))
 
-    def _place(self, batch: pa.RecordBatch, first: int, row: int) -> str:
+    def _where(self, batch: pa.RecordBatch, first: int, row: int) -> str:
         """Return the file of a row of a batch and its number in the file, from 1."""
         if self._table.query:
             return f"the query's result, row {first + row + 1}"

@@ -80,9 +80,8 @@ class Run:
         numbers.
         `trusted`: whether a model outside the project, `package.module:Class`, may be imported.
 
-        Raises:
-            ValueError: there is no such checkpoint, or `fitted` has no fit or other features, or a file is missing, damaged or
-                contradicts the others.
+        Raises ValueError: there is no such checkpoint, or `fitted` has no fit or other features, or a file is missing, damaged
+        or contradicts the others.
         """
         directory = Path(directory)
         paths = _checkpoints(directory, checkpoint)
@@ -140,8 +139,7 @@ class Run:
             A table of the same kind with the float64 column `score`, or `score_<label>` of several labels. That of a DataFrame
             has its index.
 
-        Raises:
-            ValueError: a column is missing or of another type, or a value is missing, not finite or outside its table.
+        Raises ValueError: a column is missing or of another type, or a value is missing, not finite or outside its table.
         """
         if type(batch_size) is not int or batch_size < 1:
             raise ValueError(f"batch_size={shown(batch_size)}; want a whole number of at least 1")

@@ -169,8 +169,7 @@ class RequestKeys:
     def distinct_rows(self, rows: Tensor, local: Tensor, feature: str) -> DistinctRows:
         """Return rows with the positions of a feature's ids; `local` is the result of `with_row_positions`.
 
-        Raises:
-            KeyError: no table of the group is looked up by it.
+        Raises KeyError: no table of the group is looked up by it.
         """
         block = self.blocks[self.block_of[feature]]
         positions = local.narrow(0, block.first, block.count)

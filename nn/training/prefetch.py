@@ -55,8 +55,7 @@ class Prefetcher:
     def start_next(self) -> None:
         """Fetch the next batch from the loader, and start its copy and its id exchange; do nothing at the end.
 
-        Raises:
-            RuntimeError: the batch before was not taken yet.
+        Raises RuntimeError: the batch before was not taken yet.
         """
         if self._next is not None:
             raise RuntimeError(

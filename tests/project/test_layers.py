@@ -191,7 +191,6 @@ SUBPACKAGES = {
         "nn.distributed",
         "nn.embedding",
         "nn.models",
-        "nn.observability",
         "nn.training",
     },
     "nn.importance": {"nn.models"},

@@ -25,7 +25,7 @@ from preproc.fitted_state import (
     load_fitted,
     with_limits_of,
     with_missing_of,
-    with_place,
+    with_placeholder,
 )
 from preproc.raw_files import RawFile, fingerprint, refuse_copies
 from preproc.report.console import LogCounts, Progress, RowCounts, print_result
@@ -62,7 +62,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     fitted = None
     if config.mode in (Mode.transform, Mode.extend):
         with progress.phase(f"compare the fit in {config.fitted} with its records"):
-            fitted = load_fitted(Path(config.fitted or ""), table, progress.warn)
+            fitted = load_fitted(Path(config.fitted or ""), table)
         table = with_missing_of(fitted, table)
         if config.mode is Mode.extend:
             config = with_limits_of(fitted, config, table)
@@ -119,7 +119,7 @@ def _refuse_same_day(
                     f"{file.path}: its events were read already by {fitted.directory} or a day before it, which carries them "
                     "on, so they would count twice; give the events of the new day"
                 )
-    named = [n for n, (s, _) in sources.items() if SOURCE in str(with_place(s.files, option))]
+    named = [n for n, (s, _) in sources.items() if SOURCE in str(with_placeholder(s.files, option))]
     files = [file for name in named or sources for file in counted[name]]
     known = [file for file in files if fingerprint(file) in fitted.read]
     if known and (len(sources) == 1 or len(known) == len(files)):
@@ -190,7 +190,6 @@ def _build(journal: Journal) -> int:
     if config.on_bad is OnBad.quarantine:
         write_bad(journal)
     rows_read = num_read(journal)
-    is_text = journal.work.state["is_text"]
     written = WrittenColumns(
         categorical=transformed.categorical,
         files=records,
@@ -208,9 +207,7 @@ def _build(journal: Journal) -> int:
         five=journal.work.state["five"],
         types=journal.work.state["types"],
         vocabularies={} if fitted is None else vocabularies(fitted.limits),
-        text_columns=None
-        if is_text is None
-        else TextColumns.of(is_text, str(journal.work.directory)),
+        text_columns=TextColumns.of(journal.work.state["is_text"], str(journal.work.directory)),
     )
     complete_dataset(written, config, table, journal.work, journal.progress)
     return num_rows
