@@ -236,7 +236,7 @@ def plan_tables(
         spec,
         wanted_exchanges(declared, spec, config),
         batch_size,
-        num_ranks,
+        hardware,
         traffic_of,
     )
     row_tables = frozenset(row.table for row in rows if row.exchange == "rows")

@@ -172,3 +172,13 @@ def test_the_plan_of_several_nodes_compares_one_group_with_a_group_a_node():
     assert lines["less"].split()[:2] == ["one", "group,"]
     alone = run_command(*SMALL, "mode=plan", "sharding.world_size=2")
     assert "one group" not in alone.out
+
+
+def test_least_bytes_of_groups_of_one_rank_are_those_of_rows():
+    config = compose_config(*SMALL, "sharding.group_size=1", "sharding.exchange=least")
+    source = open_source(config)
+    for world_size, wanted in ((1, {"vectors"}), (2, {"rows"})):
+        hardware = hardware_of(config, "cpu", world_size, world_size)
+        _, rows = build_plan(config, source, hardware)
+        # The ids of the largest table hardly repeat.
+        assert {row.exchange for row in rows if row.num_embeddings <= 40} == wanted
