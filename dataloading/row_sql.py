@@ -84,8 +84,7 @@ def unserved(feature: str, sql: str, reason: object) -> str:
 def columns_of(sql: str) -> list[str]:
     """Return the columns that an expression reads.
 
-    Raises:
-        ValueError: it is none of one row, or has a part that a server does not evaluate, which the message names.
+    Raises ValueError: it is none of one row, or has a part that a server does not evaluate, which the message names.
     """
     node, plain = _parsed(sql), _parsed("1")
     chosen = node.get("select_list", [])

@@ -44,10 +44,8 @@ class RawTables:
         refuse_histories(fitted, table)
         # The given rows take the place of what the sources, or the query over them, gave.
         self._description = replace(table, query="", order_by=[], keep=[])
-        # A fit without checksums is used as it is.
-        state = load_fitted(fitted, table, lambda line: None)
-        columns = state.text_columns
-        self._state = replace(state, text_columns=columns and columns.of_rows(ROWS))
+        state = load_fitted(fitted, table)
+        self._state = replace(state, text_columns=state.text_columns.of_rows(ROWS))
         self.spec = FeatureSpec.load_features(fitted)
 
     def transformed(self, rows: pa.Table) -> pa.Table:

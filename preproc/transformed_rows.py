@@ -6,7 +6,7 @@ files. Labels and weights are not read.
 """
 
 import glob
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,20 +56,16 @@ class RowBatch(NamedTuple):
 
 
 def open_transformed_rows(
-    fitted: Path,
-    sources: Sequence[Path],
-    keep: Sequence[str] = (),
-    warn: Callable[[str], None] = print,
+    fitted: Path, sources: Sequence[Path], keep: Sequence[str] = ()
 ) -> "TransformedRows":
     """Open raw files whose rows are transformed by the fit in the dataset directory `fitted`.
 
-    `fitted`: a dataset with its fit; the files of its rows need not exist. `warn`: called with one line if nothing
-    tells whether the fit is as it was written. Raises ValueError: there is no fit, its features have histories, or the
-    files lack the column of a feature or of `keep`; one line.
+    `fitted`: a dataset with its fit; the files of its rows need not exist. Raises ValueError: there is no fit, its features
+    have histories, or the files lack the column of a feature or of `keep`; one line.
     """
     table = described_rows(fitted, [str(source) for source in sources])
     refuse_histories(fitted, table)
-    state = load_fitted(fitted, table, warn)
+    state = load_fitted(fitted, table)
     return TransformedRows(
         FeatureSpec.load_features(fitted), replace(table, keep=list(keep)), state
     )
@@ -122,8 +118,7 @@ class TransformedRows:
             )
             self._table = self._staging.table
             refuse_other_numbers(self._staging.five, state.five)
-            if state.text_columns is not None:
-                self._staging.refuse_no_text()
+            self._staging.refuse_no_text()
             kept = [f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(table.keep)]
             query = f"SELECT {', '.join(kept) or 'bad_'} FROM ({self._staging.query})"
             self.kept_schema = self._engine.schema(query) if kept else pa.schema([])

@@ -27,10 +27,10 @@ from urllib.parse import quote
 import numpy as np
 
 from configs.messages import shortened, shown
-from configs.table_schema import MOST_HOTNESS
+from configs.table_schema import MOST_HOTNESS, is_number
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
-from serving.raw_description import check_raw, is_finite
+from serving.raw_description import check_raw
 
 MANIFEST = "model.json"
 DENSE = "dense.pt2"
@@ -408,7 +408,7 @@ def _check(directory: Path, manifest: Manifest) -> None:
             _count(feature.hotness, MOST_HOTNESS)
         rows[feature.name] = feature.cardinality
     for output in manifest.outputs:
-        if type(output.is_binary) is not bool or not is_finite(output.shift):
+        if type(output.is_binary) is not bool or not is_number(output.shift):
             raise ValueError(f"output {shown(output.name)} is malformed")
     if manifest.dtype not in TABLE_BYTES:
         raise ValueError(

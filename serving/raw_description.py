@@ -3,12 +3,11 @@
 `serving.exporting.raw_values` writes it, and `serving.inference.raw_values` follows it without further checks.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from configs.messages import shown
-from configs.table_schema import EMPTY_ITEMS, TAKE, check_transform, num_fitted
+from configs.table_schema import EMPTY_ITEMS, TAKE, check_transform, is_number, num_fitted
 from dataloading.row_sql import KIND, columns_of
 
 
@@ -59,14 +58,14 @@ def check_raw(
 
 
 def _check_columns(raw: Mapping[str, Any], columns: Mapping[str, int]) -> None:
-    """Raise ValueError for wrong facts on the fit, each of which models of some earlier version lack."""
+    """Raise ValueError for wrong facts on the fit; models of 0.1.0 lack the first two."""
     empty = raw.get("empty_items", EMPTY_ITEMS[0])
     _require(empty in EMPTY_ITEMS, "empty_items", empty, f"one of {', '.join(EMPTY_ITEMS)}")
     five = raw.get("five", {})
     good = isinstance(five, dict) and all(isinstance(text, str) for text in five.values())
     _require(good, "five", five, "texts by column")
-    were_text = raw.get("is_text")
-    good = were_text is None or all(type(were_text[name]) is bool for name in columns)
+    were_text = raw["is_text"]
+    good = all(type(were_text[name]) is bool for name in columns)
     _require(good, "is_text", were_text, "true or false by column")
 
 
@@ -93,7 +92,7 @@ def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> 
         check_transform(where, transform, imports=False)
     wanted = [num_fitted(transform) for transform in transforms]
     numbers = [number for entry in fitted for number in entry]
-    good = [len(entry) for entry in fitted] == wanted and all(map(is_finite, numbers))
+    good = [len(entry) for entry in fitted] == wanted and all(map(is_number, numbers))
     _require(good, f"{where}: fitted", fitted, f"{wanted} finite numbers")
     column = feature["column"]
     is_sql = bool(feature.get("expression"))
@@ -152,11 +151,6 @@ def _check_ids(
         _require(vocabulary is None, where, vocabulary, "buckets alone")
     good = type(size) is int and (buckets is not None) <= size < cardinality
     _require(good, where, size, wanted)
-
-
-def is_finite(value: Any) -> bool:
-    """Return whether a value of a document is a number, and finite."""
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _require(is_good: bool, where: str, got: object, wanted: str) -> None:

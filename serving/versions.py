@@ -89,10 +89,7 @@ def list_versions(directory: Path) -> list[str]:
 
 
 def read_complete(directory: Path) -> Manifest:
-    """Return the manifest of a version whose files have their sizes.
-
-    Raises ModelError: it is no version, or is not complete.
-    """
+    """Return the manifest of a version whose files have their sizes; ModelError: it is no version, or is not complete."""
     try:
         manifest = Manifest.read(directory)
     except OSError as error:

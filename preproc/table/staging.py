@@ -121,9 +121,8 @@ class Staging:
     ) -> None:
         """Read the sources.
 
-        `fitted`: columns of the fit that is applied to the rows; None if these are fitted themselves, or if it is not
-        known. Raises ValueError: a file cannot be read, or an expression has no meaning; names the file or the
-        expression.
+        `fitted`: columns of the fit that is applied to the rows; None if these are fitted themselves. Raises
+        ValueError: a file cannot be read, or an expression has no meaning; names the file or the expression.
         """
         self._engine = engine
         self.sources = sources  # by name, resolved

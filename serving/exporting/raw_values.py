@@ -150,10 +150,8 @@ def _text_columns(
     columns: Mapping[str, int],
     categorical: list[dict[str, Any]],
     history: list[dict[str, Any]],
-) -> dict[str, bool] | None:
-    """Return whether each input was text in the fit; None if the fit is of an earlier version, which does not say."""
-    if state.text_columns is None:
-        return None
+) -> dict[str, bool]:
+    """Return whether each input was text in the fit."""
     kinds = state.text_columns.result
     of = {feature["name"]: feature["column"] for feature in categorical}
     # The values of a cross are of several columns, and those of a history of the column of its feature.
@@ -187,7 +185,7 @@ def _column(
         except ValueError as error:
             raise ValueError(unserved(feature.name, expression, error)) from None
         for name in named:
-            is_text = state.text_columns and state.text_columns.result.get(name.lower())
+            is_text = state.text_columns.result.get(name.lower())
             kind = "varchar" if is_text else state.types.get(name.lower())
             if kind is None:
                 reason = f"the fit does not record the type of {name}; fit again"

@@ -298,25 +298,20 @@ class RawValues:
 
 
 class _MissingValues:
-    """Values of the inputs that are missing by `table.missing`, as `TableConfig` says.
-
-    Where the description does not say what a column was in the fit, all texts are missing, and no number is.
-    """
+    """Values of the inputs that are missing by `table.missing`, as `TableConfig` says."""
 
     def __init__(self, description: Mapping[str, Any]) -> None:
         texts: list[str] = description["missing"]
         columns: Mapping[str, int] = description["columns"]
         histories = {history["name"] for history in description["history"]}
-        is_text: Mapping[str, bool] | None = description.get("is_text")
+        is_text: Mapping[str, bool] = description["is_text"]
         # Items of a list are not whole fields; those of a history were.
         lists = {name for name, size in columns.items() if size > 1} - histories
-        were_text = {name: is_text is None or is_text[name] for name in columns}
         chosen = {True: frozenset(texts), False: frozenset(texts_of_no_other_type(texts))}
         self._texts = {
-            name: frozenset() if name in lists else chosen[was_text]
-            for name, was_text in were_text.items()
+            name: frozenset() if name in lists else chosen[is_text[name]] for name in columns
         }
-        self._of_numbers = set() if is_text is None else {n for n in columns if is_text[n]} - lists
+        self._of_numbers = {name for name in columns if is_text[name]} - lists
         self._numbers = numbers_of(texts)
 
     def of_texts(self, name: str) -> frozenset[str]:
