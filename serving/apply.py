@@ -11,7 +11,7 @@ from serving.versions import next_version, servable
 
 def run(config: ApplyConfig) -> None:
     """Apply the deltas."""
-    base, output = places(config)
+    base, output = directories(config)
     # Imported here: torch takes seconds, and the errors above need none.
     from nn.library_warnings import quiet_libraries
 
@@ -29,7 +29,7 @@ def run(config: ApplyConfig) -> None:
     print(on_one_line(proof_line("proof", manifest.proof)))
 
 
-def places(config: ApplyConfig) -> tuple[Path, Path]:
+def directories(config: ApplyConfig) -> tuple[Path, Path]:
     """Return the model directory to begin at, and the one to write.
 
     Raises ValueError: there is no version to begin at, or no directory to write.

@@ -39,15 +39,17 @@ def with_trial_options(arguments: list[str]) -> list[str]:
 
     Raises ValueError: an argument is an option neither of the sweep nor of a run.
     """
-    own = {key for key, _ in describe(SweepConfig)}
-    of_runs = [key for key, _ in describe(Config)]
+    own = {option for option, _ in describe(SweepConfig)}
+    of_runs = [option for option, _ in describe(Config)]
     others: list[str] = []
     trials: list[str] = []
     for argument in arguments:
-        key = argument.partition("=")[0].lstrip("+~")
-        is_own = argument.startswith("-") or key in own or key.startswith("hydra.") or not argument
-        if not is_own and "." not in key and key not in (*of_runs, "experiment", "data"):
-            raise no_option(key, [*own, *of_runs])
+        option = argument.partition("=")[0].lstrip("+~")
+        is_own = (
+            argument.startswith("-") or option in own or option.startswith("hydra.") or not argument
+        )
+        if not is_own and "." not in option and option not in (*of_runs, "experiment", "data"):
+            raise no_option(option, [*own, *of_runs])
         (others if is_own else trials).append(argument)
     # An interpolation among them is one of the trial's options, not of the sweep's.
     texts = [trial.replace("${", r"\${") for trial in trials]

@@ -186,7 +186,7 @@ def new_output(path: Path, check: Callable[[Path], object] = require_absent) -> 
     `check` refuses what may lie at `path`, before and after the block. Raises ValueError: it does, or another process writes
     there.
     """
-    with hold(path, f"is writing {path}") as alone:
+    with exclusive(path, f"is writing {path}") as alone:
         check(path)
         if alone:
             clear_leftovers(path)
@@ -242,7 +242,7 @@ def _locked(descriptor: int) -> int:
 
 
 @contextmanager
-def hold(directory: Path, doing: str) -> Iterator[bool]:
+def exclusive(directory: Path, doing: str) -> Iterator[bool]:
     """Keep other processes from writing `directory`, which need not exist, until the block ends.
 
     The lock is on a file beside it, `.NAME.lock`, that names its holder and is removed at the end. A killed process
