@@ -244,7 +244,7 @@ def command(
     run: Callable[[Any], None],
     schema: type,
     name: str,
-    place: Sequence[str] = ("output",),
+    names: Sequence[str] = ("output",),
     interrupted: str = RERUN,
     arguments: Callable[[list[str]], list[str]] = list,
 ) -> None:
@@ -252,7 +252,7 @@ def command(
 
     `arguments`: returns those of the command line as they are composed.
     """
-    task = checked(run, place, interrupted)
+    task = checked(run, names, interrupted)
     try:
         sys.argv[1:] = arguments(sys.argv[1:])
         composed_command(task, schema, f"{name}_schema", name)()
@@ -261,17 +261,17 @@ def command(
 
 
 def checked(
-    run: Callable[[Any], None], place: Sequence[str] = ("output",), interrupted: str = RERUN
+    run: Callable[[Any], None], names: Sequence[str] = ("output",), interrupted: str = RERUN
 ) -> Callable[[DictConfig], None]:
     """Return a function of composed options that runs `run` with the checked ones; an error ends the process with one line.
 
-    `place`: the options that name what it reads or writes, for an error of the system that names no file; `interrupted`: the
+    `names`: the options that name what it reads or writes, for an error of the system that names no file; `interrupted`: the
     message after Ctrl-C.
     """
 
     @wraps(run)
     def task(composed: DictConfig) -> None:
-        with errors_end_command(options_text(composed, *place), interrupted=interrupted):
+        with errors_end_command(options_text(composed, *names), interrupted=interrupted):
             run(to_config(composed))
 
     return task

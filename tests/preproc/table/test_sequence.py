@@ -442,7 +442,7 @@ def test_the_events_of_movielens_are_those_of_one_pass_in_the_order_of_time(tmp_
         ({"of": ["item", "item"]}, "table: 'past_item' is named twice: a feature of 'past' and a feature of 'past'; rename one"),
         ({"numbers": ["stars"]}, "table.sequence: 'past': numbers: 'stars': got '\"stars\"': no column \"stars\" (an"),
         ({"numbers": ["item = 'a'"]}, "an expression has a name: {name: bought, expression: \"action = 'buy'\"}); correct"),
-        ({"numbers": [{"expression": "item = 'a'"}]}, "table.sequence[0].numbers[0]: got no name; want at least name"),
+        ({"numbers": [{"expression": "item = 'a'"}]}, "table.sequence: 'past': numbers[0]: got no name; want at least name"),
         (
             {"numbers": [{"name": "r", "expression": "item"}]},
             "row 1: table.sequence: 'past': numbers: 'r' is a, wanted a number that float32 holds",
