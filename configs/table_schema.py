@@ -552,13 +552,13 @@ class TableConfig:
                 f"table: feature {shown(name)} has a name of over {MOST_NAME_BYTES} bytes; shorten it, and "
                 "set expression to the column",
             )
-        places: dict[str, list[str]] = {}
+        uses: dict[str, list[str]] = {}
         for name, what in named:
-            places.setdefault(name, []).append(what)
-        for name, twice in places.items():
+            uses.setdefault(name, []).append(what)
+        for name, users in uses.items():
             require(
-                len(twice) == 1,
-                f"table: {shown(name)} is named twice: {' and '.join(twice)}; rename one, and set expression to its column",
+                len(users) == 1,
+                f"table: {shown(name)} is named twice: {' and '.join(users)}; rename one, and set expression to its column",
             )
         taken = {"label": "the labels"} if len(self.label) == 1 else {}
         if self.numerical_names:

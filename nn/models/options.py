@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
-from configs.schema import MOST_COLUMNS, ModelConfig, Section, option, require
+from configs.schema import MOST_COLUMNS, SUGGESTED, ModelConfig, Section, option, require
 
 MOST_WIDTH = 2**20
 # Measured (benchmarks/history.md): with 1/sqrt(rows) the vectors of small tables give first logits far from 0.
@@ -135,10 +135,6 @@ class DeepFMOptions(_DeepOptions):
     dropout: float = option(0.5, "rate of the dropout after every hidden layer")
 
 
-SUGGESTED = "suggested"
-"""Value of model.embedding_dims that derives the columns from the rows of each table."""
-
-
 class Pooling(Enum):
     """Pooling of the embeddings of a feature's ids."""
 
@@ -158,24 +154,6 @@ class EmbeddingMLPOptions(_DeepOptions):
     pooling: Pooling = option(
         Pooling.sum, "sum or mean of the embeddings of a feature's ids, or none: side by side"
     )
-    # Any, since Hydra lets nobody add keys to a typed dictionary; checked below.
-    embedding_dims: Any = option(
-        None,
-        "columns of single tables, by feature: {genres: 16}; suggested: 16 to 512 by each table's rows, as NVTabular "
-        "suggests them",
-    )
-
-    def __post_init__(self) -> None:
-        _DeepOptions.__post_init__(self)
-        widths = self.embedding_dims = self.embedding_dims or {}
-        if widths == SUGGESTED:
-            return
-        require(
-            isinstance(widths, dict)
-            and all(type(n) is int and 0 < n <= MOST_COLUMNS for n in widths.values()),
-            f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
-            f"{{genres: 16}}, or be {SUGGESTED}, got {widths}",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -541,8 +519,21 @@ class PEPNetOptions(ModelConfig):
     )
 
 
+@dataclass(kw_only=True, slots=True)
+class STAROptions(ModelConfig):
+    """Options of STAR."""
+
+    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    domain: str | None = option(
+        None, "numerical feature with the number of a row's domain, from 0 to domains - 1"
+    )
+    domains: int = option(2, "number of domains, each with a network of its own", most=1024, gt=0)
+    hidden: list[int] = widths([256, 128, 64], "widths of the hidden layers of every domain")
+    auxiliary_hidden: list[int] = widths([64], "widths of the auxiliary network's hidden layers")
+
+
 class ItemMLPs(Enum):
-    """Place of the MLPs of HSTU's items."""
+    """Inputs of the MLPs of HSTU's items."""
 
     position = "position"
     row = "row"

@@ -150,7 +150,7 @@ class MlperfLog(Observer):
     def on_evaluation(self, loop: Loop, record: Mapping[str, Any], *, is_final: bool) -> None:
         """Write the result of an evaluation; a final one follows the end of the run."""
         if not is_final:
-            self.stop_evaluation(loop.auc_of(record), ends_run=loop.ends_stage)
+            self.stop_evaluation(loop.auc_of(record), ends_run=loop.ends_day)
 
     def start_evaluation(self, num_steps: int) -> None:
         """Write that training pauses after `num_steps`, and that an evaluation starts."""
@@ -193,13 +193,13 @@ class MlperfLog(Observer):
     ) -> None:
         # The checker of seeds wants the line of the source that wrote a line of the log.
         caller = sys._getframe(1)
-        place = {"file": Path(__file__).name, "lineno": caller.f_lineno}
+        source = {"file": Path(__file__).name, "lineno": caller.f_lineno}
         line = {
             "namespace": "",
             "time_ms": now_ms() if time_ms is None else time_ms,
             "event_type": kind,
             "key": key,
             "value": value,
-            "metadata": place | metadata,
+            "metadata": source | metadata,
         }
         self._file.append(f":::MLLOG {json.dumps(line)}\n".encode())

@@ -133,10 +133,10 @@ def test_the_page_runs_from_a_log_to_the_served_scores_of_two_days(tmp_path, mon
             assert client.call(path, body.encode())[0] == 200
             earlier = len(rows) - len(wanted)
             of_values, of_ids = [], []
-            for place, row in enumerate(rows[earlier:], earlier):
+            for index, row in enumerate(rows[earlier:], earlier):
                 for found, sent in (
-                    (of_values, raw_request(shown, row, rows[: place + 1])),
-                    (of_ids, id_request(row, rows[:place], day)),
+                    (of_values, raw_request(shown, row, rows[: index + 1])),
+                    (of_ids, id_request(row, rows[:index], day)),
                 ):
                     status, answer = client.call(path, sent)
                     assert status == 200, answer

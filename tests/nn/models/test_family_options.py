@@ -50,6 +50,7 @@ CRITEO = spec_of(
 ON_CRITEO: dict[str, dict[str, Any]] = {
     "din": {"item_features": ["C1"], "history_features": ["C2"], "history_length": None},
     "pepnet": {"domain_features": ["C1"], "prior_features": ["C2", "C3"]},
+    "star": {"domain": "I1"},
 }
 HISTORY = {"item_features": ["item"], "history_features": ["history"]}
 
@@ -239,6 +240,7 @@ OTHER_VALUES: dict[str, Any] = {
     "token_dim": 32,
     "active_experts": 0.5,
     "domain_features": ["item"],
+    "domain": "history_length",
     "prior_features": ["item"],
     "feature_order": ["kinds", "age"],
     "sequence": "kinds",
@@ -253,6 +255,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dcnv2": BOTTOM,
     "din": HISTORY,
     "pepnet": {"domain_features": ["kind"], "prior_features": ["user"]},
+    "star": {"domain": "age"},
     "wide_deep.deep_features": {"wide_features": ["kind", "kinds"]},
     "rankmixer.active_experts": {"experts": 2},
     "masknet.hidden": {"structure": "parallel"},
@@ -424,6 +427,16 @@ REFUSALS = {
         "pepnet",
         {"domain_features": ["page"], "prior_features": ["user"]},
         "model.domain_features names 'page', which the dataset lacks; it has user, item, history, kind",
+    ),
+    "no number of a domain": (
+        "star",
+        {},
+        "model.name=star needs model.domain, the numerical feature with the number of a row's domain; name one of ",
+    ),
+    "a number of a domain that is not there": (
+        "star",
+        {"domain": "page"},
+        "model.domain names 'page', which the dataset lacks; it has ",
     ),
     "no prior": (
         "pepnet",
