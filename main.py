@@ -27,6 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from configs.arguments import as_written
+from configs.built_in import MODELS
 from configs.command_line import SAVED_FLAG, composed_command, lasting_imports, written_options
 from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
@@ -219,6 +220,8 @@ def _run(composed: DictConfig) -> None:
                 f"run_dir={config.run_dir}: mode=predict writes output and no run directory; the model of a run is named by "
                 "config=RUN/config.yaml and checkpoint.restore=RUN/checkpoints/best"
             )
+        if composed.model.name in MODELS:  # the options of another one need torch
+            config = typed_config(composed, written, config)
         check_inputs(config)
         if config.mode is Mode.predict and config.predict.average:
             from nn.scores.average import average

@@ -89,7 +89,7 @@ FEW_ROWS = 2_048_000
 # Rows in host memory: every step must have a batch of its own, since the rows of a batch that comes again are still here.
 HOST_T3 = Row("dlrm", 1, "dlrm_criteo_t3", "criteo_t3", overrides=(in_tier("host", 0.1),))
 # Its files, 83.7 GiB, lie where TMPDIR says.
-DISK_T3 = (f"sharding.disk_path={gettempdir()}", "sharding.staged_gib=8")
+DISK_T3 = (f"sharding.disk_path={gettempdir()}", "sharding.read_ahead_gib=8")
 MOVIELENS = Row("main", 1, "embedding_mlp_movielens", "movielens", train_rows=FEW_ROWS)
 WIDE_DEEP = Row("main", 1, "wide_deep_criteo", "criteo_wdl", train_rows=FEW_ROWS)
 DEEPFM = Row(

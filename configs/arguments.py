@@ -4,6 +4,7 @@ Hydra's own messages name neither the option nor the remedy, and advise to add a
 refuses or alters texts that are ordinary paths: `~/x`, `a,b`, `a=b`, `1e3`, most characters beyond ASCII.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from hydra.errors import HydraException
 from configs.messages import printable, shown
 from configs.option_values import FLOAT32_MAX, hints, takes, wanted
 from configs.overrides import no_option
-from configs.schema import open_sections, option_keys
+from configs.schema import RENAMED, open_sections, option_keys
 from configs.tf2_flags import is_tf2_flag, translated
 
 # Those of Hydra that commands take; with a value -> the values, empty if any is allowed.
@@ -159,6 +160,10 @@ def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_s
     match = re.match(r"(~|\+{1,2})?(.*)", name, re.DOTALL)
     assert match is not None
     sign, key = match[1] or "", match[2]
+    if key in RENAMED and key not in options:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"warning: {key} is now {RENAMED[key]}; 0.4.0 will refuse {key}", file=sys.stderr)
+        key = RENAMED[key]
     group = key.partition("@")[0]
     if not key:
         what = "is empty, perhaps from an unset shell variable" if not argument else "has no name"

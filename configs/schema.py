@@ -174,8 +174,8 @@ EventPooling = StrEnum("EventPooling", "sum mean last attention")
 """Pooling of the events of a feature."""
 DecayShape = StrEnum("DecayShape", "polynomial cosine")
 """Curve of the learning rate's decay."""
-OptimizerName = StrEnum("OptimizerName", "sgd adagrad rowwise_adagrad adam")
-"""Built-in optimizers of the dense component, each of which is one of tables too."""
+OptimizerName = StrEnum("OptimizerName", "sgd adagrad rowwise_adagrad adam lion lamb")
+"""Built-in optimizers of the dense component; all but lamb are some of tables too."""
 
 
 @cache
@@ -211,8 +211,14 @@ DeltaType = StrEnum("DeltaType", "table bf16")
 """Dtypes of the rows in deltas."""
 Division = StrEnum("Division", "closed open")
 """Divisions of MLPerf: the benchmark's own training method, or any other."""
-StageName = StrEnum("StageName", "next")
-"""Stages of a run that exists."""
+RENAMED = {
+    "data.threads": "data.workers",
+    "stage": "day",
+    "sharding.staged_gib": "sharding.read_ahead_gib",
+}
+"""Options of earlier versions, and their names now; 0.4.0 refuses them."""
+DayToTrain = StrEnum("DayToTrain", "next")
+"""Days that continue a run."""
 Device = StrEnum("Device", "auto cpu cuda")
 """Device that a run uses."""
 
@@ -391,6 +397,10 @@ class DataConfig(Section):
         )
 
 
+SUGGESTED = "suggested"
+"""Value of model.embedding_dims that derives the columns from the rows of each table."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Section):
     """Options that every model has; a model's own are declared with it, in `nn/models/`."""
@@ -412,11 +422,30 @@ class ModelConfig(Section):
         "bound of the tables' initial weights, which are uniform in +-embedding_init; null: 1/sqrt(rows) of each table",
         gt=0,
     )
+    # Any, since Hydra lets nobody add keys to a typed dictionary; checked below.
+    embedding_dims: Any = option(
+        None,
+        "columns of single tables, by feature: {genres: 16}, projected to embedding_dim where the model needs one width; "
+        "suggested: 16 to 512 by each table's rows, as NVTabular suggests them",
+    )
     sequence_pooling: EventPooling = option(
         EventPooling.sum,
         "vector of a feature of a sequence group that the model does not read event by event: sum or mean of its events, the "
         "last one, or their mean weighted by a learned attention",
     )
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        widths = self.embedding_dims = self.embedding_dims or {}
+        require(
+            widths == SUGGESTED
+            or (
+                isinstance(widths, dict)
+                and all(type(n) is int and 0 < n <= MOST_COLUMNS for n in widths.values())
+            ),
+            f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
+            f"{{genres: 16}}, or be {SUGGESTED}, got {widths}",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -427,13 +456,13 @@ class OptimizerConfig(Section):
 
     name: str = option(
         "sgd",
-        "sgd, adagrad, rowwise_adagrad or adam, or package.module:NAME of a DenseRule",
+        "sgd, adagrad, rowwise_adagrad, adam, lion or lamb, or package.module:NAME of a DenseRule",
     )
     lr: float = option(24.0, "peak learning rate, reached after scheduler.warmup_steps", gt=0)
     embedding_name: str | None = option(
         None,
-        "optimizer of the tables: those of optimizer.name, or ftrl or lion, or package.module:NAME of a TableRule; "
-        "null: optimizer.name",
+        "optimizer of the tables: those of optimizer.name but lamb, or ftrl or sgd_momentum, or package.module:NAME of a "
+        "TableRule; null: optimizer.name",
     )
     # Any, since Hydra lets nobody add keys to a typed dictionary.
     embedding_options: Any = option(
@@ -444,17 +473,29 @@ class OptimizerConfig(Section):
     embedding_lr: float | None = option(
         None, "peak learning rate of the tables; null: optimizer.lr", gt=0
     )
-    eps: float = option(1e-8, "added to the denominator by adagrad, rowwise_adagrad and adam", gt=0)
-    beta1: float = option(0.9, "decay of adam's first moment", ge=0, lt=1)
-    beta2: float = option(0.999, "decay of adam's second moment", ge=0, lt=1)
+    eps: float = option(
+        1e-8, "added to the denominator by adagrad, rowwise_adagrad, adam and lamb", gt=0
+    )
+    beta1: float = option(
+        0.9, "decay of the first moment of adam and lamb; lion's beta1", ge=0, lt=1
+    )
+    beta2: float = option(
+        0.999,
+        "decay of the second moment of adam and lamb; beta2 of the dense component's lion, whose paper has 0.99",
+        ge=0,
+        lt=1,
+    )
     momentum: float = option(
-        0.0, "momentum of the dense component's sgd; 0: none. The tables' sgd has none", ge=0, lt=1
+        0.0,
+        "momentum of the dense component's sgd; 0: none. That of tables is of sgd_momentum",
+        ge=0,
+        lt=1,
     )
     nesterov: bool = option(False, "use optimizer.momentum in Nesterov's form")
     weight_decay: float = option(
         0.0,
-        "decoupled weight decay of the dense component, which makes adam AdamW: each step multiplies all its "
-        "parameters by 1 - learning rate * weight_decay",
+        "decoupled weight decay of the dense component's adam (AdamW) and lion, which multiplies all its parameters by "
+        "1 - learning rate * weight_decay, and of lamb, before it scales the step",
         ge=0,
     )
     embedding_l2: float = option(
@@ -481,6 +522,10 @@ class OptimizerConfig(Section):
             self.embedding_name = _check_optimizer_name(
                 "optimizer.embedding_name", self.embedding_name, table_optimizers()
             )
+        require(
+            self.table_name != OptimizerName.lamb,
+            "optimizer.name=lamb trains the dense component only; set optimizer.embedding_name to another one for the tables",
+        )
         self._check_embedding_options()
         self._check_dense_options()
         self._check_ftrl()
@@ -530,9 +575,9 @@ class OptimizerConfig(Section):
             "optimizer.nesterov=true without optimizer.momentum does nothing; set optimizer.momentum too, such as 0.9",
         )
         require(
-            self.weight_decay == 0 or self.name == OptimizerName.adam or own_rule,
-            f"optimizer.weight_decay={self.weight_decay} is of adam (AdamW), and optimizer.name={self.name} would ignore "
-            "it; set optimizer.name=adam (the tables' optimizer is optimizer.embedding_name), or "
+            self.weight_decay == 0 or self.name in ("adam", "lion", "lamb") or own_rule,
+            f"optimizer.weight_decay={self.weight_decay} is of adam (AdamW), lion and lamb, and optimizer.name={self.name} "
+            "would ignore it; set optimizer.name=adam (the tables' optimizer is optimizer.embedding_name), or "
             "optimizer.weight_decay=0",
         )
 
@@ -935,6 +980,13 @@ class ShardingConfig(Section):
         "memories that the planner may choose for the rows of a table; host: host memory with an arena of rows on "
         "the GPU, chosen only if the GPUs have too little memory",
     )
+    group_size: int | None = option(
+        None,
+        "ranks that share the tables, such as those of a node; other groups of as many hold the same tables, and exchange the "
+        "gradients of rows; null: all ranks",
+        most=MOST_RANKS,
+        gt=0,
+    )
     world_size: int | None = option(
         None, "ranks to plan for with mode=plan; null: the ranks of this run", most=MOST_RANKS, gt=0
     )
@@ -953,7 +1005,7 @@ class ShardingConfig(Section):
     disk_path: str | None = option(
         None, "directory on a local disk for the rows of tables with tier: disk", path=True
     )
-    staged_gib: float = option(
+    read_ahead_gib: float = option(
         4.0,
         "host memory per rank for rows of tables with tier: disk; those of the coming batches are read into it",
         most=2**30,
@@ -985,8 +1037,8 @@ class ShardingConfig(Section):
             f"sharding.tables puts {''.join(on_disk[:1])} on disk; set sharding.disk_path to a directory on a local disk",
         )
         require(
-            self.staged_gib >= LEAST_GIB,
-            f"sharding.staged_gib={self.staged_gib} leaves under a KiB for rows of tables with tier: disk",
+            self.read_ahead_gib >= LEAST_GIB,
+            f"sharding.read_ahead_gib={self.read_ahead_gib} leaves under a KiB for rows of tables with tier: disk",
         )
         for name in ("hbm_gib", "host_gib"):
             value = getattr(self, name)
@@ -1212,13 +1264,13 @@ class Config(Section):
     run_dir: str | None = option(
         None, "run directory, for all results; null: runs/<recipe>/<time>", path=True
     )
-    stage: StageName | None = option(
+    day: DayToTrain | None = option(
         None,
         "next: continue the run in run_dir on data.path, the day after its own (docs/every_day.md); null: one dataset",
     )
     days: list[str] = option(
         [],
-        "with stage=next: dataset directories, or patterns such as 'data/*', that the run trains one after another in the order "
+        "with day=next: dataset directories, or patterns such as 'data/*', that the run trains one after another in the order "
         "of their days, from where it is",
         path=True,
     )
@@ -1269,7 +1321,7 @@ class Config(Section):
         )
         self.tasks = self.tasks or None
         _ = self.task_options  # which checks them
-        self._check_stage()
+        self._check_day()
         require(
             self.eval.patience is None or self.checkpoint.save,
             f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
@@ -1278,11 +1330,11 @@ class Config(Section):
         self._check_mlperf()
         self._check_predict()
 
-    def _check_stage(self) -> None:
-        """Refuse a next stage of a run that cannot have one."""
+    def _check_day(self) -> None:
+        """Refuse a next day of a run that cannot have one."""
         require(
-            not self.days or (self.stage is not None and self.data.path is None),
-            "days names the datasets of several stages; set stage=next, and leave data.path out",
+            not self.days or (self.day is not None and self.data.path is None),
+            "days names several datasets; set day=next, and leave data.path out",
         )
         require(
             not self.days or self.mode is Mode.train,
@@ -1292,7 +1344,7 @@ class Config(Section):
             self.watch_days is None or (bool(self.days) and self.watch_days > 0),
             f"watch_days={self.watch_days}: want seconds above 0, and days; set both, or leave it out",
         )
-        if self.stage is None or self.mode is not Mode.train:
+        if self.day is None or self.mode is not Mode.train:
             return
         has_run = self.run_dir is not None and (self.data.path is not None or bool(self.days))
         for is_given, problem in (
@@ -1307,7 +1359,7 @@ class Config(Section):
                 "keeps the ids of all rows, and data.multi_hot draws others for larger tables; leave one of them out",
             ),
         ):
-            require(is_given, f"stage=next {problem}")
+            require(is_given, f"day=next {problem}")
 
     def _check_mlperf(self) -> None:
         """Refuse a log of a benchmark for a run that cannot be one: it is HSTU or DCNv2, one epoch and a target."""

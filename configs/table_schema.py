@@ -7,7 +7,7 @@ Hydra's schema cannot list them.
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from configs.messages import printable, shortened, shown
@@ -522,13 +522,18 @@ class TableConfig:
 
     def _check_names(self) -> None:
         """Raise ValueError for names of features that cannot name the dataset's files, or the same one."""
-        names = [feature.name for feature in self.categorical]
-        names += [history.name for history in self.history]
+        named = [(feature.name, "a categorical feature") for feature in self.categorical]
+        named += [(history.name, "a history") for history in self.history]
         for group in self.sequence:
-            own = group.features if isinstance(group, EventLog) else []
-            names += [group.name, *own, *group.number_names]
-        names += [*self.numerical_names, *(n.name for _, n in self.row_numbers.values())]
-        for name in names:
+            named.append((group.name, "a sequence"))
+            if isinstance(group, EventLog):
+                named += [(name, f"a feature of {shown(group.name)}") for name in group.features]
+            for name in group.number_names:
+                kind = "the time of an event" if name == group.time_name else "a number"
+                named.append((name, f"{kind} of {shown(group.name)}"))
+        named += [(name, "a numerical feature") for name in self.numerical_names]
+        named += [(number.name, f"a {key}") for key, number in self.row_numbers.values()]
+        for name, _ in named:
             require(
                 isinstance(name, str),
                 f"table: got feature name {shown(name)}, want text; put it in quotes",
@@ -547,8 +552,14 @@ class TableConfig:
                 f"table: feature {shown(name)} has a name of over {MOST_NAME_BYTES} bytes; shorten it, and "
                 "set expression to the column",
             )
-        twice = sorted({name for name in names if names.count(name) > 1})
-        require(not twice, f"table: feature {shown(twice[:1])} is named twice")
+        uses: dict[str, list[str]] = {}
+        for name, what in named:
+            uses.setdefault(name, []).append(what)
+        for name, users in uses.items():
+            require(
+                len(users) == 1,
+                f"table: {shown(name)} is named twice: {' and '.join(users)}; rename one, and set expression to its column",
+            )
         taken = {"label": "the labels"} if len(self.label) == 1 else {}
         if self.numerical_names:
             taken["numerical"] = "the numericals"
@@ -939,7 +950,7 @@ def _make(kind: type, content: Any, where: str) -> Any:
     if isinstance(content, str) and kind in (Numerical, Categorical, Label, RowNumber):
         content = {"name": content}
     content = _mapping(content, where, kind)
-    try:
-        return kind(**content)
-    except TypeError as error:
-        raise ValueError(f"{where}: {str(error).split('__init__() ')[-1]}") from None
+    needed = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
+    absent = [name for name in needed if name not in content]
+    require(not absent, f"{where}: got no {', '.join(absent)}; want at least {', '.join(needed)}")
+    return kind(**content)

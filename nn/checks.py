@@ -9,6 +9,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Source
 from nn.build import (
     Loaders,
+    check_group_size,
     device_type,
     open_source,
     planned_hardware,
@@ -167,6 +168,7 @@ def check_run(
     config: Config, source: Source, ranks: Ranks, loaders: Loaders, start: ResumePoint
 ) -> None:
     """Refuse invalid options before any process group or file exists."""
+    check_group_size(config.sharding.group_size, ranks.world_size, ranks.local_world_size)
     if config.mode is Mode.inference:
         sizes_to_time(config, source, ranks)
     if loaders.train is not None:
@@ -176,15 +178,16 @@ def check_run(
                 "its checkpoints"
             )
         steps_per_epoch = loaders.train.steps_per_epoch
-        place, last_place = start.stage.place(start.num_steps), total_steps(config, steps_per_epoch)
-        if place >= last_place:
-            last_step = start.stage.last_step(config, steps_per_epoch)
+        position = start.day.position(start.num_steps)
+        last_position = total_steps(config, steps_per_epoch)
+        if position >= last_position:
+            last_step = start.day.last_step(config, steps_per_epoch)
             raise ValueError(
                 f"checkpoint.restore={config.checkpoint.restore} has {start.num_steps} steps behind it, and "
                 f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
             )
         evaluations = EvalSteps.of(config, steps_per_epoch)
-        check_profile(config.profile, place, last_place, evaluations, ranks)
+        check_profile(config.profile, position, last_position, evaluations, ranks)
 
 
 def sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:

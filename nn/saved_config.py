@@ -1,6 +1,7 @@
 """The options of a run as its config.yaml and its checkpoints hold them, read back; nothing is interpolated or executed."""
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.built_in import MODELS
 from configs.messages import shown
 from configs.overrides import no_option, unknown_keys
-from configs.schema import Config, describe, open_sections
+from configs.schema import RENAMED, Config, describe, open_sections
 from dataloading.dataset.documents import read_yaml
 from nn.models.registry import typed_config
 
@@ -78,8 +79,10 @@ def config_of(facts: Mapping[str, Any]) -> Config:
     """
     if "config" not in facts:
         raise ValueError("it has no options of a run")
+    values = deepcopy(facts["config"])
+    _rename_earlier(values)
     try:
-        return _typed(facts["config"])
+        return _typed(values)
     except OmegaConfBaseException as error:
         raise ValueError(
             f"its options are not those of this version: {shown(str(error))}"
@@ -95,9 +98,11 @@ def _typed(values: Mapping[str, Any]) -> Config:
 
 def _rename_earlier(values: dict[str, Any]) -> None:
     """Replace the names that options had in earlier versions, in place."""
-    data = values.get("data")
-    if isinstance(data, dict) and "threads" in data:
-        data.setdefault("workers", data.pop("threads"))
+    for old, new in RENAMED.items():
+        section, _, name = old.rpartition(".")
+        options = values.get(section) if section else values
+        if isinstance(options, dict) and name in options:
+            options.setdefault(new.rpartition(".")[2], options.pop(name))
     log = values.get("log")
     if isinstance(log, dict) and "tensorboard" in log:
         log.setdefault("loggers", ["tensorboard"] if log.pop("tensorboard") else [])

@@ -198,7 +198,7 @@ def open_session(
             exchange = planned_exchange(config, source.spec, rows, hardware)
             listed, has_gpus = str(recorder.run_dir / PLAN), ranks.device.type == "cuda"
             beside = BesidePlan(listed, exchange, disk_room=disk_room, has_gpus=has_gpus)
-            print_plan(console, rows, ranks.world_size, beside)
+            print_plan(console, rows, hardware.table_ranks, beside)
         if memory:
             print_memory(console, memory, hardware.hbm_bytes)
         with report_faults(ranks):

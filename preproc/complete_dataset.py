@@ -1,4 +1,4 @@
-"""Last stages of every pipeline: draw the report, write fitted state and spec, then rename the dataset."""
+"""Last phases of every pipeline: draw the report, write fitted state and spec, then rename the dataset."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from configs.messages import shown
 from configs.preproc_schema import Layout, Mode, PreprocConfig
-from configs.table_schema import Categorical, EventLists, SplitRule, TableConfig
+from configs.table_schema import Categorical, EventLists, EventLog, SplitRule, TableConfig
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from preproc.criteo.as_table import columns_of
 from preproc.fitted_state import FittedState, described_rows, load_fitted, vocabulary_name
@@ -77,14 +77,17 @@ def open_transformed_rows(
 
 def refuse_histories(fitted: Path, table: TableConfig) -> None:
     for past in [*table.history, *table.sequence]:
-        what = (
-            f"the lists of {shown(past.name)} are written in slices"
-            if isinstance(past, EventLists)
-            else f"the history {shown(past.name)} of a row takes all rows before it"
-        )
-        raise ValueError(
-            f"{fitted}: {what}; make a dataset of the new rows with mode=transform, and use that"
-        )
+        what = f"the history {shown(past.name)} of a row takes all rows before it"
+        how = "mode=transform, and use that"
+        if isinstance(past, EventLists):
+            what = f"the lists of {shown(past.name)} are written in slices"
+        elif isinstance(past, EventLog):
+            what = f"a row sees the events {shown(past.name)} of the days before, too"
+            how = (
+                f"mode=extend fitted={fitted}, and use its splits (data.path, predict.split; checkpoint.grow=true where it has "
+                "new values)"
+            )
+        raise ValueError(f"{fitted}: {what}; make a dataset of the new rows with {how}")
 
 
 class TransformedRows:

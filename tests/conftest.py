@@ -58,7 +58,7 @@ LONGEST_FIRST = (
     "nn/models/test_models.py",
     "nn/planning/test_planner.py",
     "nn/models/test_family_training.py",
-    "nn/test_stages.py",
+    "nn/test_next_day.py",
     "nn/checkpoint/test_reshard.py",
     "preproc/criteo/test_pipeline.py",
     "preproc/criteo/test_errors.py",

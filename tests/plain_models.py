@@ -400,6 +400,30 @@ def pepnet(
     return torch.cat(logits, 1) if tasks > 1 else logits[0][:, 0]
 
 
+def star(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, tasks: int, domain: int):
+    """Take row after row through the network of its domain, normalised over the domain's rows."""
+    others = [number for number in range(numerical.shape[1]) if number != domain]
+    x = torch.cat([numerical[:, others], *lookups], 1)
+    logits = torch.zeros(len(x), tasks, dtype=x.dtype)
+    for number in numerical[:, domain].unique().long().tolist():
+        rows = numerical[:, domain] == number
+        some = x[rows]
+        normal = (some - some.mean(0)) / torch.sqrt(some.var(0, unbiased=False) + 1e-5)
+        hidden = normal * p["norm.scale"] * p["norm.domain_scale"][number]
+        hidden = hidden + p["norm.bias"] + p["norm.domain_bias"][number]
+        count = sum(key.startswith("layers.") and key.endswith(".weight") for key in p)
+        for layer in range(count):
+            weight = p[f"layers.{layer}.weight"] * p[f"layers.{layer}.domain_weight"][number]
+            bias = p[f"layers.{layer}.bias"] + p[f"layers.{layer}.domain_bias"][number, 0]
+            hidden = hidden @ weight[: hidden.shape[1]] + bias
+            hidden = hidden if layer == count - 1 else hidden.clamp(min=0)
+        vectors = p["domain_vectors"][number].expand(len(some), -1)
+        inputs = torch.cat([some, vectors], 1)
+        towers = [mlp(p, f"auxiliary.towers.{task}", inputs) for task in range(tasks)]
+        logits = logits.index_put((rows.nonzero()[:, 0],), hidden + torch.cat(towers, 1))
+    return logits if tasks > 1 else logits[:, 0]
+
+
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "wide_deep": wide_deep,
     "deepfm": deepfm,
@@ -417,6 +441,7 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
     "xdeepfm": xdeepfm,
     "esmm": esmm,
     "pepnet": pepnet,
+    "star": star,
 }
 LOSSES: dict[str, Callable[..., Tensor]] = {"fcn": fcn_loss}
 """Losses of models that add some of their own, instead of `bce` of the logits."""

@@ -31,7 +31,7 @@ from nn.observability.records import CONFIG, METRICS, MODEL, SUMMARY, read_recor
 from nn.saved_config import load_saved_config
 from nn.scores.score_file import score_columns
 from nn.scores.unknown_values import UnknownValues
-from nn.training.limits import Stage
+from nn.training.limits import Day
 from nn.training.train_step import AMP_DTYPES
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def _checkpoints(directory: Path, name: str | None) -> list[Path]:
 def _day(checkpoint: Path) -> int | None:
     """Return the number of the day that a checkpoint was trained on; None if it cannot be read."""
     try:
-        return Stage.of_facts(read_facts(checkpoint)).number
+        return Day.of_facts(read_facts(checkpoint)).number
     except ValueError:
         return None
 

@@ -160,8 +160,11 @@ def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBa
     """
     from nn.embedding.declared_tables import check_tables
     from nn.models.event_pooling import pooled_tables
+    from nn.models.table_widths import tables_of_widths
 
-    tables = pooled_tables(_own_tables(options, spec), options, spec)
+    tables = tables_of_widths(
+        pooled_tables(_own_tables(options, spec), options, spec), options, spec
+    )
     check_tables(tables, options, spec)
     return tables
 
@@ -193,8 +196,9 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
     import torch
 
     from nn.layers.pass_state import PassLayer
-    from nn.models.event_pooling import WithPooledEvents
+    from nn.models.event_pooling import WithPooledEvents, pooled_tables
     from nn.models.model import Model
+    from nn.models.table_widths import WithProjections, tables_of_widths
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -214,6 +218,11 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             dense = WithPooledEvents(dense, _own_tables(options, spec), options, spec)
+    if options.embedding_dims:
+        pooled = pooled_tables(_own_tables(options, spec), options, spec)
+        tables = tables_of_widths(pooled, options, spec)
+        if tables != pooled:
+            dense = WithProjections(dense, pooled, tables, spec)
     unknown = [
         name
         for name in dense.saved_buffers()

@@ -35,7 +35,7 @@ def show_plan(config: Config, config_yaml: str) -> None:
     exchange = planned_exchange(config, source.spec, rows, hardware)
     has_gpus = hardware.device_type == "cuda"
     beside = BesidePlan(listed, exchange, floor_ms, disk_room, has_gpus=has_gpus)
-    print_plan(console, rows, hardware.world_size, beside)
+    print_plan(console, rows, hardware.table_ranks, beside)
     memory = []
     description = describe(config, source, make_logger(console))
     if description is not None:

@@ -182,7 +182,7 @@ class MlperfLog(Observer):
     def on_evaluation(self, loop: Loop, record: Mapping[str, Any], *, is_final: bool) -> None:
         """Write the result of an evaluation; a final one follows the end of the run."""
         if not is_final:
-            self.stop_evaluation(loop.auc_of(record), ends_run=loop.ends_stage)
+            self.stop_evaluation(loop.auc_of(record), ends_run=loop.ends_day)
 
     def start_evaluation(self, num_steps: int) -> None:
         """Write that training pauses after `num_steps`, and that an evaluation starts."""

@@ -13,7 +13,7 @@ from nn.embedding.declared_tables import id_counts, tables_of_feature
 from nn.planning.plan import TablePlan
 from nn.sharding.tables import HostTable, TieredPlan
 from nn.tiers.host_tier import ring_slots
-from nn.tiers.stager import READ_AHEAD_BATCHES
+from nn.tiers.read_ahead import READ_AHEAD_BATCHES
 from nn.tiers.traffic import (
     Classes,
     IdTraffic,
@@ -29,9 +29,9 @@ DISK_ROW_BYTES = 8
 """Host memory per row on disk: its place in host memory, and in the journal."""
 
 
-def staged_bytes(config: ShardingConfig) -> int:
+def read_ahead_bytes(config: ShardingConfig) -> int:
     """Return the host memory per rank for rows of tables on disk."""
-    return int(config.staged_gib * 2**30)
+    return int(config.read_ahead_gib * 2**30)
 
 
 def overrides_of(
@@ -213,9 +213,9 @@ def _places(
         if places[rank, columns] < needed:
             least = math.ceil(1e4 * needed / rows * sizes[rank] / 2**30) / 1e4
             raise ValueError(
-                f"sharding.staged_gib={host_room / 2**30:.4g} has room for {places[rank, columns]:,} rows of {members[0][0]} and "
-                f"others with tier: disk, and the device and the batches at work may need {needed:,}; set "
-                f"sharding.staged_gib={least:g} or more, or lower cache of these tables"
+                f"sharding.read_ahead_gib={host_room / 2**30:.4g} has room for {places[rank, columns]:,} rows of {members[0][0]} "
+                f"and others with tier: disk, and the device and the batches at work may need {needed:,}; set "
+                f"sharding.read_ahead_gib={least:g} or more, or lower cache of these tables"
             )
     return places
 
@@ -263,7 +263,7 @@ def link_ms(tables: Sequence[TablePlan]) -> float:
     return max([*of_bytes, *(count / LINK_ROWS_PER_MS for count in num_rows.values())], default=0.0)
 
 
-def staged_row_bytes(table: TablePlan) -> float:
+def disk_read_bytes(table: TablePlan) -> float:
     """Return the bytes that a table is expected to read per read-ahead group from disk, with optimizer state, over all ranks."""
     return table.staged_rows * _disk_bytes(table)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
+from torchrec.distributed.planner.utils import placement
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -33,6 +34,7 @@ from nn.layers.sequence_events import SequenceTables
 from nn.sharding.owned_shard import adjacent, allocate_shards, fill_shard
 from nn.sharding.placement import Channels, ColumnShard, Placement, RankTables, place, track_rows
 from nn.sharding.planned_tables import PlannedTable, planned_tables, rank_of, shards_by_rank
+from nn.sharding.rank_group import RankGroup
 from nn.sharding.tables import TableSettings, TableShard, TieredPlan, TouchedShard
 from nn.tiers.host_tier import TierCounts
 from nn.tiers.new_rows import KeyedShard, RowResets
@@ -61,9 +63,10 @@ class ShardedTables:
         self._ranks, self._seed = ranks, settings.seed
         tables = planned_tables(declared, multi_hot.expanded_spec(spec), plan)
         self._tables = {table.name: table for table in tables}
-        by_rank = shards_by_rank(tables, ranks.world_size)
+        self._group = RankGroup.of(ranks, plan.num_ranks)
+        by_rank = shards_by_rank(tables, self._group.size)
         self._own, self.tier = allocate_shards(
-            by_rank[ranks.rank], self._rule.states, settings.disk, device
+            by_rank[self._group.rank], self._rule.states, settings.disk, device
         )
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -95,7 +98,8 @@ class ShardedTables:
             tier=self.tier,
             dtype=settings.sent_dtype(device),
             ranks=ranks,
-            channels=Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings")),
+            group=self._group,
+            channels=Channels(open_channel(ranks, "ids"), *self._group.open_channels(ranks)),
             touched=self._touched,
         )
 
@@ -168,9 +172,11 @@ class ShardedTables:
     def touched_shards(self) -> list[TouchedShard]:
         """Return the shards that this rank writes into deltas, with the mask of their rows; rows must be tracked.
 
-        Replicated tables have the same mask on all ranks; rank 0 writes them.
+        Groups have the same masks; the first one writes. Replicated tables have the same mask on all ranks; rank 0 writes them.
         """
         assert self._touched_replicas is not None, "rows are tracked"
+        if self._group.number:
+            return []
         self._write_back()
         touched = [
             TouchedShard(shard.described, shard.touched)
@@ -316,11 +322,14 @@ class ShardedTables:
     ) -> ShardedTensor:
         """Return this rank's shards of a table's weight or of an optimizer state as a part of the complete one."""
         dims = 1 if per_row else 2
+        kind = self._ranks.device.type if table.host is None else "cpu"
         shards = [
             ShardMetadata(
                 place.shard_offsets[:dims],
                 place.shard_sizes[:dims],
-                place.placement if table.host is None else f"rank:{rank_of(place)}/cpu",
+                placement(
+                    kind, self._group.first_rank + rank_of(place), self._ranks.local_world_size
+                ),
             )
             for place in table.shards
         ]

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from dataloading.batch import Batch
-from nn.tiers.stager import READ_AHEAD_BATCHES, Need
+from nn.tiers.read_ahead import READ_AHEAD_BATCHES, Need
 
 Ahead = tuple[Batch, Need | None]
 """A host batch, and the rows that it needs from disk."""

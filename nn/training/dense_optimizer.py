@@ -15,6 +15,7 @@ from configs.messages import shown
 from configs.schema import OptimizerConfig, OptimizerName
 from configs.user_objects import load_user_object
 from nn.ops.host_copy import DeviceValues
+from nn.training.lion_and_lamb import LAMB, Lion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,8 @@ DENSE_RULES: dict[str, DenseRule] = {
     # Row-wise Adagrad keeps one state per table row; the dense component has no such rows and uses Adagrad.
     OptimizerName.rowwise_adagrad: ADAGRAD,
     OptimizerName.adam: DenseRule(name="adam", build=_adam, states_per_weight=2, reads_device=True),
+    OptimizerName.lion: DenseRule(name="lion", build=Lion, states_per_weight=1, reads_device=True),
+    OptimizerName.lamb: DenseRule(name="lamb", build=LAMB, states_per_weight=2, reads_device=True),
 }
 MOMENTUM_SGD = DenseRule(
     name="sgd with momentum", build=_sgd, states_per_weight=1, reads_device=True

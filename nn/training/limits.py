@@ -1,8 +1,8 @@
-"""The steps after which a run evaluates and ends, as pure functions of configuration and counters; the stages of a run.
+"""The steps after which a run evaluates and ends, as pure functions of configuration and counters; the days of a run.
 
-A stage is the steps of a run on one dataset directory, such as the logs of a day; the next stage continues with the next
-day. The steps of a run are counted over all stages: the schedule and the optimizers' state continue. The place in a day's
-data is counted from the first step of its stage.
+A day is the steps of a run on one dataset directory; the next day continues on the dataset that follows it. The steps of a run
+are counted over all days: the schedule and the optimizers' state continue. The position in a day's data is counted from the
+first step of the day.
 """
 
 import math
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from configs.schema import Config
+from nn.checkpoint.run_facts import DAY_FACTS
 from nn.models.tasks import auc_key
 from nn.observability.records import DAY, MAX_STEPS
 
@@ -99,11 +100,11 @@ NEXT, PREVIOUS = "next", "previous"
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Stage of a run.
+class Day:
+    """The steps of a run on one dataset.
 
     `number` is 0 for the first day, before which the run had `first_step` updates. `identity` is that of the fit of its dataset
-    (`dataloading.lineage`), `previous` the data.path of the stage before, both None for none. It `is_new` while the run has no
+    (`dataloading.lineage`), `previous` the data.path of the day before, both None for none. It `is_new` while the run has no
     checkpoint of it.
     """
 
@@ -115,20 +116,20 @@ class Stage:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the stage of a checkpoint, from its run.json; checkpoints of earlier versions have one stage."""
-        return cls(**facts.get("stage", {}))
+        """Return the day of a checkpoint, from its run.json; checkpoints of earlier versions have one day."""
+        return cls(**facts.get(DAY_FACTS, {}))
 
     def facts(self) -> dict[str, Any]:
         """Return what run.json records."""
         names = ("number", "first_step", "identity", "previous")
         return {name: getattr(self, name) for name in names}
 
-    def place(self, step: int) -> int:
-        """Return the steps of this stage behind a step of the run."""
+    def position(self, step: int) -> int:
+        """Return the steps of this day that a step of the run has behind it."""
         return step - self.first_step
 
     def last_step(self, config: Config, steps_per_epoch: int) -> int:
-        """Return the step of the run at which the stage is complete."""
+        """Return the step of the run at which the day is complete."""
         return self.first_step + total_steps(config, steps_per_epoch)
 
     @property

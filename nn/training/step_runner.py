@@ -12,7 +12,7 @@ from nn.sharding.local_ids import LocalIds
 from nn.sharding.placement import RankTables
 from nn.sharding.request_capacity import RequestCapacity
 from nn.sharding.sharded_tables import ShardedTables
-from nn.tiers.stager import Need
+from nn.tiers.read_ahead import Need
 from nn.training.batch_ids import BatchIds
 from nn.training.pass_context import PassContext
 from nn.training.slow_batch_warning import SlowBatchWarning
@@ -58,8 +58,8 @@ class StepRunner:
     def read_ahead(self, needs: Sequence[Need | None]) -> None:
         """Start to read rows from disk, which `announce` has returned."""
         own = [need for need in needs if need is not None]
-        if own and self._tables.tier is not None and self._tables.tier.stager is not None:
-            self._tables.tier.stager.read_ahead(own)
+        if own and self._tables.tier is not None and self._tables.tier.read_ahead is not None:
+            self._tables.tier.read_ahead.start(own)
 
     def start(self, batch: Batch, need: Need | None = None) -> tuple[Batch, BatchRows]:
         """Send the ids of a batch on the device to their tables, and fetch the rows of those in host memory.

@@ -27,6 +27,11 @@ THING = (
     r"(.*_)?(user|item|movie|product|ad|advertiser|campaign|creative|site|app|device|model|city|country|region|category|"
     r"cate|brand|shop|store|seller|genre|gender|occupation|type|channel|publisher|page|query|session|weekday|month)"
 )
+USER = r"(.*_)?(user|customer|visitor|member|client|account|reviewer|uid)(_?id)?"
+ITEM = (
+    r"(.*_)?(item|product|movie|video|song|track|article|book|sku|asin|ad|creative|iid|pid)(_?id)?"
+)
+OF_ITEM = r"(.*_)?(category|cate|genre|brand|shop|store|seller|artist|author|album)(_?id)?"
 POSITIVE = ("1", "yes", "y", "true", "t", "positive", "pos", "click", "clicked", "buy", "bought")
 TRUTH = ({"0", "1"}, {"0.0", "1.0"}, {"true", "false"}, {"0"}, {"1"})
 UNIX_SECONDS = (6e8, 4.2e9)

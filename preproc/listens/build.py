@@ -49,7 +49,7 @@ def build_listens(config: PreprocConfig, progress: Progress) -> None:
             maps = read_maps(Path(config.source), sizes.items)
             chunks = read_listens(config, Path(work))
         unsorted, position = Path(work) / "rows", 0
-        with progress.stage("write the events"), unsorted.open("wb") as stream:
+        with progress.phase("write the events"), unsorted.open("wb") as stream:
             for events in chunks:
                 dataset.append_events(
                     ids=dict(zip(group.features, maps.of(events.item), strict=True)),
@@ -58,7 +58,7 @@ def build_listens(config: PreprocConfig, progress: Progress) -> None:
                 rows_of(events, position, options.history).tofile(stream)
                 position += len(events.uid)
                 figures.add(events)
-        with progress.stage("put the rows into windows"):
+        with progress.phase("put the rows into windows"):
             windows = split_windows(unsorted, Path(work))
             unsorted.unlink()
         summaries = {"train": SplitSummary(0), "test": SplitSummary(0)}

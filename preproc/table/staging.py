@@ -548,6 +548,8 @@ class Staging:
                 self._refuse_item(item, f"no column {quoted(item.sql.strip(chr(34)))}")
 
     def _refuse_item(self, item: _Expression, reason: str) -> NoReturn:
+        if re.match("event|numbers", item.column) and item.is_column:
+            reason += " (an expression has a name: {name: bought, expression: \"action = 'buy'\"})"
         raise ValueError(f"{item.where}: got {item.shown}: {reason}{_hint(self._names)}")
 
 

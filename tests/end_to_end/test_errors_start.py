@@ -38,6 +38,8 @@ EARLY = [
     (["data.path={clicks}", "eval.split=nope"], r"no split 'nope', only train, test"),
     (["data.path={damaged}"], r"damaged/.*item.bin"),
     (["data.path={two}"], r"dlrm predicts one label, and the dataset has 2 \(click, rating\); set .* shared_bottom, mmoe"),
+    (["data.path={clicks}", "model.name=din"], r"din reads a sequence group, and the dataset has none; make one by"),
+    (["data.path={clicks}", "model.name=bst", "model.sequence=x"], r"model.sequence=x is no sequence group of"),
     (["checkpoint.restore=/nope"], r"checkpoint.restore=/nope is not a checkpoint \(there is no such directory\)"),
     (["checkpoint.restore={empty}"], r"is not a checkpoint \(there is no run.json in it\)"),
     (["run_dir={file}"], r"run_dir='.*file': .*/file is not a directory; set run_dir to"),

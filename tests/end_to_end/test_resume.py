@@ -34,6 +34,7 @@ from nn.library.loaded_run import Run
 from nn.observability import run_directory
 from nn.resume import ResumePoint, finished_run, named_resume_point
 from nn.run import run
+from nn.saved_config import config_of
 from nn.session import _complete_results
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import DCNV2, TINY, compose_config
@@ -817,11 +818,15 @@ def test_evaluation_requires_a_checkpoint(tmp_path):
         named_resume_point(config, open_source(config))
 
 
-def test_a_run_with_the_old_option_threads_resumes(run_dir):
+def test_a_run_with_the_old_names_of_options_resumes(run_dir):
     path = run_dir / "checkpoints" / "step_20" / "run.json"
     facts = json.loads(path.read_text())
     del facts["crc32"]
-    facts["config"]["data"]["threads"] = facts["config"]["data"].pop("workers")
+    config, options = config_of(facts), facts["config"]
+    options["stage"] = options.pop("day")
+    options["data"]["threads"] = options["data"].pop("workers")
+    options["sharding"]["staged_gib"] = options["sharding"].pop("read_ahead_gib")
+    assert config_of(facts) == config
     crc32 = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
     path.write_text(json.dumps(facts | {"crc32": crc32}))
     ended = train(run_dir)

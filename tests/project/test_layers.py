@@ -175,7 +175,7 @@ SUBPACKAGES = {
         "nn.loggers",
         "nn.models",
         "nn.observability",
-        "nn.stages",
+        "nn.next_day",
         "nn.training",
     },
     "nn.days": {
@@ -185,7 +185,7 @@ SUBPACKAGES = {
         "nn.observability",
         "nn.shared_imports",
     },
-    "nn.stages": {
+    "nn.next_day": {
         "nn.build",
         "nn.checkpoint",
         "nn.distributed",
@@ -254,7 +254,7 @@ SUBPACKAGES = {
         "nn.plots",
         "nn.resume",
         "nn.session",
-        "nn.stages",
+        "nn.next_day",
         "nn.step_floor",
         "nn.training",
     },
@@ -405,6 +405,7 @@ READS_ENVIRONMENT = {
     "nn.distributed.node_launcher",
     "nn.distributed.node_agent",
     "main",
+    "configs.arguments",  # one rank of a node warns of a renamed option
     "configs.command_line",
     "configs.stop_signals",
     "dataloading.storage.local_copy",

@@ -61,7 +61,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         load_library()
     fitted = None
     if config.mode in (Mode.transform, Mode.extend):
-        with progress.stage(f"compare the fit in {config.fitted} with its records"):
+        with progress.phase(f"compare the fit in {config.fitted} with its records"):
             fitted = load_fitted(Path(config.fitted or ""), table, progress.warn)
         table = with_missing_of(fitted, table)
         if config.mode is Mode.extend:
@@ -173,13 +173,13 @@ def _identity(
 
 
 def _build(journal: Journal) -> int:
-    """Write everything, stage after stage; return the number of rows."""
+    """Write everything, phase after phase; return the number of rows."""
     config, table, fitted = journal.config, journal.table, journal.fitted
-    with journal.progress.stage(f"stage with {config.engine.name}") as stage:
+    with journal.progress.phase(f"stage with {config.engine.name}") as phase:
         num_bad = stage_rows(journal)
         splits, split_of_row = order_rows(journal)
         num_rows = max(rows.stop for rows in splits.values())
-        stage.name += f": {num_rows:,} rows" + (
+        phase.name += f": {num_rows:,} rows" + (
             f", {num_bad:,} bad ones left out" if num_bad else ""
         )
     # A fit that is only applied counts nothing, and its rows need no training split.
@@ -222,9 +222,9 @@ def _transform(
     """Slice the histories, transform the numericals, and find the ids; `counted` are the rows whose values count."""
     config, table, fitted = journal.config, journal.table, journal.fitted
     if table.history:
-        with journal.progress.stage("order histories"):
+        with journal.progress.phase("order histories"):
             slice_histories(journal, split_of_row)
-    with journal.progress.stage("fit and transform numericals"):
+    with journal.progress.phase("fit and transform numericals"):
         fits = fitted is None or config.refit
         statistics = {} if fits or fitted is None else fitted.statistics
         train = splits.get("train", counted)
@@ -246,7 +246,7 @@ def _transform(
         categorical.append(encoded[history.name].feature(history.name, history.length, shared))
     logs = {group.name: LogCounts(0, 0, 0, 0) for group in table.event_lists}
     if table.logs:
-        with journal.progress.stage("order events"):
+        with journal.progress.phase("order events"):
             for number, log in enumerate(table.logs):
                 logs[log.name] = line_up(journal, values, number, split_of_row)
     by_name = {feature.name: feature for feature in table.categorical}

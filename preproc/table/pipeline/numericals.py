@@ -1,4 +1,4 @@
-"""Stage of the numericals: fitted on training rows, or by an earlier fit, and transformed."""
+"""Phase of the numericals: fitted on training rows, or by an earlier fit, and transformed."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Stage of the rows: those of the query are numbered and stored, without the bad ones, which are refused or kept apart."""
+"""Phase of the rows: those of the query are numbered and stored, without the bad ones, which are refused or kept apart."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Stage of the sequence groups: events and rows of each log in one line, user by user, oldest first.
+"""Phase of the sequence groups: events and rows of each log in one line, user by user, oldest first.
 
 `preproc/table/log_files.py` writes events and slices from one pass over it. What a row sees are the events of its user that
 stand in the line before the first one of the row's time; so neither its own event, nor one of the same time, nor a later

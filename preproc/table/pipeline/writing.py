@@ -1,4 +1,4 @@
-"""Stage of the writing: the files of all splits and vocabularies."""
+"""Phase of the writing: the files of all splits and vocabularies."""
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,7 +22,7 @@ from preproc.table.pipeline.summaries import count_changes, count_unseen
 
 @dataclass(frozen=True, slots=True)
 class Transformed:
-    """The rows of the dataset after the other stages."""
+    """The rows of the dataset after the other phases."""
 
     splits: dict[str, range]
     values: FeatureValues
@@ -45,7 +45,7 @@ def write_splits(
     for name in ("vocabulary", *splits):
         (dataset / name).mkdir(parents=True, exist_ok=True)
     with (
-        journal.progress.stage("write"),
+        journal.progress.phase("write"),
         TableFiles(journal.work, dataset, splits) as files,
         ThreadPoolExecutor(threads) as pool,
     ):

@@ -50,6 +50,7 @@ CRITEO = spec_of(
 ON_CRITEO: dict[str, dict[str, Any]] = {
     "din": {"item_features": ["C1"], "history_features": ["C2"], "history_length": None},
     "pepnet": {"domain_features": ["C1"], "prior_features": ["C2", "C3"]},
+    "star": {"domain": "I1"},
 }
 HISTORY = {"item_features": ["item"], "history_features": ["history"]}
 
@@ -72,7 +73,9 @@ CRITEO_EVENTS = replace(
     ),
     sequences=(SequenceGroup("history", ("C2",), 100),),
 )
-OF_EVENTS = [name for name, kind in OPTIONS.items() if getattr(kind(), "sequence", None)]
+OF_EVENTS = [
+    name for name, kind in OPTIONS.items() if name != "din" and hasattr(kind(), "sequence")
+]
 ON_CRITEO |= {name: {"item_features": ["C1"]} for name in OF_EVENTS}
 
 
@@ -237,6 +240,7 @@ OTHER_VALUES: dict[str, Any] = {
     "token_dim": 32,
     "active_experts": 0.5,
     "domain_features": ["item"],
+    "domain": "history_length",
     "prior_features": ["item"],
     "feature_order": ["kinds", "age"],
     "sequence": "kinds",
@@ -251,17 +255,28 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dcnv2": BOTTOM,
     "din": HISTORY,
     "pepnet": {"domain_features": ["kind"], "prior_features": ["user"]},
+    "star": {"domain": "age"},
     "wide_deep.deep_features": {"wide_features": ["kind", "kinds"]},
     "rankmixer.active_experts": {"experts": 2},
     "masknet.hidden": {"structure": "parallel"},
-    **{name: {"item_features": ["item"], "embedding_dim": 20} for name in OF_EVENTS},
+    **{
+        name: {"item_features": ["item"], "sequence": "history", "embedding_dim": 20}
+        for name in OF_EVENTS
+    },
     "transact.recent": {"recent": 2},
     "sim.found": {"found": 2},
     "sim.recent": {"recent": 2},
     "sim.search": {"found": 1},
     "sim.hash_bits": {"search": "hash", "found": 1},
-    "onetrans": {"item_features": ["item"], "token_dim": 40},
-    "hstu": {"item_features": ["item"], "width": 8, "input_hidden": 8, "layers": 1, "positions": 9},
+    "onetrans": {"item_features": ["item"], "sequence": "history", "token_dim": 40},
+    "hstu": {
+        "item_features": ["item"],
+        "sequence": "history",
+        "width": 8,
+        "input_hidden": 8,
+        "layers": 1,
+        "positions": 9,
+    },
 }
 # What changes with an option.
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -413,6 +428,16 @@ REFUSALS = {
         {"domain_features": ["page"], "prior_features": ["user"]},
         "model.domain_features names 'page', which the dataset lacks; it has user, item, history, kind",
     ),
+    "no number of a domain": (
+        "star",
+        {},
+        "model.name=star needs model.domain, the numerical feature with the number of a row's domain; name one of ",
+    ),
+    "a number of a domain that is not there": (
+        "star",
+        {"domain": "page"},
+        "model.domain names 'page', which the dataset lacks; it has ",
+    ),
     "no prior": (
         "pepnet",
         {"domain_features": ["kind"]},
@@ -421,8 +446,8 @@ REFUSALS = {
     "no history": (
         "din",
         {},
-        "model.name=din needs a history per item feature, got model.item_features=[] and model.history_features=[]; name "
-        "features of user, item, history, kind",
+        "model.name=din reads a sequence group, and the dataset has none; make one by table.sequence, or set "
+        "model.history_features",
     ),
     "an item without a history": (
         "din",

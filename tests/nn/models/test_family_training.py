@@ -189,6 +189,36 @@ CASES = {
         ],
         {"tasks": 2, "domain": [3], "prior": [0, 1]},
     ),
+    "deepfm of widths": Case(
+        "deepfm",
+        ["embedding_dim=8", "hidden=[8]", "dropout=0", "embedding_dims={kind:3,page:16}"],
+        layout="sharding.tables={kind:row_wise,page:column_wise}",
+    ),
+    "din of widths": Case(
+        "din",
+        [
+            "embedding_dim=4",
+            "item_features=[item]",
+            "history_features=[items]",
+            "history_length=null",
+            "attention_hidden=[6]",
+            "hidden=[8]",
+            "embedding_dims={item:6}",
+        ],
+        {"pairs": 1, "length": None},
+        HISTORY,
+    ),
+    "star of two tasks": Case(
+        "star",
+        [
+            "embedding_dim=4",
+            "hidden=[6,5]",
+            "auxiliary_hidden=[5]",
+            "domain=num_2",
+            "domains=3",
+        ],
+        {"tasks": 2, "domain": 2},
+    ),
     "rankmixer of experts": Case("rankmixer", [*MIXER, "experts=3"], {"experts": 3, "tasks": 2}),
 }
 
@@ -225,9 +255,9 @@ def write_two_labels(root: Path) -> Path:
                 for name, (size, hotness) in sizes.items()
             }
             labels = np.stack([ids["user"] % 2, ids["kind"] % 3 == 0], axis=1)
-            dataset[split].append(
-                numerical=generator.normal(size=(rows, 3)), labels=labels, ids=ids
-            )
+            numerical = generator.normal(size=(rows, 3))
+            numerical[:, 2] = ids["item"][:, 0] % 3  # the number of a domain
+            dataset[split].append(numerical=numerical, labels=labels, ids=ids)
     return root
 
 
@@ -249,11 +279,11 @@ def train_both(case: Case, two_labels: Path, num_steps: int = STEPS) -> Trained:
     plain_losses = []
     for numerical, labels, ids in batches:
         lookups = [
-            pooled(copies[table.name][ids[feature]], table.pooling.name.lower())
+            pooled(projected(table.name, ids[feature], copies), table.pooling.name.lower())
             for table in tables
             for feature in table.feature_names
         ]
-        dense = {name: copies[name] for name in parameters}
+        dense = {name.removeprefix("model."): copies[name] for name in parameters}
         if case.name in LOSSES:
             loss = LOSSES[case.name](dense, numerical, lookups, labels, **case.plain)
         else:
@@ -267,6 +297,12 @@ def train_both(case: Case, two_labels: Path, num_steps: int = STEPS) -> Trained:
     after = {shard.table: shard.weight for shard in built.step.tables.shards()} | parameters
     built.step.close()
     return Trained(losses, after, plain_losses, copies)
+
+
+def projected(table: str, ids: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """Return rows of a table [B, L, D], projected if the model has a projection of it."""
+    rows, key = weights[table][ids], f"projections.{table}.weight"
+    return rows @ weights[key].T if key in weights else rows
 
 
 def ids_of(batch) -> dict[str, Tensor]:
@@ -358,6 +394,8 @@ def test_captured_steps_equal_launched_ones_and_plain_pytorch(
         "xdeepfm",
         "esmm",
         "pepnet of two tasks",
+        "deepfm of widths",
+        "star of two tasks",
     ],
 )
 def test_the_model_is_planned_with_its_memory(name, two_labels):
@@ -374,7 +412,9 @@ def test_the_model_is_planned_with_its_memory(name, two_labels):
 
 
 # Tables of two widths, without pooling, of two tasks, and with a layer's own state.
-@pytest.mark.parametrize("name", ["wide_deep", "din", "rankmixer of experts"])
+@pytest.mark.parametrize(
+    "name", ["wide_deep", "din", "rankmixer of experts", "star of two tasks", "deepfm of widths"]
+)
 def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, two_labels, tmp_path):
     case = CASES[name]
     for run, steps in (("complete", [4]), ("resumed", [2, 4])):

@@ -369,7 +369,7 @@ def deepfm_of_a_user(folder: Path) -> None:
         (["model.name=masknet", "model.batch_norm=true"], "model.batch_norm is an option of dlrm, dcnv2,"),
         (["model.name=wukong", "model.batch_norm=true"], "and model.name=wukong has none of this name"),
         (["model.name=din", "model.batch_norm=true"], "and model.name=din has none of this name"),
-        (["model.embedding_dims={cat_0: 64}"], "model.embedding_dims.cat_0 is an option of embedding_mlp, and"),
+        (["model.pooling=mean"], "model.pooling is an option of embedding_mlp, and"),
         (["experiment=deepfm_criteo", "model.top_mlp=[8,1]"], "and model.name=deepfm has none of this"),
         (["model.name=masknet", "model.hidden=[8]"], "model.hidden has no effect: the hidden layers are those"),
         (["model.top_mlp=[1]", "model.dropout=0.1"], "model.dropout has no effect: the model has no hidden"),

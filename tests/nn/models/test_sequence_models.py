@@ -612,7 +612,8 @@ def test_what_does_not_fit_is_refused_on_one_line(options, message):
     if "heads" in options:
         without = tuple(of for of in SHARED.categorical if of.name != "tags")
         spec = replace(SHARED, categorical=without)
-    typed = find_options("bst")(**{"name": "bst", "item_features": ["item"], **options})
+    given = {"name": "bst", "sequence": "history", "item_features": ["item"]}
+    typed = find_options("bst")(**given | options)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         check_model(typed, spec)
     assert "\n" not in str(error.value)

@@ -81,6 +81,7 @@ def run() -> None:
         ("*fp16", "rowwise_adagrad", 0, "sum"),
         ("*bf16", "ftrl", 1, "listed"),
         ("*fp32", "lion", 0, "sum"),
+        ("*fp32", "sgd_momentum", 0, "one"),
     ):
         branch = branch_of(table_rule(name))
         dtypes = {"weights": weights, "factors": "*fp32", "num_rows": "*i64"}

@@ -216,7 +216,7 @@ LAYOUTS = {
     "replicated": ["sharding.types=[data_parallel]"],
     "mixed": ["sharding.tables={item: row_wise, hist_genre: data_parallel, pair: table_wise}"],
     "host": tiered("row_wise", "host"),
-    "disk": [*tiered("table_wise", "disk"), "sharding.staged_gib=0.001"],
+    "disk": [*tiered("table_wise", "disk"), "sharding.read_ahead_gib=0.001"],
 }
 CASES = [
     ("sgd", "table_wise"),

@@ -19,10 +19,10 @@ FIRST_REACH = 2**16
 """Places that a search for free ones looks at, beside twice those that are needed."""
 
 
-class StagedRows:
+class HostRows:
     """Places in host memory for some of the rows of a file.
 
-    One thread at a time calls `stage` and `flush`. Others may write values of rows that stay.
+    One thread at a time calls `read` and `flush`. Others may write values of rows that stay.
 
     `kept` are the rows that the device keeps for good, ascending; `parts` have the memory [places, columns] of each part.
     `place_of_row`, int32 [num_rows], is `ABSENT` or `ON_DEVICE` without one.
@@ -51,7 +51,7 @@ class StagedRows:
         """Note that the values of rows, which have places, are changed there or will be when they leave the device."""
         self._is_changed[self.place_of_row[rows]] = True
 
-    def stage(self, rows: np.ndarray, staying: Sequence[np.ndarray]) -> bool:
+    def read(self, rows: np.ndarray, staying: Sequence[np.ndarray]) -> bool:
         """Read distinct, ascending rows, int64 [n], that have no place, while others stay; return whether all have places."""
         missing = rows[self.place_of_row[rows] == ABSENT]
         if not len(missing):
