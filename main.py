@@ -170,7 +170,7 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
             raise
         _end_together(text, USER_ERROR_EXIT_CODE)
     except OSError as error:
-        text = load_error_text(error) or os_error_text(error, _place(composed))
+        text = load_error_text(error) or os_error_text(error, _where(composed))
         _end(text, USER_ERROR_EXIT_CODE)
     except UnfinishedDaysError as error:
         if not str(error):
@@ -215,7 +215,7 @@ def _run(composed: DictConfig) -> None:
             drop_replaced(composed, overrides, Config)
             written = written_options(overrides, HydraConfig.get())
         config = to_config(composed)
-        if config.mode is Mode.predict and "run_dir" in [option.key for option in written]:
+        if config.mode is Mode.predict and "run_dir" in [option.name for option in written]:
             raise ValueError(
                 f"run_dir={config.run_dir}: mode=predict writes output and no run directory; the model of a run is named by "
                 "config=RUN/config.yaml and checkpoint.restore=RUN/checkpoints/best"
@@ -266,7 +266,7 @@ def _predict(config: Config, config_yaml: str) -> None:
     print_scores(console, config, predict(config, console, raw))
 
 
-def _place(composed: DictConfig) -> str:
+def _where(composed: DictConfig) -> str:
     """Return what a run reads and writes, for an error of the system that names no file."""
     run_dir = composed.run_dir or f"runs/{composed.recipe}"
     data = f" or data.path={composed.data.path}" if composed.data.path else ""

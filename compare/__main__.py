@@ -65,18 +65,22 @@ def compare(config: CompareConfig) -> None:
 def _check_outputs(config: CompareConfig) -> None:
     """Raise `ValueError` unless all files may be written, before the runs are read."""
     named = {
-        key: Path(path) for key in ("csv", "json", "picture") if (path := getattr(config, key))
+        option: Path(path)
+        for option in ("csv", "json", "picture")
+        if (path := getattr(config, option))
     }
-    for key, path in named.items():
+    for option, path in named.items():
         if not path.parent.is_dir():
             raise ValueError(
-                f"{key}={path}: there is no directory {path.parent}; make it, or set another {key}"
+                f"{option}={path}: there is no directory {path.parent}; make it, or set another {option}"
             )
         if path.is_dir():
-            raise ValueError(f"{key}={path} is a directory; name a file")
+            raise ValueError(f"{option}={path} is a directory; name a file")
         same = [other for other in named if named[other].resolve() == path.resolve()]
-        if same != [key]:
-            raise ValueError(f"{' and '.join(same)} name the same file, {path}; set another {key}")
+        if same != [option]:
+            raise ValueError(
+                f"{' and '.join(same)} name the same file, {path}; set another {option}"
+            )
 
 
 def run(composed: DictConfig) -> None:

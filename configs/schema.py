@@ -1,7 +1,7 @@
 """Every option of the recipe: type, default, meaning and check. Imports neither torch nor hydra.
 
 Values live in `configs/**/*.yaml`; this file says what may be set and what it means. `python dlrm.py --help` prints the
-text given to `option` beside each key. `main.command` turns the composed yaml into these classes (`configs/overrides.py`),
+text given to `option` beside each name. `main.command` turns the composed yaml into these classes (`configs/overrides.py`),
 so every check here runs before a file is opened or a process group exists.
 """
 
@@ -63,7 +63,7 @@ def option(
 
 
 class Section:
-    """Base of a class of options, which checks the bounds that they state; `section` is the prefix of their keys.
+    """Base of a class of options, which checks the bounds that they state; `section` is the prefix of their names.
 
     A class that relates options to each other does so in a `__post_init__` of its own, which calls this one first. Bounds of
     an option hold in classes that declare it again, too.
@@ -100,9 +100,9 @@ def _bounds_of(section: type) -> dict[str, tuple[Any, dict[str, float]]]:
     return {name: (hint, bounds) for name, (hint, bounds) in found.items() if bounds}
 
 
-def _check_bounds(key: str, value: Any, bounds: Mapping[str, float], hint: Any) -> None:
+def _check_bounds(option: str, value: Any, bounds: Mapping[str, float], hint: Any) -> None:
     if FILLED in bounds and value == []:
-        raise ValueError(f"{key} must name at least one, got []")
+        raise ValueError(f"{option} must name at least one, got []")
     bounds = {name: bound for name, bound in bounds.items() if name != FILLED}
     values = value if isinstance(value, list) else [] if value is None else [value]
     # Not a number is within no bounds.
@@ -113,7 +113,7 @@ def _check_bounds(key: str, value: Any, bounds: Mapping[str, float], hint: Any) 
         or_null = (" or be null" if {"lt", "le"} & set(bounds) else " or null") * (
             NoneType in get_args(hint)
         )
-        raise ValueError(f"{key} must {of_all}{_in_words(bounds)}{or_null}, got {value}")
+        raise ValueError(f"{option} must {of_all}{_in_words(bounds)}{or_null}, got {value}")
 
 
 _COMPARED = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
@@ -799,7 +799,7 @@ class TaskConfig:
 
     @classmethod
     def of(cls, where: str, values: Any) -> "TaskConfig":
-        """Return the checked options under the key `where`; ValueError names the key that is wrong."""
+        """Return the checked options under the key `where`; ValueError names the option that is wrong."""
         types = get_type_hints(cls)
         require(
             isinstance(values, dict) and bool(values),
@@ -1440,7 +1440,7 @@ class Config(Section):
 
 
 def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the default of every option below a section by dotted key, as values of JSON.
+    """Return the default of every option below a section by dotted name, as values of JSON.
 
     `config` is an instance of the section: the options of the model depend on its name.
     """
@@ -1459,7 +1459,7 @@ def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def replaced_options(config: type, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys (replacing option, replaced option) of every option that replaces another."""
+    """Yield the dotted names (replacing option, replaced option) of every option that replaces another."""
     types = type_hints(config)
     for declared in fields(config):
         if is_dataclass(types[declared.name]):
@@ -1469,15 +1469,15 @@ def replaced_options(config: type, prefix: str = "") -> Iterator[tuple[str, str]
 
 
 @cache
-def option_keys(config: type, prefix: str = "") -> Sequence[str]:
-    """Return the dotted key of every option below `config`, in the order of declaration."""
-    return [key for key, _ in describe(config, prefix)]
+def option_names(config: type, prefix: str = "") -> Sequence[str]:
+    """Return the dotted name of every option below `config`, in the order of declaration."""
+    return [name for name, _ in describe(config, prefix)]
 
 
 def describe(
     config: type, prefix: str = "", sections: Mapping[str, type] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, meaning) of every option below `config`, in the order of declaration.
+    """Yield (dotted name, meaning) of every option below `config`, in the order of declaration.
 
     `sections` are the classes of open sections, where they are known.
     """

@@ -146,10 +146,10 @@ class Batch:
         tensors = [self.numerical, self.labels, self.ids.values(), *further]
         starts = list(accumulate((aligned(values.nbytes) for values in tensors), initial=0))
         memory = torch.empty(starts[-1], dtype=torch.uint8, device=self.labels.device)
-        places = {id(values): start for values, start in zip(tensors, starts, strict=False)}
+        offsets = {id(values): start for values, start in zip(tensors, starts, strict=False)}
 
         def copied(values: Tensor) -> Tensor:
-            piece = memory[places[id(values)] :][: values.nbytes]
+            piece = memory[offsets[id(values)] :][: values.nbytes]
             return piece.view(values.dtype).view(values.shape).copy_(values)
 
         return replace(self._mapped(copied), memory=memory)

@@ -73,9 +73,9 @@ class PermutedSource(DerivedSource):
             target[:] = values
         for target, values in zip(out.events, events, strict=True):
             target[:] = values
-        for place, counts in zip(out.lengths, lengths, strict=True):
-            if place is not None:
-                place[:num_rows] = counts
+        for of_rows, counts in zip(out.lengths, lengths, strict=True):
+            if of_rows is not None:
+                of_rows[:num_rows] = counts
         return out
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:

@@ -45,7 +45,7 @@ class UnfinishedDaysError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DayDataset:
-    """A dataset directory, with its place among the days."""
+    """A dataset directory, with its position among the days."""
 
     path: str
     lineage: Lineage
@@ -104,7 +104,7 @@ def find_days(patterns: Sequence[str]) -> list[DayDataset]:
             lineage = Lineage.of(FeatureSpec.load(local_path(path), measure=False).metadata)
             if lineage.identity is None:
                 raise ValueError(
-                    f"days: {path} does not tell its fit, so that its place among the days is not known; train it alone with "
+                    f"days: {path} does not tell its fit, so that its position among the days is not known; train it alone with "
                     "data.path"
                 )
             found[path] = DayDataset(path, lineage)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
 from configs.export_schema import ExportFormat, ReplayConfig
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
+from configs.overrides import options_text, to_config
 from configs.schema import Component
 from configs.stop_signals import restore_signals
 from dataloading.dataset.durable_files import require_absent
@@ -101,7 +101,7 @@ def summary(chain: Sequence[Delta], output: str) -> str:
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and replay; report errors in one line."""
-    with errors_end_command(place_of(composed, "output"), interrupted=NO_OUTPUT):
+    with errors_end_command(options_text(composed, "output"), interrupted=NO_OUTPUT):
         config: ReplayConfig = to_config(composed)
         assert config.base is not None, "checked by the options"
         assert config.output is not None, "likewise"

@@ -213,8 +213,8 @@ def _is_repeated(config: Config, run_dir: Path) -> bool:
     before = _mapping(read_yaml, run_dir / CONFIG)
 
     def chosen(options: dict[str, Any]) -> dict[str, Any]:
-        places = ("run_dir", "config")
-        return {key: v for key, v in options.items() if key not in places and v is not None}
+        paths = ("run_dir", "config")
+        return {key: v for key, v in options.items() if key not in paths and v is not None}
 
     is_same = False
     if before is not None:
@@ -258,7 +258,7 @@ def _has_own_checkpoint(config: Config) -> bool:
 
 
 def _named_start(config: Config, source: Source) -> ResumePoint:
-    """Return the start at a checkpoint that a run names, at its place in its data; other data begin with their first row."""
+    """Return the start at a checkpoint that a run names, at its position in its data; other data begin with their first row."""
     parts, day = config.checkpoint, first_day(source)
     is_training = config.mode is Mode.train
     if parts.restore is None:
@@ -413,32 +413,34 @@ def _differences(
     name = old.get("model.name")
     others = options_of_own_models() if isinstance(name, str) and name in MODELS else set()
 
-    def may_differ(key: str) -> bool:
-        free = any(key == f or (f.endswith(".") and key.startswith(f)) for f in (*FREE, *changes))
-        return free or (key in others and key not in new)
+    def may_differ(option: str) -> bool:
+        free = any(
+            option == f or (f.endswith(".") and option.startswith(f)) for f in (*FREE, *changes)
+        )
+        return free or (option in others and option not in new)
 
     def short(value: Any) -> str:
         return shortened(printable(str(value)))
 
     return [
-        f"{printable(key)}={short(old.get(key, MISSING))} instead of {short(new.get(key, MISSING))}"
-        for key in sorted(old | new)
-        if old.get(key, MISSING) != new.get(key, MISSING) and not may_differ(key)
+        f"{printable(option)}={short(old.get(option, MISSING))} instead of {short(new.get(option, MISSING))}"
+        for option in sorted(old | new)
+        if old.get(option, MISSING) != new.get(option, MISSING) and not may_differ(option)
     ]
 
 
 def _flat(content: dict[str, Any]) -> dict[str, Any]:
-    """Return options by dotted key; an empty section, which is not always recorded, has none."""
-    return {key: value for key, value in flat_options(content) if value != {}}
+    """Return options by dotted name; an empty section, which is not always recorded, has none."""
+    return {option: value for option, value in flat_options(content) if value != {}}
 
 
 def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Return recorded options by dotted key; those of later versions have their default, which changes nothing."""
+    """Return recorded options by dotted name; those of later versions have their default, which changes nothing."""
     recorded = _flat(before)
     # A section of names that the user chooses, such as `tasks`, has no default beside its values.
     defaults = {
-        key: value
-        for key, value in default_values(config).items()
-        if not any(name.startswith(f"{key}.") for name in recorded)
+        option: value
+        for option, value in default_values(config).items()
+        if not any(name.startswith(f"{option}.") for name in recorded)
     }
     return defaults | recorded

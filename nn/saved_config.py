@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.built_in import MODELS
 from configs.messages import shown
-from configs.overrides import no_option, unknown_keys
+from configs.overrides import no_option, unknown_options
 from configs.schema import RENAMED, Config, describe, open_sections
 from dataloading.dataset.documents import read_yaml
 from nn.models.registry import typed_config
@@ -43,8 +43,8 @@ def read_saved_config(path: Path) -> dict[str, Any]:
             raise ValueError(
                 f"config={path}: {key} is {shown(text)}; a run's config.yaml holds values only"
             )
-    for key in unknown_keys(OmegaConf.create(values), Config):
-        problem = no_option(str(key), [option for option, _ in describe(Config)])
+    for name in unknown_options(OmegaConf.create(values), Config):
+        problem = no_option(str(name), [option for option, _ in describe(Config)])
         raise ValueError(f"config={path}: {problem}")
     values.pop("config", None)
     return values

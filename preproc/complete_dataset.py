@@ -26,7 +26,7 @@ from preproc.fitted_state import (
     SOURCE,
     TYPES,
     features_of,
-    with_place,
+    with_placeholder,
 )
 from preproc.report.console import (
     COVERAGE_LIMITS,
@@ -156,9 +156,9 @@ def save_fitted(directory: Path, table: TableConfig, written: WrittenColumns, so
     sources, day, texts = whole["sources"], written.lineage.day, written.text_columns
     for described in sources.values():
         files = described["files"]
-        placed = with_place(files, source)
-        is_the_source = len(sources) == 1 and (placed == files or isinstance(files, list))
-        described["files"] = SOURCE if is_the_source else placed
+        replaced = with_placeholder(files, source)
+        is_the_source = len(sources) == 1 and (replaced == files or isinstance(files, list))
+        described["files"] = SOURCE if is_the_source else replaced
     saved = {
         "features": features_of(table),
         "statistics": written.statistics,

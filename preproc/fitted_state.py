@@ -144,12 +144,12 @@ def features_of(table: TableConfig) -> dict[str, Any]:
     return features
 
 
-def with_place(files: Any, source: Any) -> Any:
+def with_placeholder(files: Any, source: Any) -> Any:
     """Return the files of a source with `${source}` in the place of `source`, with which paths may begin."""
     if files == source:
         return SOURCE
     if isinstance(files, list):
-        return [with_place(file, source) for file in files]
+        return [with_placeholder(file, source) for file in files]
     begins = isinstance(source, str) and bool(source) and files.startswith(source)
     return SOURCE + files[len(source) :] if begins else files
 

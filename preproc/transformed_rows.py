@@ -196,7 +196,7 @@ class TransformedRows:
         bad = batch.column("bad_")
         if bad.null_count < len(bad):
             row = int(np.asarray(bad.is_valid()).argmax())
-            where, reason = self._place(batch, first, row), bad[row].as_py()
+            where, reason = self._where(batch, first, row), bad[row].as_py()
             raise bad_row(where, reason, self._table, is_fit=False, may_skip=False)
         self._cursor.register(ROWS, rows)
         columns: dict[str, pa.Array] = {}
@@ -224,7 +224,7 @@ class TransformedRows:
         if not np.isfinite(stored).all():
             row, number = np.argwhere(~np.isfinite(stored))[0].tolist()
             raw = batch.column(f"n{number}")[row].as_py()
-            where = self._place(batch, first, row)
+            where = self._where(batch, first, row)
             raise overflow(where, features[number], raw, float(single[number][row]), dtype)
         return {
             name: array_of(np.ascontiguousarray(stored[:, number]))
@@ -267,7 +267,7 @@ class TransformedRows:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return pa.ListArray.from_arrays(array_of(offsets), array_of(ids.reshape(-1)))
 
-    def _place(self, batch: pa.RecordBatch, first: int, row: int) -> str:
+    def _where(self, batch: pa.RecordBatch, first: int, row: int) -> str:
         """Return the file of a row of a batch and its number in the file, from 1."""
         if self._table.query:
             return f"the query's result, row {first + row + 1}"

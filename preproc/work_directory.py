@@ -28,7 +28,7 @@ from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.documents import read_json
 from dataloading.dataset.durable_files import (
     clear_leftovers,
-    hold,
+    exclusive,
     partial_sibling,
     replace_text,
     sync_file,
@@ -121,8 +121,8 @@ def work_directory(
     try:
         # Runs to other outputs of the same name may share the work directory.
         with (
-            hold(output, f"is writing {output}") as alone,
-            hold(directory, f"is staging {output} in {directory}"),
+            exclusive(output, f"is writing {output}") as alone,
+            exclusive(directory, f"is staging {output} in {directory}"),
         ):
             # Again: another process may have written it meanwhile.
             check_output(output, config.overwrite)
@@ -172,8 +172,8 @@ def finish_killed_run(config: PreprocConfig, output: Path) -> bool:
     if not directory.is_dir():
         return False
     with (
-        hold(output, f"is writing {output}"),
-        hold(directory, f"is staging {output} in {directory}"),
+        exclusive(output, f"is writing {output}"),
+        exclusive(directory, f"is staging {output} in {directory}"),
     ):
         try:
             complete = _read_state(directory / STATE).get("complete", {})

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from configs.command_line import NO_OUTPUT, command, errors_end_command
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
+from configs.overrides import options_text, to_config
 from configs.serving_schema import ApplyConfig
 from serving.manifest import MANIFEST, proof_line
 from serving.versions import next_version, servable
@@ -14,9 +14,9 @@ from serving.versions import next_version, servable
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and apply the deltas; report errors in one line."""
-    with errors_end_command(place_of(composed, "model"), interrupted=NO_OUTPUT):
+    with errors_end_command(options_text(composed, "model"), interrupted=NO_OUTPUT):
         config: ApplyConfig = to_config(composed)
-        base, output = places(config)
+        base, output = directories(config)
         # Imported here: torch takes seconds, and the errors above need none.
         from nn.library_warnings import quiet_libraries
 
@@ -34,7 +34,7 @@ def run(composed: DictConfig) -> None:
     print(on_one_line(proof_line("proof", manifest.proof)))
 
 
-def places(config: ApplyConfig) -> tuple[Path, Path]:
+def directories(config: ApplyConfig) -> tuple[Path, Path]:
     """Return the model directory to begin at, and the one to write.
 
     Raises ValueError: there is no version to begin at, or no directory to write.

@@ -8,13 +8,13 @@ from omegaconf import DictConfig
 
 from configs.command_line import command, errors_end_command
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
+from configs.overrides import options_text, to_config
 from configs.serving_schema import AccuracyConfig
 
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and evaluate; report errors in one line."""
-    with errors_end_command(place_of(composed, "url")):
+    with errors_end_command(options_text(composed, "url")):
         config: AccuracyConfig = to_config(composed)
         # Imported here: the errors above need none of it.
         from dataloading.dataset.durable_files import write_synced

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from configs.command_line import NO_OUTPUT, command, errors_end_command
 from configs.messages import on_one_line, require_onnx
-from configs.overrides import place_of, to_config
+from configs.overrides import options_text, to_config
 from configs.serving_schema import ModelExportConfig
 from configs.stop_signals import restore_signals
 from serving.manifest import MACHINE_CODE, OF_ONNX, Manifest, proof_line
@@ -22,7 +22,7 @@ from serving.versions import note_of_others
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and export the model; report errors in one line."""
-    with errors_end_command(place_of(composed, "output"), interrupted=NO_OUTPUT):
+    with errors_end_command(options_text(composed, "output"), interrupted=NO_OUTPUT):
         config: ModelExportConfig = to_config(composed)
         check_paths(config)
         restore_signals()

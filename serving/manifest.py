@@ -190,14 +190,14 @@ class Manifest:
         """True if all ids fit into 32 bits, and none are raw keys."""
         return not self.keys and all(feature.cardinality <= 2**31 for feature in self.categorical)
 
-    def id_places(self) -> dict[str, slice]:
+    def id_slices(self) -> dict[str, slice]:
         """Return the columns of each feature of fixed hotness in the matrix of ids."""
-        places, first = {}, 0
+        columns, first = {}, 0
         for feature in self.fixed:
             assert feature.hotness is not None
-            places[feature.name] = slice(first, first + feature.hotness)
+            columns[feature.name] = slice(first, first + feature.hotness)
             first += feature.hotness
-        return places
+        return columns
 
     @property
     def handed_out(self) -> list[tuple[Table, str]]:

@@ -6,14 +6,14 @@ from omegaconf import DictConfig
 
 from configs.command_line import command, errors_end_command
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
+from configs.overrides import options_text, to_config
 from configs.serving_schema import RollbackConfig
 from serving.versions import withdraw, withdraw_before
 
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and withdraw versions; report errors in one line."""
-    with errors_end_command(place_of(composed, "model")):
+    with errors_end_command(options_text(composed, "model")):
         config: RollbackConfig = to_config(composed)
         assert config.model is not None, "checked by the options"
         directory = Path(config.model)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from configs.command_line import command, errors_end_command, lasting_imports
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
+from configs.overrides import options_text, to_config
 from configs.serving_schema import Device, ServerConfig
 from configs.stop_signals import INTERRUPTED
 from serving.http_address import authority
@@ -35,7 +35,7 @@ SPARE_FILES = 64
 def run(composed: DictConfig) -> None:
     """Check the composed options and serve until SIGTERM or SIGINT; report errors in one line."""
     with errors_end_command(
-        place_of(composed, "host", "port"),
+        options_text(composed, "host", "port"),
         interrupted=f"{INTERRUPTED} before the server was ready",
     ):
         config: ServerConfig = to_config(composed)

@@ -174,8 +174,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         doors = [item for item in items if item.get_closest_marker("doors")]
         items[:] = [item for item in items if item not in doors]
         config.hook.pytest_deselected(items=doors)
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(_name(item.path), len(places)))
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(_name(item.path), len(ranks)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

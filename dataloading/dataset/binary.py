@@ -63,18 +63,18 @@ class BinarySource(TimedSource):
             if column.name in files.absent:
                 values[: rows.num_rows] = column.default
                 continue
-            for place, piece in rows.pieces(columns.columns[column.name]):
+            for span, piece in rows.pieces(columns.columns[column.name]):
                 if column.has_wrong(piece):
                     at = int(column.wrong(piece).argmax())
-                    row = rows.row_at(place.start + at)
+                    row = rows.row_at(span.start + at)
                     raise ValueError(
                         f"{self.spec.title(column)} {piece[at]} at row {row} of {files.columns[column.name]}; "
                         f"want {column.wanted}"
                     )
-                values[place] = piece
+                values[span] = piece
         if columns.numerical is not None:
-            for place, piece in rows.pieces(columns.numerical):
-                out.numerical[place] = piece
+            for span, piece in rows.pieces(columns.numerical):
+                out.numerical[span] = piece
             # After the copy, when the numbers are float32 and in the cache: a NaN would pass through every layer.
             values = out.numerical[: rows.num_rows]
             if not np.isfinite(values).all():
@@ -105,11 +105,11 @@ class BinarySource(TimedSource):
                 if feature.hotness in (1, None)
                 else out.ids[index].reshape(-1, feature.hotness)
             )
-            for place, piece in selection.pieces(columns.ids[name]):
+            for span, piece in selection.pieces(columns.ids[name]):
                 if self.out_of_range(piece, feature.cardinality):
                     outside = (piece < 0) | (piece >= feature.cardinality)
                     at = int(outside.reshape(-1).argmax())
-                    position = place.start * (feature.hotness or 1) + at
+                    position = span.start * (feature.hotness or 1) + at
                     row = (
                         position // feature.hotness
                         if feature.hotness
@@ -119,7 +119,7 @@ class BinarySource(TimedSource):
                         f"feature '{name}': id {piece.flat[at]} at row {rows.row_at(row)} of {files.ids[name]} lies "
                         f"outside its table of {feature.cardinality} rows; correct the file, or the cardinality in {SPEC_NAME}"
                     )
-                ids[place] = piece
+                ids[span] = piece
 
     def _read_events(
         self, split: str, rows: Selection, ragged: Mapping[str, Ragged], out: Columns
@@ -133,11 +133,11 @@ class BinarySource(TimedSource):
             of_rows = None if moments is None else rows.rows_of(moments)
             for number in group.numbers:
 
-                def place_of(row: int, name: str = number.name) -> str:
+                def where(row: int, name: str = number.name) -> str:
                     return f"row {rows.row_at(row)} of {files.events[name]}"
 
                 read = selection.rows_of(columns.events[number.name])
-                next(numbers)[:] = group.checked(number, read, lengths, of_rows, place_of)
+                next(numbers)[:] = group.checked(number, read, lengths, of_rows, where)
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         columns, name = self._columns[split], self.spec.categorical[feature].name

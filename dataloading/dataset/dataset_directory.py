@@ -22,7 +22,7 @@ from dataloading.dataset.counted_file import CountedFile
 from dataloading.dataset.documents import YamlDumper, open_regular
 from dataloading.dataset.durable_files import (
     clear_leftovers,
-    hold,
+    exclusive,
     partial_sibling,
     put_in_place,
     replace_text,
@@ -212,7 +212,7 @@ def new_output(root: Path, overwrite: bool) -> Iterator[Path]:
 
     Raises ValueError: another process is writing `root`, or has written it meanwhile.
     """
-    with hold(root, f"is writing {root}") as alone:
+    with exclusive(root, f"is writing {root}") as alone:
         check_output(root, overwrite)  # again: another process may have written it meanwhile
         if alone:
             clear_leftovers(root)

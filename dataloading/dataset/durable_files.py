@@ -179,7 +179,7 @@ def new_output(path: Path) -> Iterator[Path]:
 
     Raises ValueError: the output exists, or another process writes it.
     """
-    with hold(path, f"is writing {path}") as alone:
+    with exclusive(path, f"is writing {path}") as alone:
         require_absent(path)
         if alone:
             clear_leftovers(path)
@@ -242,7 +242,7 @@ def _locked(descriptor: int) -> int:
 
 
 @contextmanager
-def hold(directory: Path, doing: str) -> Iterator[bool]:
+def exclusive(directory: Path, doing: str) -> Iterator[bool]:
     """Keep other processes from writing `directory`, which need not exist, until the block ends.
 
     The lock is on a file beside it, `.NAME.lock`, that names its holder and is removed at the end. A killed process

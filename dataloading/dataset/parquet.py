@@ -85,11 +85,11 @@ class ParquetSource(TimedSource):
         names = [feature.name for feature in self.spec.categorical]
         of_groups = [(names.index(g.features[0]), g) for g in self.spec.sequences]
         for group, rows in pieces:
-            place = slice(at, at + rows.stop - rows.start)
+            span = slice(at, at + rows.stop - rows.start)
             for (_, values), numbers in zip(out.row_columns(self.spec), group.columns, strict=True):
-                values[place] = numbers[rows]
+                values[span] = numbers[rows]
             for position, numbers in enumerate(group.numerical):
-                out.numerical[place, position] = numbers[rows]
+                out.numerical[span, position] = numbers[rows]
             for index, feature in enumerate(self.spec.categorical):
                 ends = group.offsets[index]
                 if ends is None:
@@ -97,7 +97,7 @@ class ParquetSource(TimedSource):
                     items = slice(rows.start * feature.hotness, rows.stop * feature.hotness)
                 else:
                     items = slice(ends[rows.start], ends[rows.stop])
-                    out.lengths[index][place] = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
+                    out.lengths[index][span] = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
                 target = slice(ids_at[index], ids_at[index] + items.stop - items.start)
                 if not feature.is_dynamic:
                     out.ids[index][target] = group.ids[index][items]
@@ -112,7 +112,7 @@ class ParquetSource(TimedSource):
                         lengths = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
                         part = ages_of(part, group.moments[sequence.name][rows], lengths)
                     events[ids_at[index] - len(part) : ids_at[index]] = part
-            at = place.stop
+            at = span.stop
         return out
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:

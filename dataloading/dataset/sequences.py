@@ -122,11 +122,11 @@ class SequenceGroup:
         values: np.ndarray,
         lengths: np.ndarray,
         moments: np.ndarray | None,
-        place: Callable[[int], str],
+        where: Callable[[int], str],
     ) -> np.ndarray:
         """Return numbers of the events of rows for a batch, float32.
 
-        `moments`: of the rows, int64 [rows], for the ages of times; None if `values` are ages. `place`: of a row, for messages.
+        `moments`: of the rows, int64 [rows], for the ages of times; None if `values` are ages. `where`: of a row, for messages.
         Raises ValueError: a number is not finite, or an event is not earlier than its row and not later than the one before.
         """
         if column.name == self.time:
@@ -137,7 +137,7 @@ class SequenceGroup:
                 row = row_of(lengths, at)
                 moment = "" if moments is None else f", whose moment is {moments[row]}"
                 raise ValueError(
-                    f"'{column.name}': an event of {kind} {values[at]} at {place(row)}{moment}; want only events before the "
+                    f"'{column.name}': an event of {kind} {values[at]} at {where(row)}{moment}; want only events before the "
                     "moment of their row"
                 )
             later = out_of_order(ages, lengths)
@@ -145,7 +145,7 @@ class SequenceGroup:
                 at = int(later.argmax())
                 raise ValueError(
                     f"'{column.name}': an event of {kind} {values[at]} after one of {values[at - 1]} at "
-                    f"{place(row_of(lengths, at))}; want the oldest event first"
+                    f"{where(row_of(lengths, at))}; want the oldest event first"
                 )
             values = ages
         with np.errstate(over="ignore"):
@@ -153,7 +153,7 @@ class SequenceGroup:
         if not np.isfinite(numbers).all():
             at = int(np.isfinite(numbers).argmin())
             raise ValueError(
-                f"'{column.name}': an event has {values[at]} at {place(row_of(lengths, at))}; "
+                f"'{column.name}': an event has {values[at]} at {where(row_of(lengths, at))}; "
                 "want a finite number that float32 can hold"
             )
         return numbers

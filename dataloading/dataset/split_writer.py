@@ -199,7 +199,7 @@ class SplitWriter:
         name, log = group.name, self.logs.get(group.name)
         first_row = self._slices[name].num_rows
 
-        def place(row: int) -> str:
+        def where(row: int) -> str:
             return f"row {first_row + row} of split '{self.split}'"
 
         if slices is None:
@@ -224,7 +224,7 @@ class SplitWriter:
             if wrong.any():
                 row = int(wrong.argmax())
                 raise ValueError(
-                    f"group '{name}': slice {slices[row].tolist()} at {place(row)} lies outside the {log.num_events} "
+                    f"group '{name}': slice {slices[row].tolist()} at {where(row)} lies outside the {log.num_events} "
                     "events appended so far"
                 )
         if (log is self._events[name]) != (lengths is None):
@@ -234,7 +234,7 @@ class SplitWriter:
         counts = slices[:, 1] - slices[:, 0]
         if not group.pools and (long := group.wrong_length(counts)) is not None:
             raise ValueError(
-                f"group '{name}': {counts[long]} events at {place(long)}; want 0 to max_length={group.max_length}"
+                f"group '{name}': {counts[long]} events at {where(long)}; want 0 to max_length={group.max_length}"
             )
         if group.time is not None:
             if moments.shape != counts.shape or moments.dtype.kind not in "iu":
@@ -245,7 +245,7 @@ class SplitWriter:
             self._moments[name].append(moments.astype(MOMENT_DTYPE), len(counts))
         if lengths is not None:
             own = moments if group.time is not None else None
-            self._events[name].append(ids, events, counts, own, place)
+            self._events[name].append(ids, events, counts, own, where)
         self._slices[name].append(slices.astype(OFFSET_DTYPE), len(counts))
         self._lengths[name].add(counts)
 

@@ -14,14 +14,14 @@ from omegaconf import DictConfig
 from configs.command_line import NO_OUTPUT, command, errors_end_command
 from configs.export_schema import ExportConfig
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
+from configs.overrides import options_text, to_config
 from configs.stop_signals import restore_signals
 from nn.export.tables import Selection, export_tables
 
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and export the tables; report errors in one line."""
-    with errors_end_command(place_of(composed, "output"), interrupted=NO_OUTPUT):
+    with errors_end_command(options_text(composed, "output"), interrupted=NO_OUTPUT):
         config: ExportConfig = to_config(composed)
         assert config.checkpoint is not None, "ExportConfig refuses a configuration without"
         assert config.output is not None, "likewise"

@@ -533,7 +533,7 @@ class STAROptions(ModelConfig):
 
 
 class ItemMLPs(Enum):
-    """Place of the MLPs of HSTU's items."""
+    """Inputs of the MLPs of HSTU's items."""
 
     position = "position"
     row = "row"

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.built_in import MODELS
 from configs.messages import shown
-from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_keys
+from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_options
 from configs.schema import Config, EventPooling, ModelConfig, describe
 from configs.user_objects import described, load_user_object
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -76,31 +76,32 @@ def typed_config(
     what `to_config` returns of `composed`, and becomes the result. Raises ValueError: an invalid value, an unknown option, or
     an unknown model; or an option of `written` is one of other models only, or the user's has no effect.
     """
-    written = [option for option in written if option.key.startswith("model.")]
+    written = [option for option in written if option.name.startswith("model.")]
     config = common or to_config(composed)
     _refuse_options_of_others(composed.model.name, written)
     config.model = model_options(composed.model)
     for name, reason in own_options.without_effect(config.model).items():
-        for key, place, is_users in written:
-            if is_users and f"{key}.".startswith(f"model.{name}."):
-                raise ValueError(f"{place}{key} has no effect: {reason}; leave it out")
+        for option, where, is_users in written:
+            if is_users and f"{option}.".startswith(f"model.{name}."):
+                raise ValueError(f"{where}{option} has no effect: {reason}; leave it out")
     return config
 
 
 def _refuse_options_of_others(name: str, written: Sequence[WrittenOption]) -> None:
     own = {declared.name for declared in fields(find_options(name))}
-    for key, place, _ in written:
-        option = key.split(".")[1]
+    for written_as, where, _ in written:
+        option = written_as.split(".")[1]
         others = [] if option in own else models_with(option)
         options = sorted(options_of_own_models()) if others else []
         if others and not any(
-            f"{known}.".startswith(f"{key}.") or key.startswith(f"{known}.") for known in options
+            f"{known}.".startswith(f"{written_as}.") or written_as.startswith(f"{known}.")
+            for known in options
         ):
-            raise ValueError(f"{place}{no_option(key, options)}")
+            raise ValueError(f"{where}{no_option(written_as, options)}")
         if others:
             raise ValueError(
-                f"{place}{key} is an option of {', '.join(others)}, and model.name={name} has none of this name; leave it out, "
-                f"or choose another model (--help model lists the options of this one)"
+                f"{where}{written_as} is an option of {', '.join(others)}, and model.name={name} has none of this name; "
+                f"leave it out, or choose another model (--help model lists the options of this one)"
             )
 
 
@@ -142,7 +143,7 @@ def _is_of_another(key: str, value: Any) -> bool:
         if kind is None:
             continue
         if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-            for unknown in unknown_keys(OmegaConf.create(value), kind, f"model.{key}."):
+            for unknown in unknown_options(OmegaConf.create(value), kind, f"model.{key}."):
                 raise no_option(unknown, [option for option, _ in describe(options, "model.")])
         return True
     return False

@@ -46,10 +46,10 @@ class DayScores(Observer):
 
     def _evaluate(self, loop: Loop, evaluator: Evaluator, which: str, model: str) -> None:
         measured = evaluator.run(self._progress)
-        place = {"step": loop.num_steps, "epoch": loop.epoch(), **self._state.day.label}
+        header = {"step": loop.num_steps, "epoch": loop.epoch(), **self._state.day.label}
         numbers = {f"{which}_{key.removeprefix('test_')}": v for key, v in measured.items()}
         del numbers[f"{which}_eval_s"]
         self._state.other_days |= plain_numbers(numbers)
-        record = place | numbers | {"eval_s": measured["eval_s"]}
+        record = header | numbers | {"eval_s": measured["eval_s"]}
         self._session.recorder.write_other_day(record, is_last=which == PREVIOUS)
-        self._progress.show_test(place | measured, model=model, problem=evaluator.problem)
+        self._progress.show_test(header | measured, model=model, problem=evaluator.problem)

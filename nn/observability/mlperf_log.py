@@ -225,13 +225,13 @@ class MlperfLog(Observer):
     ) -> None:
         # The checker of seeds wants the line of the source that wrote a line of the log.
         caller = sys._getframe(1)
-        place = {"file": Path(__file__).name, "lineno": caller.f_lineno}
+        source = {"file": Path(__file__).name, "lineno": caller.f_lineno}
         line = {
             "namespace": "",
             "time_ms": now_ms() if time_ms is None else time_ms,
             "event_type": kind,
             "key": key,
             "value": value,
-            "metadata": place | metadata,
+            "metadata": source | metadata,
         }
         self._file.append(f":::MLLOG {json.dumps(line)}\n".encode())

@@ -201,7 +201,7 @@ def _host_lines(rows: Sequence[TablePlan], beside: BesidePlan) -> dict[str, str]
         read = sum(row.staged_rows for row in on_disk)
         moved_bytes = sum(disk_read_bytes(row) for row in on_disk)
         lines["disk"] = f"{size / GIB:,.1f} GiB of {_names(on_disk)}; {_device_room(on_disk)}"
-        lines["per pass"] = (
+        lines["read ahead"] = (
             f"of {READ_AHEAD_BATCHES} steps about {read:,.0f} rows read from disk and at most as many written, "
             f"{moved_bytes / 1e6:,.1f} MB each way"
         )

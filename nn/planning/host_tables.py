@@ -26,7 +26,7 @@ from nn.tiers.traffic import (
 MOST_ROWS = 2**31 - 2
 """Rows in host memory or on disk per rank; slots and rows have 32 bits."""
 DISK_ROW_BYTES = 8
-"""Host memory per row on disk: its place in host memory, and in the journal."""
+"""Host memory per row on disk: its buffer row, and in the journal."""
 
 
 def read_ahead_bytes(config: ShardingConfig) -> int:
@@ -140,7 +140,7 @@ def with_expected_fetches(
     changed: dict[str, float] = {}
     by_name = {table.table: table for table in tables}
     rings = _arenas(plan)
-    places = _places(plan, by_name, rings, host_room)
+    buffer_rows = _buffer_rows(plan, by_name, rings, host_room)
 
     def classes_of(members: Members) -> Iterator[Classes]:
         for name, first, count in members:
@@ -158,7 +158,7 @@ def with_expected_fetches(
         ring, classes = _ring(plan, members), list(classes_of(members))
         add(members, expected_fetches(classes, ring), fetched)
         if is_on_disk:
-            reads = expected_reads(classes, ring, places[rank, columns], READ_AHEAD_BATCHES)
+            reads = expected_reads(classes, ring, buffer_rows[rank, columns], READ_AHEAD_BATCHES)
             add(members, [READ_AHEAD_BATCHES * number for number in reads], read)
             if any(reads):
                 add(members, expected_looked_up(classes, steps_between_saves), changed)
@@ -188,7 +188,7 @@ def _arenas(plan: TieredPlan) -> dict[tuple[int, int, bool], Members]:
     return arenas
 
 
-def _places(
+def _buffer_rows(
     plan: TieredPlan,
     by_name: Mapping[str, TablePlan],
     rings: Mapping[tuple[int, int, bool], Members],
@@ -203,21 +203,21 @@ def _places(
     sizes = dict.fromkeys((rank for rank, _ in groups), 0.0)
     for (rank, _), members in groups.items():
         sizes[rank] += sum(_disk_bytes(by_name[name]) * count for name, _, count in members)
-    places = {}
+    buffer_rows = {}
     for (rank, columns), members in groups.items():
         rows = sum(count for _, _, count in members)
         share = min(host_room / sizes[rank], 1)
         ring = _ring(plan, members)
         needed = min(rows, ring + sum(_live_rows(plan, name, count) for name, _, count in members))
-        places[rank, columns] = int(rows * share)
-        if places[rank, columns] < needed:
+        buffer_rows[rank, columns] = int(rows * share)
+        if buffer_rows[rank, columns] < needed:
             least = math.ceil(1e4 * needed / rows * sizes[rank] / 2**30) / 1e4
             raise ValueError(
-                f"sharding.read_ahead_gib={host_room / 2**30:.4g} has room for {places[rank, columns]:,} rows of {members[0][0]} "
-                f"and others with tier: disk, and the device and the batches at work may need {needed:,}; set "
+                f"sharding.read_ahead_gib={host_room / 2**30:.4g} has room for {buffer_rows[rank, columns]:,} rows of "
+                f"{members[0][0]} and others with tier: disk, and the device and the batches at work may need {needed:,}; set "
                 f"sharding.read_ahead_gib={least:g} or more, or lower cache of these tables"
             )
-    return places
+    return buffer_rows
 
 
 def _disk_bytes(table: TablePlan) -> float:

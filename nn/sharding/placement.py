@@ -16,7 +16,7 @@ from nn.embedding.touched_rows import TouchedRows
 from nn.layers.sequence_events import SequenceTables
 from nn.ops.addresses import joined
 from nn.sharding.owned_shard import ON_DEVICE, OwnedShard
-from nn.sharding.planned_tables import PlacedShard, PlannedTable
+from nn.sharding.planned_tables import PlannedShard, PlannedTable
 from nn.sharding.rank_group import RankGroup
 from nn.tiers.host_tier import HostTier
 
@@ -147,7 +147,7 @@ class RankTables:
 
 def place(
     tables: Sequence[PlannedTable],
-    by_rank: Sequence[Sequence[PlacedShard]],
+    by_rank: Sequence[Sequence[PlannedShard]],
     own: Sequence[OwnedShard],
     replicas: Sequence[Tensor],
     tier: HostTier | None,
@@ -199,7 +199,7 @@ def _whole(table: PlannedTable) -> ColumnShard:
 
 def _requested_tables(
     tables: Sequence[PlannedTable],
-    by_rank: Sequence[Sequence[PlacedShard]],
+    by_rank: Sequence[Sequence[PlannedShard]],
     own: Sequence[OwnedShard],
     tier: HostTier | None,
 ) -> RequestedTables:

@@ -200,7 +200,7 @@ class _RowsOfMemories:
         self._memories = torch.tensor(group.memories, dtype=torch.int64, device=device)
 
     def __call__(self, asked: Tensor) -> list[Tensor]:
-        """Return the rows of each memory, numbered there, with `NO_ID` in the places of all others."""
+        """Return the rows of each memory, numbered there, with `NO_ID` in place of all others."""
         if self._num_memories == 1:
             return [asked]
         table = torch.bucketize(asked, self._ends, right=True)

@@ -325,22 +325,25 @@ class ShardedTables:
         kind = self._ranks.device.type if table.host is None else "cpu"
         shards = [
             ShardMetadata(
-                place.shard_offsets[:dims],
-                place.shard_sizes[:dims],
+                metadata.shard_offsets[:dims],
+                metadata.shard_sizes[:dims],
                 placement(
-                    kind, self._group.first_rank + rank_of(place), self._ranks.local_world_size
+                    kind, self._group.first_rank + rank_of(metadata), self._ranks.local_world_size
                 ),
             )
-            for place in table.shards
+            for metadata in table.shards
         ]
-        described = {id(place): shard for place, shard in zip(table.shards, shards, strict=True)}
+        described = {
+            id(metadata): shard for metadata, shard in zip(table.shards, shards, strict=True)
+        }
         local = [
             Shard(
-                shard.weight if part == WEIGHT else shard.states[part], described[id(shard.place)]
+                shard.weight if part == WEIGHT else shard.states[part],
+                described[id(shard.metadata)],
             )
             for shard in self._own
             # The plan knows no empty shards of ranks without rows.
-            if shard.table is table and id(shard.place) in described
+            if shard.table is table and id(shard.metadata) in described
         ]
         # All rows lie in pinned memory.
         is_pinned = (

@@ -106,7 +106,7 @@ class HostTier:
         self._shards = list(shards)
         kinds = list(dict.fromkeys(_kind_of(shard) for shard in shards))
         self._groups: list[_Group] = []
-        self._place: dict[int, tuple[int, int]] = {}  # shard -> group and first row in it
+        self._group_and_row: dict[int, tuple[int, int]] = {}  # shard -> group, first row in it
         # Rows on disk of each group for which host memory has room: the same fraction of all groups.
         on_disk = {
             kind: bytes_of_row(kinds_of(kind[0], kind[1], states)) for kind in kinds if kind[2]
@@ -122,13 +122,13 @@ class HostTier:
             members = []
             for index, shard in enumerate(shards):
                 if _kind_of(shard) == kind:
-                    self._place[index] = number, first
+                    self._group_and_row[index] = number, first
                     members.append(shard)
                     first += shard.rows
             with ExitStack() as undo:
                 undo.callback(self.close)
-                places = int(rows.get(kind, 0) * share)
-                group = _group_of(members, states, device, self._directory, places)
+                buffer_rows = int(rows.get(kind, 0) * share)
+                group = _group_of(members, states, device, self._directory, buffer_rows)
                 undo.pop_all()
             self._groups.append(group)
         # Of both turns and every group, where kernels map; see `DeviceMoves`.
@@ -161,7 +161,7 @@ class HostTier:
 
     def host_rows(self, index: int) -> dict[str, Tensor]:
         """View all rows of a shard in host memory, weight and states by name; call `write_back` before reading."""
-        group, first = self._place[index]
+        group, first = self._group_and_row[index]
         end = first + self._shards[index].rows
         return {name: rows[first:end] for name, rows in self._groups[group].store.host.items()}
 
@@ -176,11 +176,13 @@ class HostTier:
 
     def _slot_table(self, indices: Sequence[int], table: LocalTable, first_row: int) -> LocalTable:
         """Return a table of adjacent shards, whose first one has the table's row `first_row`."""
-        group, first = self._place[indices[0]]
+        group, first = self._group_and_row[indices[0]]
         arena = self._groups[group].store.arena
         num_rows = 0
         for index in indices:
-            assert self._place[index] == (group, first + num_rows), "shards of one table adjoin"
+            assert self._group_and_row[index] == (group, first + num_rows), (
+                "shards of one table adjoin"
+            )
             num_rows += self._shards[index].rows
         slots = SlotRows(
             self._groups[group].map.row_of_slot, group, first_row, num_rows, first - first_row
@@ -384,9 +386,9 @@ def _group_of(
     states: Sequence[StateField],
     device: torch.device,
     directory: TierDirectory | None,
-    places: int,
+    buffer_rows: int,
 ) -> _Group:
-    """Return a group of tables; host memory has room for `places` rows of tables on disk."""
+    """Return a group of tables; host memory has room for `buffer_rows` rows of tables on disk."""
     slots = [shard.slots for shard in members]
     needed = sum(min(shard.live_rows, shard.rows) for shard in members)
     assert needed <= sum(slots), "the planner refuses smaller arenas"
@@ -400,9 +402,9 @@ def _group_of(
     file = TableFile(directory, name, sum(rows), kinds)
     kept = slot_map.kept_rows().numpy()
     least = min(sum(slots) - len(kept) + needed, sum(rows) - len(kept))
-    assert places >= least, "the planner refuses less host memory"
-    places = max(min(places, sum(rows) - len(kept)), 1)
-    return _Group(DiskStore(file, places, sum(slots), kinds, kept, device), slot_map)
+    assert buffer_rows >= least, "the planner refuses less host memory"
+    buffer_rows = max(min(buffer_rows, sum(rows) - len(kept)), 1)
+    return _Group(DiskStore(file, buffer_rows, sum(slots), kinds, kept, device), slot_map)
 
 
 def ring_slots(slots: int) -> int:

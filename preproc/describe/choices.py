@@ -40,7 +40,7 @@ FEW = 12
 UNIQUE = 0.95
 """Share of the rows with a value of their own from which on a text tells nothing of other rows."""
 RARE = 0.01
-"""Least share of the rarer value in a label that neither its name nor its place tells."""
+"""Least share of the rarer value in a label that neither its name nor its position tells."""
 SKEWED = 20.0
 """A largest value of so many medians asks for a logarithm."""
 
@@ -89,7 +89,7 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
 
 
 def label_candidates(columns: list[Column]) -> list[Column]:
-    """Return the columns that may be the label, the likeliest first: by name, then by place, then grades."""
+    """Return the columns that may be the label, the likeliest first: by name, then by position, then grades."""
     first, last = columns[0], columns[-1]
     ranks: list[tuple[int, Column]] = []
     for column in columns:

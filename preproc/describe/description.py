@@ -16,7 +16,7 @@ from configs.table_schema import LINE_FORMATS, MOST_NAME_BYTES
 from preproc.describe.choices import FEWEST, ITEM, OF_ITEM, USER, Choice, time_order, time_parts
 from preproc.describe.columns import MOST_ROWS, has_name
 from preproc.describe.formats import FoundTable
-from preproc.fitted_state import SOURCE, with_place
+from preproc.fitted_state import SOURCE, with_placeholder
 from preproc.table.expressions import quoted
 
 PLAIN = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
@@ -89,7 +89,7 @@ def describe_choices(
     by_role: dict[str, list[Choice]] = {}
     for choice in choices:
         by_role.setdefault(choice.role, []).append(choice)
-    keys = {"files": with_place(table.source.files, source), "format": table.source.format}
+    keys = {"files": with_placeholder(table.source.files, source), "format": table.source.format}
     if table.source.delimiter != ",":
         keys["delimiter"] = table.source.delimiter
     if table.source.columns:

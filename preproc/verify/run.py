@@ -159,7 +159,7 @@ def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
             wrong = column.wrong(items)
             if not num_wrong and wrong.any():
                 at = int(wrong.argmax())
-                first = f"{items[at]} at {column.place(num_items + at)}"
+                first = f"{items[at]} at {column.where(num_items + at)}"
             num_wrong += int(np.count_nonzero(wrong))
             for label in labels.values():
                 label.add(items)

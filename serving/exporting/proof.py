@@ -126,7 +126,7 @@ class TrainingPath:
 
 
 class _CompactModel(RankingModel):
-    """The model with a few rows of each table: ids are replaced by their place among these rows."""
+    """The model with a few rows of each table: ids are replaced by their index among these rows."""
 
     def __init__(
         self,
@@ -143,8 +143,8 @@ class _CompactModel(RankingModel):
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
         ids = batch.ids[feature]
-        places = torch.searchsorted(self._numbers[table], ids.values().long())
-        return JaggedTensor(places, lengths=ids.lengths())
+        positions = torch.searchsorted(self._numbers[table], ids.values().long())
+        return JaggedTensor(positions, lengths=ids.lengths())
 
 
 def prove(
@@ -181,7 +181,7 @@ def compared(pairs: Iterable[tuple[Tensor, Tensor]], split: str, dtype: str, lim
         ):
             is_bad = ~scores.isfinite()
             if is_bad.any():
-                row, task = (int(place) for place in is_bad.nonzero()[0])
+                row, task = (int(index) for index in is_bad.nonzero()[0])
                 raise ValueError(
                     f"row {num_rows + row:,} of split {split} has the score {float(scores[row, task])} by {by}, want a finite "
                     f"number; nothing was written: {remedy}"

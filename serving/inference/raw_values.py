@@ -367,7 +367,7 @@ def _split(text: str, separator: str) -> list[str | None]:
 
 def without_end(values: list[str | None]) -> list[str | None]:
     """Return a list without the missing values at its end, which fill a tensor."""
-    last = max((place for place, value in enumerate(values, 1) if value is not None), default=0)
+    last = max((number for number, value in enumerate(values, 1) if value is not None), default=0)
     return values[:last]
 
 

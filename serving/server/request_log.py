@@ -1,7 +1,7 @@
 """Log of served requests, as rows of JSON lines that preprocessing reads, and what the logged rows say of ids and scores.
 
 A row has the values of a request under the names of their columns, and beside them `served_id`, by which labels are joined
-later, `served_row`, its place in the request, `served_time`, `served_version`, and the score of each output, `served_NAME`.
+later, `served_row`, its position in the request, `served_time`, `served_version`, and the score of each output, `served_NAME`.
 """
 
 import json

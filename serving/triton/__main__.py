@@ -4,13 +4,13 @@ from omegaconf import DictConfig
 
 from configs.command_line import NO_OUTPUT, command, errors_end_command
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
+from configs.overrides import options_text, to_config
 from configs.serving_schema import TritonConfig
 
 
 def run(composed: DictConfig) -> None:
     """Check the composed options and write the repository; report errors in one line."""
-    with errors_end_command(place_of(composed, "output"), interrupted=NO_OUTPUT):
+    with errors_end_command(options_text(composed, "output"), interrupted=NO_OUTPUT):
         config: TritonConfig = to_config(composed)
         from serving.triton.repository import LOOPBACK, write_repository
 

@@ -153,8 +153,8 @@ REFUSED = [
      "optimizer.nesterov=true without optimizer.momentum does nothing; set optimizer.momentum too, such as 0.9"),
     (OptimizerConfig, {"weight_decay": -1.0}, "optimizer.weight_decay must not be negative, got -1.0"),
     (OptimizerConfig, {"weight_decay": 0.01},
-     "optimizer.weight_decay=0.01 is of adam (AdamW), lion and lamb, and optimizer.name=sgd would ignore it; set optimizer.name=adam "
-     "(the tables' optimizer is optimizer.embedding_name), or optimizer.weight_decay=0"),
+     "optimizer.weight_decay=0.01 is of adam (AdamW), lion and lamb, and optimizer.name=sgd would ignore it; set "
+     "optimizer.name=adam (the tables' optimizer is optimizer.embedding_name), or optimizer.weight_decay=0"),
     (OptimizerConfig, {"embedding_l2": -1.0}, "optimizer.embedding_l2 must not be negative, got -1.0"),
     (OptimizerConfig, {"name": "ftrl"},
      "optimizer.name=ftrl: ftrl trains tables only; set optimizer.embedding_name=ftrl, and another optimizer.name"),

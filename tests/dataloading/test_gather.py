@@ -23,7 +23,7 @@ def test_a_selection_has_the_rows_of_its_runs(runs):
     wanted = [row for first, end in runs for row in range(first, end)]
     for column in (COLUMN, COLUMN[:, 0].copy()):
         found = np.empty_like(column[: len(wanted)])
-        for place, piece in selection.pieces(column):
-            found[place] = piece
+        for span, piece in selection.pieces(column):
+            found[span] = piece
         assert np.array_equal(found, column[wanted])
     assert [selection.row_at(position) for position in range(len(wanted))] == wanted

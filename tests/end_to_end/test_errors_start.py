@@ -63,7 +63,7 @@ EARLY_SERVING = [
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory) -> dict[str, Path]:
+def paths(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("early")
     (root / "empty").mkdir()
     (root / "file").touch()
@@ -75,13 +75,13 @@ def places(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def without_torch(places) -> list[tuple[int | None, str, str, list[str]]]:
+def without_torch(paths) -> list[tuple[int | None, str, str, list[str]]]:
     """Outcomes of all commands of this file that must not import torch, from one process."""
-    commands = [("dlrm", [text.format(**places) for text in texts]) for texts, _ in EARLY]
+    commands = [("dlrm", [text.format(**paths) for text in texts]) for texts, _ in EARLY]
     commands += [(recipe, ["--help"]) for recipe in RECIPES]
     commands += [("dcnv2", ["--cfg=job"])]
     commands += [
-        (f"serving/{name}", [text.format(**places) for text in texts])
+        (f"serving/{name}", [text.format(**paths) for text in texts])
         for name, texts, _ in EARLY_SERVING
     ]
     done = subprocess.run(

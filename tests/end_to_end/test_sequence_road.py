@@ -103,8 +103,8 @@ def test_the_page_runs_from_a_log_to_the_served_scores_of_two_days(tmp_path, mon
         with serving(Path("models")) as client:
             assert client.call(path, body.encode())[0] == 200
             found = []
-            for place in range(len(rows) - len(wanted), len(rows)):
-                status, answer = client.call(path, request(shown, rows[place], rows[:place], day))
+            for index in range(len(rows) - len(wanted), len(rows)):
+                status, answer = client.call(path, request(shown, rows[index], rows[:index], day))
                 assert status == 200, answer
                 decoded = json.loads(answer)
                 assert decoded["model_version"] == str(day)

@@ -25,7 +25,7 @@ from preproc.fitted_state import (
     load_fitted,
     with_limits_of,
     with_missing_of,
-    with_place,
+    with_placeholder,
 )
 from preproc.raw_files import RawFile, fingerprint, refuse_copies
 from preproc.report.console import LogCounts, Progress, RowCounts, print_result
@@ -119,7 +119,7 @@ def _refuse_same_day(
                     f"{file.path}: its events were read already by {fitted.directory} or a day before it, which carries them "
                     "on, so they would count twice; give the events of the new day"
                 )
-    named = [n for n, (s, _) in sources.items() if SOURCE in str(with_place(s.files, option))]
+    named = [n for n, (s, _) in sources.items() if SOURCE in str(with_placeholder(s.files, option))]
     files = [file for name in named or sources for file in counted[name]]
     known = [file for file in files if fingerprint(file) in fitted.read]
     if known and (len(sources) == 1 or len(known) == len(files)):

@@ -117,12 +117,12 @@ def _refuse_bad(journal: Journal) -> None:
     (row, file, reason), *_ = journal.engine.rows(
         "SELECT row_, file_, bad_ FROM all_ WHERE bad_ IS NOT NULL ORDER BY row_ LIMIT 1"
     )
-    where = _place(journal, row, file)
+    where = _where(journal, row, file)
     journal.work.forget()
     raise bad_row(where, reason, journal.table, is_fit=journal.config.mode is not Mode.transform)
 
 
-def _place(journal: Journal, row: int, file: int) -> str:
+def _where(journal: Journal, row: int, file: int) -> str:
     """Return the file of a row of `all_`, and its number in the file, from 1."""
     if journal.table.query:
         return f"the query's result, row {row + 1}"
@@ -131,13 +131,13 @@ def _place(journal: Journal, row: int, file: int) -> str:
     return f"{files[file].path}, row {row - first + 1}"
 
 
-def place_of_output(journal: Journal, row: int) -> str:
+def where_in_output(journal: Journal, row: int) -> str:
     """Return the file and the number in it of a row of the dataset, `rows_`."""
     for relation, before in (("rows_", "before_"), ("staged_", "all_row_")):
         if relation in journal.work.state["relations"]:
             ((row,),) = journal.engine.rows(f"SELECT {before} FROM {relation} WHERE row_ = {row}")
     ((file,),) = journal.engine.rows(f"SELECT file_ FROM all_ WHERE row_ = {row}")
-    return _place(journal, row, file)
+    return _where(journal, row, file)
 
 
 def write_bad(journal: Journal) -> None:

@@ -15,7 +15,7 @@ from preproc.table.output_files import TableFiles, WrittenIds
 from preproc.table.pipeline.categoricals import EncodedFeature
 from preproc.table.pipeline.journal import Journal
 from preproc.table.pipeline.numericals import Numericals, write_numericals
-from preproc.table.pipeline.rows import place_of_output
+from preproc.table.pipeline.rows import where_in_output
 from preproc.table.pipeline.sequences import sequence_group
 from preproc.table.pipeline.summaries import count_changes, count_unseen
 
@@ -130,7 +130,7 @@ def _write_lists(journal: Journal, of: Transformed, files: TableFiles, number: i
 
     group = sequence_group(journal.table.event_lists[number])
 
-    def place(row: int) -> str:
-        return place_of_output(journal, row)
+    def where(row: int) -> str:
+        return where_in_output(journal, row)
 
-    write_lists(files, number, group, of.logs[group.name], place)
+    write_lists(files, number, group, of.logs[group.name], where)

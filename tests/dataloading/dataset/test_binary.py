@@ -270,8 +270,8 @@ def test_the_row_of_a_wrong_id_is_right_for_ragged_rows(tmp_path):
     data = path.read_bytes()
     row = int(np.flatnonzero((lengths[1:] > 1) & (lengths[:-1] == 0))[0]) + 1
     for nth in (0, 1):
-        place = lengths[:row].sum() + nth
-        path.write_bytes(data[:place] + bytes([19]) + data[place + 1 :])
+        at_byte = lengths[:row].sum() + nth
+        path.write_bytes(data[:at_byte] + bytes([19]) + data[at_byte + 1 :])
         source = BinarySource(FeatureSpec.load(tmp_path / "d"))
         for pairs in ([[0, 50]], [[1, 50], [0, 1]]):
             with pytest.raises(

@@ -164,7 +164,7 @@ def test_the_lines_of_tables_in_host_memory_and_on_disk_follow_one_another():
         "total        12.0 MiB, weights and optimizer state of 3 tables",
         "host memory  5.0 GiB of a; room on the device for 2,500,000 of 10,000,000 rows (25.0%)",
         "disk         2.0 GiB of b; room on the device for 500,000 of 20,000,000 rows (2.5%)",
-        "per pass     of 16 steps about 4,000 rows read from disk and at most as many written, 0.4 MB each way",
+        "read ahead   of 16 steps about 4,000 rows read from disk and at most as many written, 0.4 MB each way",
         "disk room    /tables has room",
         "per step     about 3,234 rows fetched and at most as many returned, 0.9 MB each way; 0.13 ms of the link between host "
         "and device",

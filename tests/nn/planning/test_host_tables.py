@@ -206,13 +206,13 @@ def test_the_expected_rows_are_those_that_the_slot_map_fetches(exponent, drawn):
     assert sum(expected_fetches(classes, ring)) == pytest.approx(np.mean(fetched[40:]), rel=0.05)
 
 
-@pytest.mark.parametrize(("exponent", "drawn", "places"), READS)
-def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, places, tmp_path):
+@pytest.mark.parametrize(("exponent", "drawn", "buffer_rows"), READS)
+def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, buffer_rows, tmp_path):
     rows, slots, ids = 20_000, 4000, 128 * (1 + drawn)
     live_rows = LIVE_BATCHES * ids
     shard = TieredShard(rows, 4, torch.float32, slots, live_rows, is_on_disk=True)
     cpu = torch.device("cpu")
-    tier = HostTier([shard], [], cpu, DiskSettings(tmp_path, places * 16))
+    tier = HostTier([shard], [], cpu, DiskSettings(tmp_path, buffer_rows * 16))
     tier.reload()
     bounds = torch.tensor([[0], [rows], [0]], dtype=torch.int32).repeat(1, ids)
     group = TierIds(0, torch.arange(ids), *bounds)
@@ -244,7 +244,7 @@ def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, places, tmp_pat
     ring = max(ring_slots(slots), live_rows)
     traffic = IdTraffic(power_law_share(rows, exponent), rows, drawn)
     classes = [row_classes(traffic, 0, rows, slots - ring, 128)]
-    (expected,) = expected_reads(classes, ring, places, READ_AHEAD_BATCHES)
+    (expected,) = expected_reads(classes, ring, buffer_rows, READ_AHEAD_BATCHES)
     assert expected == pytest.approx(np.mean(read[400:-32]), rel=0.1)
 
 
@@ -313,8 +313,10 @@ def test_the_plan_has_the_ring_and_the_places_of_the_tier(tmp_path, monkeypatch)
     ]
     seen: list[tuple[int, int]] = []
 
-    def see(classes: Sequence[Classes], ring: int, places: int, group_batches: int) -> list[float]:
-        seen.append((ring, places))
+    def see(
+        classes: Sequence[Classes], ring: int, buffer_rows: int, group_batches: int
+    ) -> list[float]:
+        seen.append((ring, buffer_rows))
         return [0.0] * len(classes)
 
     def config_with(gib: float) -> Config:

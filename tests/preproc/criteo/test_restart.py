@@ -185,13 +185,13 @@ def test_recorded_and_complete_files_are_synced(tmp_path, monkeypatch, job):
             need(run.directory / "origin.i64")
         save(run)
 
-    def place(dataset, root):
+    def put(dataset, root):
         need(dataset, *dataset.rglob("*"))
         put_in_place(dataset, root)
 
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(Work, "save", record)
-    monkeypatch.setattr(output_module, "put_in_place", place)
+    monkeypatch.setattr(output_module, "put_in_place", put)
     source = write_lines(tmp_path / "raw.tsv", [*noise(300), "bad"])
     options = ["shuffle=true", "on_bad=quarantine", f"output={tmp_path / 'out'}"]
     # Both jobs draw with the same function; a picture takes longer than the rest.
@@ -375,7 +375,7 @@ def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_p
     rows = column.read(0, 10_500)
     assert (rows[10_000:] == np.arange(10_000, 10_500)).all()
     assert (np.sort(rows[:10_000]) == np.arange(10_000)).all()
-    # Correlation of place and row, and fixed points: about 0 (sd 0.01) and about 1.
+    # Correlation of position and row, and fixed points: about 0 (sd 0.01) and about 1.
     assert abs(np.corrcoef(np.arange(10_000), rows[:10_000])[0, 1]) < 0.05
     assert (rows[:10_000] == np.arange(10_000)).sum() < 8
 

@@ -31,10 +31,10 @@ def edited(model: Path, target: Path, edit: Callable[[Path, dict], None]) -> Pat
     return write_manifest(target, document)
 
 
-def in_file(name: str, dtype: str, place: int, value: float) -> Callable[[Path, dict], None]:
+def in_file(name: str, dtype: str, index: int, value: float) -> Callable[[Path, dict], None]:
     def edit(directory: Path, _: dict) -> None:
         size = np.dtype(dtype).itemsize
-        np.memmap(directory / name, dtype, "r+", size * place, 1)[0] = value
+        np.memmap(directory / name, dtype, "r+", size * index, 1)[0] = value
 
     return edit
 

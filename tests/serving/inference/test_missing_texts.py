@@ -162,8 +162,8 @@ def scored(raw: RawValues, columns: dict) -> dict[str, list]:
     }
     rows = raw.rows(flat, shapes, len(next(iter(columns.values()))))
     found = {name: rows.numerical[:, i].tolist() for i, name in enumerate(raw._manifest.numerical)}
-    for name, place in raw._manifest.id_places().items():
-        ids = rows.ids[:, place]
+    for name, own in raw._manifest.id_slices().items():
+        ids = rows.ids[:, own]
         found[name] = ids[:, 0].tolist() if ids.shape[1] == 1 else ids.tolist()
     return found | {n: parted(r.values.numpy(), r.lengths.numpy()) for n, r in rows.ragged.items()}
 
