@@ -79,10 +79,10 @@ class PreprocConfig(Section):
     to: Format = option(Format.binary, "what to convert to: binary, parquet or csv (NVIDIA's)")
     files_per_split: int | None = option(
         None,
-        "with mode=convert to=parquet: files of each split, which SPLIT/_file_list.txt lists; null: a file per "
-        "16,777,216 rows, and no list",
+        "files of each split, which SPLIT/_file_list.txt lists; null: a file per 16,777,216 rows, and no list",
         most=65_536,
         gt=0,
+        only="mode=convert to=parquet",
     )
     layout: Layout = option(
         Layout.criteo, "criteo, mlperf, table, synthetic or yambda; set by dataset=..."
@@ -99,7 +99,7 @@ class PreprocConfig(Section):
         path=True,
     )
     label: str | None = option(
-        None, "with mode=describe: the column of the label; null: the likeliest one"
+        None, "column of the label; null: the likeliest one", only="mode=describe"
     )
     overwrite: bool = option(False, "replace a dataset that output already holds")
     threads: int | None = option(None, "worker threads; null: one per core", most=4096, gt=0)
@@ -115,15 +115,10 @@ class PreprocConfig(Section):
         "last file the first half tests and the second half validates, all other files train; null: fraction, or table.split",
     )
     split_name: SplitName | None = option(
-        SplitName.test,
-        "with mode=transform: the one split of all rows, in the order of the files; null, or with test_source: split as "
-        "mode=fit does",
+        SplitName.test, "with mode=transform: the split of all rows; null: split as mode=fit does"
     )
     train_fraction: float = option(
-        0.9,
-        "fraction of the lines in the training split, with split=fraction; to test on other files set test_source",
-        gt=0,
-        lt=1,
+        0.9, "fraction of the lines that train with split=fraction, the first ones", gt=0, lt=1
     )
     test_source: Any = option(
         None, "files of the test split, written like source; then all of source trains", path=True
@@ -140,19 +135,18 @@ class PreprocConfig(Section):
         "layout=table where values are too rare for an id or too many",
     )
     refit: bool = option(
-        False,
-        "with mode=extend: fit the statistics of numericals on this day, not keep those of the fit",
+        False, "fit the statistics of numericals on this day, not keep them", only="mode=extend"
     )
     retire_after: int | None = option(
         None,
-        "with mode=extend: a value that did not occur for this many days gets id 0 until it is frequent again; its id is "
-        "never another value's; null: never",
+        "a value that did not occur for this many days gets id 0 until it is frequent again; its id is never another value's; "
+        "null: never",
         most=2**31 - 1,
         gt=0,
+        only="mode=extend",
     )
     vocabulary: VocabularyRows = option(
-        VocabularyRows.train,
-        "rows whose values are counted: train, or all (NVIDIA's way: test rows included)",
+        VocabularyRows.train, "rows whose values are counted: train, or all (NVIDIA's way)"
     )
     numerical_dtype: NumericalType = option(
         NumericalType.float16, "stored type of numerical features: float16 (NVIDIA's) or float32"
@@ -168,17 +162,13 @@ class PreprocConfig(Section):
         False, "write the training rows in a random order, the same for the same seed and rows"
     )
     on_bad: OnBad = option(
-        OnBad.fail,
-        "a row that cannot be read: fail; skip it; or quarantine it in output/bad_rows.tsv",
+        OnBad.fail, "bad rows: fail, skip them, or quarantine them in output/bad_rows.tsv"
     )
     memory_limit: str | None = option(
-        None,
-        "memory limit of the run, such as 8GB; larger data spills to disk; null: 80 % of the machine's",
+        None, "such as 8GB; larger data spills to disk; null: 80 % of the machine's memory"
     )
     temp_directory: str | None = option(
-        None,
-        "directory for temporary columns and for DuckDB to spill to; null: beside output",
-        path=True,
+        None, "directory for temporary columns and DuckDB's spill; null: beside output", path=True
     )
     plot: bool = option(True, "draw the report as output/report.png")
     seed: int = option(1, "seed of shuffle and of what is synthetic", ge=0)
@@ -187,11 +177,6 @@ class PreprocConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        files = self.files_per_split
-        require(
-            files is None or (self.mode is Mode.convert and self.to is Format.parquet),
-            f"files_per_split={files} is for mode=convert to=parquet; the files of a binary dataset are its columns",
-        )
         if self.mode is Mode.verify:
             require(self.path is not None, "no path: set path=DIR, the dataset directory to verify")
             return
@@ -199,10 +184,6 @@ class PreprocConfig(Section):
             require(self.source is not None, "no source: set source=FILE, the table to describe")
             self._check_files("source")
             return
-        require(
-            self.label is None,
-            f"label={self.label} is of mode=describe; other modes have it in the description (table.label)",
-        )
         require(
             self.mode is not Mode.convert or self.path is not None,
             "no path: set path=DIR, the directory to convert",
@@ -232,21 +213,12 @@ class PreprocConfig(Section):
             self._check_files("test_source")
 
     def _check_extend(self) -> None:
-        is_extend = self.mode is Mode.extend
-        for name, is_set in (
-            ("refit", self.refit),
-            ("retire_after", self.retire_after is not None),
-        ):
-            require(
-                is_extend or not is_set,
-                f"{name}={getattr(self, name)} is of mode=extend; leave it out, or set mode=extend",
-            )
         require(
             self.mode is Mode.fit or not self.rare_counts,
             f"rare_counts=true is of mode=fit, and mode={self.mode.value} has no use of it; leave it out",
         )
         require(
-            not is_extend or self.layout in (Layout.criteo, Layout.table),
+            self.mode is not Mode.extend or self.layout in (Layout.criteo, Layout.table),
             f"mode=extend is for raw logs with vocabularies, not for layout={self.layout.value}; choose "
             "dataset=criteo_kaggle, criteo_1tb or any",
         )

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
+from dataloading.dataset.batch_layout import Allocate
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.sequences import MOMENT_DTYPE, SequenceGroup, row_of
-from dataloading.dataset.source import Allocate, Columns, Keys, TimedSource
+from dataloading.dataset.source import Columns, Keys, TimedSource, own_memory
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, mapped
 from dataloading.gather import Selection
 
@@ -48,7 +49,7 @@ class BinarySource(TimedSource):
         split: str,
         runs: np.ndarray,
         padded_to: int | None = None,
-        allocate: Allocate = np.empty,
+        allocate: Allocate = own_memory,
     ) -> Columns:
         files, columns = self.spec.splits[split], self._columns[split]
         rows = Selection(runs)
@@ -57,7 +58,6 @@ class BinarySource(TimedSource):
             ragged[f.name][0].num_rows if f.hotness is None else rows.num_rows * f.hotness
             for f in self.spec.categorical
         ]
-        padded_to = rows.num_rows if padded_to is None else padded_to
         out = Columns.empty(self.spec, rows.num_rows, padded_to, num_ids, allocate)
         for column, values in out.row_columns(self.spec):
             if column.name in files.absent:

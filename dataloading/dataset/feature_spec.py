@@ -139,6 +139,14 @@ class FeatureSpec:
         """Return the group of a feature."""
         return next((group for group in self.sequences if name in group.features), None)
 
+    def with_means_of(self, other: "FeatureSpec") -> "FeatureSpec":
+        """Return the spec with the mean hotness of another one's features, where it has them."""
+        means = {feature.name: feature.mean_hotness for feature in other.categorical}
+        categorical = (
+            replace(f, mean_hotness=means.get(f.name, f.mean_hotness)) for f in self.categorical
+        )
+        return replace(self, categorical=tuple(categorical))
+
     @property
     def names(self) -> list[str]:
         """Names of all columns: labels, weight, keep rate, numericals, categorical features, numbers of events and moments."""

@@ -159,6 +159,21 @@ class SequenceGroup:
         return numbers
 
 
+def seen_events(
+    rows: np.ndarray, times: np.ndarray, moments: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the events that rows see, row after row and oldest first, as preprocessing takes them from a log; and their numbers.
+
+    `rows`, `times`: of each event, integers [E]. `moments`: int64 [B]. A row sees its latest `length` events of smaller times;
+    events of one time keep their order.
+    """
+    order = np.lexsort((times, rows))
+    order = order[times[order] < moments[rows[order]]]
+    lengths = np.bincount(rows[order], minlength=len(moments))
+    from_last = np.cumsum(lengths)[rows[order]] - np.arange(len(order))
+    return order[from_last <= length], np.minimum(lengths, length)
+
+
 def ages_of(times: np.ndarray, moments: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the seconds from events to the moments of their rows, in float64, where a difference of int64 keeps its sign."""
     return np.subtract(np.repeat(moments, lengths), times, dtype=np.float64)

@@ -116,7 +116,7 @@ class Day:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the day of a checkpoint, from its run.json; checkpoints of earlier versions have one day."""
+        """Return the day of a checkpoint, from its run.json; an export and a delta may have none."""
         return cls(**facts.get(DAY_FACTS, {}))
 
     def facts(self) -> dict[str, Any]:
