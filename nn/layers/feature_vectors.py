@@ -4,8 +4,7 @@ from torch import Tensor, nn
 
 from configs.schema import ModelConfig, NumericalEncoding
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.numerical_embedding import NumericalEmbedding
-from nn.layers.numerical_vectors import NumericalVectors
+from nn.layers.numerical_embedding import NumericalEmbedding, NumericalVectors
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.ops.fused_linear import as_autocast
 

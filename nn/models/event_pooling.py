@@ -83,6 +83,7 @@ class WithPooledEvents(Wrapper):
     ) -> None:
         super().__init__(model)
         how, self._weights = options.sequence_pooling, options.event_weights
+        self._is_mean = how is EventPooling.mean
         self._reads_events = any(hands_out_rows(table, spec) for table in declared)
         group_of = {name: group.name for group in spec.sequences for name in group.features}
         # Of the model's columns, those of tables that pool, or table, feature, group of events.
@@ -125,8 +126,8 @@ class WithPooledEvents(Wrapper):
                 found = nn.functional.pad(found, (0, 0, 0, len(events.samples) - len(found)))
                 if group in self._weights:
                     weights = events.numbers[self._weights[group]]
-                    how = self.poolings[table].how
-                    vectors.append(as_autocast(pool_weighted(found, weights, events, how)))
+                    weighed = pool_weighted(found, weights, events, is_mean=self._is_mean)
+                    vectors.append(as_autocast(weighed))
                 else:
                     vectors.append(self.poolings[table](found, events))
         x = torch.cat(vectors, dim=1)

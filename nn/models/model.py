@@ -87,7 +87,9 @@ class Model(nn.Module):
 
         Raises ValueError: the options do not fit the features.
         """
-        return cls(options, spec)
+        kind: Any = cls
+        made: Self = kind(options, spec)
+        return made
 
     def activations(self) -> Activations:
         """Return the memory and work that the estimates count in addition to linear layers."""

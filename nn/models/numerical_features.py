@@ -9,7 +9,7 @@ from torch import Tensor
 
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.numerical_vectors import NumericalVectors
+from nn.layers.numerical_embedding import NumericalVectors
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.model import Model, Wrapper
 

@@ -127,6 +127,7 @@ SUBPACKAGES = {
         "nn.checkpoint",
         "nn.distributed",
         "nn.embedding",
+        "nn.embedding.rules",
         "nn.layers",
         "nn.metrics",
         "nn.models",
