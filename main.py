@@ -248,7 +248,7 @@ def _run(composed: DictConfig) -> None:
 def _predict(config: Config, config_yaml: str) -> None:
     """Write the scores of a split, or of raw files: `nn` scores rows and knows nothing of preprocessing."""
     from nn.distributed.process_group import process_rank
-    from nn.observability.console import make_console, make_logger
+    from nn.observability.console import make_console
     from nn.scores.run import predict
     from nn.scores.terminal import print_scores
 
@@ -257,9 +257,10 @@ def _predict(config: Config, config_yaml: str) -> None:
     if config.source is not None and config.fitted is not None:
         from preproc.transformed_rows import open_transformed_rows
 
-        sources, warn = [Path(config.source)], make_logger(console).warning
         try:
-            raw = open_transformed_rows(Path(config.fitted), sources, config.predict.columns, warn)
+            raw = open_transformed_rows(
+                Path(config.fitted), [Path(config.source)], config.predict.columns
+            )
         except ValueError as error:  # preprocessing keeps columns that its description names
             text = str(error).replace("table.keep: ", "predict.columns: ")
             raise ValueError(text) from None

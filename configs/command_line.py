@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,7 +32,7 @@ from configs.help import (
     register_option_help,
 )
 from configs.messages import UNKNOWN_FILE, load_error_text, on_one_line, os_error_text, shown
-from configs.overrides import WrittenOption, one_line, texts_of
+from configs.overrides import WrittenOption, one_line, options_text, texts_of, to_config
 from configs.schema import open_sections
 from configs.stop_signals import INTERRUPTED
 
@@ -241,20 +241,40 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
 
 
 def command(
-    task: Callable[[DictConfig], None],
+    run: Callable[[Any], None],
     schema: type,
     name: str,
+    names: Sequence[str] = ("output",),
+    interrupted: str = RERUN,
     arguments: Callable[[list[str]], list[str]] = list,
 ) -> None:
-    """Run `task` with the options of `configs/<name>.yaml`, whose schema is `<name>_schema`; end with one line after an error.
+    """Run `run` with the checked options of `configs/<name>.yaml`, whose schema is `<name>_schema`; as `checked`.
 
     `arguments`: returns those of the command line as they are composed.
     """
+    task = checked(run, names, interrupted)
     try:
         sys.argv[1:] = arguments(sys.argv[1:])
         composed_command(task, schema, f"{name}_schema", name)()
     except ValueError as error:
         end_command(f"error: {error}")
+
+
+def checked(
+    run: Callable[[Any], None], names: Sequence[str] = ("output",), interrupted: str = RERUN
+) -> Callable[[DictConfig], None]:
+    """Return a function of composed options that runs `run` with the checked ones; an error ends the process with one line.
+
+    `names`: the options that name what it reads or writes, for an error of the system that names no file; `interrupted`: the
+    message after Ctrl-C.
+    """
+
+    @wraps(run)
+    def task(composed: DictConfig) -> None:
+        with errors_end_command(options_text(composed, *names), interrupted=interrupted):
+            run(to_config(composed))
+
+    return task
 
 
 @contextmanager

@@ -103,8 +103,7 @@ def __dir__() -> list[str]:
 def _load(name: str) -> None:
     """Import a package by its short name from here, wherever Python would find one of that name.
 
-    Raises:
-        ImportError: another one was imported before.
+    Raises ImportError: another one was imported before.
     """
     if (other := sys.modules.get(name)) is not None:
         paths = [Path(path).resolve() for path in other.__path__]

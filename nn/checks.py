@@ -43,8 +43,7 @@ FP8_CAPABILITY = (8, 9)
 def open_checked(config: Config) -> Source:
     """Open the data of a run, and check model, optimizers and tasks against it; no process group is needed.
 
-    Raises:
-        ValueError: the data cannot be opened, or an option is not for it.
+    Raises ValueError: the data cannot be opened, or an option is not for it.
     """
     source = open_source(config)
     check_model(config.model, source.spec)
@@ -77,9 +76,8 @@ def _measure_rare_labels(config: Config, source: Source) -> None:
 def check_optimizers(config: Config) -> None:
     """Refuse optimizers that do not exist or cannot train on the device.
 
-    Raises:
-        ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer lacks an option that
-            `optimizer.embedding_options` names, or it has no kernel for GPUs and would train on one.
+    Raises ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer lacks an option that
+    `optimizer.embedding_options` names, or it has no kernel for GPUs and would train on one.
     """
     check_dense_rule(config.effective_optimizer)
     rule = table_rule(config.effective_optimizer.table_name)
@@ -96,8 +94,7 @@ def check_optimizers(config: Config) -> None:
 def check_fp8(config: Config, spec: FeatureSpec) -> None:
     """Refuse `train.fp8` where it cannot work.
 
-    Raises:
-        ValueError: the GPU has no such products, the model has no layers that gain from them, or they are of other sizes.
+    Raises ValueError: the GPU has no such products, the model has no layers that gain from them, or they are of other sizes.
     """
     fp8 = config.train.fp8.value
     if config.train.fp8 is Fp8.off:
@@ -133,8 +130,7 @@ def check_fp8(config: Config, spec: FeatureSpec) -> None:
 def check_chunks(config: Config) -> None:
     """Refuse chunks of a batch for a model that adds losses of the complete batch.
 
-    Raises:
-        ValueError: `train.accumulate` and `model.name` do not fit.
+    Raises ValueError: `train.accumulate` and `model.name` do not fit.
     """
     model = find_model(config.model.name)
     adds = model.add_losses is not Model.add_losses or model.extra_losses is not Model.extra_losses
@@ -146,11 +142,7 @@ def check_chunks(config: Config) -> None:
 
 
 def check_raw_keys(config: Config, spec: FeatureSpec) -> None:
-    """Refuse options that cannot be used with raw keys (`vocabulary: dynamic`).
-
-    Raises:
-        ValueError: the first of them.
-    """
+    """Refuse options that cannot be used with raw keys (`vocabulary: dynamic`); ValueError: the first of them."""
     dynamic = [feature for feature in spec.categorical if feature.is_dynamic]
     if not dynamic:
         return

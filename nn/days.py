@@ -54,9 +54,8 @@ class DayDataset:
 def train_days(composed: DictConfig, work: Callable[[DictConfig], None]) -> None:
     """Train the days that a run has not completed, in their order.
 
-    Raises:
-        ValueError: a directory is no dataset, or the days do not follow one another; or a launcher has started this process.
-        UnfinishedDaysError: a day ended with an exit code, or a signal arrived while waiting.
+    Raises ValueError: a directory is no dataset, or the days do not follow one another; or a launcher has started this process.
+    Raises UnfinishedDaysError: a day ended with an exit code, or a signal arrived while waiting.
     """
     if is_launched():
         raise ValueError(
@@ -90,8 +89,7 @@ class Chain:
 def find_days(patterns: Sequence[str]) -> list[DayDataset]:
     """Return the datasets that paths and patterns name; what else a pattern matches is left out.
 
-    Raises:
-        ValueError: a path names no dataset, or one that does not tell its fit.
+    Raises ValueError: a path names no dataset, or one that does not tell its fit.
     """
     found: dict[str, DayDataset] = {}
     for pattern in patterns:
@@ -116,8 +114,7 @@ def days_to_train(days: Sequence[DayDataset], latest: str | None, *, is_complete
 
     `latest`: identity of the fit of that day; None if the run has no checkpoint.
 
-    Raises:
-        ValueError: two days follow the same one, or there are several first ones.
+    Raises ValueError: two days follow the same one, or there are several first ones.
     """
     next_of: dict[str | None, DayDataset] = {}
     by_identity = {day.lineage.identity: day for day in days}
@@ -170,8 +167,7 @@ def _fetch(run_dir: Path, mirror: str) -> None:
 def _latest(run_dir: Path) -> str | None:
     """Return the identity of the fit that the latest checkpoint of a run was trained on; None without a checkpoint.
 
-    Raises:
-        ValueError: that is not known.
+    Raises ValueError: that is not known.
     """
     for path in list_checkpoints(run_dir / CHECKPOINTS):
         try:

@@ -56,8 +56,7 @@ class Jobs:
     def run(self, composed: DictConfig, work: Callable[[DictConfig], None]) -> None:
         """Run one job in a process of its own, and wait for it; do nothing after a signal.
 
-        Raises:
-            ValueError: a launcher has started this process.
+        Raises ValueError: a launcher has started this process.
         """
         if is_launched():
             raise ValueError(

@@ -21,7 +21,6 @@ from nn.checkpoint.tensor_index import read_index
 from nn.distributed.process_group import Ranks
 from nn.embedding.declared_tables import table_of_feature, tables_of_feature
 from nn.models.registry import declared_tables
-from nn.observability.records import SUMMARY
 from nn.training.limits import Day
 from nn.training.lr_scheduler import has_ended
 
@@ -37,9 +36,8 @@ def day_to_train(
 ) -> Day:
     """Return the day that a run trains from a checkpoint of its own.
 
-    Raises:
-        ValueError: with `day=next`, the dataset does not follow that of the checkpoint, or the checkpoint's day is not
-            complete.
+    Raises ValueError: with `day=next`, the dataset does not follow that of the checkpoint, or the checkpoint's day is not
+    complete.
     """
     before = Day.of_facts(facts)
     if config.day is not DayToTrain.next or not changed_data(facts, now):
@@ -48,7 +46,7 @@ def day_to_train(
     lineage = Lineage.of(spec.metadata)
     if not config.checkpoint.allow_changes:
         _check_follows(config, before, lineage, path)
-    if not _has_ended(config, facts):
+    if not facts["trainer"][ENDS_DAY]:
         raise ValueError(
             f"run_dir={config.run_dir} has not finished the day of data.path={path}, step {facts['num_steps']:,} is its "
             "latest checkpoint; run that to its end first, with its data.path"
@@ -60,14 +58,6 @@ def day_to_train(
             "scheduler.decay_start_step=null, or a later one"
         )
     return Day(before.number + 1, first, lineage.identity, path, is_new=True)
-
-
-def _has_ended(config: Config, facts: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint is the last one of its day; of an older version, the run's summary says it."""
-    ends = facts["trainer"].get(ENDS_DAY)
-    if ends is None and config.run_dir is not None:
-        return (Path(config.run_dir) / SUMMARY).exists()
-    return bool(ends)
 
 
 def _check_follows(config: Config, before: Day, now: Lineage, path: str | None) -> None:
@@ -128,8 +118,10 @@ def retired_rows(config: Config, spec: FeatureSpec) -> dict[str, np.ndarray]:
     return found
 
 
-def open_previous_day(config: Config, day: Day, ranks: Ranks, logger: Logger) -> Source | None:
-    """Open the dataset of the day before; None, with a note, if it is gone, and on the first day."""
+def open_previous_day(
+    config: Config, day: Day, spec: FeatureSpec, ranks: Ranks, logger: Logger
+) -> Source | None:
+    """Open the dataset of the day before, for a step of `spec`; None, with a note, if it is gone, and on the first day."""
     path = day.previous
     if path is None:
         return None
@@ -137,7 +129,7 @@ def open_previous_day(config: Config, day: Day, ranks: Ranks, logger: Logger) ->
     if problem is not None:
         logger.info(f"note: no evaluation on day {day.number - 1}: {problem}")
         return None
-    return open_source(replace(config, data=replace(config.data, path=path)))
+    return open_source(replace(config, data=replace(config.data, path=path)), spec)
 
 
 def _problem(path: str) -> str | None:

@@ -10,7 +10,6 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
-from configs.built_in import MODELS
 from configs.messages import printable, shortened
 from configs.option_values import plain_values
 from configs.schema import RENAMED, Component, Config, Mode, default_values
@@ -40,7 +39,7 @@ from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
 from nn.loggers.run_logger import flat_options
 from nn.models.metric import PR_AUC
-from nn.models.registry import declared_tables, options_of_own_models
+from nn.models.registry import declared_tables
 from nn.next_day import CHANGES, day_to_train, first_day, next_day_hint
 from nn.observability.records import (
     CONFIG,
@@ -129,7 +128,7 @@ def finished_run(
             if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
                 return False
             loop = start.facts["trainer"]
-            evals = loop.get("evals_since_best", 0)
+            evals = loop["evals_since_best"]
             reason = early_stop(config, loop["test"], start.num_steps, evals)
             return start.num_steps >= last_step or reason is not None
 
@@ -175,9 +174,7 @@ def kept_records(
     """Return the records that a run keeps, None for one that starts from nothing; only rank 0 may call it."""
     if not start.is_continuation:
         return None
-    stored = start.facts["trainer"].get("last_record")
-    last_record = stored if type(stored) is int else None
-    day = start.day
+    last_record, day = start.facts["trainer"]["last_record"], start.day
     kept = records_until(
         run_dir / METRICS, start.num_steps, last_record, day.number, is_new_day=day.is_new
     )
@@ -409,15 +406,11 @@ def _differences(
 ) -> list[str]:
     """Describe what differs from an earlier start and changes what is learnt, but for `FREE` and `changes`."""
     old, new = _complete(before, config), _flat(plain_values(config))
-    # Runs of earlier versions recorded the options of all models of the project.
-    name = old.get("model.name")
-    others = options_of_own_models() if isinstance(name, str) and name in MODELS else set()
 
     def may_differ(option: str) -> bool:
-        free = any(
+        return any(
             option == f or (f.endswith(".") and option.startswith(f)) for f in (*FREE, *changes)
         )
-        return free or (option in others and option not in new)
 
     def short(value: Any) -> str:
         return shortened(printable(str(value)))

@@ -19,8 +19,7 @@ from nn.models.registry import typed_config
 def read_saved_config(path: Path) -> dict[str, Any]:
     """Return the options of a run's config.yaml; their values are not checked yet.
 
-    Raises:
-        ValueError: the file is missing or cannot be read, or is no configuration of a run.
+    Raises ValueError: the file is missing or cannot be read, or is no configuration of a run.
     """
     if path.is_dir():
         raise ValueError(f"config={path} is a directory; name the config.yaml in it")
@@ -55,8 +54,7 @@ def load_saved_config(path: Path, *, trusted: bool) -> Config:
 
     `trusted`: whether a model outside the project, `package.module:Class`, may be imported.
 
-    Raises:
-        ValueError: see `read_saved_config`; or an invalid value, or a model that may not be imported.
+    Raises ValueError: see `read_saved_config`; or an invalid value, or a model that may not be imported.
     """
     values = read_saved_config(path)
     model = values["model"]
@@ -74,8 +72,7 @@ def load_saved_config(path: Path, *, trusted: bool) -> Config:
 def config_of(facts: Mapping[str, Any]) -> Config:
     """Return the checked options of a run from the run.json of a checkpoint.
 
-    Raises:
-        ValueError: there are none, or they are not those of this version.
+    Raises ValueError: there are none, or they are not those of this version.
     """
     if "config" not in facts:
         raise ValueError("it has no options of a run")
@@ -103,9 +100,6 @@ def _rename_earlier(values: dict[str, Any]) -> None:
         options = values.get(section) if section else values
         if isinstance(options, dict) and name in options:
             options.setdefault(new.rpartition(".")[2], options.pop(name))
-    log = values.get("log")
-    if isinstance(log, dict) and "tensorboard" in log:
-        log.setdefault("loggers", ["tensorboard"] if log.pop("tensorboard") else [])
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

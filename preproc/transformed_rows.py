@@ -6,7 +6,8 @@ files. Labels and weights are not read.
 """
 
 import glob
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,30 +47,28 @@ MEMORY_LIMIT = "4GB"
 """Memory of DuckDB; vocabularies beyond it lie on disk while rows are read."""
 ROWS = "rows_"
 """Relation of the rows of a chunk."""
+OF_LOG = re.compile(r"c0|(time|past|event)\d+_.*")
+"""Staged columns that tell the events of a log: the first feature's values, times, filters and numbers."""
 
 
 class RowBatch(NamedTuple):
-    # as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the files have it
+    # as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the files have it; of a log those of OF_LOG
     features: pa.RecordBatch
     # raw columns as they stand, in the order in which they were named
     kept: pa.RecordBatch
 
 
 def open_transformed_rows(
-    fitted: Path,
-    sources: Sequence[Path],
-    keep: Sequence[str] = (),
-    warn: Callable[[str], None] = print,
+    fitted: Path, sources: Sequence[Path], keep: Sequence[str] = ()
 ) -> "TransformedRows":
     """Open raw files whose rows are transformed by the fit in the dataset directory `fitted`.
 
-    `fitted`: a dataset with its fit; the files of its rows need not exist. `warn`: called with one line if nothing
-    tells whether the fit is as it was written. Raises ValueError: there is no fit, its features have histories, or the
-    files lack the column of a feature or of `keep`; one line.
+    `fitted`: a dataset with its fit; the files of its rows need not exist. Raises ValueError: there is no fit, its features
+    have histories, or the files lack the column of a feature or of `keep`; one line.
     """
     table = described_rows(fitted, [str(source) for source in sources])
     refuse_histories(fitted, table)
-    state = load_fitted(fitted, table, warn)
+    state = load_fitted(fitted, table)
     return TransformedRows(
         FeatureSpec.load_features(fitted), replace(table, keep=list(keep)), state
     )
@@ -122,8 +121,7 @@ class TransformedRows:
             )
             self._table = self._staging.table
             refuse_other_numbers(self._staging.five, state.five)
-            if state.text_columns is not None:
-                self._staging.refuse_no_text()
+            self._staging.refuse_no_text()
             kept = [f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(table.keep)]
             query = f"SELECT {', '.join(kept) or 'bad_'} FROM ({self._staging.query})"
             self.kept_schema = self._engine.schema(query) if kept else pa.schema([])
@@ -207,6 +205,9 @@ class TransformedRows:
         for number, (feature, stored) in enumerate(categorical):
             columns[stored.name] = self._ids(number, feature, stored, part, is_first=not first)
         self._cursor.unregister(ROWS)
+        if self._table.logs:
+            staged = filter(OF_LOG.fullmatch, batch.schema.names)
+            columns |= {name: batch.column(name) for name in staged}
         kept = [batch.column(f"keep{i}_") for i in range(len(self._table.keep))]
         return RowBatch(
             pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns)),

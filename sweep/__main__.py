@@ -8,36 +8,30 @@ if __name__ == "__main__":
 
 import signal
 
-from omegaconf import DictConfig
-
 from configs.arguments import quoted
-from configs.command_line import command, end_command, errors_end_command
+from configs.command_line import command, end_command
 from configs.console import LiteralConsole
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.many_runs_schema import SweepConfig
 from configs.messages import require_package
-from configs.overrides import no_option, options_text, to_config
+from configs.overrides import no_option
 from configs.schema import Config, describe
 from configs.stop_signals import INTERRUPTED, restore_signals
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and sweep; report errors in one line."""
-    with errors_end_command(
-        options_text(composed, "output"), interrupted=f"{INTERRUPTED}: the same command resumes"
-    ):
-        config = to_config(composed)
-        require_package("optuna", "python -m sweep")
-        # Imported here: --help needs no Optuna.
-        from sweep.driver import StoppedSweepError
-        from sweep.run import run_sweep
+def run(config: SweepConfig) -> None:
+    """Sweep."""
+    require_package("optuna", "python -m sweep")
+    # Imported here: --help needs no Optuna.
+    from sweep.driver import StoppedSweepError
+    from sweep.run import run_sweep
 
-        restore_signals()
-        try:
-            run_sweep(config, LiteralConsole())
-        except StoppedSweepError as error:
-            is_interrupt = error.signum == signal.SIGINT
-            end_command(str(error), INTERRUPTED_EXIT_CODE if is_interrupt else RESUME_EXIT_CODE)
+    restore_signals()
+    try:
+        run_sweep(config, LiteralConsole())
+    except StoppedSweepError as error:
+        is_interrupt = error.signum == signal.SIGINT
+        end_command(str(error), INTERRUPTED_EXIT_CODE if is_interrupt else RESUME_EXIT_CODE)
 
 
 def with_trial_options(arguments: list[str]) -> list[str]:
@@ -63,4 +57,10 @@ def with_trial_options(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    command(run, SweepConfig, "sweep", with_trial_options)
+    command(
+        run,
+        SweepConfig,
+        "sweep",
+        interrupted=f"{INTERRUPTED}: the same command resumes",
+        arguments=with_trial_options,
+    )

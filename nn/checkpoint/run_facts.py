@@ -84,12 +84,8 @@ _TRAINER: dict[str, tuple[Check, str]] = {
     "key_counts": (_mapping_to(is_count), "numbers of keys"),
 }
 _REQUIRED = ("num_steps", "feature_spec", "index_crc32", "files")
-# Older checkpoints lack these.
-_LATER_OF_TRAINER = (
-    *("last_record", "restored_test_auc", "first_step", "best_metric", "evals_since_best"),
-    *(ENDS_DAY, "other_days", "key_counts", "best_rows"),
-)
-_REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name not in _LATER_OF_TRAINER)
+# Only runs with raw keys count them.
+_REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name != "key_counts")
 _REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")
 
 

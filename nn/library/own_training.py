@@ -74,11 +74,7 @@ class Training:
         self._is_finished = False
 
     def __enter__(self) -> Self:
-        """Open the run.
-
-        Raises:
-            ValueError: an invalid option or input, or a run directory that holds the complete run already.
-        """
+        """Open the run; ValueError: an invalid option or input, or a run directory that holds the complete run already."""
         config = self._config
         check_inputs(config)
         require_stack()

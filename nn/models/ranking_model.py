@@ -83,7 +83,7 @@ class RankingModel(nn.Module):
 
     def _ids_of(self, table: str, feature: str, batch: Batch) -> "JaggedTensor":
         """Return the rows of a table that a feature looks up."""
-        return batch.ids[feature]
+        return batch.feature(feature)
 
     def _look_up(self, table: "EmbeddingBagConfig", feature: str, batch: Batch) -> Tensor:
         """Return the embeddings of one feature: [B, D], or [B, H * D] without pooling."""

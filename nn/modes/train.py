@@ -114,7 +114,7 @@ def open_training(
             time_left=time_left,
         )
         stack.enter_context(progress)
-        state = _loop_state(config, start)
+        state = _loop_state(start)
         own: list[Observer | None] = [
             DayScores(session, state, progress, heartbeat),
             deltas,
@@ -152,13 +152,10 @@ def _time_left(
     )
 
 
-def _loop_state(config: Config, start: ResumePoint) -> LoopState:
+def _loop_state(start: ResumePoint) -> LoopState:
     """Return what the loop begins with: the state in a checkpoint of its own, or a new one."""
     if start.is_continuation:
-        began_restored = config.checkpoint.restore is not None
-        return LoopState.of_facts(
-            start.facts["trainer"], start.num_steps, start.day, began_restored=began_restored
-        )
+        return LoopState.of_facts(start.facts["trainer"], start.num_steps, start.day)
     return LoopState(
         num_steps=start.num_steps,
         first_step=start.num_steps,
@@ -225,6 +222,7 @@ def _mlperf_settings(session: Session) -> dict[str, Any]:
         train_rows=session.source.num_rows(TRAIN_SPLIT),
         eval_rows=rows,
         on_gpu=on_gpu,
+        num_ranks=ranks.world_size,
     )
 
 

@@ -16,15 +16,11 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.distributed.planner.utils import placement
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from dataloading.dataset.batch_layout import id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.keys.new_rows import NewRows, RekeyedRows
 from nn.distributed.process_group import Ranks, open_channel
-from nn.embedding.declared_tables import (
-    handing_tables,
-    id_counts,
-    initial_bound,
-    keyed_tables,
-)
+from nn.embedding.declared_tables import handing_tables, initial_bound, keyed_tables
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule

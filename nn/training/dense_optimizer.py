@@ -158,8 +158,7 @@ ADAMW = DenseRule(name="adamw", build=_adamw, states_per_weight=2, reads_device=
 def dense_rule(config: OptimizerConfig) -> DenseRule:
     """Return the record of the dense component's optimizer.
 
-    Raises:
-        ValueError: `package.module:NAME` cannot be imported, or is no `DenseRule`.
+    Raises ValueError: `package.module:NAME` cannot be imported, or is no `DenseRule`.
     """
     if config.name == OptimizerName.sgd and config.momentum:
         return MOMENTUM_SGD
@@ -185,9 +184,8 @@ def _rule_named(name: str) -> DenseRule:
 def check_dense_rule(config: OptimizerConfig) -> None:
     """Refuse an optimizer from outside the project whose state a checkpoint would lose; it takes a step on two weights.
 
-    Raises:
-        ValueError: `optimizer.name` names no optimizer; or a step with a learning rate of 0 changes weights, or leaves state
-            that is no tensor.
+    Raises ValueError: `optimizer.name` names no optimizer; or a step with a learning rate of 0 changes weights, or leaves state
+    that is no tensor.
     """
     rule = dense_rule(config)
     if config.name in DENSE_RULES:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from nn.checkpoint.run_facts import ENDS_DAY
 from nn.models.metric import AUC, GAUC, Metric
-from nn.observability.run_directory import FIRST_AUC, RESTORED_AUC, UNTRAINED_AUC
+from nn.observability.run_directory import FIRST_AUC
 from nn.training.limits import Day
 
 
@@ -48,7 +48,7 @@ class LoopState:
     best_value: float = math.nan
     best_step: int | None = None
     evals_since_best: int = 0
-    ends_day: bool | None = None  # in a loaded checkpoint; None in one of an older version
+    ends_day: bool | None = None  # in a loaded checkpoint
 
     def facts(self, *, ends_day: bool) -> dict[str, Any]:
         """Return what run.json holds."""
@@ -71,24 +71,18 @@ class LoopState:
         }
 
     @classmethod
-    def of_facts(
-        cls, facts: Mapping[str, Any], num_steps: int, day: Day, *, began_restored: bool
-    ) -> Self:
-        """Return the state of a run that resumes; checkpoints of earlier versions lack some facts.
+    def of_facts(cls, facts: Mapping[str, Any], num_steps: int, day: Day) -> Self:
+        """Return the state of a run that resumes.
 
         A new day starts without evaluations and sums, since metrics of different days cannot be compared.
         """
-        first_auc = {name: facts.get(name) for name in FIRST_AUC}
-        if began_restored and RESTORED_AUC not in facts:
-            # Earlier versions called the AUC of a restored model untrained too.
-            first_auc = {UNTRAINED_AUC: None, RESTORED_AUC: first_auc[UNTRAINED_AUC]}
         state = cls(
             num_steps=num_steps,
             day=day,
             origin=Origin.RESUMED,
-            first_step=facts.get("first_step", 0),
-            last_record=facts.get("last_record"),
-            first_auc=first_auc,
+            first_step=facts["first_step"],
+            last_record=facts["last_record"],
+            first_auc={name: facts[name] for name in FIRST_AUC},
         )
         if day.is_new:
             return state
@@ -100,13 +94,13 @@ class LoopState:
             key_counts=facts.get("key_counts"),
             row_capacity=facts.get("row_capacity"),
             test=facts["test"],
-            other_days=dict(facts.get("other_days", {})),
-            best_metric=facts.get("best_metric", AUC.name),
-            best_rows=facts.get("best_rows", {}),
+            other_days=dict(facts["other_days"]),
+            best_metric=facts["best_metric"],
+            best_rows=facts["best_rows"],
             best_value=math.nan if best is None else best,
             best_step=facts["best_step"],
-            evals_since_best=facts.get("evals_since_best", 0),
-            ends_day=facts.get(ENDS_DAY),
+            evals_since_best=facts["evals_since_best"],
+            ends_day=facts[ENDS_DAY],
         )
 
     def compare_by(self, metric: Metric, scored: Mapping[str, Any]) -> str | None:

@@ -155,9 +155,8 @@ class TrainStep:
 
         `step` updates were made so far; it sets the learning rate.
 
-        Raises:
-            DivergedError: on all ranks, before any update, if the loss is not finite.
-            ValueError: the schedule is not a finite number.
+        Raises DivergedError: on all ranks, before any update, if the loss is not finite. Raises ValueError: the schedule is not
+        a finite number.
         """
         # Before the batch is taken: a schedule of the caller's own may be corrected.
         factor = self._factor_of(step)

@@ -200,8 +200,7 @@ class Trainer:
     def train(self) -> None:
         """Train to the end.
 
-        Raises:
-            StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
+        Raises StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
         """
         start_step, last_step = self.num_steps, self.last_step
         eval_at = EvalSteps.of(self._config, self._train_loader.steps_per_epoch)
@@ -313,8 +312,7 @@ class Trainer:
 
         The last checkpoint must have been written: the state that was trained last may be gone afterwards.
 
-        Raises:
-            SharedError: the best checkpoint cannot be read.
+        Raises SharedError: the best checkpoint cannot be read.
         """
         self._observers.tell("on_end", self)
         model_step, best_step = self.num_steps, self.state.best_step
@@ -422,8 +420,7 @@ class Trainer:
     def between_steps(self) -> None:
         """Save if a checkpoint is due, and stop after a signal; all ranks decide the same.
 
-        Raises:
-            StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
+        Raises StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
         """
         if self._preemption is not None:
             self._save_or_stop(self._preemption)

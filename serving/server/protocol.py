@@ -98,10 +98,7 @@ def describe_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> "Des
 
 
 def read_inputs(described: "Described", body: bytes | memoryview) -> InferRequest:
-    """Return the request of a body, with its tensors.
-
-    Raises RequestError: a tensor is malformed; the message names the input.
-    """
+    """Return the request of a body, with its tensors; RequestError: a tensor is malformed; the message names the input."""
     inputs: dict[str, Tensor] = {}
     rest = memoryview(body)[described.length :]
     room = JSON_BYTES - described.length

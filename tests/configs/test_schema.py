@@ -177,7 +177,8 @@ REFUSED = [
     (SchedulerConfig, {"decay": DecayShape.cosine},
      "scheduler.decay=cosine never begins: set scheduler.decay_start_step and scheduler.decay_steps too"),
     (SchedulerConfig, {"decay": DecayShape.cosine, "decay_start_step": 5, "decay_steps": 5, "decay_power": 1.0},
-     "scheduler.decay_power=1.0 is of scheduler.decay=polynomial, and cosine would ignore it; leave it out"),
+     "scheduler.decay_power=1.0 is of scheduler.decay=polynomial, and scheduler.decay=cosine would ignore it; leave "
+     "it out, or set scheduler.decay=polynomial"),
     (TrainConfig, {"fp8": Fp8.full},
      "train.fp8=full needs train.amp=bf16 for all other operations, got train.amp=off; set train.amp=bf16, or "
      "train.fp8=off"),
@@ -257,7 +258,7 @@ REFUSED = [
     (LogConfig, {"every": 0}, "log.every must be positive, got 0"),
     (Config, {"days": ["data/*"]}, "days names several datasets; set day=next, and leave data.path out"),
     (Config, {"days": ["data/*"], "day": DayToTrain.next, "mode": Mode.eval},
-     "days is of mode=train, not mode=eval; leave it out"),
+     "days=['data/*'] is of mode=train, and mode=eval would ignore it; leave it out, or set mode=train"),
     (Config, {"watch_days": 5.0}, "watch_days=5.0: want seconds above 0, and days; set both, or leave it out"),
 ]
 # fmt: on

@@ -21,7 +21,7 @@ from hydra import compose as compose_files
 from hydra import initialize_config_module
 from omegaconf import DictConfig
 
-from configs.command_line import register
+from configs.command_line import checked, register
 from configs.export_schema import ExportConfig
 from configs.schema import Component
 from dataloading.dataset.dataset_directory import write_dataset
@@ -282,7 +282,7 @@ def export(*overrides: str) -> Callable[[], None]:
     def command() -> None:
         from nn.export.__main__ import run
 
-        run(compose())
+        checked(run)(compose())
 
     PREPARED.append(compose)
     return command

@@ -62,7 +62,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     fitted = None
     if config.mode in (Mode.transform, Mode.extend):
         with progress.phase(f"compare the fit in {config.fitted} with its records"):
-            fitted = load_fitted(Path(config.fitted or ""), table, progress.warn)
+            fitted = load_fitted(Path(config.fitted or ""), table)
         table = with_missing_of(fitted, table)
         if config.mode is Mode.extend:
             config = with_limits_of(fitted, config, table)
@@ -190,7 +190,6 @@ def _build(journal: Journal) -> int:
     if config.on_bad is OnBad.quarantine:
         write_bad(journal)
     rows_read = num_read(journal)
-    is_text = journal.work.state["is_text"]
     written = WrittenColumns(
         categorical=transformed.categorical,
         files=records,
@@ -208,9 +207,7 @@ def _build(journal: Journal) -> int:
         five=journal.work.state["five"],
         types=journal.work.state["types"],
         vocabularies={} if fitted is None else vocabularies(fitted.limits),
-        text_columns=None
-        if is_text is None
-        else TextColumns.of(is_text, str(journal.work.directory)),
+        text_columns=TextColumns.of(journal.work.state["is_text"], str(journal.work.directory)),
     )
     complete_dataset(written, config, table, journal.work, journal.progress)
     return num_rows

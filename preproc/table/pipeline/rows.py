@@ -55,13 +55,9 @@ def _number_all(journal: Journal, path: Path) -> None:
     )
     staging.refuse_text_order(
         is_fit=journal.fitted is None,
-        is_its_query=journal.fitted is not None
-        and journal.fitted.query in (None, journal.table.query),
+        is_its_query=journal.fitted is not None and journal.fitted.query == journal.table.query,
     )
-    # What an earlier version fitted did not record its columns: those of these rows are not in its place.
-    is_known = journal.fitted is None or journal.fitted.text_columns is not None
-    if is_known:
-        staging.refuse_no_text()
+    staging.refuse_no_text()
     if journal.fitted is not None:
         refuse_other_numbers(staging.five, journal.fitted.five)
     journal.work.state["five"] = staging.five
@@ -79,7 +75,7 @@ def _number_all(journal: Journal, path: Path) -> None:
     if journal.config.mode is Mode.fit:
         for why in unserved:
             journal.progress.say(f"note: raw values cannot be served: {why}")
-    journal.work.state["is_text"] = staging.text_columns.as_json() if is_known else None
+    journal.work.state["is_text"] = staging.text_columns.as_json()
     journal.work.state["columns"] = staging.column_roles
     journal.work.state["absent"] = sorted(
         {*journal.table.row_numbers} - {*staging.table.row_numbers}

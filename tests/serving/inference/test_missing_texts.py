@@ -326,37 +326,6 @@ def test_items_of_lists_are_no_fields_and_those_of_a_history_were(tmp_path):
     assert {len(ids) for ids in wanted["tags"]} == {0, 1, 2}
 
 
-def forget_columns(root: Path) -> Path:
-    """Make a fit one of an earlier version, which did not record which columns were text."""
-    saved = json.loads((root / "preproc.json").read_text())
-    del saved["is_text"]
-    (root / "preproc.json").write_text(json.dumps(saved))
-    record_again(root, "preproc.json")
-    return root
-
-
-@pytest.mark.parametrize("kind", WRITERS)
-def test_a_fit_of_an_earlier_version_takes_columns_as_they_come(kind, tmp_path, capsys):
-    train = WRITERS[kind](tmp_path / f"train.{kind}", values(300, 0))
-    build(tmp_path / "data", described(train), *OPTIONS)
-    kept = features_of(tmp_path / "data", "train")
-    root = forget_columns(tmp_path / "data")
-    columns, lines = values(300, 0), []
-    # Rows of the kind of the fit are as before, also at the server; the others are by their own kind.
-    with open_transformed_rows(root, [train], warn=lines.append) as batches:
-        found = features_of_table(pa.Table.from_batches([batch.features for batch in batches]))
-    assert {name: of[:225] for name, of in found.items()} == kept
-    assert len(lines) == 1
-    assert "did not record which columns were text" in lines[0]
-    raw = served(root, tmp_path / "model")
-    texts = inputs_of(as_texts(columns))
-    numbers = arrays(columns, code=np.int64, count=np.int64, amount=np.float64)
-    assert scored(raw, texts if kind == "csv" else texts | numbers) == found
-    hashed = scored(raw, texts)["hashed"], scored(raw, texts | numbers)["hashed"]
-    assert [i == 0 for i in hashed[0]] == [text in MISSING for text in texts["code"]]
-    assert 0 not in hashed[1]
-
-
 def test_what_is_no_record_of_columns_is_refused(tmp_path):
     train = write_csv(tmp_path / "train.csv", values(300, 0))
     build(tmp_path / "data", described(train), *OPTIONS)
