@@ -1437,6 +1437,8 @@ def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
         if is_dataclass(value):
             defaults |= default_values(value, f"{key}.")
             continue
+        if isinstance(value, dict):  # names that the user chooses
+            continue
         factory = declared.default_factory
         default = declared.default if factory is DATACLASS_MISSING else factory()
         items = default if isinstance(default, list) else [default]
