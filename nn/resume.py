@@ -407,8 +407,10 @@ def _differences(
     """Describe what differs from an earlier start and changes what is learnt, but for `FREE` and `changes`."""
     old, new = _complete(before, config), _flat(plain_values(config))
 
-    def may_differ(key: str) -> bool:
-        return any(key == f or (f.endswith(".") and key.startswith(f)) for f in (*FREE, *changes))
+    def may_differ(option: str) -> bool:
+        return any(
+            option == f or (f.endswith(".") and option.startswith(f)) for f in (*FREE, *changes)
+        )
 
     def short(value: Any) -> str:
         return shortened(printable(str(value)))
@@ -427,11 +429,11 @@ def _flat(content: dict[str, Any]) -> dict[str, Any]:
 
 def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
     """Return recorded options by dotted name; those of later versions have their default, which changes nothing."""
-    recorded = _flat(before)
+    recorded, now = _flat(before), _flat(plain_values(config))
     # A section of names that the user chooses, such as `tasks`, has no default beside its values.
     defaults = {
         option: value
         for option, value in default_values(config).items()
-        if not any(name.startswith(f"{option}.") for name in recorded)
+        if option in now and not any(name.startswith(f"{option}.") for name in recorded)
     }
     return defaults | recorded
