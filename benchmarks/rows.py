@@ -105,8 +105,14 @@ FAMILY = {
         DEEPFM,
         overrides=(*DEEPFM.overrides, f"model.name={name}", "model.embedding_dim=16"),
     )
-    for name in ("finalmlp", "masknet", "wukong", "shared_bottom", "mmoe", "ple")
+    for name in (
+        *("finalmlp", "masknet", "wukong", "shared_bottom", "mmoe", "ple"),
+        *("rankmixer", "fcn", "autoint", "xdeepfm", "pepnet"),
+    )
 }
+# Four features of the user and the item, whose gates weigh the towers, and one of the domain.
+PEPNET = ("model.domain_features=[cat_5]", "model.prior_features=[cat_0,cat_1,cat_2,cat_3]")
+FAMILY["pepnet_1"] = replace(FAMILY["pepnet_1"], overrides=(*FAMILY["pepnet_1"].overrides, *PEPNET))
 """Models without a recipe of their own, with their default sizes."""
 SOK = Row("main", 1, "embedding_mlp_sok", "sok", exponent=0, train_rows=50 * 65_536)
 DIN = Row(

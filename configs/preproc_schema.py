@@ -1,6 +1,6 @@
 """Every option of `python -m preproc`, in the style of `configs/schema.py`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -14,7 +14,7 @@ Mode = StrEnum("Mode", "fit transform extend verify convert describe")
 """Modes of the command."""
 Format = StrEnum("Format", "binary parquet csv")
 """Output format of `mode=convert`."""
-Layout = StrEnum("Layout", "criteo mlperf table synthetic")
+Layout = StrEnum("Layout", "criteo mlperf table synthetic yambda")
 """Kind of input."""
 EngineName = StrEnum("EngineName", "duckdb spark")
 """Engine that runs the SQL."""
@@ -35,6 +35,23 @@ class StreamConfig:
     """The built-in synthetic clicks, under the same keys as in training."""
 
     synthetic: SyntheticConfig = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
+class YambdaConfig(Section):
+    """Logs of listens, `dataset=yambda`."""
+
+    section = "yambda"
+
+    events: str = option("flat/5b/multi_event.parquet", "file of all events below source")
+    history: int = option(
+        4086,
+        "earlier events of its user that a row needs, and the most that it sees, a third of each pool",
+        most=20_000,
+        gt=2,
+    )
+    users: int = option(10_000, "users of the synthetic log, without source", most=2**31 - 1, gt=0)
+    mean_events: float = option(4763.0, "mean events of a user of the synthetic log", gt=0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,7 +84,9 @@ class PreprocConfig(Section):
         gt=0,
         only="mode=convert to=parquet",
     )
-    layout: Layout = option(Layout.criteo, "criteo, mlperf, table or synthetic; set by dataset=...")
+    layout: Layout = option(
+        Layout.criteo, "criteo, mlperf, table, synthetic or yambda; set by dataset=..."
+    )
     engine: EngineName = option(
         EngineName.duckdb, "duckdb (this machine) or spark (a cluster); both write the same bytes"
     )
@@ -134,8 +153,8 @@ class PreprocConfig(Section):
     )
     table_rows: list[int] | None = option(
         None,
-        "rows per table with dataset=criteo_mlperf, one entry per category, and with mode=convert of ids that are hashes, one "
-        "entry per table; ids are taken modulo",
+        "rows per table with dataset=criteo_mlperf, one entry per category, with dataset=yambda, and with mode=convert of ids "
+        "that are hashes, one entry per table; ids are taken modulo",
         most=2**31 - 1,
         gt=0,
     )
@@ -152,7 +171,8 @@ class PreprocConfig(Section):
         None, "directory for temporary columns and DuckDB's spill; null: beside output", path=True
     )
     plot: bool = option(True, "draw the report as output/report.png")
-    seed: int = option(1, "seed of shuffle and of the synthetic clicks", ge=0)
+    seed: int = option(1, "seed of shuffle and of what is synthetic", ge=0)
+    yambda: YambdaConfig = field(default_factory=YambdaConfig)
     data: StreamConfig = MISSING
 
     def __post_init__(self) -> None:
@@ -186,6 +206,8 @@ class PreprocConfig(Section):
         elif self.layout is Layout.mlperf:
             self._check_criteo()
             self._check_mlperf()
+        elif self.layout is Layout.yambda:
+            self._check_yambda()
         else:
             TableConfig.of(self.table)
             self._check_files("test_source")
@@ -241,6 +263,20 @@ class PreprocConfig(Section):
                 f"dataset=criteo_mlperf follows MLPerf's procedure, which knows no {name}={getattr(got, 'name', got)}; "
                 "leave it out, or choose dataset=criteo_1tb",
             )
+
+    def _check_yambda(self) -> None:
+        for is_good, problem in (
+            (self.mode is Mode.fit, f"has no mode={self.mode.value}; leave it out"),
+            (
+                self.source is None or isinstance(self.source, str),
+                f"wants one directory, got source={self.source}",
+            ),
+            (
+                len(self.table_rows or []) == 11,
+                f"needs table_rows, 11 positive numbers, got {self.table_rows}",
+            ),
+        ):
+            require(is_good, f"dataset=yambda {problem}")
 
     def _check_criteo(self) -> None:
         require(

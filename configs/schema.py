@@ -188,6 +188,8 @@ TableDtype = StrEnum("TableDtype", "fp32 bf16 fp16")
 """Storage dtype of table weights."""
 EventPooling = StrEnum("EventPooling", "sum mean last attention")
 """Pooling of the events of a feature."""
+NumericalEncoding = StrEnum("NumericalEncoding", "plain periodic buckets")
+"""Form in which models read numerical features."""
 DecayShape = StrEnum("DecayShape", "polynomial cosine")
 """Curve of the learning rate's decay."""
 OptimizerName = StrEnum("OptimizerName", "sgd adagrad rowwise_adagrad adam lion lamb")
@@ -433,6 +435,28 @@ class ModelConfig(Section):
         "columns of single tables, by feature: {genres: 16}, projected to embedding_dim where the model needs one width; "
         "suggested: 16 to 512 by each table's rows, as NVTabular suggests them",
     )
+    # Any, as above; checked against the dataset.
+    event_weights: Any = option(
+        None,
+        "number of the events that weighs their vectors in sequence_pooling=sum or mean, by sequence group: {tags: tag_weight}; "
+        "the mean is divided by the sum of the weights",
+    )
+    numerical_encoding: NumericalEncoding = option(
+        NumericalEncoding.plain,
+        "form of numerical features: plain, as the model's paper has it; or embedding_dim columns each, by learned frequencies "
+        "(periodic) or learned buckets",
+    )
+    numerical_size: int = option(
+        16, "frequencies or buckets of each number in numerical_encoding", most=MOST_COLUMNS, gt=0
+    )
+    numerical_sigma: float = option(
+        0.1, "standard deviation of the initial frequencies of numerical_encoding=periodic", gt=0
+    )
+    pretrained: Any = option(
+        None,
+        "vectors that are not trained, by feature: {item: items.npy}, float [rows, columns], with the columns in "
+        "embedding_dims (docs/models.md)",
+    )
     sequence_pooling: EventPooling = option(
         EventPooling.sum,
         "vector of a feature of a sequence group that the model does not read event by event: sum or mean of its events, the "
@@ -451,6 +475,26 @@ class ModelConfig(Section):
             f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
             f"{{genres: 16}}, or be {SUGGESTED}, got {widths}",
         )
+        self.event_weights = self.event_weights or {}
+        require(
+            isinstance(self.event_weights, dict),
+            f"model.event_weights must map sequence groups to numbers, such as {{tags: tag_weight}}, got {self.event_weights}",
+        )
+        require(
+            not self.event_weights or self.sequence_pooling in ("sum", "mean"),
+            f"model.event_weights weighs sums and means, and model.sequence_pooling={self.sequence_pooling.value} is none; "
+            "leave one of them out",
+        )
+        files = self.pretrained = self.pretrained or {}
+        require(
+            isinstance(files, dict) and all(isinstance(path, str) for path in files.values()),
+            f"model.pretrained must map features to files, such as {{item: items.npy}}, got {files}",
+        )
+        for name in files:
+            require(
+                isinstance(widths, dict) and name in widths,
+                f"model.pretrained names {name} without a width; set model.embedding_dims={{{name}: columns of its file}}",
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -825,6 +869,9 @@ class EvalConfig(Section):
     every: int | None = option(
         None, "steps between evaluations; replaces eval.per_epoch", replaces="per_epoch", gt=0
     )
+    first_step: int = option(
+        0, "no evaluation before this step, as MLPerf's dlrm_v4 begins late; 0: all are made", ge=0
+    )
     at_start: bool = option(False, "evaluate the untrained model too")
     auc_threshold: float | None = option(
         None, "stop on all ranks once test AUC reaches this", gt=0, lt=1
@@ -959,6 +1006,12 @@ class ShardingConfig(Section):
     )
     local_world_size: int | None = option(
         None, "ranks per node of mode=plan; null: as here, or at most 8", most=MOST_RANKS, gt=0
+    )
+    within_gb_s: float = option(
+        394.0, "GB/s that a GPU sends to others of its node, to plan with; of an H200 server", gt=0
+    )
+    between_gb_s: float = option(
+        50.0, "GB/s that a GPU sends to other nodes, to plan with; of a 400 Gb/s card", gt=0
     )
     hbm_gib: float | None = option(
         None, "GPU memory per rank to plan with; null asks the device", most=2**30, gt=0
@@ -1149,7 +1202,8 @@ class LogConfig(Section):
         None, "file NAME.prom of node-exporter's textfile collector (docs/operations.md)", path=True
     )
     mlperf: bool = option(
-        False, "write the log of MLPerf's dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)"
+        False,
+        "write the log of MLPerf's dlrmv4 or dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)",
     )
     mlperf_division: Division = option(
         Division.closed, "division that the log of log.mlperf names: closed or open"
@@ -1303,19 +1357,20 @@ class Config(Section):
             require(is_given, f"day=next {problem}")
 
     def _check_mlperf(self) -> None:
-        """Refuse a log of the benchmark for a run that cannot be one: it is DCNv2, one epoch and a target."""
+        """Refuse a log of a benchmark for a run that cannot be one: it is HSTU or DCNv2, one epoch and a target."""
         for key, got, wanted in (
-            ("model.name", self.model.name, "dcnv2"),
-            ("train.epochs", self.train.epochs, 1),
+            ("model.name", self.model.name, ("hstu", "dcnv2")),
+            ("train.epochs", self.train.epochs, (1,)),
         ):
             require(
-                not self.log.mlperf or got == wanted,
-                f"log.mlperf=true is the log of MLPerf's dlrm_dcnv2, which wants {key}={wanted}, got {got}; change it, "
-                "or set log.mlperf=false",
+                not self.log.mlperf or got in wanted,
+                f"log.mlperf=true is the log of MLPerf's dlrmv4 or dlrm_dcnv2, which wants {key}="
+                f"{' or '.join(map(str, wanted))}, got {got}; change it, or set log.mlperf=false",
             )
         require(
             not self.log.mlperf or self.eval.auc_threshold is not None,
-            "log.mlperf=true needs the AUC that ends the run: set eval.auc_threshold (MLPerf's is 0.80275)",
+            "log.mlperf=true needs the AUC that ends the run: set eval.auc_threshold (MLPerf's is 0.75 of hstu, 0.80275 of "
+            "dcnv2)",
         )
 
     def _check_predict(self) -> None:

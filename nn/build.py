@@ -52,12 +52,16 @@ MAX_ELEMENTS = 2**58
 TRAIN_SPLIT = "train"
 
 
-def open_source(config: Config) -> Source:
-    """Open the dataset directory, or synthetic clicks; with a validation split held out, unless scores of new rows need none."""
+def open_source(config: Config, trained: FeatureSpec | None = None) -> Source:
+    """Open the dataset directory, or synthetic clicks; with a validation split held out, unless scores of new rows need none.
+
+    `trained`: of the dataset whose capacities a step has, if it is another one.
+    """
     data = config.data
     source: Source
     if data.path is not None:
-        source = open_dataset(FeatureSpec.load(local_path(data.path), data.feature_spec))
+        spec = FeatureSpec.load(local_path(data.path), data.feature_spec)
+        source = open_dataset(spec if trained is None else spec.with_means_of(trained))
     else:
         source = SyntheticSource.of(data.synthetic, config.seed)
     fraction = data.validation_fraction

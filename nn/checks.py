@@ -19,9 +19,10 @@ from nn.distributed.process_group import (
     launcher_restarts,
 )
 from nn.embedding.optimizer import table_rule, update_settings
+from nn.embedding.pretrained import check_pretrained
 from nn.models.metric import PR_AUC
 from nn.models.model import Model
-from nn.models.registry import build_meta, check_model, find_model
+from nn.models.registry import build_meta, check_model, declared_tables, find_model
 from nn.models.tasks import tasks_of_run
 from nn.observability.profiler import check_profile
 from nn.ops.fp8 import MULTIPLE
@@ -47,6 +48,7 @@ def open_checked(config: Config) -> Source:
     source = open_source(config)
     check_model(config.model, source.spec)
     check_optimizers(config)
+    check_pretrained(declared_tables(config.model, source.spec), config.effective_optimizer)
     check_raw_keys(config, source.spec)
     check_fp8(config, source.spec)
     check_chunks(config)
@@ -130,10 +132,9 @@ def check_chunks(config: Config) -> None:
 
     Raises ValueError: `train.accumulate` and `model.name` do not fit.
     """
-    if (
-        config.train.accumulate > 1
-        and find_model(config.model.name).add_losses is not Model.add_losses
-    ):
+    model = find_model(config.model.name)
+    adds = model.add_losses is not Model.add_losses or model.extra_losses is not Model.extra_losses
+    if config.train.accumulate > 1 and adds:
         raise ValueError(
             f"train.accumulate={config.train.accumulate} takes a batch in chunks, and model.name={config.model.name} adds "
             "losses of complete batches; set train.accumulate=1"

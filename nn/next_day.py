@@ -118,8 +118,10 @@ def retired_rows(config: Config, spec: FeatureSpec) -> dict[str, np.ndarray]:
     return found
 
 
-def open_previous_day(config: Config, day: Day, ranks: Ranks, logger: Logger) -> Source | None:
-    """Open the dataset of the day before; None, with a note, if it is gone, and on the first day."""
+def open_previous_day(
+    config: Config, day: Day, spec: FeatureSpec, ranks: Ranks, logger: Logger
+) -> Source | None:
+    """Open the dataset of the day before, for a step of `spec`; None, with a note, if it is gone, and on the first day."""
     path = day.previous
     if path is None:
         return None
@@ -127,7 +129,7 @@ def open_previous_day(config: Config, day: Day, ranks: Ranks, logger: Logger) ->
     if problem is not None:
         logger.info(f"note: no evaluation on day {day.number - 1}: {problem}")
         return None
-    return open_source(replace(config, data=replace(config.data, path=path)))
+    return open_source(replace(config, data=replace(config.data, path=path)), spec)
 
 
 def _problem(path: str) -> str | None:

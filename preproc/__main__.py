@@ -69,6 +69,10 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
         from preproc.synthetic import build_synthetic
 
         return partial(build_synthetic, config)
+    if config.layout is Layout.yambda:
+        from preproc.listens.build import build_listens
+
+        return partial(build_listens, config)
     if config.layout is Layout.mlperf:
         from preproc.criteo.mlperf import build_mlperf
 
@@ -89,7 +93,7 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
 
 def _was_complete(config: PreprocConfig, output: Path) -> bool:
     """Finish what a killed run of the same command left to do after it had completed `output`, if there was one."""
-    if config.layout is Layout.synthetic:
+    if config.layout in (Layout.synthetic, Layout.yambda):
         return False
     from preproc.work_directory import finish_killed_run
 

@@ -319,11 +319,15 @@ def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
     path = Path(fitted) / FITTED
     saved = _mapping(read_json(path), str(path)) if path.exists() else {}
     features = _mapping(saved.get("features", {}), f"{path}: features")
+    logs = {
+        log["source"]: {"files": "-"} for log in features.get("sequence", []) if log.get("source")
+    }
     try:
         table = TableConfig.of(
             {
                 **features,
-                "sources": {"rows": {"files": "-"}},
+                "sources": {"rows": {"files": "-"}, **logs},
+                **({"query": "-", "order_by": ["-"]} if logs else {}),
                 "label": {"name": "label of the rows"},
                 "missing": _mapping(saved.get("rows", {}), f"{path}: rows").get("missing"),
                 "empty_items": _empty_items(saved.get("rows"), str(path)),

@@ -6,6 +6,7 @@ files. Labels and weights are not read.
 """
 
 import glob
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -46,10 +47,12 @@ MEMORY_LIMIT = "4GB"
 """Memory of DuckDB; vocabularies beyond it lie on disk while rows are read."""
 ROWS = "rows_"
 """Relation of the rows of a chunk."""
+OF_LOG = re.compile(r"c0|(time|past|event)\d+_.*")
+"""Staged columns that tell the events of a log: the first feature's values, times, filters and numbers."""
 
 
 class RowBatch(NamedTuple):
-    # as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the files have it
+    # as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the files have it; of a log those of OF_LOG
     features: pa.RecordBatch
     # raw columns as they stand, in the order in which they were named
     kept: pa.RecordBatch
@@ -202,6 +205,9 @@ class TransformedRows:
         for number, (feature, stored) in enumerate(categorical):
             columns[stored.name] = self._ids(number, feature, stored, part, is_first=not first)
         self._cursor.unregister(ROWS)
+        if self._table.logs:
+            staged = filter(OF_LOG.fullmatch, batch.schema.names)
+            columns |= {name: batch.column(name) for name in staged}
         kept = [batch.column(f"keep{i}_") for i in range(len(self._table.keep))]
         return RowBatch(
             pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns)),

@@ -30,7 +30,7 @@ from configs.messages import shortened, shown
 from configs.table_schema import MOST_HOTNESS, is_number
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
-from serving.raw_description import check_raw
+from serving.raw_description import check_raw, inputs_of
 
 MANIFEST = "model.json"
 DENSE = "dense.pt2"
@@ -239,14 +239,13 @@ class Manifest:
 
     def interface(self) -> dict[str, Any]:
         """Return what a client depends on: a version that replaces another must have the same."""
-        raw = self.raw or {}
         return {
             "name": self.name,
             "numerical": self.numerical,
             "categorical": [[feature.name, feature.hotness] for feature in self.categorical],
             "keep_rate": self.keep_rate,
             "outputs": [output.name for output in self.outputs],
-            "raw": raw.get("columns"),
+            "raw": inputs_of(self.raw) if self.raw else None,
             "keys": sorted(self.keys),
             "sequences": self.sequences,
         }
@@ -437,7 +436,8 @@ def _check(directory: Path, manifest: Manifest) -> None:
         raise ValueError(f"there is no {DENSE}")
     if manifest.raw is not None:
         features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
-        check_raw(manifest.raw, manifest.numerical, features, manifest.keys, manifest.files)
+        groups = {of.name: of.group.columns for of in manifest.sequences}
+        check_raw(manifest.raw, manifest.numerical, features, manifest.keys, manifest.files, groups)
 
 
 def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> None:

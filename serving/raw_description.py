@@ -10,6 +10,29 @@ from configs.messages import shown
 from configs.table_schema import EMPTY_ITEMS, TAKE, check_transform, is_number, num_fitted
 from dataloading.row_sql import KIND, columns_of
 
+FILTER = "filter"
+"""Key of the condition that a line is an event, and of its value."""
+
+
+def inputs_of(raw: Mapping[str, Any]) -> dict[str, int]:
+    """Return the inputs of raw values, 1 or 2 of a list; the columns of a sequence's events begin with its name."""
+    events = {
+        f"{of['name']}_{n}": 2 for of in raw.get("sequences", []) for n in of["events"]["columns"]
+    }
+    return {**raw["columns"], **events}
+
+
+def expressions_of(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SQL of features, of times and moments, and of the condition of events."""
+    features = [f for f in (*raw["numerical"], *raw["categorical"]) if f.get("expression")]
+    condition = {FILTER: raw[FILTER]} if raw.get(FILTER) else {}
+    return {f["name"]: f["expression"] for f in features} | times_of(raw) | condition
+
+
+def times_of(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SQL of the time of events, or of the moments of rows by sequence."""
+    return raw.get("times", {}) | {of["name"]: of["moment"] for of in raw.get("sequences", [])}
+
 
 def check_raw(
     raw: Mapping[str, Any],
@@ -17,11 +40,12 @@ def check_raw(
     features: Mapping[str, tuple[int, int | None]],
     keys: Mapping[str, Any],
     files: Collection[str],
+    groups: Mapping[str, Collection[str]] | None = None,
 ) -> None:
     """Raise ValueError unless a description makes the features of a model, with ids of their tables.
 
-    `keys`: those that have raw keys. Raises ValueError: it does not. Raises LookupError, TypeError, AttributeError: it lacks a
-    part, or has one of another type.
+    `keys`: those that have raw keys. `groups`: columns of the sequences that the model reads, by name. Raises ValueError: it does
+    not. Raises LookupError, TypeError, AttributeError: it lacks a part, or has one of another type.
     """
     columns: Mapping[str, Any] = raw["columns"]
     if not all(name and type(size) is int and size in (1, 2) for name, size in columns.items()):
@@ -47,6 +71,13 @@ def check_raw(
         _check_ids(of | {"name": name}, features[name][0], keys, files)
         used.add(name)
     names = [feature["name"] for feature in [*raw["categorical"], *raw["history"]]]
+    sequences = raw.get("sequences", [])
+    for of in sequences:
+        names += _check_events(of, features, keys, files, groups or {})
+    made = {of["name"] for of in sequences}
+    _require(made >= set(groups or {}), "sequences", sorted(made), "all of the model")
+    num_inputs = len(columns) + sum(len(of["events"]["columns"]) for of in sequences)
+    _require(len(inputs_of(raw)) == num_inputs, "columns", sorted(columns), "names of no events")
     _require(names == list(features), "categorical", names, "the features of the model")
     # In the order of `TableConfig.numerical_names`.
     names = [feature["name"] for feature in raw["numerical"]]
@@ -55,6 +86,30 @@ def check_raw(
     _require(names == numerical, "numerical", names, "the numerical features of the model")
     other = sorted(used ^ set(columns))
     _require(not other, "columns", other, "the columns that features read, and no others")
+
+
+def _check_events(
+    of: Mapping[str, Any],
+    features: Mapping[str, tuple[int, int | None]],
+    keys: Mapping[str, Any],
+    files: Collection[str],
+    groups: Mapping[str, Collection[str]],
+) -> list[str]:
+    """Return the features of a sequence, whose events are rows of their own."""
+    name, length, events = of["name"], of["length"], of["events"]
+    where = f"sequence {shown(name)}"
+    _require(type(length) is int and length > 0, where, length, "a positive length")
+    own = [feature["name"] for feature in events["categorical"]]
+    hotness = [features[feature][1] for feature in own]
+    _require(bool(own) and not any(hotness), where, hotness, "ragged features")
+    numbers = [number["name"] for number in events["numerical"]]
+    check_raw(
+        {**events, "sequences": []}, numbers, {n: (features[n][0], 1) for n in own}, keys, files
+    )
+    made = [*own, *numbers, *events["times"]]
+    _require(len(events["times"]) == 1, where, events["times"], "one time")
+    _require(set(groups.get(name, made)) == set(made), where, made, "the columns of the model's")
+    return own
 
 
 def _check_columns(raw: Mapping[str, Any], columns: Mapping[str, int]) -> None:
@@ -77,8 +132,7 @@ def _check_expressions(raw: Mapping[str, Any], columns: Mapping[str, int]) -> se
         for name, kind in types.items()
     )
     _require(good, "types", types, "SQL types by column with one value")
-    features = [f for f in (*raw["numerical"], *raw["categorical"]) if f.get("expression")]
-    read = [name.lower() for f in features for name in columns_of(f["expression"])]
+    read = [name.lower() for sql in expressions_of(raw).values() for name in columns_of(sql)]
     known = sorted(name.lower() for name in types)
     _require(known == sorted(set(read)), "types", known, "the columns of expressions")
     return set(types)

@@ -74,6 +74,8 @@ def _other_ids(before: Path, manifest: Manifest, after: Path, changed: Manifest)
 def _described(raw: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return what makes ids of values, by feature; a history has that of its feature."""
     by_name = {feature["name"]: feature for feature in raw["categorical"]}
+    for of in raw.get("sequences", []):
+        by_name |= {feature["name"]: feature for feature in of["events"]["categorical"]}
     return by_name | {history["name"]: by_name[history["of"]] for history in raw["history"]}
 
 

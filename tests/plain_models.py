@@ -31,8 +31,26 @@ def mlp(p: Parameters, name: str, x: Tensor, *, final_relu: bool = False) -> Ten
     return x
 
 
+def encoded(p: Parameters, key: str, numerical: Tensor) -> list[Tensor]:
+    """Return the vectors of numerical features by frequencies or buckets."""
+    found = []
+    for number, x in enumerate(numerical.unbind(1)):
+        first = x[:, None] * p[f"{key}.first"][number]
+        if f"{key}.bias" in p:
+            waves = torch.cat([torch.sin(2 * math.pi * first), torch.cos(2 * math.pi * first)], 1)
+            both = waves @ p[f"{key}.vectors"][number] + p[f"{key}.bias"][number]
+            found.append(both.clamp(min=0))
+        else:
+            hidden = torch.where(first > 0, first, 0.01 * first)
+            weights = torch.softmax(hidden @ p[f"{key}.mixing"][number] + hidden, 1)
+            found.append(weights @ p[f"{key}.vectors"][number])
+    return found
+
+
 def numerical_vectors(p: Parameters, name: str, numerical: Tensor) -> list[Tensor]:
     """Scale the vector of every numerical feature by its value."""
+    if f"{name}.first" in p:
+        return encoded(p, name, numerical)
     if f"{name}.vectors" not in p:
         return []
     return [numerical[:, i : i + 1] * vector[None] for i, vector in enumerate(p[f"{name}.vectors"])]

@@ -117,7 +117,7 @@ class DatasetWriter:
             "files": checksums,
         }
         categorical = tuple(
-            replace(f, mean_hotness=f.hotness or first.mean_hotness(f.name))
+            replace(f, mean_hotness=f.hotness or first.mean_hotness(f.name, splits[first.split]))
             for f in self._spec.categorical
         )
         write_spec(
@@ -300,11 +300,12 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
 
 def _group(group: SequenceGroup) -> dict[str, Any]:
     """Return an entry of `sequence_spec`."""
-    numbers = [column.name for column in group.numbers]
+    numbers, pools = [column.name for column in group.numbers], group.pools
     return {
         "features": list(group.features),
         **({"numbers": numbers} if numbers else {}),
         **({} if group.time is None else {"time": group.time}),
+        **({"pools": {"of": pools.of, "values": list(pools.values)}} if pools else {}),
         "max_length": group.max_length,
     }
 

@@ -140,8 +140,11 @@ class SplitWriter:
             events={name: file.path for name, file in events.items()},
         )
 
-    def mean_hotness(self, name: str) -> float:
-        """Return the mean ids per row of ragged feature `name` so far, as `Lengths.mean`."""
+    def mean_hotness(self, name: str, files: SplitFiles) -> float:
+        """Return the mean ids per row of ragged feature `name`, as `Lengths.mean`. `files`: of the split, closed."""
+        group = self.spec.group_of(name)
+        if group is not None and group.pools is not None:
+            return group.mean_events(files)
         return self._lengths[self._group_of.get(name, name)].mean
 
     def abandon(self) -> None:
@@ -200,6 +203,7 @@ class SplitWriter:
             return f"row {first_row + row} of split '{self.split}'"
 
         if slices is None:
+            assert group.pools is None, "pools are of a log"
             if name not in self._events:
                 self._events[name] = EventWriter(
                     group, self._features, self._path_of, self.file_type
@@ -228,7 +232,7 @@ class SplitWriter:
                 f"group '{name}': lengths and slices in split '{self.split}'; want one of the two"
             )
         counts = slices[:, 1] - slices[:, 0]
-        if (long := group.wrong_length(counts)) is not None:
+        if not group.pools and (long := group.wrong_length(counts)) is not None:
             raise ValueError(
                 f"group '{name}': {counts[long]} events at {where(long)}; want 0 to max_length={group.max_length}"
             )

@@ -14,7 +14,8 @@ from torch import Tensor
 from configs.messages import shown
 from configs.schema import Config
 from dataloading.arrow_table import SPLIT, arrow_table, features_source
-from dataloading.batch import Batch, jagged
+from dataloading.batch import Batch
+from dataloading.dataset.batch_layout import BatchLayout
 from dataloading.dataset.documents import read_json, resolved
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.loader import READERS, Loader, LoaderSettings
@@ -265,15 +266,17 @@ def _expanded(batch: Batch, tables: Mapping[str, Tensor]) -> Batch:
     """Return a batch with the further ids of features that are expanded."""
     if not tables:
         return batch
-    keys = batch.ids.keys()
-    values, lengths = [], []
-    for name in keys:
-        ids, counts = batch.ids[name].values(), batch.ids[name].lengths()
-        if name in tables:
-            full = expand(ids, tables[name])
-            ids, counts = full.flatten().to(ids.dtype), counts * full.shape[1]
-        values.append(ids)
-        lengths.append(counts)
-    counts_per_key = [len(ids) for ids in values]
-    ids = jagged(keys, torch.cat(values), torch.cat(lengths), None, counts_per_key)
-    return replace(batch, ids=ids, layout=None, memory=None)
+    layout = batch.layout
+    hotness = {name: 1 + table.shape[1] for name, table in tables.items()}
+    categorical = tuple(
+        replace(feature, hotness=hotness[feature.name], mean_hotness=hotness[feature.name])
+        if feature.name in hotness
+        else feature
+        for feature in layout.spec.categorical
+    )
+    spec = replace(layout.spec, categorical=categorical)
+    expanded = batch.in_layout(BatchLayout.of(spec, layout.rows, layout.doublings))
+    for name, table in tables.items():
+        ids = expand(batch.feature(name).values(), table)
+        expanded.feature(name).values().copy_(ids.flatten())
+    return expanded

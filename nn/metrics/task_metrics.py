@@ -67,7 +67,7 @@ class TaskMetrics:
             None if self._while_training else batch.keep_rates,
         )
         if self._group is not None:
-            ids = batch.ids[self._group].values()[: batch.num_valid] if groups is None else groups
+            ids = batch.feature(self._group).values() if groups is None else groups
             self._groups.append(ids.to(self._device, torch.int64, copy=True))
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:

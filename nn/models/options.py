@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
-from configs.schema import MOST_COLUMNS, SUGGESTED, ModelConfig, Section, option, require
+from configs.schema import (
+    MOST_COLUMNS,
+    SUGGESTED,
+    ModelConfig,
+    NumericalEncoding,
+    Section,
+    option,
+    require,
+)
 
 MOST_WIDTH = 2**20
 # Measured (benchmarks/history.md): with 1/sqrt(rows) the vectors of small tables give first logits far from 0.
@@ -642,6 +650,10 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
         found["active_experts"] = "model.experts=1 needs no routing"
     if isinstance(options, EmbeddingMLPOptions) and options.embedding_dims == SUGGESTED:
         found["embedding_dim"] = f"model.embedding_dims={SUGGESTED} chooses all columns"
+    if options.numerical_encoding is not NumericalEncoding.periodic:
+        found["numerical_sigma"] = "only model.numerical_encoding=periodic has frequencies"
+    if options.numerical_encoding is NumericalEncoding.plain:
+        found["numerical_size"] = "model.numerical_encoding=plain encodes no number"
     for rate in ("dropout", "batch_norm"):
         if not hidden and getattr(options, rate, False):
             found[rate] = "the model has no hidden layer"

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.built_in import MODELS
 from configs.messages import shown
 from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_options
-from configs.schema import Config, EventPooling, ModelConfig, describe
+from configs.schema import Config, EventPooling, ModelConfig, NumericalEncoding, describe
 from configs.user_objects import described, load_user_object
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.models import options as own_options
@@ -204,7 +204,7 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
-            dense = find_model(options.name).build(options, spec)
+            dense = _built(options, spec)
         except Exception as error:  # a model outside the project may raise anything
             if ":" not in options.name or isinstance(error, ValueError):
                 raise
@@ -215,14 +215,15 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
         raise ValueError(
             f"model.name={options.name}: build() returns {type(dense).__name__}; want a nn.models.model.Model"
         )
-    if options.sequence_pooling in (EventPooling.last, EventPooling.attention):
+    from_rows = EventPooling.last, EventPooling.attention
+    if options.sequence_pooling in from_rows or options.event_weights:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             dense = WithPooledEvents(dense, _own_tables(options, spec), options, spec)
     if options.embedding_dims:
         pooled = pooled_tables(_own_tables(options, spec), options, spec)
         tables = tables_of_widths(pooled, options, spec)
-        if tables != pooled:
+        if tables != pooled:  # a table of a file differs in its init_fn
             dense = WithProjections(dense, pooled, tables, spec)
     unknown = [
         name
@@ -236,6 +237,25 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
             "nn.layers.pass_state.PassLayer, or register a constant with persistent=False"
         )
     return dense
+
+
+def _built(options: ModelConfig, spec: FeatureSpec) -> Model:
+    """Return the dense component of a model, with encoded numbers where the options want them and it does not do so itself."""
+    from nn.layers.feature_vectors import FeatureVectors
+    from nn.models.numerical_features import WithEncodedNumbers, encoded_spec, named_numbers
+
+    model = find_model(options.name)
+    dense = model.build(options, spec)
+    if options.numerical_encoding is NumericalEncoding.plain:
+        return dense
+    if len(named_numbers(options, spec)) == len(spec.numerical):
+        raise ValueError(
+            f"model.numerical_encoding={options.numerical_encoding.value}: the dataset has no numerical feature to encode; "
+            "leave it out"
+        )
+    if any(isinstance(layer, FeatureVectors) for layer in dense.modules()):
+        return dense
+    return WithEncodedNumbers(model.build(options, encoded_spec(options, spec)), options, spec)
 
 
 def build_meta(options: ModelConfig, spec: FeatureSpec) -> Model:

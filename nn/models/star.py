@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.layers.batch_norm import PartitionedNorm
 from nn.layers.initialization import truncated_normal_
 from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import round_up
-from nn.layers.partitioned_norm import PartitionedNorm
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.features import chosen_features
 from nn.models.model import Activations, Model

@@ -1,11 +1,11 @@
-"""Widths of single tables in models whose vectors have one width (`model.embedding_dims`).
+"""Widths of single tables in models whose vectors have one width (`model.embedding_dims`), and tables of files.
 
 A vector of another width is projected to the model's, as in mixed dimension embeddings (arXiv:1909.11810, section 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,11 @@ from configs.messages import shown
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import hands_out_rows, lookups_of, table_name
+from nn.embedding.pretrained import FileRows
 from nn.layers.initialization import normal_
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.features import table_widths
-from nn.models.model import Activations, Fp8Layer, Model
+from nn.models.model import Activations, Model, Wrapper
 from nn.ops.fused_linear import as_autocast
 
 if TYPE_CHECKING:
@@ -36,8 +37,17 @@ def tables_of_widths(
     if not options.embedding_dims:
         return list(tables)
     widths = {table_name(name): columns for name, columns in table_widths(options, spec).items()}
+    files = {
+        table_name(of.table or of.name): FileRows(of.name, options.pretrained[of.name])
+        for of in spec.categorical
+        if of.name in options.pretrained
+    }
     found = [
-        replace(table, embedding_dim=widths.get(table.name, table.embedding_dim))
+        replace(
+            table,
+            embedding_dim=widths.get(table.name, table.embedding_dim),
+            init_fn=files.get(table.name, table.init_fn),
+        )
         for table in tables
     ]
     for before, table in zip(tables, found, strict=True):
@@ -45,6 +55,11 @@ def tables_of_widths(
             raise ValueError(
                 f"model.embedding_dims gives table {shown(table.name)} {table.embedding_dim} columns, and the model takes its "
                 f"rows of {before.embedding_dim}; leave its features out"
+            )
+    for of in spec.categorical:
+        if of.is_dynamic and of.name in options.pretrained:
+            raise ValueError(
+                f"model.pretrained names {shown(of.name)}, whose rows belong to raw keys (vocabulary: dynamic); leave it out"
             )
     return found
 
@@ -60,8 +75,8 @@ class Projection(nn.Linear):
         normal_(self.weight, generator)
 
 
-class WithProjections(Model):
-    """A model whose vectors of tables of other widths are projected to its own width.
+class WithProjections(Wrapper):
+    """A model whose vectors of tables of other widths are projected to its own width, and those of files get no gradient.
 
     `declared`: its tables with its own widths. `tables`: those of `tables_of_widths`.
     """
@@ -73,15 +88,15 @@ class WithProjections(Model):
         tables: Sequence[EmbeddingBagConfig],
         spec: FeatureSpec,
     ) -> None:
-        super().__init__()
-        self.model, self.projections = model, nn.ModuleDict()
+        super().__init__(model)
+        self.projections = nn.ModuleDict()
         lookups = lookups_of(tables, spec)
-        self._pieces: list[
-            tuple[str, int, int]
-        ] = []  # tables, their columns and those of all their lookups
+        # tables, their columns, those of all their lookups, and whether they are trained
+        self._pieces: list[tuple[str, int, int, bool]] = []
         for before, table in zip(declared, tables, strict=True):
             columns = round(table.embedding_dim * sum(x.num_vectors for x in lookups[table.name]))
-            self._pieces.append((table.name, table.embedding_dim, columns))
+            is_trained = not isinstance(table.init_fn, FileRows)
+            self._pieces.append((table.name, table.embedding_dim, columns, is_trained))
             if table.embedding_dim != before.embedding_dim:
                 projection = Projection(table.embedding_dim, before.embedding_dim)
                 self.projections[table.name] = projection
@@ -89,23 +104,16 @@ class WithProjections(Model):
     def activations(self) -> Activations:
         """Return those of the model, with a copy of its input; projections read the embeddings where they are."""
         of_model = self.model.activations()
-        read = sum(width for name, width, _ in self._pieces if name in self.projections)
+        read = sum(columns for name, _, columns, _ in self._pieces if name in self.projections)
         return replace(of_model, reread_columns=read)
-
-    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the loss of the model."""
-        return self.model.add_losses(share, share_of)
-
-    def fp8_layers(self) -> Sequence[Fp8Layer]:
-        """Return the layers of the model."""
-        return self.model.fp8_layers()
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings, or `PooledEmbeddings`, to the logits of the model."""
         x = as_autocast(join(None, embeddings))
-        vectors = x.split([columns for *_, columns in self._pieces], dim=1)
+        vectors = x.split([columns for _, _, columns, _ in self._pieces], dim=1)
         found = []
-        for (name, width, _), piece in zip(self._pieces, vectors, strict=True):
+        for (name, width, _, is_trained), piece in zip(self._pieces, vectors, strict=True):
+            piece = piece if is_trained else piece.detach()
             if name in self.projections:
                 piece = self.projections[name](piece.unflatten(1, (-1, width))).flatten(1)
             found.append(piece)

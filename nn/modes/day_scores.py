@@ -38,7 +38,9 @@ class DayScores(Observer):
     def on_end(self, loop: Loop) -> None:
         """Score the day before, after the last checkpoint: a run of more steps resumes from the state trained last."""
         session, day = self._session, self._state.day
-        before = open_previous_day(session.config, day, session.ranks, session.logger)
+        before = open_previous_day(
+            session.config, day, session.source.spec, session.ranks, session.logger
+        )
         if before is not None:
             split = session.config.eval.split
             evaluator = session.evaluator_of(before, split, self._heartbeat)

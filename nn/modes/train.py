@@ -222,6 +222,7 @@ def _mlperf_settings(session: Session) -> dict[str, Any]:
         train_rows=session.source.num_rows(TRAIN_SPLIT),
         eval_rows=rows,
         on_gpu=on_gpu,
+        num_ranks=ranks.world_size,
     )
 
 

@@ -1,21 +1,21 @@
 """Bytes that a step sends from rank to rank, over the links within a node and those between nodes.
 
 The bytes follow from the plan: which ranks look up which columns, which tables are replicated, and how many distinct rows are
-expected to be asked for. Times are these bytes at the rates that the planner's cost model has for an H200 server.
+expected to be asked for. Times are these bytes at the rates `sharding.within_gb_s` and `between_gb_s`.
 Nothing here is measured while training.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from configs.schema import Amp, Config
+from configs.schema import Amp, Config, ShardingConfig
+from dataloading.dataset.batch_layout import id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import id_counts
 from nn.embedding.multi_hot import MultiHot
 from nn.models.registry import build_meta, declared_tables
 from nn.planning.memory_estimate import not_requested, replicated_weights, requests_of
 from nn.planning.plan import Hardware, TablePlan
-from nn.planning.planner import INTER_HOST_BYTES_PER_MS, INTRA_HOST_BYTES_PER_MS
+from nn.planning.planner import BYTES_PER_MS
 
 ID_BYTES = 4
 FP32_BYTES = 4
@@ -38,7 +38,7 @@ class Link:
     name: str
     rank: int
     sent: Mapping[str, float]  # bytes per step, by what is sent
-    bytes_per_ms: float  # rate of the link of an H200 server
+    gb_s: float
 
     @property
     def num_bytes(self) -> float:
@@ -47,19 +47,26 @@ class Link:
     @property
     def ms(self) -> float:
         """Milliseconds per step, if nothing else uses the link."""
-        return self.num_bytes / self.bytes_per_ms
+        return self.num_bytes / (self.gb_s * BYTES_PER_MS)
 
 
-def busiest_links(exchange: Sequence[RankExchange]) -> list[Link]:
+def busiest_links(exchange: Sequence[RankExchange], rates: ShardingConfig) -> list[Link]:
     """Return the busiest link within a node, and the one between nodes; without those over which nothing is sent."""
     links = []
     for name, of_ranks, rate in (
-        (WITHIN, [rank.within for rank in exchange], INTRA_HOST_BYTES_PER_MS),
-        (BETWEEN, [rank.between for rank in exchange], INTER_HOST_BYTES_PER_MS),
+        (WITHIN, [rank.within for rank in exchange], rates.within_gb_s),
+        (BETWEEN, [rank.between for rank in exchange], rates.between_gb_s),
     ):
         of_links = [Link(name, rank, sent, rate) for rank, sent in enumerate(of_ranks)]
         links += [max(of_links, key=lambda link: link.num_bytes)] if of_links else []
     return [link for link in links if link.num_bytes]
+
+
+def planned_links(
+    config: Config, spec: FeatureSpec, plan: Sequence[TablePlan], hardware: Hardware
+) -> list[Link]:
+    """Return the busiest links of a plan, at the rates of the options."""
+    return busiest_links(planned_exchange(config, spec, plan, hardware), config.sharding)
 
 
 def planned_exchange(

@@ -8,8 +8,9 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.schema import DEFAULT_CACHE, ShardingConfig, TableOverride, Tier
+from dataloading.dataset.batch_layout import id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import id_counts, tables_of_feature
+from nn.embedding.declared_tables import tables_of_feature
 from nn.planning.plan import TablePlan
 from nn.sharding.tables import HostTable, TieredPlan
 from nn.tiers.host_tier import ring_slots

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.schema import Amp, Config, Fp8
+from dataloading.dataset.batch_layout import BatchLayout, id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import embedding_columns, id_counts
+from nn.embedding.declared_tables import embedding_columns
 from nn.embedding.multi_hot import MultiHot
 from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
@@ -23,7 +24,7 @@ from nn.tiers.traffic import expected_distinct, power_law_share
 ID_BYTES = 4
 POSITION_BYTES = 8
 BATCHES_ON_DEVICE = 3
-"""The batch being trained, the one before until its step returns, and the next one."""
+"""The memory of the batch that is trained and of the next one, and the graph's copy."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """Torch's default on Hopper, per stream; there are two, the step's and the graph's."""
 SORTED_KEY_BYTES = 2 * ID_BYTES + POSITION_BYTES
@@ -239,25 +240,21 @@ def not_requested(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> li
 
 def _bytes_of_batches(
     spec: FeatureSpec, seen: FeatureSpec, plan: Sequence[TablePlan], batch: int, world_size: int
-) -> tuple[float, int]:
+) -> tuple[int, int]:
     """Return the bytes of batches on the device, and those of each id that arrives at its table."""
-    ids_per_row = sum(x.mean_hotness for x in spec.categorical)
-    row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * ids_per_row
-    # Lengths and offsets of the features exist once; the id exchange has a copy of its input, and positions.
-    own: float = 2 * ID_BYTES * len(spec.categorical)
+    layout = BatchLayout.of(spec, batch)
+    batch_bytes = BATCHES_ON_DEVICE * layout.num_bytes
     is_fixed = seen == spec and all(feature.hotness for feature in spec.categorical)
     are_vectors = all(x.sharding != "data_parallel" and x.exchange == "vectors" for x in plan)
     if world_size == 1 and is_fixed and are_vectors:
-        # Ids are looked up where they are, without an exchange; the graph's input is a copy of the batch.
-        return batch * (BATCHES_ON_DEVICE * row + own), ID_BYTES
-    own += (ID_BYTES + POSITION_BYTES) * ids_per_row
+        # Ids are looked up where they are, without an exchange.
+        return batch_bytes, ID_BYTES
+    # The id exchange has a copy of its input, and positions.
+    (num_ids,) = layout.ids.shape
+    exchange_bytes = (layout.ids.dtype.itemsize + POSITION_BYTES) * num_ids
     # What arrives is copied to the graphs of training and evaluation. Between ranks it is also received and put in order.
     arrived_bytes = 3 * ID_BYTES + (ID_BYTES + POSITION_BYTES if world_size > 1 else 0)
-    # Numbers of events are padded, and the graph has a copy.
-    events, groups = _events(spec, batch), spec.sequences
-    numbers = sum(events[group.name] * len(group.numbers) for group in groups)
-    events_bytes = (BATCHES_ON_DEVICE + 1) * 4 * numbers
-    return batch * (BATCHES_ON_DEVICE * row + own) + events_bytes, arrived_bytes
+    return batch_bytes + exchange_bytes, arrived_bytes
 
 
 def _events(spec: FeatureSpec, batch: int) -> dict[str, int]:

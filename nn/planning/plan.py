@@ -85,6 +85,11 @@ class Hardware:
         return self.group_size or self.world_size
 
     @property
+    def groups(self) -> int:
+        """Groups of ranks that share the tables."""
+        return self.world_size // self.table_ranks
+
+    @property
     def local_table_ranks(self) -> int:
         """Ranks of a node that share the tables."""
         return min(self.table_ranks, self.local_world_size)

@@ -70,13 +70,13 @@ from nn.planning.table_sizes import (
 from nn.sharding.tables import ROWS_CUT, HostTable, TieredPlan
 from nn.tiers.traffic import IdTraffic
 
-# Bytes per millisecond of an H200 server, for the planner's cost model: HBM copy and NVLink all-to-all as measured, PCIe
-# and one 400 Gb/s network card per GPU as specified. Only their ratios affect the plan.
+# Bytes per millisecond of an H200 server, for the planner's cost model: HBM copy as measured, PCIe as specified. Only their
+# ratios to those of `sharding.within_gb_s` (NVLink all-to-all as measured) and `between_gb_s` affect the plan.
 HBM_BYTES_PER_MS = 4.3e12 / 1e3
-INTRA_HOST_BYTES_PER_MS = 394e9 / 1e3
-INTER_HOST_BYTES_PER_MS = 50e9 / 1e3
 HOST_BYTES_PER_MS = 200e9 / 1e3
 HOST_LINK_BYTES_PER_MS = 55e9 / 1e3
+BYTES_PER_MS = 1e9 / 1e3
+"""Of a link with 1 GB/s."""
 
 
 ID_COLUMNS = 128
@@ -236,7 +236,7 @@ def plan_tables(
         spec,
         wanted_exchanges(declared, spec, config),
         batch_size,
-        num_ranks,
+        hardware,
         traffic_of,
     )
     row_tables = frozenset(row.table for row in rows if row.exchange == "rows")
@@ -328,8 +328,8 @@ def _topology(
         hbm_mem_bw=HBM_BYTES_PER_MS,
         ddr_mem_bw=HOST_BYTES_PER_MS,
         hbm_to_ddr_mem_bw=HOST_LINK_BYTES_PER_MS,
-        intra_host_bw=INTRA_HOST_BYTES_PER_MS,
-        inter_host_bw=INTER_HOST_BYTES_PER_MS,
+        intra_host_bw=config.within_gb_s * BYTES_PER_MS,
+        inter_host_bw=config.between_gb_s * BYTES_PER_MS,
     )
     return TopologyFactory.create_topology(
         TrainerConfig(

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import OptimizerConfig
+from dataloading.dataset.batch_layout import IdCount
 from nn.distributed.process_group import Ranks
-from nn.embedding.id_blocks import IdCount
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.touched_rows import TouchedRows

@@ -44,7 +44,8 @@ class RankGroup:
         firsts = range(0, ranks.world_size, self.size)
         groups = [list(range(first, first + self.size)) for first in firsts]
         owners = [list(ranks_of_shard) for ranks_of_shard in zip(*groups, strict=True)]
-        within = open_channel(ranks, f"embeddings of {self.size}", groups)
+        is_alone = self.size == 1
+        within = None if is_alone else open_channel(ranks, f"embeddings of {self.size}", groups)
         return within, open_channel(ranks, f"gradients of {self.size}", owners)
 
 

@@ -11,7 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nn.embedding.id_blocks import NO_ID, IdBlock
+from dataloading.dataset.batch_layout import NO_ID
+from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
 from nn.layers.distinct_rows import DistinctRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of

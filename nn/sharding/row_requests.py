@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import OptimizerConfig
+from dataloading.dataset.batch_layout import NO_ID
 from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.id_blocks import NO_ID, IdBlock
+from nn.embedding.id_blocks import IdBlock
 from nn.embedding.local_tables import (
     LocalTable,
     SlotRows,

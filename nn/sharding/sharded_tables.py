@@ -16,18 +16,15 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.distributed.planner.utils import placement
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from dataloading.dataset.batch_layout import id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.keys.new_rows import NewRows, RekeyedRows
 from nn.distributed.process_group import Ranks, open_channel
-from nn.embedding.declared_tables import (
-    handing_tables,
-    id_counts,
-    initial_bound,
-    keyed_tables,
-)
+from nn.embedding.declared_tables import handing_tables, initial_bound, keyed_tables
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
+from nn.embedding.pretrained import FileRows
 from nn.embedding.torch_optimizer import table_optimizer
 from nn.embedding.touched_rows import TouchedReplicas
 from nn.layers.sequence_events import SequenceTables
@@ -113,10 +110,13 @@ class ShardedTables:
         }
 
     def _fill(self) -> None:
-        """Fill the weights with the seed's."""
+        """Fill the weights with the seed's, or a file's."""
         for shard in self.shards():
-            bound = initial_bound(self._tables[shard.table].declared)
-            fill_shard(shard, bound, self._seed, self._ranks.device)
+            declared = self._tables[shard.table].declared
+            if isinstance(declared.init_fn, FileRows):
+                declared.init_fn(shard.weight, shard.row_offset, shard.column_offset)
+            else:
+                fill_shard(shard, initial_bound(declared), self._seed, self._ranks.device)
         self.reload()
 
     @property

@@ -57,6 +57,4 @@ class LookAhead:
         """Return a batch whose memory the loader does not reuse."""
         if self._device.type != "cuda":
             return batch
-        if batch.memory is None:
-            return batch.pin_memory()
         return batch.at(torch.empty_like(batch.memory, pin_memory=True).copy_(batch.memory))

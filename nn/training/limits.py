@@ -49,7 +49,7 @@ def total_steps(config: Config, steps_per_epoch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EvalSteps:
-    """The steps after which a run evaluates: every so many, or evenly spaced ones per epoch; and the last of the run.
+    """The steps after which a run evaluates: every so many, or evenly spaced ones per epoch, from `first` on; and the last.
 
     Whether a step is one of them is computed, since a run may have more epochs than memory has room for.
 
@@ -60,18 +60,22 @@ class EvalSteps:
     steps_per_epoch: int
     per_epoch: int
     every: int | None = None
+    first: int = 0
 
     @classmethod
     def of(cls, config: Config, steps_per_epoch: int) -> Self:
         """Return the steps after which the run `config` evaluates."""
         last_step = total_steps(config, steps_per_epoch)
-        return cls(last_step, steps_per_epoch, config.eval.per_epoch, config.eval.every)
+        chosen = config.eval
+        return cls(last_step, steps_per_epoch, chosen.per_epoch, chosen.every, chosen.first_step)
 
     def __contains__(self, step: object) -> bool:
         if not isinstance(step, int) or not 0 < step <= self.last_step:
             return False
         if step == self.last_step:
             return True
+        if step < self.first:
+            return False
         if self.every is not None:
             return step % self.every == 0
         if self.per_epoch >= self.steps_per_epoch:
@@ -87,7 +91,8 @@ class EvalSteps:
     def remaining(self, step: int) -> int:
         """Return about how many evaluations are made after this step and all later ones."""
         every = self.every or max(self.steps_per_epoch / self.per_epoch, 1)
-        return math.ceil(self.last_step / every) - math.floor((step - 1) / every + 1e-9)
+        before = max(step, min(self.first, self.last_step)) - 1
+        return math.ceil(self.last_step / every) - math.floor(before / every + 1e-9)
 
 
 NEXT, PREVIOUS = "next", "previous"

@@ -289,6 +289,14 @@ class TrainStep:
         self.dense_optimizer.step()
         self._dense_update.set_learning_rate(rate)
 
+    def extra_losses(self) -> dict[str, float]:
+        """Return the latest step's sums over ranks of the model's further losses, for records; all ranks must call it."""
+        shares = self.dense.logged_losses
+        if not shares:
+            return {}
+        sums = self._ranks.all_reduce_sum(torch.stack([*shares.values()])).tolist()
+        return {f"extra_loss.{name}": value for name, value in zip(shares, sums, strict=True)}
+
     @property
     def learning_rate(self) -> float:
         """The dense component's learning rate in the latest step."""

@@ -467,6 +467,7 @@ class Trainer:
             "epoch": self.epoch(),
             **self.state.day.label,
             "loss": self.state.loss_sum / self.state.loss_steps,
+            **self._step.extra_losses(),
             # In the place of the metrics, which are written when they are there.
             **{metric.train_key: math.nan for metric in self._metrics if metric.while_training},
             "lr": self._step.learning_rate,

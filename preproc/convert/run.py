@@ -1,6 +1,7 @@
 """Conversion from any known format to a dataset directory, or to NVIDIA's CSV, in chunks of rows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -100,7 +101,8 @@ def _write_dataset(
         overwrite=config.overwrite,
         absent={split: files.absent for split, files in spec.splits.items()},
         part_rows=part_rows,
-        sequences=spec.sequences,
+        # Rows get events of their own, which pools have chosen.
+        sequences=tuple(replace(group, pools=None) for group in spec.sequences),
     ) as dataset:
         for split, files in spec.splits.items():
             if (spec.root / kept_file_name(split)).exists():

@@ -1,4 +1,4 @@
-"""Stages: days of a run whose tables grow; kills and other numbers of ranks in between change nothing."""
+"""Days of a run whose tables grow; kills and other numbers of ranks in between change nothing."""
 
 import io
 import logging
@@ -359,7 +359,7 @@ def test_what_is_no_next_day_is_refused_in_one_line(days, tmp_path):
         (["run_dir=r", "data.path=d", "data.multi_hot.hotness=[2,2]"], "leave one of them out"),
     ],
 )
-def test_a_stage_that_cannot_be_is_refused(options, problem):
+def test_a_day_that_cannot_be_is_refused(options, problem):
     with pytest.raises(ValueError, match=f"day=next .*{problem}$"):
         compose_config("day=next", *options)
 

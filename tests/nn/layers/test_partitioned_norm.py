@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nn.layers.partitioned_norm import PartitionedNorm
+from nn.layers.batch_norm import PartitionedNorm
 from nn.layers.pass_state import PassState, attach
 
 DOMAINS, COLUMNS, ROWS = 3, 4, 9  # the last two rows are padding, and domain 2 has none

@@ -21,6 +21,7 @@ from dataloading.dataset.sequences import SequenceGroup
 from nn.embedding.declared_tables import embedding_columns, hands_out_rows
 from nn.layers.mlp import MLP
 from nn.models.features import suggested_columns
+from nn.models.numerical_features import encoded_spec
 from nn.models.options import DLRMOptions
 from nn.models.registry import (
     build_dense,
@@ -268,6 +269,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "sim.recent": {"recent": 2},
     "sim.search": {"found": 1},
     "sim.hash_bits": {"search": "hash", "found": 1},
+    **{f"{name}.numerical_size": {"numerical_encoding": "buckets"} for name in MODELS},
     "onetrans": {"item_features": ["item"], "sequence": "history", "token_dim": 40},
     "hstu": {
         "item_features": ["item"],
@@ -291,7 +293,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
 
 # Rows that a table hands out are float32; what hstu computes once changes nothing, and other options need numbers of events.
 # Tests of their own show these.
-ELSEWHERE = {(name, "embedding_dtype") for name in OF_EVENTS} | {
+ELSEWHERE = {(name, "embedding_dtype") for name in OF_EVENTS}
+ELSEWHERE |= {(name, "numerical_sigma") for name in MODELS}  # of initial weights alone
+ELSEWHERE |= {
     ("hstu", name)
     for name in (
         "action",
@@ -327,9 +331,10 @@ def of_each_option() -> Iterator[tuple[str, str, Any]]:
                     for below in fields(default)
                     for value in changed(getattr(default, below.name))
                 )
-            # The pooling of events has tests of its own.
+            # The pooling of events and vectors of files have tests of their own.
             elif (
-                item.name not in ("name", "sequence_pooling") and (name, item.name) not in ELSEWHERE
+                item.name not in ("name", "sequence_pooling", "event_weights", "pretrained")
+                and (name, item.name) not in ELSEWHERE
             ):
                 other = OTHER_VALUES.get(item.name)
                 values = [other] if item.name in OTHER_VALUES else changed(default)
@@ -520,3 +525,16 @@ def test_histories_of_different_lengths_are_refused():
         ValueError, match="history 'old' has 3 positions and 'new' 4; all must be equal"
     ):
         declared_tables(options_of("din", **options), spec)
+
+
+def test_numbers_that_an_option_names_are_not_encoded():
+    options = options_of("din", **HISTORY, numerical_encoding="periodic", embedding_dim=4)
+    assert encoded_spec(options, PAIRS).numerical == (
+        "history_length",
+        *(f"age.{column}" for column in range(4)),
+    )
+    without = spec_of(*PAIRS.categorical, numerical=("history_length",))
+    with pytest.raises(
+        ValueError, match="the dataset has no numerical feature to encode; leave it"
+    ):
+        build_meta(options, without)

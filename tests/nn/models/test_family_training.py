@@ -1,5 +1,6 @@
 """The models beside DLRM and DCNv2, trained: one and two ranks against plain PyTorch, plans, memory, resuming and export."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.helpers.composed import build, compose_config, losses_of_cases, ranks
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import NUM_STEPS, ON_GPU, worlds
 from tests.helpers.runs import stored_bytes, summary
-from tests.plain_models import LOSSES, PLAIN, bce, pooled
+from tests.plain_models import LOSSES, PLAIN, bce, encoded, pooled
 
 STEPS = 3
 DATA = [
@@ -194,6 +195,40 @@ CASES = {
         ["embedding_dim=8", "hidden=[8]", "dropout=0", "embedding_dims={kind:3,page:16}"],
         layout="sharding.tables={kind:row_wise,page:column_wise}",
     ),
+    "shared_bottom of periodic numbers": Case(
+        "shared_bottom",
+        [
+            "hidden=[8,6]",
+            "tower_hidden=[5]",
+            "embedding_dim=4",
+            "numerical_encoding=periodic",
+            "numerical_size=3",
+        ],
+        {"tasks": 2},
+    ),
+    "wide_deep of buckets": Case(
+        "wide_deep",
+        [
+            "embedding_dim=4",
+            "hidden=[8]",
+            "dropout=0",
+            "numerical_encoding=buckets",
+            "numerical_size=3",
+        ],
+        {"num_wide": 5},
+    ),
+    "autoint of buckets": Case(
+        "autoint",
+        [
+            "embedding_dim=4",
+            "layers=2",
+            "head_dim=4",
+            "hidden=[6]",
+            "numerical_encoding=buckets",
+            "numerical_size=3",
+        ],
+        {"heads": 2},
+    ),
     "din of widths": Case(
         "din",
         [
@@ -284,6 +319,8 @@ def train_both(case: Case, two_labels: Path, num_steps: int = STEPS) -> Trained:
             for feature in table.feature_names
         ]
         dense = {name.removeprefix("model."): copies[name] for name in parameters}
+        if "numbers.first" in dense:
+            numerical = torch.cat(encoded(dense, "numbers", numerical), 1)
         if case.name in LOSSES:
             loss = LOSSES[case.name](dense, numerical, lookups, labels, **case.plain)
         else:
@@ -349,6 +386,35 @@ def test_two_ranks_train_as_plain_pytorch(trained, two_ranks, name):
     np.testing.assert_allclose(two_ranks[name], trained[name].plain_losses, rtol=1e-6, atol=1e-6)
 
 
+def extra_losses_of(overrides: list[str]) -> tuple[float, dict[str, float], float]:
+    """Return the loss of one step, the further losses that its record has, and the penalties of this rank's routers."""
+    with ranks_of_cpu():
+        built = build(compose_config(*overrides))
+        (loss,) = built.train(0, 1)
+        logged = built.step.extra_losses()
+        routers = [block.router for block in built.step.dense.blocks]
+        share = sum(router.penalty().item() for router in routers)
+        built.step.close()
+    return loss, logged, share
+
+
+def test_further_losses_are_logged_as_sums_over_ranks(two_labels, tmp_path):
+    case = CASES["rankmixer of experts"].overrides(two_labels)
+    loss, logged, share = extra_losses_of(case)
+    assert logged == {"extra_loss.router": pytest.approx(share, rel=1e-6)}
+    both = run_distributed(extra_losses_of, 2, case)
+    assert share == pytest.approx(sum(own for *_, own in both), rel=1e-5)
+    for loss_there, logged_there, _ in both:
+        assert loss_there == pytest.approx(loss, rel=1e-6)
+        assert logged_there == {"extra_loss.router": pytest.approx(share, rel=1e-5)}
+    command = [*case, f"run_dir={tmp_path / 'run'}", "train.max_steps=2", "log.every=1"]
+    assert run_command(*command).exit_code == 0
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    found = [record["extra_loss.router"] for record in map(json.loads, lines) if "loss" in record]
+    assert len(found) == 2
+    assert found[0] == pytest.approx(share, rel=1e-6)
+
+
 @pytest.fixture(scope="module")
 def trained_longer(two_labels) -> dict[str, Trained]:
     with ranks_of_cpu():
@@ -396,6 +462,8 @@ def test_captured_steps_equal_launched_ones_and_plain_pytorch(
         "pepnet of two tasks",
         "deepfm of widths",
         "star of two tasks",
+        "shared_bottom of periodic numbers",
+        "autoint of buckets",
     ],
 )
 def test_the_model_is_planned_with_its_memory(name, two_labels):
@@ -413,7 +481,15 @@ def test_the_model_is_planned_with_its_memory(name, two_labels):
 
 # Tables of two widths, without pooling, of two tasks, and with a layer's own state.
 @pytest.mark.parametrize(
-    "name", ["wide_deep", "din", "rankmixer of experts", "star of two tasks", "deepfm of widths"]
+    "name",
+    [
+        "wide_deep",
+        "din",
+        "rankmixer of experts",
+        "star of two tasks",
+        "deepfm of widths",
+        "autoint of buckets",
+    ],
 )
 def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, two_labels, tmp_path):
     case = CASES[name]

@@ -232,11 +232,9 @@ def test_logits_and_gradients_are_those_of_the_formulas(num_candidates, num_task
 
 def test_the_published_model_has_its_size():
     experiment = yaml.safe_load((ROOT / "configs/experiment/hstu_mlperf.yaml").read_text())
-    options = options_of(
-        **experiment["model"] | {"name": OPTIONS["name"], "time_buckets": 2048},
-        item_features=["item", "artist", "album"],
-    )
     items = [*ITEMS, "album"]
+    names = {"name": OPTIONS["name"], "item_features": items, "hour": "hour"}
+    options = options_of(**experiment["model"] | names | {"time_buckets": 2048})
     spec = spec_of(
         *(feature(f"cross_{number}") for number in range(8)),
         *(feature(name) for name in items),

@@ -434,7 +434,7 @@ def test_merging_partial_counts_does_not_change_the_counts(seen_twice, tmp_path,
     assert all_files(tmp_path / "merged") == seen_twice[1]
 
 
-def test_a_stage_shows_its_rate_and_the_time_left():
+def test_a_phase_shows_its_rate_and_the_time_left():
     phase = Phase("parse", print)
     phase.total, phase.detail = 400.0, "day_3"
     phase.update(100.0)

@@ -28,11 +28,12 @@ KINDS = {
         f"sharding.tables={ROWS_AND_COLUMNS}",
         "sharding.exchange=vectors",
         "data.synthetic.train_rows=133",
+        "data.synthetic.hotness=[3,1,2,5,1]",
     ],
     "adam": ["sharding.exchange=rows", "sharding.tables={cat_4: row_wise}", "optimizer.lr=0.005"],
     "bf16": ["model.embedding_dtype=bf16", "optimizer.name=adagrad"],
 }
-HOST = "{cat_0: {type: row_wise, tier: host, cache: 0.3}, cat_3: {type: table_wise, tier: host, cache: 0.2}}"
+HOST = "{cat_0: {type: row_wise, tier: host, cache: 0.3}, cat_3: {type: table_wise, tier: disk, cache: 0.2}}"
 
 
 def options(kind: str) -> list[str]:
@@ -68,11 +69,12 @@ def trained(tmp_path_factory, ragged):
     root = tmp_path_factory.mktemp("groups")
     data = sequence_models.write_sequences(root / "sequences")
     of_kinds = {kind: options(kind) for kind in KINDS}
-    of_kinds["host"] = [
+    of_kinds["host and disk"] = [
         *TINY,
         f"sharding.tables={HOST}",
         "data.synthetic.cardinalities=[4000,40,7,1500,600]",
         "eval.batch_size=64",
+        f"sharding.disk_path={root}",
     ]
     of_kinds["ragged"] = [
         *TINY,
@@ -120,7 +122,7 @@ def assert_same_bits(weights: dict, others: dict) -> None:
         assert torch.equal(weight, others[name]), name
 
 
-CASES = [*((kind, 2) for kind in (*KINDS, "host", "ragged", "sequences"))]
+CASES = [*((kind, 2) for kind in (*KINDS, "host and disk", "ragged", "sequences"))]
 CASES += [("sgd", 1), ("adam", 1), ("sequences", 1)]
 
 
@@ -141,7 +143,7 @@ def test_groups_train_as_one_group_and_as_one_process(trained, kind, size):
             torch.testing.assert_close(first[name], weight, rtol=0, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "host", "sequences"])
+@pytest.mark.parametrize("kind", ["bf16", "host and disk", "sequences"])
 def test_an_owner_sums_in_the_order_of_one_group(trained, kind):
     """So the bits are those of one group, where no vector is added over ranks."""
     results, _, _ = trained
