@@ -429,11 +429,11 @@ def _flat(content: dict[str, Any]) -> dict[str, Any]:
 
 def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
     """Return recorded options by dotted name; those of later versions have their default, which changes nothing."""
-    recorded = _flat(before)
-    # A section of names that the user chooses, such as `tasks`, has no default beside its values.
+    recorded, now = _flat(before), _flat(plain_values(config))
+    # A section of names that the user chooses, such as `tasks`, has no default beside its values, and is left out while empty.
     defaults = {
         option: value
         for option, value in default_values(config).items()
-        if not any(name.startswith(f"{option}.") for name in recorded)
+        if option in now and not any(name.startswith(f"{option}.") for name in recorded)
     }
     return defaults | recorded
