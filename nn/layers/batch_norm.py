@@ -148,7 +148,8 @@ class PartitionedNorm(PassLayer):
     """Partitioned Normalization of STAR (arXiv:2101.11427), for the rows of domain p.
 
     It is (g g_p) (x - mean_p) / sqrt(variance_p + eps) + b + b_p. In training, mean and variance are those of the domain's valid
-    rows in the global batch, of which a domain without any changes nothing; in evaluation the running ones, of momentum .1. The paper's batches are of one domain, these of all.
+    rows in the global batch, of which a domain without any changes nothing; in evaluation the running ones, of momentum .1.
+    The paper's batches are of one domain, these of all.
     """
 
     running_mean: Tensor  # [P, C], float32; a part of checkpoints
