@@ -1429,7 +1429,7 @@ class Config(Section):
 def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return the default of every option below a section by dotted name, as values of JSON.
 
-    `config` is an instance of the section: the options of the model depend on its name.
+    A section of names that the user chooses, such as `tasks`, has none. `config` is an instance of the section: the options of the model depend on its name.
     """
     defaults: dict[str, Any] = {}
     for declared in fields(config):
@@ -1437,7 +1437,7 @@ def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
         if is_dataclass(value):
             defaults |= default_values(value, f"{key}.")
             continue
-        if isinstance(value, dict):  # names that the user chooses
+        if isinstance(value, dict):
             continue
         factory = declared.default_factory
         default = declared.default if factory is DATACLASS_MISSING else factory()

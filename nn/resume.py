@@ -429,11 +429,4 @@ def _flat(content: dict[str, Any]) -> dict[str, Any]:
 
 def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
     """Return recorded options by dotted name; those of later versions have their default, which changes nothing."""
-    recorded, now = _flat(before), _flat(plain_values(config))
-    # A section of names that the user chooses, such as `tasks`, has no default beside its values.
-    defaults = {
-        option: value
-        for option, value in default_values(config).items()
-        if option in now and not any(name.startswith(f"{option}.") for name in recorded)
-    }
-    return defaults | recorded
+    return default_values(config) | _flat(before)

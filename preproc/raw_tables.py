@@ -147,7 +147,7 @@ def _lists(rows: pa.Table, log: EventLog) -> dict[str, pa.ListArray]:
     }
     if not found:
         raise ValueError(
-            f"the table has no events of {shown(log.name)}; want columns of lists such as {log.name}_{log.of[0]}, with the columns "
-            "that events have in the log"
+            f"the table has no events of {shown(log.name)}; want columns of lists such as {log.name}_{log.of[0]}, with the "
+            "columns that events have in the log"
         )
     return found

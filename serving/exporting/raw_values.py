@@ -68,8 +68,9 @@ def write_raw_values(
     sequences = []
     for group in features.sequence:
         if isinstance(group, EventLists) or group.source:
+            kind = f"of source {shown(group.source)}" if isinstance(group, EventLog) else "lists"
             raise ValueError(
-                f"the events {shown(group.name)} are {f'of source {shown(group.source)}' if isinstance(group, EventLog) else 'lists'}"
+                f"the events {shown(group.name)} are {kind}"
                 ", and a server takes raw values of those that are rows; leave fitted out, and send ids and numbers"
             )
         sequences.append(_sequence(group, by_name, sizes, state, columns, types))
