@@ -154,7 +154,9 @@ class RowSql:
         self._query = f"SELECT {', '.join(columns)} FROM ({rows})"
 
     def values(self, columns: Sequence[Sequence[str | None]]) -> dict[str, list[Any]]:
-        """Return the values by feature: texts, numbers or seconds, None where one is missing; `columns` are texts in the order of `types`.
+        """Return the values by feature: texts, numbers or seconds, None where one is missing.
+
+        `columns` are texts in the order of `types`.
 
         Raises ValueError: a value cannot be cast, or is out of range.
         """
