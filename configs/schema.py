@@ -1429,7 +1429,8 @@ class Config(Section):
 def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return the default of every option below a section by dotted name, as values of JSON.
 
-    A section of names that the user chooses, such as `tasks`, has none. `config` is an instance of the section: the options of the model depend on its name.
+    A section of names that the user chooses, such as `tasks`, has none. `config` is an instance of the section: the options
+    of the model depend on its name.
     """
     defaults: dict[str, Any] = {}
     for declared in fields(config):

@@ -106,7 +106,7 @@ class RawTables:
             row_of, flat = np.zeros(1, int), {n: pa.nulls(1, v.type) for n, v in flat.items()}
         by_name = {feature.name: feature for feature in self._description.categorical}
         features = [by_name[name] for name in log.of]
-        owners = {f.vocabulary_of for f in features if f.vocabulary_of is not None} - {*log.of}
+        owners = {feature.vocabulary_of or feature.name for feature in features} - {*log.of}
         features += [
             replace(by_name[name], expression="CAST(NULL AS STRING)", cross=[]) for name in owners
         ]
@@ -147,7 +147,7 @@ def _lists(rows: pa.Table, log: EventLog) -> dict[str, pa.ListArray]:
     }
     if not found:
         raise ValueError(
-            f"the table has no events of {shown(log.name)}; want columns of lists such as {log.name}_{log.of[0]}, with the "
-            "columns that events have in the log"
+            f"the table has no events of {shown(log.name)}; want columns of lists such as {log.name}_{log.of[0]}, with "
+            "those that events have in the log"
         )
     return found

@@ -13,6 +13,7 @@ from configs.table_schema import (
     History,
     Numerical,
     RowNumber,
+    TableConfig,
     transform_of,
 )
 from configs.transforms import TRANSFORMS
@@ -65,32 +66,25 @@ def write_raw_values(
         for feature in features.categorical
     ]
     history = [_history(history, by_name, columns) for history in features.history]
-    sequences = []
-    for group in features.sequence:
-        if isinstance(group, EventLists) or group.source:
-            kind = f"of source {shown(group.source)}" if isinstance(group, EventLog) else "lists"
-            raise ValueError(
-                f"the events {shown(group.name)} are {kind}"
-                ", and a server takes raw values of those that are rows; leave fitted out, and send ids and numbers"
-            )
-        sequences.append(_sequence(group, by_name, sizes, state, columns, types))
-    evented = [feature for of in sequences for feature in of["events"]["categorical"]]
-    names = [feature["name"] for feature in [*categorical, *history, *evented]]
+    sequences = [
+        _sequence(group, features, sizes, state, columns, types) for group in features.sequence
+    ]
+    of_events = [feature for of in sequences for feature in of["events"]["categorical"]]
+    names = [feature["name"] for feature in [*categorical, *history, *of_events]]
     if names != [feature.name for feature in spec.categorical]:
         raise ValueError(f"fitted={fitted}: its features are not those of its feature spec")
-    of_events = {f"{of['name']}_{name}" for of in sequences for name in of["events"]["columns"]}
-    clash = ({NUMERICAL, IDS} | of_events) & set(columns) | ({NUMERICAL, IDS} & of_events)
+    lists = [f"{of['name']}_{name}" for of in sequences for name in of["events"]["columns"]]
+    inputs = [NUMERICAL, IDS, *columns, *lists]
+    clash = {name for name in inputs if inputs.count(name) > 1}
     if clash:
         raise ValueError(
             f"fitted={fitted}: the column {shown(min(clash))} has the name of the input of features or events; rename it in the "
             "source"
         )
-    missing = {"missing": features.missing, "empty_items": features.empty_items}
-    for of in sequences:
-        of["events"] |= missing
     return {
         "columns": columns,
-        **missing,
+        "missing": features.missing,
+        "empty_items": features.empty_items,
         "is_text": _text_columns(state, columns, categorical, history),
         "five": _five(state.five, categorical, history),
         "float16": spec.numerical_dtype.name == "float16",
@@ -103,14 +97,21 @@ def write_raw_values(
 
 
 def _sequence(
-    log: EventLog,
-    by_name: dict[str, Categorical],
+    log: EventLog | EventLists,
+    table: TableConfig,
     sizes: dict[str, tuple[str, int]],
     state: FittedState,
     columns: dict[str, int],
     types: dict[str, str],
 ) -> dict[str, Any]:
     """Return the description of a log: of its events as rows of their own, and of the moment, of whose columns `columns` gets."""
+    if isinstance(log, EventLists) or log.source:
+        what = "lists" if isinstance(log, EventLists) else f"of source {shown(log.source)}"
+        raise ValueError(
+            f"the events {shown(log.name)} are {what}, and a server takes raw values of those that are rows; leave fitted out, "
+            "and send ids and numbers"
+        )
+    by_name = {feature.name: feature for feature in table.categorical}
     of_events: dict[str, int] = {}
     of_types: dict[str, str] = {}
     features = [
@@ -130,6 +131,8 @@ def _sequence(
     _add_columns(log.name, log.order_by, state, columns, types)
     events = {
         "columns": of_events,
+        "missing": table.missing,
+        "empty_items": table.empty_items,
         "is_text": _text_columns(state, of_events, features, []),
         "five": _five(state.five, features, []),
         "float16": False,

@@ -434,7 +434,7 @@ def _split(text: str, separator: str) -> list[str | None]:
 def without_end(values: Sequence[str | None]) -> list[str | None]:
     """Return a list without the missing values at its end, which fill a tensor."""
     last = max((number for number, value in enumerate(values, 1) if value is not None), default=0)
-    return list(values[:last])
+    return [*values[:last]]
 
 
 def _bucket(text: str, buckets: int) -> int:
