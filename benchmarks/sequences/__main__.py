@@ -1,7 +1,7 @@
 """Test AUC of the sequence models over seeds, with and without the order of the events and the history.
 
     python -m benchmarks.sequences --source DIR --out DIR --workers 16
-    python -m benchmarks.sequences --source DIR --out DIR --models din bst --datasets liked --fuxictr PYTHON --zoo FuxiCTR/model_zoo
+    python -m benchmarks.sequences --source DIR --out DIR --models din bst --fuxictr PYTHON --zoo FuxiCTR/model_zoo
 
 `--source` has `ratings.csv` and `movies.csv` (or .gz) of ml-latest-small for `liked`, and the files of the other datasets
 (`datasets.py`, which says what they and their variants are). A model has the settings of its experiment
