@@ -27,6 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from configs.arguments import as_written
+from configs.built_in import MODELS
 from configs.command_line import SAVED_FLAG, composed_command, lasting_imports, written_options
 from configs.exit_codes import (
     DIVERGED_EXIT_CODE,
@@ -169,7 +170,7 @@ def _exit_codes(composed: DictConfig) -> Iterator[None]:
             raise
         _end_together(text, USER_ERROR_EXIT_CODE)
     except OSError as error:
-        text = load_error_text(error) or os_error_text(error, _place(composed))
+        text = load_error_text(error) or os_error_text(error, _where(composed))
         _end(text, USER_ERROR_EXIT_CODE)
     except UnfinishedDaysError as error:
         if not str(error):
@@ -214,11 +215,13 @@ def _run(composed: DictConfig) -> None:
             drop_replaced(composed, overrides, Config)
             written = written_options(overrides, HydraConfig.get())
         config = to_config(composed)
-        if config.mode is Mode.predict and "run_dir" in [option.key for option in written]:
+        if config.mode is Mode.predict and "run_dir" in [option.name for option in written]:
             raise ValueError(
                 f"run_dir={config.run_dir}: mode=predict writes output and no run directory; the model of a run is named by "
                 "config=RUN/config.yaml and checkpoint.restore=RUN/checkpoints/best"
             )
+        if composed.model.name in MODELS:  # the options of another one need torch
+            config = typed_config(composed, written, config)
         check_inputs(config)
         if config.mode is Mode.predict and config.predict.average:
             from nn.scores.average import average
@@ -245,7 +248,7 @@ def _run(composed: DictConfig) -> None:
 def _predict(config: Config, config_yaml: str) -> None:
     """Write the scores of a split, or of raw files: `nn` scores rows and knows nothing of preprocessing."""
     from nn.distributed.process_group import process_rank
-    from nn.observability.console import make_console, make_logger
+    from nn.observability.console import make_console
     from nn.scores.run import predict
     from nn.scores.terminal import print_scores
 
@@ -254,16 +257,17 @@ def _predict(config: Config, config_yaml: str) -> None:
     if config.source is not None and config.fitted is not None:
         from preproc.transformed_rows import open_transformed_rows
 
-        sources, warn = [Path(config.source)], make_logger(console).warning
         try:
-            raw = open_transformed_rows(Path(config.fitted), sources, config.predict.columns, warn)
+            raw = open_transformed_rows(
+                Path(config.fitted), [Path(config.source)], config.predict.columns
+            )
         except ValueError as error:  # preprocessing keeps columns that its description names
             text = str(error).replace("table.keep: ", "predict.columns: ")
             raise ValueError(text) from None
     print_scores(console, config, predict(config, console, raw))
 
 
-def _place(composed: DictConfig) -> str:
+def _where(composed: DictConfig) -> str:
     """Return what a run reads and writes, for an error of the system that names no file."""
     run_dir = composed.run_dir or f"runs/{composed.recipe}"
     data = f" or data.path={composed.data.path}" if composed.data.path else ""

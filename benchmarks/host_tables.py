@@ -3,7 +3,7 @@
     python -m benchmarks.host_tables --check
     python -m benchmarks.host_tables --rows 22900000 14600000 24500000 5650000 20000000 --cache 1 0.1 0.01
     python -m benchmarks.host_tables --rows 4000000 4000000 --cache 1 0.06 --batch 4096 --dim 16 --steps 40
-    python -m benchmarks.host_tables --disk DIR --staged 0.3 --rows 4194304 4194304 4194304 4194304 --small 22 \
+    python -m benchmarks.host_tables --disk DIR --read-ahead 0.3 --rows 4194304 4194304 4194304 4194304 --small 22 \
         --cache 1 0.025 --batch 2048 --steps 60
 
 `--check` trains small tables both ways with every optimizer of tables, and compares the bits of losses and states. Otherwise
@@ -41,7 +41,7 @@ CHECKED = (
 )
 CHECKED_STEPS = 52
 IN_HOST = "sharding.tables={cat_0:{tier: host, cache: 0.06},cat_4:{tier: host, cache: 0.1}}"
-CHECKED_STAGED = "sharding.staged_gib=0.0015"
+CHECKED_GIB = "sharding.read_ahead_gib=0.0015"
 WARM_UP = 20
 LIVE_BATCHES = 3
 """Batches whose rows an arena holds at least."""
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--exponent", type=float, default=1.05, help="of the ids; 0 is uniform")
     parser.add_argument("--steps", type=int, default=100, help="measured steps")
     parser.add_argument("--disk", help="directory for tables on disk")
-    parser.add_argument("--staged", type=float, default=4.0, help="GiB of host memory for them")
+    parser.add_argument("--read-ahead", type=float, default=4.0, help="GiB of host memory for them")
     parser.add_argument(
         "--batches", type=int, help="different batches, used in turn; else one per step"
     )
@@ -114,7 +114,7 @@ def config_of(args: argparse.Namespace, cache: float) -> Config:
         *("optimizer.name=sgd", "optimizer.lr=0.01", "data.prefetch=16", "sharding.reserve=0.02"),
         *([f"sharding.tables={{{tables}}}"] if cache < 1 else []),
         *([f"sharding.disk_path={args.disk}"] if args.disk else []),
-        f"sharding.staged_gib={args.staged}",
+        f"sharding.read_ahead_gib={args.read_ahead}",
     )
 
 
@@ -130,7 +130,7 @@ def check(ranks: Ranks, optimizers: Sequence[str], disk: str | None) -> None:
     """Train both ways, and end the command unless losses and states have the same bits; with `disk`, tables lie there."""
     tiered = [IN_HOST]
     if disk is not None:
-        tiered = [IN_HOST.replace("host", "disk"), f"sharding.disk_path={disk}", CHECKED_STAGED]
+        tiered = [IN_HOST.replace("host", "disk"), f"sharding.disk_path={disk}", CHECKED_GIB]
     for optimizer, dtype in product(optimizers, ("fp32", "bf16")):
         own = (f"optimizer.embedding_name={optimizer}", f"model.embedding_dtype={dtype}")
         results = [

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from dataloading.dataset.durable_files import hold
+from dataloading.dataset.durable_files import exclusive
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def held_output(directory: Path) -> Iterator[None]:
     """Create the directory of the results and keep other processes from writing it; one message if one does."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(hold(directory, f"is writing {directory}"))
+            stack.enter_context(exclusive(directory, f"is writing {directory}"))
             directory.mkdir(exist_ok=True)
         except (ValueError, OSError) as error:
             sys.exit(f"error: {error}")

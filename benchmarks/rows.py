@@ -89,7 +89,7 @@ FEW_ROWS = 2_048_000
 # Rows in host memory: every step must have a batch of its own, since the rows of a batch that comes again are still here.
 HOST_T3 = Row("dlrm", 1, "dlrm_criteo_t3", "criteo_t3", overrides=(in_tier("host", 0.1),))
 # Its files, 83.7 GiB, lie where TMPDIR says.
-DISK_T3 = (f"sharding.disk_path={gettempdir()}", "sharding.staged_gib=8")
+DISK_T3 = (f"sharding.disk_path={gettempdir()}", "sharding.read_ahead_gib=8")
 MOVIELENS = Row("main", 1, "embedding_mlp_movielens", "movielens", train_rows=FEW_ROWS)
 WIDE_DEEP = Row("main", 1, "wide_deep_criteo", "criteo_wdl", train_rows=FEW_ROWS)
 DEEPFM = Row(
@@ -105,8 +105,14 @@ FAMILY = {
         DEEPFM,
         overrides=(*DEEPFM.overrides, f"model.name={name}", "model.embedding_dim=16"),
     )
-    for name in ("finalmlp", "masknet", "wukong", "shared_bottom", "mmoe", "ple")
+    for name in (
+        *("finalmlp", "masknet", "wukong", "shared_bottom", "mmoe", "ple"),
+        *("rankmixer", "fcn", "autoint", "xdeepfm", "pepnet"),
+    )
 }
+# Four features of the user and the item, whose gates weigh the towers, and one of the domain.
+PEPNET = ("model.domain_features=[cat_5]", "model.prior_features=[cat_0,cat_1,cat_2,cat_3]")
+FAMILY["pepnet_1"] = replace(FAMILY["pepnet_1"], overrides=(*FAMILY["pepnet_1"].overrides, *PEPNET))
 """Models without a recipe of their own, with their default sizes."""
 SOK = Row("main", 1, "embedding_mlp_sok", "sok", exponent=0, train_rows=50 * 65_536)
 DIN = Row(

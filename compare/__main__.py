@@ -9,16 +9,13 @@ if __name__ == "__main__":
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from compare.arguments import with_directories
 from compare.report import print_comparison
 from compare.run_record import RunRecord, find_runs
 from compare.table import as_csv, as_json, names_of, rows_of
-from configs.command_line import command, errors_end_command
+from configs.command_line import command
 from configs.console import LiteralConsole
 from configs.many_runs_schema import CompareConfig
-from configs.overrides import to_config
 from configs.stop_signals import restore_signals
 
 PIPE_WIDTH = 120
@@ -65,28 +62,29 @@ def compare(config: CompareConfig) -> None:
 def _check_outputs(config: CompareConfig) -> None:
     """Raise `ValueError` unless all files may be written, before the runs are read."""
     named = {
-        key: Path(path) for key in ("csv", "json", "picture") if (path := getattr(config, key))
+        option: Path(path)
+        for option in ("csv", "json", "picture")
+        if (path := getattr(config, option))
     }
-    for key, path in named.items():
+    for option, path in named.items():
         if not path.parent.is_dir():
             raise ValueError(
-                f"{key}={path}: there is no directory {path.parent}; make it, or set another {key}"
+                f"{option}={path}: there is no directory {path.parent}; make it, or set another {option}"
             )
         if path.is_dir():
-            raise ValueError(f"{key}={path} is a directory; name a file")
+            raise ValueError(f"{option}={path} is a directory; name a file")
         same = [other for other in named if named[other].resolve() == path.resolve()]
-        if same != [key]:
-            raise ValueError(f"{' and '.join(same)} name the same file, {path}; set another {key}")
+        if same != [option]:
+            raise ValueError(
+                f"{' and '.join(same)} name the same file, {path}; set another {option}"
+            )
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and compare; report errors in one line."""
-    with errors_end_command():
-        config = to_config(composed)
-        restore_signals()
-        compare(config)
+def run(config: CompareConfig) -> None:
+    restore_signals()
+    compare(config)
 
 
 if __name__ == "__main__":
     with_runs = partial(with_directories, schema=CompareConfig, option="runs")
-    command(run, CompareConfig, "compare", with_runs)
+    command(run, CompareConfig, "compare", ("runs",), arguments=with_runs)

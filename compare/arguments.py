@@ -12,13 +12,13 @@ def with_directories(arguments: Sequence[str], schema: type, option: str) -> lis
 
     An argument is a directory if it names no option: no `=`, or one in the name of a path, such as `many/00-lr=0.1`.
     """
-    names = {key for key, _ in describe(schema)}
+    names = {name for name, _ in describe(schema)}
     directories: list[str] = []
     others: list[str] = []
     for argument in arguments:
-        key, equals, _ = argument.partition("=")
-        is_path = not equals or "/" in key or Path(argument).exists()
-        is_option = argument.startswith(("-", "hydra.")) or (equals and key.lstrip("+~") in names)
+        name, equals, _ = argument.partition("=")
+        is_path = not equals or "/" in name or Path(argument).exists()
+        is_option = argument.startswith(("-", "hydra.")) or (equals and name.lstrip("+~") in names)
         (directories if is_path and not is_option and argument else others).append(argument)
     if not directories:
         return others

@@ -53,7 +53,7 @@ class State(StrEnum):
 class RunRecord:
     """A run directory, read once.
 
-    `options` are by dotted key, as in config.yaml, and empty if that is missing or damaged; `header` is the first line of
+    `options` are by dotted name, as in config.yaml, and empty if that is missing or damaged; `header` is the first line of
     metrics.jsonl; `message` says why the run was stopped or has failed.
     """
 
@@ -232,14 +232,14 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 
 def differing(runs: Iterable[RunRecord], ignored: Iterable[str] = ("run_dir",)) -> list[str]:
-    """Return the keys of the options that are not equal in all runs, in the order of config.yaml."""
+    """Return the names of the options that are not equal in all runs, in the order of config.yaml."""
     all_options = [run.options for run in runs if run.options]
-    keys = dict.fromkeys(key for options in all_options for key in options)
+    found = dict.fromkeys(option for options in all_options for option in options)
     return [
-        key
-        for key in keys
-        if key not in ignored
-        and any(options.get(key) != all_options[0].get(key) for options in all_options)
+        option
+        for option in found
+        if option not in ignored
+        and any(options.get(option) != all_options[0].get(option) for options in all_options)
     ]
 
 

@@ -62,9 +62,13 @@ def settings_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Return the runs of each setting, which differ in their seeds alone, by recipe and what differs within it."""
     settings: dict[str, list[RunRecord]] = {}
     for recipe, found in recipes_of(runs).items():
-        keys = [key for key in differing(found) if key != SEED and not key.startswith(UNSEEN)]
+        options = [
+            option
+            for option in differing(found)
+            if option != SEED and not option.startswith(UNSEEN)
+        ]
         for run in found:
-            settings.setdefault(f"{recipe} {_differences(run, keys)}".rstrip(), []).append(run)
+            settings.setdefault(f"{recipe} {_differences(run, options)}".rstrip(), []).append(run)
     return settings
 
 
@@ -73,8 +77,10 @@ def names_of(runs: Sequence[RunRecord]) -> list[str]:
     recipes = recipes_of(runs)
     names = []
     for run, label in zip(runs, labels(runs), strict=True):
-        keys = [key for key in differing(recipes[recipe_of(run)]) if not key.startswith(UNSEEN)]
-        parts = [recipe_of(run)] * (len(recipes) > 1) + [_differences(run, keys)]
+        options = [
+            option for option in differing(recipes[recipe_of(run)]) if not option.startswith(UNSEEN)
+        ]
+        parts = [recipe_of(run)] * (len(recipes) > 1) + [_differences(run, options)]
         names.append(" ".join(filter(None, parts)) or label)
     return [
         name if names.count(name) == 1 else label
@@ -130,24 +136,24 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
     return [os.path.relpath(path, common) for path in absolute]
 
 
-def short_keys(keys: Sequence[str], taken: Collection[str] = ()) -> list[str]:
-    """Return the last parts of dotted keys, and the complete key where two would be equal, or one is taken."""
-    last = [key.rpartition(".")[2] for key in keys]
+def short_names(options: Sequence[str], taken: Collection[str] = ()) -> list[str]:
+    """Return the last parts of the names of options, and the complete name where two would be equal, or one is taken."""
+    last = [option.rpartition(".")[2] for option in options]
     return [
-        name if last.count(name) == 1 and name not in taken else key
-        for key, name in zip(keys, last, strict=True)
+        name if last.count(name) == 1 and name not in taken else option
+        for option, name in zip(options, last, strict=True)
     ]
 
 
 def rows_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Return a row per run: numbers and texts by column, the same columns for all runs, None where nothing is known."""
-    keys = differing(runs)
+    options = differing(runs)
     metrics = list(dict.fromkeys(metric for run in runs for metric in run.metrics()))
     rows = []
     for run, label in zip(runs, labels(runs), strict=True):
         row: dict[str, Any] = {"run": label, "path": str(run.path), "state": run.state.value}
         row |= run.measured_on
-        row |= {key: run.options.get(key) for key in keys}
+        row |= {option: run.options.get(option) for option in options}
         for metric in metrics:
             if metric.larger_is_better is not None:
                 row[f"best_{metric.key}"], row[f"best_{metric.key}_step"] = run.best(metric)
@@ -196,13 +202,13 @@ def _columns(
     most: int = MAX_OPTION_COLUMNS,
 ) -> dict[str, list[str]]:
     """Return the texts of each column by its title; more than `most` options are one column."""
-    keys = [key for key in differing(runs) if not key.startswith(UNSEEN)]
-    has_columns = len(keys) <= most
+    options = [option for option in differing(runs) if not option.startswith(UNSEEN)]
+    has_columns = len(options) <= most
     columns: dict[str, list[str]] = {RUN: [*names], STATE: [run.state for run in runs]}
     if has_columns:
         columns |= {
-            name: [_text(run.options.get(key)) for run in runs]
-            for key, name in zip(keys, short_keys(keys, OWN_COLUMNS), strict=True)
+            name: [_text(run.options.get(option)) for run in runs]
+            for option, name in zip(options, short_names(options, OWN_COLUMNS), strict=True)
         }
     if metric is not None:
         best = [run.best(metric) for run in runs]
@@ -216,7 +222,7 @@ def _columns(
     ]
     columns["time"] = ["" if (v := run.seconds()) is None else _duration(v) for run in runs]
     if not has_columns:
-        columns[DIFFERS] = [_differences(run, keys) for run in runs]
+        columns[DIFFERS] = [_differences(run, options) for run in runs]
     return columns
 
 
@@ -264,8 +270,8 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _differences(run: RunRecord, keys: Sequence[str]) -> str:
-    pairs = zip(short_keys(keys), (run.options.get(key) for key in keys), strict=True)
+def _differences(run: RunRecord, options: Sequence[str]) -> str:
+    pairs = zip(short_names(options), (run.options.get(option) for option in options), strict=True)
     return " ".join(f"{name}={_text(value)}" for name, value in pairs if value is not None)
 
 

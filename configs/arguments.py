@@ -4,6 +4,7 @@ Hydra's own messages name neither the option nor the remedy, and advise to add a
 refuses or alters texts that are ordinary paths: `~/x`, `a,b`, `a=b`, `1e3`, most characters beyond ASCII.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from hydra.errors import HydraException
 from configs.messages import printable, shown
 from configs.option_values import FLOAT32_MAX, hints, takes, wanted
 from configs.overrides import no_option
-from configs.schema import open_sections, option_keys
+from configs.schema import RENAMED, open_sections, option_names
 from configs.tf2_flags import is_tf2_flag, translated
 
 # Those of Hydra that commands take; with a value -> the values, empty if any is allowed.
@@ -74,10 +75,10 @@ def hydra_arguments(arguments: Sequence[str], choices: Choices) -> list[str]:
     written = [flag if value is None else f"{flag}={value}" for flag, value in flags.items()]
     for argument in overrides:
         override = _override(argument, options, choices, may_sweep)
-        key, _, value = override.partition("=")
-        if options.get(key) is Any and value.startswith("{"):
+        option, _, value = override.partition("=")
+        if options.get(option) is Any and value.startswith("{"):
             # A mapping such as `tasks={..}` replaces that of a yaml file: Hydra would merge the two.
-            written.append(f"{key}=null")
+            written.append(f"{option}=null")
         written.append(override)
     return written
 
@@ -86,11 +87,11 @@ def as_written(arguments: Sequence[str]) -> list[str]:
     """Return arguments for Hydra without those that let others replace a mapping."""
     return [
         argument
-        for place, argument in enumerate(arguments)
+        for index, argument in enumerate(arguments)
         # Of a process that another one starts, there are several.
         if not (
             argument.endswith("=null")
-            and any(later.startswith(f"{argument[:-4]}{{") for later in arguments[place:])
+            and any(later.startswith(f"{argument[:-4]}{{") for later in arguments[index:])
         )
     ]
 
@@ -109,7 +110,7 @@ def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str |
 
     Services that tune hyperparameters write an option as `--optimizer.lr=0.01`.
     """
-    example = f"{option_keys(choices.schema)[0]}=..."
+    example = f"{option_names(choices.schema)[0]}=..."
     flags: dict[str, str | None] = {}
     overrides = []
     rest = list(arguments)
@@ -131,7 +132,7 @@ def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str |
             flags[flag] = value
         elif equals and written.startswith("--") and _is_option(written[2:], choices):
             overrides.append(argument[2:])
-        elif is_tf2_flag(argument) and "train.batch_size" in option_keys(choices.schema):
+        elif is_tf2_flag(argument) and "train.batch_size" in option_names(choices.schema):
             command = f"python {Path(sys.argv[0]).name} {translated(arguments)}"
             raise ValueError(
                 f"{printable(written)} is a flag of NVIDIA's TF2 recipe; here the command is: {printable(command)}; "
@@ -147,10 +148,10 @@ def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str |
     return flags, overrides
 
 
-def _is_option(key: str, choices: Choices) -> bool:
-    """Return whether a dotted key is an option, or lies in an open section."""
-    is_known = key in option_keys(choices.schema) or key in choices.groups
-    return is_known or any(is_below(key, opened) for opened in _below(choices.schema))
+def _is_option(option: str, choices: Choices) -> bool:
+    """Return whether a dotted name is an option, or lies in an open section."""
+    is_known = option in option_names(choices.schema) or option in choices.groups
+    return is_known or any(is_below(option, opened) for opened in _below(choices.schema))
 
 
 def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_sweep: bool) -> str:
@@ -158,29 +159,42 @@ def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_s
     name, equals, value = argument.partition("=")
     match = re.match(r"(~|\+{1,2})?(.*)", name, re.DOTALL)
     assert match is not None
-    sign, key = match[1] or "", match[2]
-    group = key.partition("@")[0]
-    if not key:
+    sign, option = match[1] or "", match[2]
+    if option in RENAMED and option not in options:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(
+                f"warning: {option} is now {RENAMED[option]}; 0.4.0 will refuse {option}",
+                file=sys.stderr,
+            )
+        option = RENAMED[option]
+    group = option.partition("@")[0]
+    if not option:
         what = "is empty, perhaps from an unset shell variable" if not argument else "has no name"
         raise ValueError(f"the argument {shown(argument)} {what}; options are written key=value")
     # Hydra takes a plus sign for an option whose value is null.
-    may_be_null = key in options and (options[key] is Any or takes(options[key], NoneType))
-    if sign == "+" and key in options and not may_be_null:
-        raise ValueError(f"+{key}: {key} exists already; write {key}=..., without the plus sign")
-    if sign == "~" and key in options:
-        kind = "section" if is_dataclass(options[key]) else "option"
-        raise ValueError(f"~{key}: the {kind} {key} cannot be removed; set its values instead")
-    is_known = key in options or group in choices.groups or key.startswith(("hydra.", "hydra/"))
-    if not is_known and not any(is_below(key, opened) for opened in _below(choices.schema)):
-        raise no_option(printable(key), [*option_keys(choices.schema), *choices.likely])
+    may_be_null = option in options and (options[option] is Any or takes(options[option], NoneType))
+    if sign == "+" and option in options and not may_be_null:
+        raise ValueError(
+            f"+{option}: {option} exists already; write {option}=..., without the plus sign"
+        )
+    if sign == "~" and option in options:
+        kind = "section" if is_dataclass(options[option]) else "option"
+        raise ValueError(
+            f"~{option}: the {kind} {option} cannot be removed; set its values instead"
+        )
+    is_known = (
+        option in options or group in choices.groups or option.startswith(("hydra.", "hydra/"))
+    )
+    if not is_known and not any(is_below(option, opened) for opened in _below(choices.schema)):
+        raise no_option(printable(option), [*option_names(choices.schema), *choices.likely])
     if not (equals or sign == "~"):
-        raise ValueError(f"{shown(key)} has no value; write {key}=VALUE")
+        raise ValueError(f"{shown(option)} has no value; write {option}=VALUE")
     if not equals:
         return argument
-    hint = str if group in choices.groups else options.get(key)
+    hint = str if group in choices.groups else options.get(option)
     # A choice replaces the default one, and a value a null, with or without a plus sign.
-    is_set = (key in choices.groups and "+" in sign) or (key in options and sign == "+")
-    start = f"{key}=" if is_set else f"{sign}{key}="
+    is_set = (option in choices.groups and "+" in sign) or (option in options and sign == "+")
+    start = f"{option}=" if is_set else f"{sign}{option}="
     parsed = _parsed(start, value)
     if may_sweep and parsed is not None and parsed.is_sweep_override():
         return argument
@@ -239,11 +253,11 @@ def quoted(text: str) -> str:
 
 
 def _below(schema: type) -> list[str]:
-    """Return the sections and options below which any key may be named."""
-    untyped = [key for key, hint in hints(schema).items() if hint is Any]
+    """Return the sections and options below which any option may be named."""
+    untyped = [option for option, hint in hints(schema).items() if hint is Any]
     return [*open_sections(schema), *untyped]
 
 
-def is_below(key: str, section: str) -> bool:
-    """Return whether a dotted key is a section or option, or lies below it."""
-    return f"{key}.".startswith(f"{section}.")
+def is_below(option: str, section: str) -> bool:
+    """Return whether a dotted name is a section or option, or lies below it."""
+    return f"{option}.".startswith(f"{section}.")

@@ -28,9 +28,10 @@ MODELS = {
     "xdeepfm": "nn.models.xdeepfm:XDeepFM",
     "esmm": "nn.models.esmm:ESMM",
     "pepnet": "nn.models.pepnet:PEPNet",
+    "star": "nn.models.star:STAR",
 }
 
-SEVERAL_LABELS = ("shared_bottom", "mmoe", "ple", "esmm", "pepnet", "rankmixer", "hstu")
+SEVERAL_LABELS = ("shared_bottom", "mmoe", "ple", "esmm", "pepnet", "star", "rankmixer", "hstu")
 """The models with a logit per label."""
 
 LOGGERS = {

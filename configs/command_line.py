@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,8 +31,8 @@ from configs.help import (
     Topics,
     register_option_help,
 )
-from configs.messages import UNKNOWN_PLACE, load_error_text, on_one_line, os_error_text, shown
-from configs.overrides import WrittenOption, one_line, texts_of
+from configs.messages import UNKNOWN_FILE, load_error_text, on_one_line, os_error_text, shown
+from configs.overrides import WrittenOption, one_line, options_text, texts_of, to_config
 from configs.schema import open_sections
 from configs.stop_signals import INTERRUPTED
 
@@ -87,7 +87,7 @@ def composed_command(
     def one_line_errors() -> Iterator[None]:
         # Without it Hydra prints the error itself, in several lines, and ends with exit code 1.
         os.environ["HYDRA_FULL_ERROR"] = "1"
-        likely = _keys_of_yaml(config_name, open_sections(schema))
+        likely = _options_of_yaml(config_name, open_sections(schema))
         configs = partial(_configs_with, schema_name)
         choices = Choices(schema, groups, likely, configs, read_saved is not None)
         words, arguments = help_words(sys.argv[1:], choices)
@@ -135,7 +135,7 @@ def compose_overrides(
         raise ValueError(
             f"there is no recipe {shown(config_name)}; choose one of {', '.join(configs)}"
         )
-    likely = _keys_of_yaml(config_name, open_sections(schema))
+    likely = _options_of_yaml(config_name, open_sections(schema))
     written = hydra_arguments(overrides, Choices(schema, groups, likely, lambda: configs))
     register(schema, schema_name)
     try:
@@ -173,23 +173,23 @@ def written_options(
     The latter are those from the last file on that chooses a model: what another one before it sets is meant for its own model.
     `hydra` is of a composed command; None if only the project's recipes can be composed.
     """
-    typed = [WrittenOption(key) for key in _keys_of(overrides)]
+    typed = [WrittenOption(name) for name in _names_of(overrides)]
     found: list[WrittenOption] = []
     for options in ([] if hydra is None else [*_files_of(hydra)]) + [typed]:
-        if any(option.key == "model.name" for option in options):
+        if any(option.name == "model.name" for option in options):
             found = [option for option in found if option.is_users]
         found += options
     return found
 
 
-def _keys_of(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the dotted keys that overrides set."""
+def _names_of(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the dotted names of the options that overrides set."""
     for text in overrides:
-        key, _, value = text.lstrip("+").partition("=")
+        name, _, value = text.lstrip("+").partition("=")
         if value.startswith("{"):
-            yield from _dotted(OverridesParser.create().parse_override(text).value(), key)
-        elif not key.startswith("~"):
-            yield key
+            yield from _dotted(OverridesParser.create().parse_override(text).value(), name)
+        elif not name.startswith("~"):
+            yield name
 
 
 def _files_of(hydra: HydraConf) -> Iterator[list[WrittenOption]]:
@@ -208,8 +208,8 @@ def _files_of(hydra: HydraConf) -> Iterator[list[WrittenOption]]:
             if path.is_file():
                 content = OmegaConf.load(path) if schema == "file" else _content(path)
                 yield [
-                    WrittenOption(key, f"{item.config_path}.yaml: ", schema == "file")
-                    for key in _dotted(OmegaConf.to_container(content), item.package)
+                    WrittenOption(name, f"{item.config_path}.yaml: ", schema == "file")
+                    for name in _dotted(OmegaConf.to_container(content), item.package)
                 ]
                 break
 
@@ -241,20 +241,40 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
 
 
 def command(
-    task: Callable[[DictConfig], None],
+    run: Callable[[Any], None],
     schema: type,
     name: str,
+    names: Sequence[str] = ("output",),
+    interrupted: str = RERUN,
     arguments: Callable[[list[str]], list[str]] = list,
 ) -> None:
-    """Run `task` with the options of `configs/<name>.yaml`, whose schema is `<name>_schema`; end with one line after an error.
+    """Run `run` with the checked options of `configs/<name>.yaml`, whose schema is `<name>_schema`; as `checked`.
 
     `arguments`: returns those of the command line as they are composed.
     """
+    task = checked(run, names, interrupted)
     try:
         sys.argv[1:] = arguments(sys.argv[1:])
         composed_command(task, schema, f"{name}_schema", name)()
     except ValueError as error:
         end_command(f"error: {error}")
+
+
+def checked(
+    run: Callable[[Any], None], names: Sequence[str] = ("output",), interrupted: str = RERUN
+) -> Callable[[DictConfig], None]:
+    """Return a function of composed options that runs `run` with the checked ones; an error ends the process with one line.
+
+    `names`: the options that name what it reads or writes, for an error of the system that names no file; `interrupted`: the
+    message after Ctrl-C.
+    """
+
+    @wraps(run)
+    def task(composed: DictConfig) -> None:
+        with errors_end_command(options_text(composed, *names), interrupted=interrupted):
+            run(to_config(composed))
+
+    return task
 
 
 @contextmanager
@@ -300,13 +320,13 @@ def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn
 
 @contextmanager
 def errors_end_command(
-    place: str = UNKNOWN_PLACE,
+    where: str = UNKNOWN_FILE,
     more: str = "",
     interrupted: str = RERUN,
 ) -> Iterator[None]:
     """End the process with one message after a user error, an error of the system, or Ctrl-C.
 
-    `place` is what the command reads or writes, for an error of the system that names no file; `more` continues the remedy for a
+    `where` is what the command reads or writes, for an error of the system that names no file; `more` continues the remedy for a
     full disk; `interrupted` is the message after Ctrl-C.
     """
     try:
@@ -319,16 +339,16 @@ def errors_end_command(
             raise
         end_command(f"error: {text}")
     except OSError as error:
-        end_command(f"error: {load_error_text(error) or os_error_text(error, place, more)}")
+        end_command(f"error: {load_error_text(error) or os_error_text(error, where, more)}")
     except KeyboardInterrupt:
         end_command(interrupted, INTERRUPTED_EXIT_CODE)
 
 
-def _keys_of_yaml(config_name: str, sections: Sequence[str]) -> list[str]:
-    """Return the dotted keys that a yaml file of `configs/` sets in some of its sections."""
+def _options_of_yaml(config_name: str, sections: Sequence[str]) -> list[str]:
+    """Return the dotted names of the options that a yaml file of `configs/` sets in some of its sections."""
     content = OmegaConf.to_container(_content(Path(__file__).parent / f"{config_name}.yaml"))
     assert isinstance(content, dict)
-    return [key for name in sections for key in _dotted(content.get(name), name)]
+    return [option for name in sections for option in _dotted(content.get(name), name)]
 
 
 # Reading one takes some milliseconds.

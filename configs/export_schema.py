@@ -14,10 +14,7 @@ class ExportConfig(Section):
     """Export of a checkpoint's tables and of its dense component."""
 
     checkpoint: str | None = option(
-        None,
-        "checkpoint directory (step_N) to read",
-        path=True,
-        required="DIR, a run's checkpoints/step_N",
+        None, "step_N to read", path=True, required="DIR, a run's checkpoints/step_N"
     )
     output: str | None = option(
         None, "directory to write, which must not exist yet", path=True, required="DIR, a directory"

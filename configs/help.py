@@ -49,26 +49,30 @@ class Topics:
     words: Sequence[str] = ()
     groups: Sequence[str] = ()
 
-    def choose(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys that a word names, or all of them.
+    def choose(self, options: Sequence[str]) -> list[str]:
+        """Return the options that a word names, or all of them.
 
         A word names a group or an option, else the options with it in their names. Raises ValueError: a word names nothing.
         """
         if not self.words:
-            return list(keys)
+            return list(options)
         chosen: set[str] = set()
         for word in self.words:
-            found = [key for key in keys if f"{key}.".startswith(f"{word}.")]
-            found = found or [key for key in keys if word in key]
+            found = [option for option in options if f"{option}.".startswith(f"{word}.")]
+            found = found or [option for option in options if word in option]
             if not found and word not in self.groups:
-                known = [*keys, *self.groups, *(part for key in keys for part in key.split("."))]
+                known = [
+                    *options,
+                    *self.groups,
+                    *(part for option in options for part in option.split(".")),
+                ]
                 close = get_close_matches(word, known, n=1)
                 hint = f"did you mean {close[0]}? " if close else ""
                 raise ValueError(
                     f"--help: no option has {shown(word)} in its name; {hint}--help alone lists all options"
                 )
             chosen.update(found)
-        return [key for key in keys if key in chosen]
+        return [option for option in options if option in chosen]
 
 
 def register_option_help(
@@ -110,13 +114,15 @@ def option_help(
     chosen = topics.choose(list(meanings))
     titles = _titles(schema, sections)
     blocks = [group_help(word) for word in topics.words if word in topics.groups]
-    for section, keys in groupby(chosen, lambda key: key.partition(".")[0] if "." in key else ""):
+    for section, options in groupby(
+        chosen, lambda option: option.partition(".")[0] if "." in option else ""
+    ):
         lines = [titles[section]] if section else []
-        for key in keys:
-            value = OmegaConf.select(config, key, default=NOT_COMPOSED)
+        for option in options:
+            value = OmegaConf.select(config, option, default=NOT_COMPOSED)
             if value is NOT_COMPOSED:
-                value = OmegaConf.select(defaults, key)
-            lines += _entry(f"{key}={written(value)}", meanings[key])
+                value = OmegaConf.select(defaults, option)
+            lines += _entry(f"{option}={written(value)}", meanings[option])
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

@@ -11,9 +11,7 @@ class CompareConfig:
     """Comparison of runs."""
 
     runs: list[str] = option(
-        ["runs"],
-        "run directories, or folders with run directories at any depth; also written without runs=, as arguments",
-        path=True,
+        ["runs"], "run directories, or folders of some; also written without runs=", path=True
     )
     metric: str | None = option(
         None, "metric to sort by and to draw, such as log_loss or auc.click; null: the runs' own"
@@ -22,9 +20,7 @@ class CompareConfig:
         None, "CSV file to write: a row per run, with all options that differ", path=True
     )
     json: str | None = option(
-        None,
-        "JSON file to write: an object per run, with all of its options and metrics",
-        path=True,
+        None, "JSON file to write: an object per run with all options and metrics", path=True
     )
     picture: str | None = option(None, "PNG to write: the curves of all runs", path=True)
 
@@ -78,16 +74,11 @@ class SweepConfig(Section):
         None, "metric to choose by, such as log_loss; null: eval.best_metric of the trials"
     )
     restarts: int = option(
-        2,
-        "restarts of a trial whose process was killed, from its latest checkpoint",
-        most=1000,
-        ge=0,
+        2, "restarts of a killed trial, from its latest checkpoint", most=1000, ge=0
     )
     keep_checkpoints: bool = option(
         False, "keep the checkpoints of all trials; false keeps those of the best one"
     )
     output: str | None = option(
-        None,
-        "directory of the sweep, in which the same command resumes; null: sweeps/<recipe>-<name of space>",
-        path=True,
+        None, "directory of the sweep, to resume there; null: sweeps/<recipe>-<space>", path=True
     )

@@ -100,11 +100,11 @@ _REMEDIES = {
 }
 
 
-UNKNOWN_PLACE = "while a file of the run was read or written"
+UNKNOWN_FILE = "while a file of the run was read or written"
 
 
-def os_error_text(error: OSError, place: str = UNKNOWN_PLACE, more: str = "") -> str:
-    """Describe an error of the system in one line: reason, path (`place` if it names none) and remedy.
+def os_error_text(error: OSError, where: str = UNKNOWN_FILE, more: str = "") -> str:
+    """Describe an error of the system in one line: reason, path (`where` if it names none) and remedy.
 
     `more` continues the remedy for a full disk.
     """
@@ -118,7 +118,7 @@ def os_error_text(error: OSError, place: str = UNKNOWN_PLACE, more: str = "") ->
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     then = f"; {remedy} and rerun the same command{more if is_full else ''}" if remedy else ""
     what = error.strerror or str(error) or type(error).__name__
-    return f"{what}: {' -> '.join(files) or place}{then}"
+    return f"{what}: {' -> '.join(files) or where}{then}"
 
 
 OURS = "main configs dataloading preproc nn compare serving status sweep hybrid_parallel_recsys benchmarks"

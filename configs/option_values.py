@@ -29,17 +29,21 @@ def check_values(values: Mapping[Any, Any], schema: type, prefix: str = "") -> N
     for declared in fields(schema):
         if declared.name not in values:
             continue
-        key, hint, value = f"{prefix}{declared.name}", types[declared.name], values[declared.name]
+        option, hint, value = (
+            f"{prefix}{declared.name}",
+            types[declared.name],
+            values[declared.name],
+        )
         if is_dataclass(hint) and isinstance(value, Mapping):
-            check_values(value, hint, f"{key}.")  # type: ignore[arg-type]
+            check_values(value, hint, f"{option}.")  # type: ignore[arg-type]
             continue
-        require(_has_form(value, hint), f"{key}: got {shown(value)}, want {wanted(hint)}")
+        require(_has_form(value, hint), f"{option}: got {shown(value)}, want {wanted(hint)}")
         for item in [value] if hint is Any else _leaves(value):
-            _check_value(key, item, declared.metadata.get("most"))
+            _check_value(option, item, declared.metadata.get("most"))
             is_named = item != "" or not declared.metadata.get("path")
             require(
                 is_named,
-                f"{key} is empty, perhaps from an unset shell variable: name a path, or null",
+                f"{option} is empty, perhaps from an unset shell variable: name a path, or null",
             )
 
 
@@ -82,23 +86,23 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _check_value(key: str, value: Any, most: int | None) -> None:
+def _check_value(option: str, value: Any, most: int | None) -> None:
     if isinstance(value, bool):
         return
     if isinstance(value, int):
         limit = INT64_MAX if most is None else most
-        require(abs(value) <= limit, f"{key} must be at most {limit:,}, got {shown(value)}")
+        require(abs(value) <= limit, f"{option} must be at most {limit:,}, got {shown(value)}")
     elif isinstance(value, float):
-        require(math.isfinite(value), f"{key} must be a finite number, got {value}")
+        require(math.isfinite(value), f"{option} must be a finite number, got {value}")
         require(
             value == 0 or FLOAT32_MIN <= abs(value) <= FLOAT32_MAX,
-            f"{key}: float32 cannot hold {value}; want 0, or a size between {FLOAT32_MIN:.2g} and {FLOAT32_MAX:.2g}",
+            f"{option}: float32 cannot hold {value}; want 0, or a size between {FLOAT32_MIN:.2g} and {FLOAT32_MAX:.2g}",
         )
-        require(most is None or value <= most, f"{key} must be at most {most}, got {value}")
+        require(most is None or value <= most, f"{option} must be at most {most}, got {value}")
     elif isinstance(value, str):
         # Bytes of the command line that are not UTF-8 arrive as surrogates.
         is_text = "\0" not in value and not any("\ud800" <= char <= "\udfff" for char in value)
-        require(is_text, f"{key}: got {shown(value)}, want UTF-8 text")
+        require(is_text, f"{option}: got {shown(value)}, want UTF-8 text")
 
 
 def plain_values(options: Any) -> dict[str, Any]:
@@ -133,47 +137,49 @@ def written(value: Any, number: Callable[[float], str] = repr) -> str:
 
 def expand_home(composed: DictConfig, schema: type) -> None:
     """Replace a leading `~` by the home directory in options that name files, as a shell does; ValueError for no such user."""
-    for key in _path_keys(schema):
-        value = OmegaConf.select(composed, key)
+    for option in _path_options(schema):
+        value = OmegaConf.select(composed, option)
         if isinstance(value, str):
-            OmegaConf.update(composed, key, _expanded(key, value))
+            OmegaConf.update(composed, option, _expanded(option, value))
         elif isinstance(value, ListConfig):
-            expanded = [_expanded(key, item) if isinstance(item, str) else item for item in value]
-            OmegaConf.update(composed, key, expanded)
+            expanded = [
+                _expanded(option, item) if isinstance(item, str) else item for item in value
+            ]
+            OmegaConf.update(composed, option, expanded)
 
 
-def _path_keys(schema: type, prefix: str = "") -> Iterator[str]:
+def _path_options(schema: type, prefix: str = "") -> Iterator[str]:
     for declared in fields(schema):
-        key = f"{prefix}{declared.name}"
+        option = f"{prefix}{declared.name}"
         if declared.metadata.get("path"):
-            yield key
+            yield option
         elif is_dataclass(declared.type):
-            yield from _path_keys(declared.type, f"{key}.")  # type: ignore[arg-type]
+            yield from _path_options(declared.type, f"{option}.")  # type: ignore[arg-type]
 
 
-def _expanded(key: str, path: str) -> str:
+def _expanded(option: str, path: str) -> str:
     if not path.startswith("~"):
         return path
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = path.partition("/")[0]
         raise ValueError(
-            f"{key}={shown(path)}: there is no home directory of {shown(user)}; a file of that name is './{path}'"
+            f"{option}={shown(path)}: there is no home directory of {shown(user)}; a file of that name is './{path}'"
         )
     return expanded
 
 
 @cache
 def hints(schema: type, prefix: str = "") -> Mapping[str, Any]:
-    """Return the type of every section and option, by dotted key."""
+    """Return the type of every section and option, by dotted name."""
     found: dict[str, Any] = {}
     types = type_hints(schema)
     for declared in fields(schema):
-        key, hint = f"{prefix}{declared.name}", types[declared.name]
+        option, hint = f"{prefix}{declared.name}", types[declared.name]
         is_path = declared.metadata.get("path")
-        found[key] = str | list[str] | None if hint is Any and is_path else hint
+        found[option] = str | list[str] | None if hint is Any and is_path else hint
         if is_dataclass(hint):
-            found |= hints(hint, f"{key}.")  # type: ignore[arg-type]
+            found |= hints(hint, f"{option}.")  # type: ignore[arg-type]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Composed options to typed ones: unknown options and invalid values are refused with one line that names the key.
+"""Composed options to typed ones: unknown options and invalid values are refused with one line that names the option.
 
 So are interpolations, values such as `${train.batch_size}` of other options, that do not resolve.
 """
@@ -16,17 +16,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.messages import printable, shortened, shown
 from configs.option_values import check_values, expand_home
-from configs.schema import open_sections, option_keys, replaced_options, type_hints
+from configs.schema import open_sections, option_names, replaced_options, type_hints
 
 
 class WrittenOption(NamedTuple):
     """An option that somebody, the user or the project, has written for the model that is trained.
 
-    `place` is what a message about it begins with: `experiment/mine.yaml: `, or nothing for the command line.
+    `where` is what a message about it begins with: `experiment/mine.yaml: `, or nothing for the command line.
     """
 
-    key: str
-    place: str = ""
+    name: str
+    where: str = ""
     is_users: bool = True
 
 
@@ -48,12 +48,12 @@ def to_config(composed: DictConfig) -> Any:
         values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(one_line(error)) from None
-    for key in unknown_keys(composed, schema):
-        raise no_option(key, option_keys(schema))
+    for name in unknown_options(composed, schema):
+        raise no_option(name, option_names(schema))
     assert isinstance(values, dict)
     check_values(values, schema)
     for name in open_sections(schema):
-        common = {key.partition(".")[0] for key in option_keys(type_hints(schema)[name])}
+        common = {option.partition(".")[0] for option in option_names(type_hints(schema)[name])}
         for key in set(composed[name]) - common:
             del composed[name][key]
     try:
@@ -65,13 +65,13 @@ def to_config(composed: DictConfig) -> Any:
 def refuse_unresolved(composed: DictConfig, schema: type) -> None:
     """Raise ValueError for the first option whose interpolation does not resolve; one line that names it."""
     problems = []
-    for key, text, error in _unresolved(composed, OmegaConf.to_container(composed), ""):
+    for option, text, error in _unresolved(composed, OmegaConf.to_container(composed), ""):
         reason = re.sub("^While dereferencing .*?': ", "", str(error).partition("\n")[0])
         named = re.search("'([^']*)'", reason)
         # An option that takes the value of the wrong one is not the mistake.
         is_mistake = named is not None and named[1] in text
         problems.append(
-            (is_mistake, f"{key}: got {shown(text)}: {shortened(reason).rstrip('.:;')}")
+            (is_mistake, f"{option}: got {shown(text)}: {shortened(reason).rstrip('.:;')}")
         )
     if problems:
         _, message = max(problems, key=lambda problem: problem[0])
@@ -80,14 +80,14 @@ def refuse_unresolved(composed: DictConfig, schema: type) -> None:
         )
 
 
-def place_of(composed: DictConfig, *keys: str) -> str:
+def options_text(composed: DictConfig, *options: str) -> str:
     """Return options as `key=value`, for a message; an interpolation that does not resolve stays as it was written."""
-    return " ".join(f"{key}={_value_or_text(composed, key)}" for key in keys)
+    return " ".join(f"{option}={_value_or_text(composed, option)}" for option in options)
 
 
 def texts_of(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a command, as Hydra holds them; one whose interpolation does not resolve stays as written."""
-    return [str(_value_or_text(overrides, place)) for place in range(len(overrides))]
+    return [str(_value_or_text(overrides, index)) for index in range(len(overrides))]
 
 
 def _value_or_text(node: Any, key: Any) -> Any:
@@ -101,7 +101,7 @@ def _value_or_text(node: Any, key: Any) -> Any:
 def _unresolved(
     node: DictConfig | ListConfig, values: Any, prefix: str
 ) -> Iterator[tuple[str, str, OmegaConfBaseException]]:
-    """Yield keys, texts and errors of all interpolations that do not resolve; `values` are those of `node` as written."""
+    """Yield names, texts and errors of all interpolations that do not resolve; `values` are those of `node` as written."""
     is_list = isinstance(values, list)
     for key, value in enumerate(values) if is_list else values.items():
         full = f"{prefix}[{key}]" if is_list else f"{prefix}.{key}" if prefix else str(key)
@@ -121,7 +121,7 @@ def drop_replaced(composed: DictConfig, overrides: Sequence[str], schema: type) 
     gives a value to both options of a pair.
     """
     named = {
-        key.lstrip("+"): value for key, _, value in (text.partition("=") for text in overrides)
+        name.lstrip("+"): value for name, _, value in (text.partition("=") for text in overrides)
     }
     for replacing, replaced in replaced_options(schema):
         if named.get(replacing, "null") != "null" and replaced in named:
@@ -137,12 +137,12 @@ def to_section(composed: DictConfig, schema: type, name: str) -> Any:
 
     Raises ValueError: an invalid value, or an option that does not exist.
     """
-    for key in unknown_keys(composed, schema, f"{name}."):
-        raise no_option(key, option_keys(schema, f"{name}."))
+    for unknown in unknown_options(composed, schema, f"{name}."):
+        raise no_option(unknown, option_names(schema, f"{name}."))
     try:
         values = OmegaConf.to_container(composed, resolve=True)
         assert isinstance(values, dict)
-        # Before the merge, whose own messages name no key, and after it, when texts are numbers.
+        # Before the merge, whose own messages name no option, and after it, when texts are numbers.
         check_values(values, schema, f"{name}.")
         merged = OmegaConf.merge(OmegaConf.structured(schema), values)
         typed_values = OmegaConf.to_container(merged)
@@ -154,20 +154,20 @@ def to_section(composed: DictConfig, schema: type, name: str) -> Any:
         raise ValueError(where + one_line(error)) from None
 
 
-def no_option(key: str, options: Sequence[str]) -> ValueError:
+def no_option(name: str, options: Sequence[str]) -> ValueError:
     """Return the error of a mistyped option, with the one of `options` that was probably meant."""
-    # An option of section `train` first if `key` names no section.
-    names = {} if "." in key else {option: option.rpartition(".")[2] for option in options}
-    close = get_close_matches(key, names.values(), n=1, cutoff=0.75)
-    candidates = [option for option, name in names.items() if name in close]
-    candidates = candidates or get_close_matches(key, options, n=1, cutoff=0.75)
+    # An option of section `train` first if `name` names no section.
+    names = {} if "." in name else {option: option.rpartition(".")[2] for option in options}
+    close = get_close_matches(name, names.values(), n=1, cutoff=0.75)
+    candidates = [option for option, last in names.items() if last in close]
+    candidates = candidates or get_close_matches(name, options, n=1, cutoff=0.75)
     likely = max(candidates, key=lambda option: option.startswith("train."), default=None)
     hint = "" if likely is None else f"did you mean {likely}? "
-    return ValueError(f"there is no option {printable(key)}; {hint}--help lists them all")
+    return ValueError(f"there is no option {printable(name)}; {hint}--help lists them all")
 
 
 def one_line(error: Exception) -> str:
-    """Describe an error of Hydra, OmegaConf or a yaml file in one line that begins with the key, if it has one."""
+    """Describe an error of Hydra, OmegaConf or a yaml file in one line that begins with the option, if it names one."""
     if isinstance(error, RecursionError):
         return "an option or a yaml file is nested too deeply"
     if isinstance(error, UnicodeDecodeError):
@@ -183,21 +183,21 @@ def one_line(error: Exception) -> str:
         return f"there is no {group}={shown(name)[1:-1]}; {hint}{choices_text}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error
     found = re.search(r"^ *full_key: (\S+)$", str(cause), re.MULTILINE)
-    key = found[1] if found else getattr(cause, "full_key", None)
-    text = _joined(str(cause if key else error).partition("Config search path")[0])
+    option = found[1] if found else getattr(cause, "full_key", None)
+    text = _joined(str(cause if option else error).partition("Config search path")[0])
     text = re.sub(r"^In '[^']*': (\w+ raised while composing config; )?", "", text)
     text = re.sub(r"^field '[^']*' is not Optional$", "got null, want a value", text)
     text = re.sub(r"^Key '.*' (is )?not in .*$", "there is no such option", text)
     text = re.sub(r"^ValueError raised while resolving interpolation: ", "", text)
-    if key and key.startswith("table.") and text == "there is no such option":
-        text += f"; to add a key to the description of a table, write +{key}=..."
+    if option and option.startswith("table.") and text == "there is no such option":
+        text += f"; to add a key to the description of a table, write +{option}=..."
     # OmegaConf's word for a list.
     text += "; a list is written as [a,b]" if "ListConfig" in text else ""
     file = re.match(r"In '([^']*)': ", str(error))
-    if file and key and key == file[1].split("/")[0]:
+    if file and option and option == file[1].split("/")[0]:
         return printable(f"{file[1]}.yaml: want '# @package _global_' as its first line")
     start = f"{file[1]}.yaml: " if file else ""
-    start += f"{key}: " if key and key != "hydra.help.template" else ""
+    start += f"{option}: " if option and option != "hydra.help.template" else ""
     # The value of an enumeration that was probably meant.
     match = re.search(r"Invalid value '([^']*)', expected one of \[([^]]*)\]", text)
     close = get_close_matches(match[1], match[2].split(", "), n=1) if match else []
@@ -212,12 +212,12 @@ def _joined(text: str) -> str:
     return "; ".join(line.rstrip(".:;") for line in lines if line and not line.startswith(details))
 
 
-def unknown_keys(composed: DictConfig, schema: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys that `schema` lacks; open sections are left out."""
+def unknown_options(composed: DictConfig, schema: type, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names that `schema` lacks; open sections are left out."""
     types, opened = type_hints(schema), open_sections(schema)
     known = {declared.name: types[declared.name] for declared in fields(schema)}
-    for key in composed:
-        if key not in known:
-            yield f"{prefix}{key!s}"
-        elif is_dataclass(known[key]) and key not in opened and OmegaConf.is_dict(composed[key]):
-            yield from unknown_keys(composed[key], known[key], f"{prefix}{key}.")
+    for name in composed:
+        if name not in known:
+            yield f"{prefix}{name!s}"
+        elif is_dataclass(known[name]) and name not in opened and OmegaConf.is_dict(composed[name]):
+            yield from unknown_options(composed[name], known[name], f"{prefix}{name}.")

@@ -1,6 +1,6 @@
 """Every option of `python -m preproc`, in the style of `configs/schema.py`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -14,7 +14,7 @@ Mode = StrEnum("Mode", "fit transform extend verify convert describe")
 """Modes of the command."""
 Format = StrEnum("Format", "binary parquet csv")
 """Output format of `mode=convert`."""
-Layout = StrEnum("Layout", "criteo mlperf table synthetic")
+Layout = StrEnum("Layout", "criteo mlperf table synthetic yambda")
 """Kind of input."""
 EngineName = StrEnum("EngineName", "duckdb spark")
 """Engine that runs the SQL."""
@@ -35,6 +35,23 @@ class StreamConfig:
     """The built-in synthetic clicks, under the same keys as in training."""
 
     synthetic: SyntheticConfig = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
+class YambdaConfig(Section):
+    """Logs of listens, `dataset=yambda`."""
+
+    section = "yambda"
+
+    events: str = option("flat/5b/multi_event.parquet", "file of all events below source")
+    history: int = option(
+        4086,
+        "earlier events of its user that a row needs, and the most that it sees, a third of each pool",
+        most=20_000,
+        gt=2,
+    )
+    users: int = option(10_000, "users of the synthetic log, without source", most=2**31 - 1, gt=0)
+    mean_events: float = option(4763.0, "mean events of a user of the synthetic log", gt=0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,12 +79,14 @@ class PreprocConfig(Section):
     to: Format = option(Format.binary, "what to convert to: binary, parquet or csv (NVIDIA's)")
     files_per_split: int | None = option(
         None,
-        "with mode=convert to=parquet: files of each split, which SPLIT/_file_list.txt lists; null: a file per "
-        "16,777,216 rows, and no list",
+        "files of each split, which SPLIT/_file_list.txt lists; null: a file per 16,777,216 rows, and no list",
         most=65_536,
         gt=0,
+        only="mode=convert to=parquet",
     )
-    layout: Layout = option(Layout.criteo, "criteo, mlperf, table or synthetic; set by dataset=...")
+    layout: Layout = option(
+        Layout.criteo, "criteo, mlperf, table, synthetic or yambda; set by dataset=..."
+    )
     engine: EngineName = option(
         EngineName.duckdb, "duckdb (this machine) or spark (a cluster); both write the same bytes"
     )
@@ -80,7 +99,7 @@ class PreprocConfig(Section):
         path=True,
     )
     label: str | None = option(
-        None, "with mode=describe: the column of the label; null: the likeliest one"
+        None, "column of the label; null: the likeliest one", only="mode=describe"
     )
     overwrite: bool = option(False, "replace a dataset that output already holds")
     threads: int | None = option(None, "worker threads; null: one per core", most=4096, gt=0)
@@ -96,15 +115,10 @@ class PreprocConfig(Section):
         "last file the first half tests and the second half validates, all other files train; null: fraction, or table.split",
     )
     split_name: SplitName | None = option(
-        SplitName.test,
-        "with mode=transform: the one split of all rows, in the order of the files; null, or with test_source: split as "
-        "mode=fit does",
+        SplitName.test, "with mode=transform: the split of all rows; null: split as mode=fit does"
     )
     train_fraction: float = option(
-        0.9,
-        "fraction of the lines in the training split, with split=fraction; to test on other files set test_source",
-        gt=0,
-        lt=1,
+        0.9, "fraction of the lines that train with split=fraction, the first ones", gt=0, lt=1
     )
     test_source: Any = option(
         None, "files of the test split, written like source; then all of source trains", path=True
@@ -121,27 +135,26 @@ class PreprocConfig(Section):
         "layout=table where values are too rare for an id or too many",
     )
     refit: bool = option(
-        False,
-        "with mode=extend: fit the statistics of numericals on this day, not keep those of the fit",
+        False, "fit the statistics of numericals on this day, not keep them", only="mode=extend"
     )
     retire_after: int | None = option(
         None,
-        "with mode=extend: a value that did not occur for this many days gets id 0 until it is frequent again; its id is "
-        "never another value's; null: never",
+        "a value that did not occur for this many days gets id 0 until it is frequent again; its id is never another value's; "
+        "null: never",
         most=2**31 - 1,
         gt=0,
+        only="mode=extend",
     )
     vocabulary: VocabularyRows = option(
-        VocabularyRows.train,
-        "rows whose values are counted: train, or all (NVIDIA's way: test rows included)",
+        VocabularyRows.train, "rows whose values are counted: train, or all (NVIDIA's way)"
     )
     numerical_dtype: NumericalType = option(
         NumericalType.float16, "stored type of numerical features: float16 (NVIDIA's) or float32"
     )
     table_rows: list[int] | None = option(
         None,
-        "rows per table with dataset=criteo_mlperf, one entry per category, and with mode=convert of ids that are hashes, one "
-        "entry per table; ids are taken modulo",
+        "rows per table with dataset=criteo_mlperf, one entry per category, with dataset=yambda, and with mode=convert of ids "
+        "that are hashes, one entry per table; ids are taken modulo",
         most=2**31 - 1,
         gt=0,
     )
@@ -149,29 +162,21 @@ class PreprocConfig(Section):
         False, "write the training rows in a random order, the same for the same seed and rows"
     )
     on_bad: OnBad = option(
-        OnBad.fail,
-        "a row that cannot be read: fail; skip it; or quarantine it in output/bad_rows.tsv",
+        OnBad.fail, "bad rows: fail, skip them, or quarantine them in output/bad_rows.tsv"
     )
     memory_limit: str | None = option(
-        None,
-        "memory limit of the run, such as 8GB; larger data spills to disk; null: 80 % of the machine's",
+        None, "such as 8GB; larger data spills to disk; null: 80 % of the machine's memory"
     )
     temp_directory: str | None = option(
-        None,
-        "directory for temporary columns and for DuckDB to spill to; null: beside output",
-        path=True,
+        None, "directory for temporary columns and DuckDB's spill; null: beside output", path=True
     )
     plot: bool = option(True, "draw the report as output/report.png")
-    seed: int = option(1, "seed of shuffle and of the synthetic clicks", ge=0)
+    seed: int = option(1, "seed of shuffle and of what is synthetic", ge=0)
+    yambda: YambdaConfig = field(default_factory=YambdaConfig)
     data: StreamConfig = MISSING
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        files = self.files_per_split
-        require(
-            files is None or (self.mode is Mode.convert and self.to is Format.parquet),
-            f"files_per_split={files} is for mode=convert to=parquet; the files of a binary dataset are its columns",
-        )
         if self.mode is Mode.verify:
             require(self.path is not None, "no path: set path=DIR, the dataset directory to verify")
             return
@@ -179,10 +184,6 @@ class PreprocConfig(Section):
             require(self.source is not None, "no source: set source=FILE, the table to describe")
             self._check_files("source")
             return
-        require(
-            self.label is None,
-            f"label={self.label} is of mode=describe; other modes have it in the description (table.label)",
-        )
         require(
             self.mode is not Mode.convert or self.path is not None,
             "no path: set path=DIR, the directory to convert",
@@ -205,26 +206,19 @@ class PreprocConfig(Section):
         elif self.layout is Layout.mlperf:
             self._check_criteo()
             self._check_mlperf()
+        elif self.layout is Layout.yambda:
+            self._check_yambda()
         else:
             TableConfig.of(self.table)
             self._check_files("test_source")
 
     def _check_extend(self) -> None:
-        is_extend = self.mode is Mode.extend
-        for name, is_set in (
-            ("refit", self.refit),
-            ("retire_after", self.retire_after is not None),
-        ):
-            require(
-                is_extend or not is_set,
-                f"{name}={getattr(self, name)} is of mode=extend; leave it out, or set mode=extend",
-            )
         require(
             self.mode is Mode.fit or not self.rare_counts,
             f"rare_counts=true is of mode=fit, and mode={self.mode.value} has no use of it; leave it out",
         )
         require(
-            not is_extend or self.layout in (Layout.criteo, Layout.table),
+            self.mode is not Mode.extend or self.layout in (Layout.criteo, Layout.table),
             f"mode=extend is for raw logs with vocabularies, not for layout={self.layout.value}; choose "
             "dataset=criteo_kaggle, criteo_1tb or any",
         )
@@ -269,6 +263,20 @@ class PreprocConfig(Section):
                 f"dataset=criteo_mlperf follows MLPerf's procedure, which knows no {name}={getattr(got, 'name', got)}; "
                 "leave it out, or choose dataset=criteo_1tb",
             )
+
+    def _check_yambda(self) -> None:
+        for is_good, problem in (
+            (self.mode is Mode.fit, f"has no mode={self.mode.value}; leave it out"),
+            (
+                self.source is None or isinstance(self.source, str),
+                f"wants one directory, got source={self.source}",
+            ),
+            (
+                len(self.table_rows or []) == 11,
+                f"needs table_rows, 11 positive numbers, got {self.table_rows}",
+            ),
+        ):
+            require(is_good, f"dataset=yambda {problem}")
 
     def _check_criteo(self) -> None:
         require(

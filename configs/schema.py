@@ -1,7 +1,7 @@
 """Every option of the recipe: type, default, meaning and check. Imports neither torch nor hydra.
 
 Values live in `configs/**/*.yaml`; this file says what may be set and what it means. `python dlrm.py --help` prints the
-text given to `option` beside each key. `main.command` turns the composed yaml into these classes (`configs/overrides.py`),
+text given to `option` beside each name. `main.command` turns the composed yaml into these classes (`configs/overrides.py`),
 so every check here runs before a file is opened or a process group exists.
 """
 
@@ -38,6 +38,7 @@ def option(
     path: bool = False,
     replaces: str | None = None,
     required: str = "",
+    only: str = "",
 ) -> Any:
     """Declare one option; `--help` prints its meaning with the bounds, and `(required)`.
 
@@ -45,7 +46,8 @@ def option(
     value, checked before any class is made (`configs/option_values.py`). A list that is `filled` names at least one. With
     `path` the option names files, so `~` is the home directory. The option `replaces` of the same section has no effect while
     this one has a value, and `configs/overrides.py` lets the command line name only one of them. An option that is `required`
-    has a value, which this text describes; its default is null or empty.
+    has a value, which this text describes; its default is null or empty. One that is `only` of values of other options in its
+    section, such as `mode=eval`, has its default with others.
     """
     bounds = {
         name: bound
@@ -54,16 +56,17 @@ def option(
     }
     if filled:
         bounds[FILLED] = True
-    meaning += " (required)" * bool(required)
-    metadata = {"help": meaning, "most": most, "path": path, "replaces": replaces, "bounds": bounds}
-    metadata["required"] = required
+    meaning += " (required)" * bool(required) + f" (with {only})" * bool(only)
+    metadata: dict[str, Any] = {"help": meaning, "most": most, "path": path, "bounds": bounds}
+    metadata |= {"replaces": replaces, "required": required}
+    metadata["only"] = dict(part.split("=") for part in only.split())
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 class Section:
-    """Base of a class of options, which checks the bounds that they state; `section` is the prefix of their keys.
+    """Base of a class of options, which checks the bounds that they state; `section` is the prefix of their names.
 
     A class that relates options to each other does so in a `__post_init__` of its own, which calls this one first. Bounds of
     an option hold in classes that declare it again, too.
@@ -84,9 +87,22 @@ def _check_section(options: Any, section: str) -> None:
         value = getattr(options, declared.name)
         if (wanted := declared.metadata.get("required")) and not value:
             raise ValueError(f"no {declared.name}: set {declared.name}={wanted}")
+        if (only := declared.metadata.get("only")) and value not in (declared.default, []):
+            _check_only(options, section, f"{declared.name}={value}", only)
         # A section within one, of a model of the user, need not be derived from `Section`.
         if is_dataclass(value) and not isinstance(value, Section):
             _check_section(value, f"{section}.{declared.name}".lstrip("."))
+
+
+def _check_only(options: Any, section: str, written: str, only: Mapping[str, str]) -> None:
+    start = f"{section}." if section else ""
+    of = " ".join(f"{start}{name}={text}" for name, text in only.items())
+    for name, text in only.items():
+        got = getattr(options, name)
+        require(
+            got == text,
+            f"{start}{written} is of {of}, and {start}{name}={got} would ignore it; leave it out, or set {of}",
+        )
 
 
 @cache
@@ -100,9 +116,9 @@ def _bounds_of(section: type) -> dict[str, tuple[Any, dict[str, float]]]:
     return {name: (hint, bounds) for name, (hint, bounds) in found.items() if bounds}
 
 
-def _check_bounds(key: str, value: Any, bounds: Mapping[str, float], hint: Any) -> None:
+def _check_bounds(option: str, value: Any, bounds: Mapping[str, float], hint: Any) -> None:
     if FILLED in bounds and value == []:
-        raise ValueError(f"{key} must name at least one, got []")
+        raise ValueError(f"{option} must name at least one, got []")
     bounds = {name: bound for name, bound in bounds.items() if name != FILLED}
     values = value if isinstance(value, list) else [] if value is None else [value]
     # Not a number is within no bounds.
@@ -113,7 +129,7 @@ def _check_bounds(key: str, value: Any, bounds: Mapping[str, float], hint: Any) 
         or_null = (" or be null" if {"lt", "le"} & set(bounds) else " or null") * (
             NoneType in get_args(hint)
         )
-        raise ValueError(f"{key} must {of_all}{_in_words(bounds)}{or_null}, got {value}")
+        raise ValueError(f"{option} must {of_all}{_in_words(bounds)}{or_null}, got {value}")
 
 
 _COMPARED = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
@@ -172,10 +188,12 @@ TableDtype = StrEnum("TableDtype", "fp32 bf16 fp16")
 """Storage dtype of table weights."""
 EventPooling = StrEnum("EventPooling", "sum mean last attention")
 """Pooling of the events of a feature."""
+NumericalEncoding = StrEnum("NumericalEncoding", "plain periodic buckets")
+"""Form in which models read numerical features."""
 DecayShape = StrEnum("DecayShape", "polynomial cosine")
 """Curve of the learning rate's decay."""
-OptimizerName = StrEnum("OptimizerName", "sgd adagrad rowwise_adagrad adam")
-"""Built-in optimizers of the dense component, each of which is one of tables too."""
+OptimizerName = StrEnum("OptimizerName", "sgd adagrad rowwise_adagrad adam lion lamb")
+"""Built-in optimizers of the dense component; all but lamb are some of tables too."""
 
 
 @cache
@@ -211,8 +229,13 @@ DeltaType = StrEnum("DeltaType", "table bf16")
 """Dtypes of the rows in deltas."""
 Division = StrEnum("Division", "closed open")
 """Divisions of MLPerf: the benchmark's own training method, or any other."""
-StageName = StrEnum("StageName", "next")
-"""Stages of a run that exists."""
+RENAMED = {
+    "stage": "day",
+    "sharding.staged_gib": "sharding.read_ahead_gib",
+}
+"""Options of earlier versions, and their names now; 0.4.0 refuses them."""
+DayToTrain = StrEnum("DayToTrain", "next")
+"""Days that continue a run."""
 Device = StrEnum("Device", "auto cpu cuda")
 """Device that a run uses."""
 
@@ -331,15 +354,11 @@ class DynamicConfig(Section):
     section = "data.dynamic"
 
     admit_after: int = option(
-        1,
-        "training rows with a key after which it gets a row of its own; until then it has row 0, that of unknown keys",
-        most=2**31 - 1,
-        gt=0,
+        1, "training rows with a key before it has a row, not row 0", most=2**31 - 1, gt=0
     )
     evict: Evict = option(
         Evict.age,
-        "keys that leave when a table is full: age, those that were seen longest ago; count, those that were seen least "
-        "often; never: a full table ends the run",
+        "keys that leave a full table: age, the longest unseen; count, the rarest; never: an error",
     )
 
 
@@ -360,10 +379,7 @@ class DataConfig(Section):
         ge=0,
     )
     prefetch: int | None = option(
-        None,
-        "batches read ahead of the step; null: 4, or 8 where a feature is ragged",
-        most=1024,
-        gt=0,
+        None, "batches read ahead of the step; null: 4, or 8 with ragged features", most=1024, gt=0
     )
     workers: int | None = option(
         None,
@@ -374,8 +390,7 @@ class DataConfig(Section):
     )
     validation_fraction: float | None = option(
         None,
-        "fraction of the training rows, the last ones, that are not trained on but are the split validation, for "
-        "eval.split=validation; null: none",
+        "fraction of the training rows, the last ones, held out as split validation; null: none",
         gt=0,
         lt=1,
     )
@@ -389,6 +404,10 @@ class DataConfig(Section):
             self.path is not None or bool(self.synthetic.cardinalities),
             "no data: set data.path to a dataset directory, or data.synthetic.cardinalities",
         )
+
+
+SUGGESTED = "suggested"
+"""Value of model.embedding_dims that derives the columns from the rows of each table."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -408,15 +427,74 @@ class ModelConfig(Section):
         "accuracy as far as measured; replicated tables and optimizer state stay fp32",
     )
     embedding_init: float | None = option(
+        None, "tables begin uniform in +-embedding_init; null: in +-1/sqrt(rows) of each", gt=0
+    )
+    # Any, since Hydra lets nobody add keys to a typed dictionary; checked below.
+    embedding_dims: Any = option(
         None,
-        "bound of the tables' initial weights, which are uniform in +-embedding_init; null: 1/sqrt(rows) of each table",
-        gt=0,
+        "columns of single tables, by feature: {genres: 16}, projected to embedding_dim where the model needs one width; "
+        "suggested: 16 to 512 by each table's rows, as NVTabular suggests them",
+    )
+    # Any, as above; checked against the dataset.
+    event_weights: Any = option(
+        None,
+        "number of the events that weighs their vectors in sequence_pooling=sum or mean, by sequence group: {tags: tag_weight}; "
+        "the mean is divided by the sum of the weights",
+    )
+    numerical_encoding: NumericalEncoding = option(
+        NumericalEncoding.plain,
+        "form of numerical features: plain, as the model's paper has it; or embedding_dim columns each, by learned frequencies "
+        "(periodic) or learned buckets",
+    )
+    numerical_size: int = option(
+        16, "frequencies or buckets of each number in numerical_encoding", most=MOST_COLUMNS, gt=0
+    )
+    numerical_sigma: float = option(
+        0.1, "standard deviation of the initial frequencies of numerical_encoding=periodic", gt=0
+    )
+    pretrained: Any = option(
+        None,
+        "vectors that are not trained, by feature: {item: items.npy}, float [rows, columns], with the columns in "
+        "embedding_dims (docs/models.md)",
     )
     sequence_pooling: EventPooling = option(
         EventPooling.sum,
         "vector of a feature of a sequence group that the model does not read event by event: sum or mean of its events, the "
         "last one, or their mean weighted by a learned attention",
     )
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        widths = self.embedding_dims = self.embedding_dims or {}
+        require(
+            widths == SUGGESTED
+            or (
+                isinstance(widths, dict)
+                and all(type(n) is int and 0 < n <= MOST_COLUMNS for n in widths.values())
+            ),
+            f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
+            f"{{genres: 16}}, or be {SUGGESTED}, got {widths}",
+        )
+        self.event_weights = self.event_weights or {}
+        require(
+            isinstance(self.event_weights, dict),
+            f"model.event_weights must map sequence groups to numbers, such as {{tags: tag_weight}}, got {self.event_weights}",
+        )
+        require(
+            not self.event_weights or self.sequence_pooling in ("sum", "mean"),
+            f"model.event_weights weighs sums and means, and model.sequence_pooling={self.sequence_pooling.value} is none; "
+            "leave one of them out",
+        )
+        files = self.pretrained = self.pretrained or {}
+        require(
+            isinstance(files, dict) and all(isinstance(path, str) for path in files.values()),
+            f"model.pretrained must map features to files, such as {{item: items.npy}}, got {files}",
+        )
+        for name in files:
+            require(
+                isinstance(widths, dict) and name in widths,
+                f"model.pretrained names {name} without a width; set model.embedding_dims={{{name}: columns of its file}}",
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -427,34 +505,42 @@ class OptimizerConfig(Section):
 
     name: str = option(
         "sgd",
-        "sgd, adagrad, rowwise_adagrad or adam, or package.module:NAME of a DenseRule",
+        "sgd, adagrad, rowwise_adagrad, adam, lion or lamb, or package.module:NAME of a DenseRule",
     )
     lr: float = option(24.0, "peak learning rate, reached after scheduler.warmup_steps", gt=0)
     embedding_name: str | None = option(
         None,
-        "optimizer of the tables: those of optimizer.name, or ftrl or lion, or package.module:NAME of a TableRule; "
-        "null: optimizer.name",
+        "optimizer of tables: those of optimizer.name but lamb, ftrl, sgd_momentum, or package.module:NAME; null: optimizer.name",
     )
     # Any, since Hydra lets nobody add keys to a typed dictionary.
     embedding_options: Any = option(
-        None,
-        "options of the tables' optimizer by name, such as {beta2: 0.98} of lion, over its own defaults and over "
-        "optimizer.eps, beta1 and beta2",
+        None, "options of the tables' optimizer, as {beta2: 0.98} instead of optimizer.beta2"
     )
     embedding_lr: float | None = option(
         None, "peak learning rate of the tables; null: optimizer.lr", gt=0
     )
-    eps: float = option(1e-8, "added to the denominator by adagrad, rowwise_adagrad and adam", gt=0)
-    beta1: float = option(0.9, "decay of adam's first moment", ge=0, lt=1)
-    beta2: float = option(0.999, "decay of adam's second moment", ge=0, lt=1)
+    eps: float = option(
+        1e-8, "added to the denominator by adagrad, rowwise_adagrad, adam and lamb", gt=0
+    )
+    beta1: float = option(
+        0.9, "decay of the first moment of adam and lamb; lion's beta1", ge=0, lt=1
+    )
+    beta2: float = option(
+        0.999,
+        "decay of the second moment of adam and lamb; beta2 of the dense component's lion, whose paper has 0.99",
+        ge=0,
+        lt=1,
+    )
     momentum: float = option(
-        0.0, "momentum of the dense component's sgd; 0: none. The tables' sgd has none", ge=0, lt=1
+        0.0,
+        "momentum of the dense component's sgd; 0: none. That of tables is of sgd_momentum",
+        ge=0,
+        lt=1,
     )
     nesterov: bool = option(False, "use optimizer.momentum in Nesterov's form")
     weight_decay: float = option(
         0.0,
-        "decoupled weight decay of the dense component, which makes adam AdamW: each step multiplies all its "
-        "parameters by 1 - learning rate * weight_decay",
+        "decoupled weight decay of the dense component's adam (AdamW), lion, and lamb before it scales the step",
         ge=0,
     )
     embedding_l2: float = option(
@@ -481,6 +567,10 @@ class OptimizerConfig(Section):
             self.embedding_name = _check_optimizer_name(
                 "optimizer.embedding_name", self.embedding_name, table_optimizers()
             )
+        require(
+            self.table_name != OptimizerName.lamb,
+            "optimizer.name=lamb trains the dense component only; set optimizer.embedding_name to another one for the tables",
+        )
         self._check_embedding_options()
         self._check_dense_options()
         self._check_ftrl()
@@ -530,9 +620,9 @@ class OptimizerConfig(Section):
             "optimizer.nesterov=true without optimizer.momentum does nothing; set optimizer.momentum too, such as 0.9",
         )
         require(
-            self.weight_decay == 0 or self.name == OptimizerName.adam or own_rule,
-            f"optimizer.weight_decay={self.weight_decay} is of adam (AdamW), and optimizer.name={self.name} would ignore "
-            "it; set optimizer.name=adam (the tables' optimizer is optimizer.embedding_name), or "
+            self.weight_decay == 0 or self.name in ("adam", "lion", "lamb") or own_rule,
+            f"optimizer.weight_decay={self.weight_decay} is of adam (AdamW), lion and lamb, and optimizer.name={self.name} "
+            "would ignore it; set optimizer.name=adam (the tables' optimizer is optimizer.embedding_name), or "
             "optimizer.weight_decay=0",
         )
 
@@ -583,28 +673,21 @@ class SchedulerConfig(Section):
 
     warmup_steps: int = option(0, "steps of linear warm-up; 0 starts at the peak", ge=0)
     first_step: int = option(
-        1,
-        "number of the first update in the schedule; with 0, as in MLPerf's dlrm_v4, a warm-up begins at a rate of 0",
-        ge=0,
-        le=1,
+        1, "number of the first update in the schedule; 0: a warm-up begins at rate 0", ge=0, le=1
     )
     decay_start_step: int | None = option(None, "first step of the decay; null never decays")
     decay_steps: int = option(0, "length of the decay")
     decay: DecayShape = option(
         DecayShape.polynomial, "curve of the decay: polynomial, or cosine (half a period)"
     )
-    decay_power: float = option(POLYNOMIAL_POWER, "exponent of the polynomial decay", gt=0)
+    decay_power: float = option(
+        POLYNOMIAL_POWER, "exponent of the polynomial decay", gt=0, only="decay=polynomial"
+    )
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        is_cosine = self.decay is DecayShape.cosine
         require(
-            not is_cosine or self.decay_power == POLYNOMIAL_POWER,
-            f"scheduler.decay_power={self.decay_power} is of scheduler.decay=polynomial, and cosine would ignore it; leave "
-            "it out",
-        )
-        require(
-            not is_cosine or self.decay_start_step is not None,
+            self.decay is not DecayShape.cosine or self.decay_start_step is not None,
             "scheduler.decay=cosine never begins: set scheduler.decay_start_step and scheduler.decay_steps too",
         )
         if self.decay_start_step is None:
@@ -662,10 +745,7 @@ class TrainConfig(Section):
     )
     freeze: list[Component] = option([], "components that keep their weights: dense or tables")
     clip_norm: float | None = option(
-        None,
-        "largest norm of the dense component's gradient: a longer one is shortened to it; null: any. Gradients of "
-        "tables are not clipped",
-        gt=0,
+        None, "largest norm of the dense component's gradient, not of tables'; null: any", gt=0
     )
     ema_decay: float | None = option(
         None,
@@ -718,27 +798,18 @@ class TaskConfig:
 
     weight: float = option(1.0, "factor of its loss in the sum over all labels", ge=0)
     loss: str | None = option(
-        None,
-        "loss of a row by name, or package.module:NAME; null: the default of its kind of label",
+        None, "loss of a row: a name, or package.module:NAME; null: that of its kind of label"
     )
     label_smoothing: float = option(0.0, "s: labels 1 and 0 become 1 - s/2 and s/2", ge=0, lt=1)
     focal_gamma: float = option(0.0, "gamma of the focal loss; 0: cross entropy", ge=0)
     focal_alpha: float | None = option(
-        None,
-        "alpha of the focal loss: factor of positive rows, and 1 - alpha of negative ones",
-        gt=0,
-        lt=1,
+        None, "alpha of the focal loss: factor of positive rows; 1 - alpha of others", gt=0, lt=1
     )
     positive_weight: float = option(
-        1.0,
-        "factor of the loss of positive rows; predictions are corrected for it, except of the focal loss",
-        gt=0,
+        1.0, "factor of the loss of positive rows, for which predictions are corrected", gt=0
     )
     keep_rate: float | None = option(
-        None,
-        "fraction of the negatives that the training rows have; predictions are corrected for it",
-        gt=0,
-        le=1,
+        None, "kept fraction of the negatives, for which predictions are corrected", gt=0, le=1
     )
 
     @property
@@ -754,7 +825,7 @@ class TaskConfig:
 
     @classmethod
     def of(cls, where: str, values: Any) -> "TaskConfig":
-        """Return the checked options under the key `where`; ValueError names the key that is wrong."""
+        """Return the checked options under the key `where`; ValueError names the option that is wrong."""
         types = get_type_hints(cls)
         require(
             isinstance(values, dict) and bool(values),
@@ -796,10 +867,10 @@ class EvalConfig(Section):
         1, "evaluations per epoch, evenly spaced, the last at its end", most=1_000_000, gt=0
     )
     every: int | None = option(
-        None,
-        "evaluate every this many steps, counted from the first of the run, and at its end; replaces eval.per_epoch",
-        replaces="per_epoch",
-        gt=0,
+        None, "steps between evaluations; replaces eval.per_epoch", replaces="per_epoch", gt=0
+    )
+    first_step: int = option(
+        0, "no evaluation before this step, as MLPerf's dlrm_v4 begins late; 0: all are made", ge=0
     )
     at_start: bool = option(False, "evaluate the untrained model too")
     auc_threshold: float | None = option(
@@ -809,10 +880,7 @@ class EvalConfig(Section):
         None, "evaluate only this many batches; null evaluates every row", gt=0
     )
     final_max_steps: int | None = option(
-        None,
-        "batches of one more evaluation at the end of the run, whose metrics are its result; null: the last evaluation "
-        "is the result",
-        gt=0,
+        None, "batches of one more evaluation at the end, the run's result; null: none", gt=0
     )
     patience: int | None = option(
         None,
@@ -835,13 +903,10 @@ class EvalConfig(Section):
         "named), normalised_entropy, calibration, mae, or package.module:NAME of a Metric (docs/tasks_and_metrics.md)",
     )
     baseline: bool | None = option(
-        None,
-        "measure a logistic regression on the same rows at the end, on one core in at most 20 s; null: if the dataset has at "
-        "most a million rows",
+        None, "measure a logistic regression too, in at most 20 s; null: of up to 1 M rows"
     )
     group: str | None = option(
-        None,
-        "categorical feature of one id per row, such as user_id: measures gauc, the AUC within its ids",
+        None, "categorical feature of one id per row, as user_id: measures gauc, AUC within its ids"
     )
 
 
@@ -869,16 +934,13 @@ class PredictConfig(Section):
     section = "predict"
 
     columns: list[str] = option(
-        [],
-        "columns to write beside the scores, of those that preprocessing has kept; empty writes the row number",
+        [], "columns that preprocessing has kept, beside the scores; empty: the row number"
     )
     split: str | None = option(
         None, "split of the dataset to score; null: test, or the only split of a dataset"
     )
     average: list[str] = option(
-        [],
-        "run directories, each with the options of its own, whose scores are averaged, instead of checkpoint.restore",
-        path=True,
+        [], "run directories whose scores are averaged, instead of checkpoint.restore", path=True
     )
 
     def __post_init__(self) -> None:
@@ -932,14 +994,24 @@ class ShardingConfig(Section):
         "memories that the planner may choose for the rows of a table; host: host memory with an arena of rows on "
         "the GPU, chosen only if the GPUs have too little memory",
     )
+    group_size: int | None = option(
+        None,
+        "ranks that share the tables, such as those of a node; other groups of as many hold the same tables, and exchange the "
+        "gradients of rows; null: all ranks",
+        most=MOST_RANKS,
+        gt=0,
+    )
     world_size: int | None = option(
         None, "ranks to plan for with mode=plan; null: the ranks of this run", most=MOST_RANKS, gt=0
     )
     local_world_size: int | None = option(
-        None,
-        "ranks per node to plan for with mode=plan; null: those of this run, or world_size up to 8",
-        most=MOST_RANKS,
-        gt=0,
+        None, "ranks per node of mode=plan; null: as here, or at most 8", most=MOST_RANKS, gt=0
+    )
+    within_gb_s: float = option(
+        394.0, "GB/s that a GPU sends to others of its node, to plan with; of an H200 server", gt=0
+    )
+    between_gb_s: float = option(
+        50.0, "GB/s that a GPU sends to other nodes, to plan with; of a 400 Gb/s card", gt=0
     )
     hbm_gib: float | None = option(
         None, "GPU memory per rank to plan with; null asks the device", most=2**30, gt=0
@@ -950,10 +1022,8 @@ class ShardingConfig(Section):
     disk_path: str | None = option(
         None, "directory on a local disk for the rows of tables with tier: disk", path=True
     )
-    staged_gib: float = option(
-        4.0,
-        "host memory per rank for rows of tables with tier: disk; those of the coming batches are read into it",
-        most=2**30,
+    read_ahead_gib: float = option(
+        4.0, "host memory per rank for rows on disk, read ahead of their batches", most=2**30
     )
     reserve: float = option(
         0.1, "fraction of each rank's memory kept free of tables, for activations", ge=0, lt=1
@@ -982,8 +1052,8 @@ class ShardingConfig(Section):
             f"sharding.tables puts {''.join(on_disk[:1])} on disk; set sharding.disk_path to a directory on a local disk",
         )
         require(
-            self.staged_gib >= LEAST_GIB,
-            f"sharding.staged_gib={self.staged_gib} leaves under a KiB for rows of tables with tier: disk",
+            self.read_ahead_gib >= LEAST_GIB,
+            f"sharding.read_ahead_gib={self.read_ahead_gib} leaves under a KiB for rows of tables with tier: disk",
         )
         for name in ("hbm_gib", "host_gib"):
             value = getattr(self, name)
@@ -1054,15 +1124,10 @@ class CheckpointConfig(Section):
         2, "latest checkpoints to keep; the best one by eval.best_metric is kept too", gt=0
     )
     restore: str | None = option(
-        None,
-        "checkpoint to start from: a step_N directory, or one of NVIDIA's TF2 recipe; a run whose run_dir "
-        "has checkpoints resumes from the latest without it",
-        path=True,
+        None, "step_N, or NVIDIA's TF2 checkpoint, to start from if run_dir has none", path=True
     )
     mirror: str | None = option(
-        None,
-        "address on an object store (s3://BUCKET/FOLDER) to which checkpoints and records of run_dir are copied, and from which "
-        "a run whose run_dir is behind it resumes",
+        None, "s3://BUCKET/FOLDER for copies of checkpoints and records, from which runs resume"
     )
     delta_every: int | None = option(
         None,
@@ -1071,8 +1136,7 @@ class CheckpointConfig(Section):
         gt=0,
     )
     delta_dtype: DeltaType = option(
-        DeltaType.table,
-        "of the rows in deltas: table (that of the tables, exact) or bf16 (half of the bytes of float32 tables)",
+        DeltaType.table, "of rows in deltas: table (exact), or bf16 (half of the bytes of float32)"
     )
     delta_keep: int | None = option(None, "latest deltas to keep; null: all", gt=0)
     parts: list[CheckpointPart] = option(
@@ -1082,8 +1146,7 @@ class CheckpointConfig(Section):
         filled=True,
     )
     grow: bool = option(
-        False,
-        "let tables have more rows than in checkpoint.restore; added rows get the seed's initial weights",
+        False, "let tables have more rows than in checkpoint.restore; those begin from the seed"
     )
     allow_changes: bool = option(
         False, "resume although data files or settings differ from those of the checkpoint"
@@ -1136,12 +1199,11 @@ class LogConfig(Section):
         "observers of the training loop, each package.module:NAME (docs/library.md#observers)",
     )
     prometheus: str | None = option(
-        None,
-        "file NAME.prom, in the folder of node-exporter's textfile collector, for metrics of the run (docs/operations.md)",
-        path=True,
+        None, "file NAME.prom of node-exporter's textfile collector (docs/operations.md)", path=True
     )
     mlperf: bool = option(
-        False, "write the log of MLPerf's dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)"
+        False,
+        "write the log of MLPerf's dlrmv4 or dlrm_dcnv2 into run_dir/mlperf.log (docs/mlperf.md)",
     )
     mlperf_division: Division = option(
         Division.closed, "division that the log of log.mlperf names: closed or open"
@@ -1151,12 +1213,10 @@ class LogConfig(Section):
         None, "system that the log of log.mlperf names; null: hosts x GPUs per host x GPU"
     )
     mlperf_cache_cleared: bool = option(
-        False,
-        "say in the log of log.mlperf that you cleared the caches of all hosts before the run",
+        False, "say in the log of log.mlperf that the caches of all hosts were cleared before"
     )
     pictures: bool = option(
-        True,
-        "draw run_dir/curves.png and run_dir/predictions.png at the end, which takes a second or two",
+        True, "draw curves.png and predictions.png at the end, which takes a second or two"
     )
 
     def __post_init__(self) -> None:
@@ -1198,8 +1258,7 @@ class Config(Section):
     recipe: str = option("dlrm", "name of the recipe, used in the default run_dir")
     config: str | None = option(
         None,
-        "config.yaml of a run directory, whose options replace those of the recipe; further options of the command line "
-        "prevail",
+        "config.yaml of a run, whose options replace the recipe's, but not those written here",
         path=True,
     )
     mode: Mode = option(Mode.train, "train, eval, inference, importance, predict or plan")
@@ -1208,31 +1267,27 @@ class Config(Section):
     run_dir: str | None = option(
         None, "run directory, for all results; null: runs/<recipe>/<time>", path=True
     )
-    stage: StageName | None = option(
-        None,
-        "next: continue the run in run_dir on data.path, the day after its own (docs/every_day.md); null: one dataset",
+    day: DayToTrain | None = option(
+        None, "next: continue the run in run_dir with the next day (docs/every_day.md)"
     )
     days: list[str] = option(
         [],
-        "with stage=next: dataset directories, or patterns such as 'data/*', that the run trains one after another in the order "
+        "with day=next: dataset directories, or patterns such as 'data/*', that the run trains one after another in the order "
         "of their days, from where it is",
         path=True,
+        only="mode=train",
     )
     watch_days: float | None = option(
         None, "seconds between looks for further directories of days; null: end after the last one"
     )
     output: str | None = option(
-        None, "file that mode=predict writes: .parquet or .csv (docs/scores.md)", path=True
+        None, "file to write: .parquet or .csv (docs/scores.md)", path=True, only="mode=predict"
     )
     source: str | None = option(
-        None,
-        "raw file, directory or pattern of files, whose rows mode=predict scores",
-        path=True,
+        None, "raw file, directory or pattern of files to score", path=True, only="mode=predict"
     )
     fitted: str | None = option(
-        None,
-        "dataset directory whose fit transforms the rows of source; null: data.path",
-        path=True,
+        None, "dataset whose fit transforms source; null: data.path", path=True, only="mode=predict"
     )
     data: DataConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig, metadata=OPEN_SECTION)
@@ -1265,7 +1320,7 @@ class Config(Section):
         )
         self.tasks = self.tasks or None
         _ = self.task_options  # which checks them
-        self._check_stage()
+        self._check_day()
         require(
             self.eval.patience is None or self.checkpoint.save,
             f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
@@ -1274,21 +1329,17 @@ class Config(Section):
         self._check_mlperf()
         self._check_predict()
 
-    def _check_stage(self) -> None:
-        """Refuse a next stage of a run that cannot have one."""
+    def _check_day(self) -> None:
+        """Refuse a next day of a run that cannot have one."""
         require(
-            not self.days or (self.stage is not None and self.data.path is None),
-            "days names the datasets of several stages; set stage=next, and leave data.path out",
-        )
-        require(
-            not self.days or self.mode is Mode.train,
-            f"days is of mode=train, not mode={self.mode.value}; leave it out",
+            not self.days or (self.day is not None and self.data.path is None),
+            "days names several datasets; set day=next, and leave data.path out",
         )
         require(
             self.watch_days is None or (bool(self.days) and self.watch_days > 0),
             f"watch_days={self.watch_days}: want seconds above 0, and days; set both, or leave it out",
         )
-        if self.stage is None or self.mode is not Mode.train:
+        if self.day is None or self.mode is not Mode.train:
             return
         has_run = self.run_dir is not None and (self.data.path is not None or bool(self.days))
         for is_given, problem in (
@@ -1303,34 +1354,27 @@ class Config(Section):
                 "keeps the ids of all rows, and data.multi_hot draws others for larger tables; leave one of them out",
             ),
         ):
-            require(is_given, f"stage=next {problem}")
+            require(is_given, f"day=next {problem}")
 
     def _check_mlperf(self) -> None:
-        """Refuse a log of the benchmark for a run that cannot be one: it is DCNv2, one epoch and a target."""
+        """Refuse a log of a benchmark for a run that cannot be one: it is HSTU or DCNv2, one epoch and a target."""
         for key, got, wanted in (
-            ("model.name", self.model.name, "dcnv2"),
-            ("train.epochs", self.train.epochs, 1),
+            ("model.name", self.model.name, ("hstu", "dcnv2")),
+            ("train.epochs", self.train.epochs, (1,)),
         ):
             require(
-                not self.log.mlperf or got == wanted,
-                f"log.mlperf=true is the log of MLPerf's dlrm_dcnv2, which wants {key}={wanted}, got {got}; change it, "
-                "or set log.mlperf=false",
+                not self.log.mlperf or got in wanted,
+                f"log.mlperf=true is the log of MLPerf's dlrmv4 or dlrm_dcnv2, which wants {key}="
+                f"{' or '.join(map(str, wanted))}, got {got}; change it, or set log.mlperf=false",
             )
         require(
             not self.log.mlperf or self.eval.auc_threshold is not None,
-            "log.mlperf=true needs the AUC that ends the run: set eval.auc_threshold (MLPerf's is 0.80275)",
+            "log.mlperf=true needs the AUC that ends the run: set eval.auc_threshold (MLPerf's is 0.75 of hstu, 0.80275 of "
+            "dcnv2)",
         )
 
     def _check_predict(self) -> None:
-        is_predict = self.mode is Mode.predict
-        for name in ("output", "source", "fitted"):
-            value = getattr(self, name)
-            require(
-                value is None or is_predict,
-                f"{name}={value} is of mode=predict, and mode={self.mode.value} would ignore it; leave it out, or set "
-                "mode=predict",
-            )
-        if not is_predict:
+        if self.mode is not Mode.predict:
             return
         require(
             self.output is not None and self.output.endswith(SCORE_ENDINGS),
@@ -1383,7 +1427,7 @@ class Config(Section):
 
 
 def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the default of every option below a section by dotted key, as values of JSON.
+    """Return the default of every option below a section by dotted name, as values of JSON.
 
     `config` is an instance of the section: the options of the model depend on its name.
     """
@@ -1392,6 +1436,8 @@ def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
         key, value = f"{prefix}{declared.name}", getattr(config, declared.name)
         if is_dataclass(value):
             defaults |= default_values(value, f"{key}.")
+            continue
+        if isinstance(value, dict):  # names that the user chooses
             continue
         factory = declared.default_factory
         default = declared.default if factory is DATACLASS_MISSING else factory()
@@ -1402,7 +1448,7 @@ def default_values(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def replaced_options(config: type, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys (replacing option, replaced option) of every option that replaces another."""
+    """Yield the dotted names (replacing option, replaced option) of every option that replaces another."""
     types = type_hints(config)
     for declared in fields(config):
         if is_dataclass(types[declared.name]):
@@ -1412,15 +1458,15 @@ def replaced_options(config: type, prefix: str = "") -> Iterator[tuple[str, str]
 
 
 @cache
-def option_keys(config: type, prefix: str = "") -> Sequence[str]:
-    """Return the dotted key of every option below `config`, in the order of declaration."""
-    return [key for key, _ in describe(config, prefix)]
+def option_names(config: type, prefix: str = "") -> Sequence[str]:
+    """Return the dotted name of every option below `config`, in the order of declaration."""
+    return [name for name, _ in describe(config, prefix)]
 
 
 def describe(
     config: type, prefix: str = "", sections: Mapping[str, type] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, meaning) of every option below `config`, in the order of declaration.
+    """Yield (dotted name, meaning) of every option below `config`, in the order of declaration.
 
     `sections` are the classes of open sections, where they are known.
     """

@@ -38,18 +38,13 @@ class ModelExportConfig(Section):
         required="..., a directory",
     )
     dtype: TableType = option(
-        TableType.fp32,
-        "of the tables: fp32, bf16 (half of the bytes) or int8 with a scale per row (a quarter, and 4 bytes per row)",
+        TableType.fp32, "of the tables: fp32, bf16, or int8 with a scale per row"
     )
     fitted: str | None = option(
-        None,
-        "dataset whose fit (vocabularies, statistics) turns raw values into features; null: the model takes ids only",
-        path=True,
+        None, "dataset whose fit turns raw values into features; null: ids are sent", path=True
     )
     data_path: str | None = option(
-        None,
-        "dataset whose rows prove the export; null: the one that the run was trained on",
-        path=True,
+        None, "dataset whose rows prove the export; null: that of the training", path=True
     )
     split: str = option("test", "split of these rows")
     rows: int = option(4096, "rows to compare with the training path", most=1 << 24, gt=0)
@@ -78,20 +73,18 @@ class ServerConfig(Section):
     """The embedded server."""
 
     model: str | None = option(
-        None,
-        "model directory, or a directory of versions 1, 2, ...",
-        path=True,
-        required="..., a model directory",
+        None, "model directory, or one of versions", path=True, required="..., a model directory"
     )
     device: Device = option(Device.cpu, "cpu, or cuda: the first GPU that is visible")
     dense_dtype: DenseType = option(
-        DenseType.fp32, "of embeddings and matrix products with device=cuda: fp32, or bf16"
+        DenseType.fp32, "of embeddings and matrix products: fp32, or bf16", only="device=cuda"
     )
     table_gib: float | None = option(
         None,
-        "GiB of tables in the GPU's memory with device=cuda; the first rows of each table, which are the most frequent values, "
+        "GiB of tables in the GPU's memory; the first rows of each table, which are the most frequent values, "
         "lie there, the others in pinned host memory; null: 80 % of what is free",
         gt=0,
+        only="device=cuda",
     )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
     port: int = option(8000, "port to listen on; 0 takes a free one", most=65_535, ge=0)
@@ -102,20 +95,13 @@ class ServerConfig(Section):
         4096, "rows of the largest batch; larger requests are split", most=65_536, gt=0
     )
     batch_delay_ms: float = option(
-        0.0,
-        "longest time that a request waits for others to share its batch; 0: only those that came while the last was scored",
-        ge=0,
+        0.0, "longest wait for others of a batch; 0: for those that came during the last", ge=0
     )
     max_queue: int = option(
-        65_536,
-        "rows that may wait; a request that finds more is refused with 429",
-        most=1 << 28,
-        gt=0,
+        65_536, "rows that may wait; requests beyond them are refused with 429", most=1 << 28, gt=0
     )
     deadline_ms: float = option(
-        1000.0,
-        "a request that has waited longer is refused with 503 instead of being scored too late",
-        gt=0,
+        1000.0, "a request that has waited longer is refused with 503, not scored too late", gt=0
     )
     max_body_mib: int = option(64, "largest body of a request in MiB", most=4096, gt=0)
     max_memory_mib: int = option(512, "bodies of all requests together in MiB", most=1 << 20)
@@ -142,14 +128,10 @@ class ServerConfig(Section):
         1024, "MiB of all files of log_requests; the oldest one is removed", most=1 << 30, gt=0
     )
     verify: bool = option(
-        True,
-        "compare the SHA-256 of every file before a version serves; false: sizes alone, for tables of many GiB",
+        True, "compare the SHA-256 of every file before a version serves; false: sizes"
     )
     threads: int | None = option(
-        None,
-        "threads of a batch; null: one per core, and at most 4 with device=cuda",
-        most=4096,
-        gt=0,
+        None, "threads of a batch; null: one per core, at most 4 with device=cuda", most=4096, gt=0
     )
 
     def __post_init__(self) -> None:
@@ -158,12 +140,6 @@ class ServerConfig(Section):
             self.max_memory_mib >= self.max_body_mib,
             f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}",
         )
-        if self.device is Device.cpu:
-            for name, is_set in (
-                ("table_gib", self.table_gib is not None),
-                ("dense_dtype", self.dense_dtype is not DenseType.fp32),
-            ):
-                require(not is_set, f"{name} is of device=cuda; set that, or leave {name} out")
 
 
 Layout = StrEnum("Layout", "monolithic ensemble")
@@ -180,38 +156,29 @@ class TritonConfig(Section):
         None, "model directory", path=True, required="..., a model directory"
     )
     output: str | None = option(
-        None,
-        "repository to write, which must not exist yet",
-        path=True,
-        required="..., a directory",
+        None, "repository to write, a new one", path=True, required="..., a directory"
     )
     layout: Layout = option(
-        Layout.monolithic,
-        "monolithic: one Python model; ensemble: sparse (tables), dense, and both joined, each with instances of its own",
+        Layout.monolithic, "monolithic: one model; ensemble: tables, dense model, and both joined"
     )
     dense_format: DenseFormat = option(
-        DenseFormat.onnx,
-        "of the dense model of an ensemble: onnx, for Triton's ONNX Runtime backend, or pytorch, for its Python backend",
+        DenseFormat.onnx, "an ensemble's dense model: onnx, or pytorch for Triton's Python backend"
     )
     name: str | None = option(None, "name of the model; null: that of the model directory")
     max_batch: int = option(32_768, "rows of the largest batch", most=65_536, gt=0)
     batch_delay_ms: float = option(0.1, "longest time that a request waits for others", ge=0)
     instances: int = option(1, "processes per model", most=256, gt=0)
     threads: int = option(
-        1,
-        "threads of a process; with more, they wait for each other where cores are busy",
-        most=4096,
-        gt=0,
+        1, "threads of a process; where cores are busy, more wait for each other", most=4096, gt=0
     )
     device: Device = option(
         Device.cpu, "cuda: on GPUs; of an ensemble the dense model alone, which must be onnx"
     )
     dense_dtype: DenseType = option(
-        DenseType.fp32, "with layout=monolithic device=cuda: fp32, or bf16"
+        DenseType.fp32, "as in serving.run", only="layout=monolithic device=cuda"
     )
     table_gib: float | None = option(
-        None,
-        "with layout=monolithic device=cuda: GiB of tables in the GPU's memory, as in serving.run",
+        None, "as in serving.run", only="layout=monolithic device=cuda"
     )
     python_path: str | None = option(
         None,
@@ -230,15 +197,6 @@ class TritonConfig(Section):
             ),
             "layout=ensemble device=cuda: the dense model must be of dense_format=onnx",
         )
-        uses_gpu = self.device is Device.cuda and not is_ensemble
-        for name, is_set in (
-            ("table_gib", self.table_gib is not None),
-            ("dense_dtype", self.dense_dtype is not DenseType.fp32),
-        ):
-            require(
-                uses_gpu or not is_set,
-                f"{name} is of layout=monolithic device=cuda; set those, or leave {name} out",
-            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -252,9 +210,7 @@ class RollbackConfig(Section):
         None, "version to return to; null: the one before the version that serves", most=1 << 62
     )
     before: int | None = option(
-        None,
-        "withdraw all versions before this one instead, so that it decides which inputs and outputs are served",
-        most=1 << 62,
+        None, "withdraw all before this one, so that it decides inputs and outputs", most=1 << 62
     )
 
     def __post_init__(self) -> None:
@@ -285,9 +241,7 @@ class ApplyConfig(Section):
         None, "model directory to write; null: the next version of the directory", path=True
     )
     fitted: str | None = option(
-        None,
-        "dataset of the day that the deltas lead to, whose vocabularies the new version has; required if a table has grown",
-        path=True,
+        None, "dataset of the last delta's day, required if a table has grown", path=True
     )
 
 
@@ -297,10 +251,7 @@ class AccuracyConfig(Section):
 
     model: str | None = option(None, "name of the model at the server", required=NAME)
     data_path: str | None = option(
-        None,
-        "dataset directory with the features of the model",
-        path=True,
-        required="..., a dataset directory",
+        None, "dataset with the model's features", path=True, required="..., a dataset directory"
     )
     url: str = option(URL, "address of the server: the embedded one, or Triton's HTTP")
     token_file: str | None = option(None, "file with the token that the server wants", path=True)
@@ -317,32 +268,22 @@ class LatencyConfig(Section):
 
     model: str | None = option(None, "name of the model at the server", required=NAME)
     data_path: str | None = option(
-        None,
-        "dataset directory with the features of the model",
-        path=True,
-        required="..., a dataset directory",
+        None, "dataset with the model's features", path=True, required="..., a dataset directory"
     )
     url: str = option(URL, "address of the server: the embedded one, or Triton's HTTP")
     metrics_url: str | None = option(
-        None,
-        "address of the server's metrics, for its own time per request; null: url/metrics; Triton's is http://HOST:8002/metrics",
+        None, "address of the server's metrics; null: url/metrics; Triton's is at port 8002"
     )
     token_file: str | None = option(None, "file with the token that the server wants", path=True)
     split: str = option("test", "split of the rows that are sent")
     batch_sizes: list[int] = option(
-        [1, 256, 1024, 4096],
-        "rows per request, one load after another",
-        most=65_536,
-        filled=True,
-        gt=0,
+        [1, 256, 1024, 4096], "rows per request, one load each", most=65_536, filled=True, gt=0
     )
     concurrency: list[int] = option(
         [1, 4], "requests at a time, one load per number", most=MOST_REQUESTS, gt=0
     )
     rates: list[float] = option(
-        [],
-        "requests per second, one load per number; a latency begins when its request is due",
-        gt=0,
+        [], "requests per second, one load per number; latencies begin when a request is due", gt=0
     )
     seconds: float = option(5.0, "time of each load", gt=0)
     warmup_s: float = option(1.0, "time before it that is not measured", ge=0)

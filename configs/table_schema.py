@@ -7,7 +7,7 @@ Hydra's schema cannot list them.
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
 from configs.messages import printable, shortened, shown
@@ -36,6 +36,22 @@ VALUES_IN_WORDS = ("true", "false", "inf", "infinity")
 MOST_NAME_BYTES = 200
 
 
+# Fields of text, lists of texts and flags are checked by their types; these say what else a value may be.
+
+
+def one_of(default: str | None, *choices: str) -> Any:
+    return field(default=default, metadata={"choices": choices})
+
+
+def whole(least: int, most: int, default: Any = MISSING) -> Any:
+    return field(default=default, metadata={"least": least, "most": most})
+
+
+def records(kind: type) -> Any:
+    """Declare a list of records, each of which is described by a mapping, or by its name alone if it needs no more."""
+    return field(default_factory=list, metadata={"of": kind})
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Source:
     """One named relation; the rows of its files (a file, a glob or a list) in their order.
@@ -49,7 +65,7 @@ class Source:
     """
 
     files: Any
-    format: str | None = None
+    format: str | None = one_of(None, *FORMATS)
     header: bool | None = None
     columns: list[str] = field(default_factory=list)
     delimiter: str = ","
@@ -69,7 +85,7 @@ class Label:
 
     name: str = "label"
     expression: str = ""
-    kind: str = "binary"
+    kind: str = one_of("binary", "binary", "regression")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -119,14 +135,14 @@ class Categorical:
     cross: list[str] = field(default_factory=list)
     separator: str = ""
     list: bool = False
-    hotness: int | None = None
-    take: str = "first"
+    hotness: int | None = whole(1, MOST_HOTNESS, None)
+    take: str = one_of("first", *TAKE)
     length: bool = False
-    frequency_limit: int | None = None
-    max_size: int | None = None
-    buckets: int | None = None
-    vocabulary: str | None = None
-    capacity: int | None = None
+    frequency_limit: int | None = whole(0, MOST_ROWS, None)
+    max_size: int | None = whole(1, MOST_ROWS, None)
+    buckets: int | None = whole(1, MOST_IDS, None)
+    vocabulary: str | None = one_of(None, "dynamic")
+    capacity: int | None = whole(2, MOST_IDS, None)
     vocabulary_of: str | None = None
 
     @property
@@ -170,9 +186,9 @@ class History:
     of: str
     by: str
     order_by: str
-    length: int
+    length: int = whole(1, MOST_HISTORY)
     filter: str = ""
-    rows: str = "all"
+    rows: str = one_of("all", *HISTORY_ROWS)
 
     @property
     def length_name(self) -> str:
@@ -200,10 +216,10 @@ class EventLog:
     of: list[str]
     by: str
     order_by: str
-    length: int
-    numbers: list[RowNumber] = field(default_factory=list)
+    length: int = whole(1, MOST_HOTNESS)
+    numbers: list[RowNumber] = records(RowNumber)
     filter: str = ""
-    rows: str = "all"
+    rows: str = one_of("all", *HISTORY_ROWS)
     source: str = ""
 
     @property
@@ -235,8 +251,8 @@ class EventLists:
 
     name: str
     lists: list[str]
-    length: int
-    numbers: list[RowNumber] = field(default_factory=list)
+    length: int = whole(1, MOST_HOTNESS)
+    numbers: list[RowNumber] = records(RowNumber)
     time: str = ""
     order_by: str = ""
 
@@ -276,7 +292,7 @@ class SplitRule:
         validation: part of the rows that validate, with random.
     """
 
-    by: str = "fraction"
+    by: str = one_of("fraction", *SPLITS)
     expression: str = ""
     train: float | None = None
     validation: float = 0.0
@@ -325,15 +341,15 @@ class TableConfig:
     query: str = ""
     order_by: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    numerical: list[Numerical] = field(default_factory=list)
-    categorical: list[Categorical] = field(default_factory=list)
-    history: list[History] = field(default_factory=list)
+    numerical: list[Numerical] = records(Numerical)
+    categorical: list[Categorical] = records(Categorical)
+    history: list[History] = records(History)
     sequence: list[EventLog | EventLists] = field(default_factory=list)
     split: SplitRule = field(default_factory=SplitRule)
     weight: RowNumber | None = None
     keep_rate: RowNumber | None = None
     keep: list[str] = field(default_factory=list)
-    empty_items: str = "dropped"
+    empty_items: str = one_of("dropped", *EMPTY_ITEMS)
 
     @property
     def row_numbers(self) -> dict[str, tuple[str, Label | RowNumber]]:
@@ -366,44 +382,29 @@ class TableConfig:
             "table is missing: describe the columns of the files by table={sources: ..., label: ..., ...}, or by a yaml with "
             "dataset=NAME; mode=extend and mode=transform want the description of the fit, with the new files",
         )
-        content = _mapping(content, "table", cls)
-        sources = content.get("sources")
+        content = dict(_mapping(content, "table", cls))
+        sources, label = content.get("sources"), content.get("label") or {}
         require(
             isinstance(sources, Mapping) and bool(sources),
             f"table.sources: got {shown(sources)}, want a mapping from names to files",
         )
-        order_by = content.get("order_by")
-        parsed = cls(
-            sources={
-                str(name): _make(Source, source, f"table.sources.{name}")
-                for name, source in sources.items()
-            },
-            query=content.get("query") or "",
-            order_by=[order_by] if isinstance(order_by, str) else _list(content, "order_by"),
-            missing=_list(content, "missing"),
-            label=_labels(content.get("label") or {}),
-            weight=_row_number(content, "weight"),
-            keep_rate=_row_number(content, "keep_rate"),
-            numerical=[
-                _make(Numerical, feature, f"table.numerical[{i}]")
-                for i, feature in enumerate(_list(content, "numerical"))
-            ],
-            categorical=[
-                _make(Categorical, feature, f"table.categorical[{i}]")
-                for i, feature in enumerate(_list(content, "categorical"))
-            ],
-            history=[
-                _make(History, feature, f"table.history[{i}]")
-                for i, feature in enumerate(_list(content, "history"))
-            ],
-            sequence=[
-                _sequence(group, f"table.sequence[{i}]")
-                for i, group in enumerate(_list(content, "sequence"))
-            ],
-            split=_make(SplitRule, content.get("split") or {}, "table.split"),
-            keep=_list(content, "keep"),
-            empty_items=content.get("empty_items", "dropped"),
+        content["sources"] = {
+            str(name): _make(Source, source, f"table.sources.{name}")
+            for name, source in sources.items()
+        }
+        if isinstance(content.get("order_by"), str):
+            content["order_by"] = [content["order_by"]]
+        content["label"] = (
+            _list_of(Label, label, "table.label")
+            if isinstance(label, list)
+            else [_make(Label, label, "table.label")]
         )
+        groups = content.get("sequence") or []
+        _check_list("table.sequence", groups)
+        content["sequence"] = [_sequence(of, f"table.sequence[{i}]") for i, of in enumerate(groups)]
+        for key, kind in (("weight", RowNumber), ("keep_rate", RowNumber), ("split", SplitRule)):
+            content[key] = _make(kind, content[key], f"table.{key}") if content.get(key) else None
+        parsed = _make(cls, content, "table")
         parsed.check()
         return parsed._with_query()
 
@@ -463,15 +464,13 @@ class TableConfig:
         return [feature for feature in self.categorical if feature.length]
 
     def check(self) -> None:
-        """Raise ValueError if a setting is of the wrong kind, or if settings contradict each other."""
-        require(isinstance(self.query, str), f"table.query: got {shown(self.query)}, want SQL text")
-        _check_texts("table.order_by", self.order_by)
-        _check_texts("table.missing", self.missing)
+        """Raise ValueError if settings contradict each other."""
+        lowered = [name.lower() for name in self.keep]
+        twice = [name for name in self.keep if lowered.count(name.lower()) > 1 or not name]
         require(
-            self.empty_items in EMPTY_ITEMS,
-            f"table.empty_items: got {shown(self.empty_items)}, want one of {', '.join(EMPTY_ITEMS)}",
+            not twice,
+            f"table.keep: got {shown(twice[-1:])} twice or without a name (SQL ignores case); name every column once",
         )
-        self._check_keep()
         for name, source in self.sources.items():
             _check_source(f"table.sources.{name}", source)
         require(
@@ -483,72 +482,55 @@ class TableConfig:
             "table.order_by: the rows of a query have no order; set it to columns that give one",
         )
         require(bool(self.categorical), "table.categorical: none; want at least one")
-        for key, number in self.row_numbers.values():
-            _check_text(f"table.{key}.expression", number.expression)
-        for label in self.label:
-            require(
-                label.kind in ("binary", "regression"),
-                f"table.label.kind: got {shown(label.kind)}, want binary or regression",
-            )
         for numerical in self.numerical:
-            where = f"table.numerical: {shown(numerical.name)}"
-            _check_text(f"{where}: expression", numerical.expression)
-            require(
-                isinstance(numerical.transforms, list),
-                f"{where}: got transforms {shown(numerical.transforms)}, want a list",
-            )
             for transform in numerical.transforms:
-                check_transform(where, transform)
+                check_transform(f"table.numerical: {shown(numerical.name)}", transform)
         for categorical in self.categorical:
             _check_categorical(f"table.categorical: {shown(categorical.name)}", categorical)
         self._check_names()
         self._check_vocabularies()
         for history in self.history:
-            self._check_history(f"table.history: {shown(history.name)}", history)
+            where = f"table.history: {shown(history.name)}"
+            self._check_of(where, history.of)
+            _check_past(where, history)
         for log in self.logs:
             self._check_log(f"table.sequence: {shown(log.name)}", log)
         for lists in self.event_lists:
             self._check_lists(f"table.sequence: {shown(lists.name)}", lists)
         _check_split(self.split)
 
-    def _check_keep(self) -> None:
-        _check_texts("table.keep", self.keep)
-        lowered = [name.lower() for name in self.keep]
-        twice = [name for name in self.keep if lowered.count(name.lower()) > 1 or not name]
-        require(
-            not twice,
-            f"table.keep: got {shown(twice[-1:])} twice or without a name (SQL ignores case); name every column once",
-        )
-
     def _check_names(self) -> None:
         """Raise ValueError for names of features that cannot name the dataset's files, or the same one."""
-        names = [feature.name for feature in self.categorical]
-        names += [history.name for history in self.history]
+        named = [(feature.name, "a categorical feature") for feature in self.categorical]
+        named += [(history.name, "a history") for history in self.history]
         for group in self.sequence:
-            own = group.features if isinstance(group, EventLog) else []
-            names += [group.name, *own, *group.number_names]
-        names += [*self.numerical_names, *(n.name for _, n in self.row_numbers.values())]
-        for name in names:
-            require(
-                isinstance(name, str),
-                f"table: got feature name {shown(name)}, want text; put it in quotes",
-            )
+            named.append((group.name, "a sequence"))
+            if isinstance(group, EventLog):
+                named += [(name, f"a feature of {shown(group.name)}") for name in group.features]
+            for name in group.number_names:
+                kind = "the time of an event" if name == group.time_name else "a number"
+                named.append((name, f"{kind} of {shown(group.name)}"))
+        named += [(name, "a numerical feature") for name in self.numerical_names]
+        named += [(number.name, f"a {key}") for key, number in self.row_numbers.values()]
+        for name, _ in named:
             require(
                 is_file_name(name),
                 f"table: feature {shown(name)} cannot name a file: no slash, no leading dot; set expression to "
                 "the column",
             )
             require(
-                _is_utf8(name),
-                f"table: feature {shown(name)} has a name that UTF-8 cannot encode; rename it",
-            )
-            require(
-                len(name.encode("utf-8", "replace")) <= MOST_NAME_BYTES,
+                len(name.encode()) <= MOST_NAME_BYTES,
                 f"table: feature {shown(name)} has a name of over {MOST_NAME_BYTES} bytes; shorten it, and "
                 "set expression to the column",
             )
-        twice = sorted({name for name in names if names.count(name) > 1})
-        require(not twice, f"table: feature {shown(twice[:1])} is named twice")
+        uses: dict[str, list[str]] = {}
+        for name, what in named:
+            uses.setdefault(name, []).append(what)
+        for name, users in uses.items():
+            require(
+                len(users) == 1,
+                f"table: {shown(name)} is named twice: {' and '.join(users)}; rename one, and set expression to its column",
+            )
         taken = {"label": "the labels"} if len(self.label) == 1 else {}
         if self.numerical_names:
             taken["numerical"] = "the numericals"
@@ -597,17 +579,10 @@ class TableConfig:
                     f"{where}: got {key} too; set it at {shown(other.name)}, which has the vocabulary",
                 )
 
-    def _check_history(self, where: str, history: History) -> None:
-        """Raise ValueError for a history of no categorical feature, or with settings of the wrong kind."""
-        self._check_of(where, history.of)
-        _check_past(where, history, MOST_HISTORY)
-
     def _check_log(self, where: str, log: EventLog) -> None:
-        """Raise ValueError for a log of other than categorical features, or with settings of the wrong kind."""
+        """Raise ValueError for a log of other than categorical features, or settings that contradict each other."""
         for of in log.of:
             self._check_of(where, of)
-        for number in log.numbers:
-            _check_text(f"{where}: numbers: {shown(number.name)}: expression", number.expression)
         require(
             log.source in ("", *self.sources),
             f"{where}: got source {shown(log.source)}, want one of {', '.join(map(shown, self.sources))}",
@@ -616,10 +591,10 @@ class TableConfig:
             not log.source or log.rows == "all",
             f"{where}: rows: train is for events that are rows of the dataset; drop it, or source",
         )
-        _check_past(where, log, MOST_HOTNESS)
+        _check_past(where, log)
 
     def _check_lists(self, where: str, group: EventLists) -> None:
-        """Raise ValueError for a group of other than ragged lists, or with settings of the wrong kind."""
+        """Raise ValueError for a group of other than ragged lists, or settings that contradict each other."""
         ragged = {f.name: f for f in self.categorical if f.is_list and f.hotness is None}
         several = [name for other in self.event_lists for name in other.lists]
         for name in group.lists:
@@ -628,50 +603,32 @@ class TableConfig:
                 f"{where}: lists: got {shown(name)}, want a list feature without hotness that is in no other group, one of "
                 f"{', '.join(map(shown, ragged)) or 'none here'}",
             )
-        for number in group.numbers:
-            _check_text(f"{where}: numbers: {shown(number.name)}: expression", number.expression)
         require(
             group.time in ("", *group.number_names),
             f"{where}: got time {shown(group.time)}, want one of the numbers",
         )
-        _check_text(f"{where}: order_by", group.order_by)
         require(
             bool(group.time) == bool(group.order_by),
             f"{where}: time, of an event, and order_by, the moment of a row, belong together; set both, or none",
         )
-        _check_length(where, group.length, MOST_HOTNESS)
 
-    def _check_of(self, where: str, of: Any) -> None:
+    def _check_of(self, where: str, of: str) -> None:
         """Raise ValueError unless `of` is a categorical feature with one value per row."""
         scalars = [feature.name for feature in self.categorical if not feature.is_list]
         kinds = {feature.name: "a list" for feature in self.categorical}
         kinds |= {feature.name: "a numerical feature" for feature in self.numerical}
         kinds |= {other.name: "a history" for other in self.history}
         require(
-            isinstance(of, str) and of in scalars,
-            f"{where}: of: got {shown(of)}, which is {kinds.get(str(of), 'no feature')}; want a categorical feature with "
+            of in scalars,
+            f"{where}: of: got {shown(of)}, which is {kinds.get(of, 'no feature')}; want a categorical feature with "
             f"one value per row, one of {', '.join(map(shown, scalars)) or 'none here'}",
         )
 
 
-def _check_length(where: str, length: Any, most: int) -> None:
-    require(
-        isinstance(length, int) and not isinstance(length, bool) and 1 <= length <= most,
-        f"{where}: got length {shown(length)}, want a whole number, 1 to {most:,}",
-    )
-
-
-def _check_past(where: str, past: History | EventLog, most: int) -> None:
+def _check_past(where: str, past: History | EventLog) -> None:
     for key in ("by", "order_by"):
         value = getattr(past, key)
-        _check_text(f"{where}: {key}", value)
-        require(bool(value), f"{where}: got {key} {shown(value)}, want SQL, such as a column")
-    _check_text(f"{where}: filter", past.filter)
-    _check_length(where, past.length, most)
-    require(
-        past.rows in HISTORY_ROWS,
-        f"{where}: got rows {shown(past.rows)}, want one of {', '.join(HISTORY_ROWS)}",
-    )
+        require(bool(value), f"{where}: {key}: got {shown(value)}, want SQL, such as a column")
 
 
 def transform_of(transform: Any) -> tuple[str, Any]:
@@ -709,22 +666,15 @@ def _check_source(where: str, source: Source) -> None:
         f"{where}.files: got {shown(files)}, want a file, a glob or a list of them (source=... sets "
         "what a description takes from ${source})",
     )
-    known = f"{where}.format: got {shown(source.format)}, want one of {', '.join(FORMATS)}"
-    require(source.format is None or source.format in FORMATS, known)
-    if source.header is not None:
-        _check_flag(f"{where}.header", source.header)
-    _check_texts(f"{where}.columns", source.columns)
-    lowered = [name.lower() for name in source.columns or []]
-    twice = [name for name in source.columns or [] if lowered.count(name.lower()) > 1]
+    lowered = [name.lower() for name in source.columns]
+    twice = [name for name in source.columns if lowered.count(name.lower()) > 1]
     require(
         not twice,
         f"{where}.columns: two columns are called {shown(twice[-1:])}, and SQL ignores case; rename one",
     )
     delimiter = source.delimiter
     require(
-        isinstance(delimiter, str)
-        and 1 <= len(delimiter.encode("utf-8", "replace")) <= 4
-        and not {"\n", "\r", '"', "\0"} & set(delimiter),
+        1 <= len(delimiter.encode()) <= 4 and not {"\n", "\r", '"', "\0"} & set(delimiter),
         f"{where}.delimiter: got {shown(delimiter)}, want a character such as ';', no quote and no line end",
     )
     unnamed = source.format != "parquet" and not source.has_header and not source.columns
@@ -733,20 +683,15 @@ def _check_source(where: str, source: Source) -> None:
 
 def _check_split(split: SplitRule) -> None:
     require(
-        split.by in SPLITS,
-        f"table.split.by: got {shown(split.by)}, want one of {', '.join(SPLITS)}",
-    )
-    _check_text("table.split.expression", split.expression)
-    require(
         split.by != "column" or bool(split.expression),
         "table.split: by column needs an expression that is 'train', 'test' or 'validation'",
     )
     require(
-        split.train is None or (_is_number(split.train) and 0 < split.train <= 1),
+        split.train is None or (is_number(split.train) and 0 < split.train <= 1),
         f"table.split.train: got {shown(split.train)}, want a fraction between 0 and 1",
     )
     require(
-        _is_number(split.validation) and 0 <= split.validation < 1,
+        is_number(split.validation) and 0 <= split.validation < 1,
         f"table.split.validation: got {shown(split.validation)}, want a fraction between 0 and 1",
     )
 
@@ -771,7 +716,7 @@ def check_transform(where: str, transform: Any, *, imports: bool = True) -> None
     num_arguments = 0 if argument is None else len(numbers)
     # An infinite bound of clip leaves that side open.
     good = num_arguments == count and all(
-        _is_number(n) or (name == "clip" and n in (math.inf, -math.inf)) for n in numbers if count
+        is_number(n) or (name == "clip" and n in (math.inf, -math.inf)) for n in numbers if count
     )
     kind = {0: "no number", 1: "1 finite number"}.get(count, f"{count} numbers")
     require(good, f"{where}: transform {name} takes {kind}, got {shown(argument)}")
@@ -782,11 +727,6 @@ def check_transform(where: str, transform: Any, *, imports: bool = True) -> None
 
 
 def _check_categorical(where: str, feature: Categorical) -> None:
-    _check_text(f"{where}: expression", feature.expression)
-    _check_text(f"{where}: separator", feature.separator)
-    _check_text(f"{where}: vocabulary_of", feature.vocabulary_of)
-    _check_texts(f"{where}: cross", feature.cross)
-    _check_flag(f"{where}: list", feature.list or False)
     require(
         bool(feature.expression) + bool(feature.cross) < 2,
         f"{where}: an expression or a cross, not both",
@@ -796,28 +736,22 @@ def _check_categorical(where: str, feature: Categorical) -> None:
     )
     kinds = bool(feature.cross) + bool(feature.list) + bool(feature.separator)
     require(kinds < 2, f"{where}: a cross, a list or a separator, not two of them")
-    for key, least, most in (
-        ("hotness", 1, MOST_HOTNESS),
-        ("max_size", 1, MOST_ROWS),
-        ("buckets", 1, MOST_IDS),
-        ("capacity", 2, MOST_IDS),
-        ("frequency_limit", 0, MOST_ROWS),
-    ):
-        value = getattr(feature, key)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        require(
-            value is None or (whole and least <= value <= most),
-            f"{where}: got {key} {shown(value)}, want a whole number, {least} to {most:,}",
-        )
-    _check_list(where, feature)
+    require(
+        feature.hotness is None or feature.is_list,
+        f"{where}: hotness is for a list or separated text only; set list: true or separator",
+    )
+    require(
+        feature.hotness is not None or (feature.take == "first" and not feature.length),
+        f"{where}: take and length are for lists that are cut and filled; set hotness, or drop them",
+    )
+    require(
+        not feature.length or (feature.hotness or 0) <= MOST_HISTORY,
+        f"{where}: got hotness {feature.hotness} and a length, which is a number of float16; want at most {MOST_HISTORY:,}",
+    )
     vocabulary = feature.max_size is not None or feature.frequency_limit is not None
     require(
         feature.buckets is None or not vocabulary,
         f"{where}: buckets have no vocabulary; drop frequency_limit and max_size, or buckets",
-    )
-    require(
-        feature.vocabulary in (None, "dynamic"),
-        f"{where}: got vocabulary {shown(feature.vocabulary)}, want dynamic, or no such key",
     )
     require(
         feature.is_dynamic == (feature.capacity is not None),
@@ -829,28 +763,7 @@ def _check_categorical(where: str, feature: Categorical) -> None:
     )
 
 
-def _check_list(where: str, feature: Categorical) -> None:
-    """Raise ValueError for settings of lists that a feature does not have."""
-    require(
-        feature.hotness is None or feature.is_list,
-        f"{where}: hotness is for a list or separated text only; set list: true or separator",
-    )
-    require(
-        feature.take in TAKE,
-        f"{where}: got take {shown(feature.take)}, want one of {', '.join(TAKE)}",
-    )
-    _check_flag(f"{where}: length", feature.length)
-    require(
-        feature.hotness is not None or (feature.take == "first" and not feature.length),
-        f"{where}: take and length are for lists that are cut and filled; set hotness, or drop them",
-    )
-    require(
-        not feature.length or (feature.hotness or 0) <= MOST_HISTORY,
-        f"{where}: got hotness {feature.hotness} and a length, which is a number of float16; want at most {MOST_HISTORY:,}",
-    )
-
-
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Return whether `value` is a finite number that a double holds."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
@@ -861,41 +774,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_text(where: str, value: Any) -> None:
-    if value is None:
-        return
     require(isinstance(value, str), f"{where}: got {shown(value)}, want text; put it in quotes")
     require("\0" not in value, f"{where}: got {shown(value)}, want text without a null character")
-    require(_is_utf8(value), f"{where}: got {shown(value)}, want text that UTF-8 can encode")
+    # An escape in yaml can make a lone surrogate.
+    is_utf8 = not any("\ud800" <= char <= "\udfff" for char in value)
+    require(is_utf8, f"{where}: got {shown(value)}, want text that UTF-8 can encode")
 
 
-def _is_utf8(value: str) -> bool:
-    """Return whether a text has no lone surrogate, which an escape in yaml can make."""
-    return not any("\ud800" <= char <= "\udfff" for char in value)
-
-
-def _check_texts(where: str, values: Any) -> None:
-    if values is None:
-        return
-    require(isinstance(values, list), f"{where}: got {shown(values)}, want a list of texts")
-    for value in values:
-        require(
-            isinstance(value, str),
-            f"{where}: got {shown(value)} in it, want text; put it in quotes",
-        )
-        _check_text(where, value)
-
-
-def _check_flag(where: str, value: Any) -> None:
-    require(isinstance(value, bool), f"{where}: got {shown(value)}, want true or false")
-
-
-def _list(content: Mapping[str, Any], key: str, where: str = "") -> list[Any]:
-    value = content.get(key)
-    require(
-        value is None or isinstance(value, list),
-        f"{where or f'table.{key}'}: got {shown(value)}, want a list",
-    )
-    return value or []
+def _check_list(where: str, value: Any, of: str = "") -> None:
+    require(isinstance(value, list), f"{where}: got {shown(value)}, want a list{of}")
 
 
 def _mapping(content: Any, where: str, kind: type) -> Mapping[str, Any]:
@@ -907,39 +794,64 @@ def _mapping(content: Any, where: str, kind: type) -> Mapping[str, Any]:
     return content
 
 
-def _labels(content: Any) -> list[Label]:
-    if not isinstance(content, list):
-        return [_make(Label, content, "table.label")]
-    require(bool(content), "table.label: got [], want one label or several")
-    return [_make(Label, label, f"table.label[{i}]") for i, label in enumerate(content)]
-
-
-def _row_number(content: Mapping[str, Any], key: str) -> RowNumber | None:
-    return _make(RowNumber, content[key], f"table.{key}") if content.get(key) else None
-
-
 def _sequence(content: Any, where: str) -> EventLog | EventLists:
     is_lists = isinstance(content, Mapping) and "lists" in content
     group = _make(EventLists if is_lists else EventLog, content, where)
     of = group.lists if is_lists else group.of
-    require(
-        isinstance(of, list) and bool(of) and all(isinstance(name, str) for name in of),
-        f"{where}: got {'lists' if is_lists else 'of'} {shown(of)}, want a list of categorical features",
-    )
-    numbers = _list(content, "numbers", f"{where}.numbers")
-    made = [_make(RowNumber, n, f"{where}.numbers[{i}]") for i, n in enumerate(numbers)]
-    return replace(group, numbers=made)
+    key = "lists" if is_lists else "of"
+    require(bool(of), f"{where}: got {key} [], want a list of categorical features")
+    return group
 
 
 def _identifier(number: RowNumber) -> str:
     return '"' + number.name.replace('"', '""') + '"'
 
 
+def _list_of(kind: type, content: Any, where: str) -> list[Any]:
+    _check_list(where, content)
+    return [_make(kind, item, f"{where}[{i}]") for i, item in enumerate(content)]
+
+
 def _make(kind: type, content: Any, where: str) -> Any:
+    """Return a record of the values that a mapping has; null is the default. Raises ValueError: a value is of another kind."""
     if isinstance(content, str) and kind in (Numerical, Categorical, Label, RowNumber):
         content = {"name": content}
     content = _mapping(content, where, kind)
-    try:
-        return kind(**content)
-    except TypeError as error:
-        raise ValueError(f"{where}: {str(error).split('__init__() ')[-1]}") from None
+    needed = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
+    absent = [key for key in needed if content.get(key) is None]
+    require(not absent, f"{where}: got no {', '.join(absent)}; want at least {', '.join(needed)}")
+    name = content.get("name")
+    start = f"{where}." if name is None else f"{where.partition('[')[0]}: {shown(name)}: "
+    return kind(
+        **{
+            declared.name: _checked(declared, content[declared.name], f"{start}{declared.name}")
+            for declared in fields(kind)
+            if content.get(declared.name) is not None
+        }
+    )
+
+
+def _checked(declared: Field[Any], value: Any, where: str) -> Any:
+    """Return the value of a field, with records in the place of their descriptions."""
+    rule = declared.metadata
+    if "of" in rule:
+        return _list_of(rule["of"], value, where)
+    if "choices" in rule:
+        choices = rule["choices"]
+        require(value in choices, f"{where}: got {shown(value)}, want one of {', '.join(choices)}")
+    elif "least" in rule:
+        require(
+            type(value) is int and rule["least"] <= value <= rule["most"],
+            f"{where}: got {shown(value)}, want a whole number, {rule['least']} to {rule['most']:,}",
+        )
+    elif declared.type in (str, str | None):
+        _check_text(where, value)
+    elif declared.type in (bool, bool | None):
+        require(isinstance(value, bool), f"{where}: got {shown(value)}, want true or false")
+    elif declared.type == list[str]:
+        _check_list(where, value, " of texts")
+        for text in value:
+            _check_text(where, text)
+    elif declared.type == list[Any]:
+        _check_list(where, value)
+    return value

@@ -46,7 +46,7 @@ def has_raised(module: str, error: BaseException) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """Return an error of a user's object in one line, with its place: the last one outside of installed packages."""
+    """Return an error of a user's object in one line, with where it was raised: the last line outside of installed packages."""
     first_line = (str(error).splitlines() or [""])[0]
     frames = extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames

@@ -10,7 +10,7 @@ from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.feature_spec import FeatureSpec, parquet_columns
 from dataloading.dataset.parquet import joined
 from dataloading.dataset.parquet_files import check_columns
-from dataloading.dataset.row_groups import Place, decode
+from dataloading.dataset.row_groups import Where, decode
 from dataloading.dataset.split_files import SplitFiles
 
 SPLIT = "rows"
@@ -32,7 +32,7 @@ def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySour
     kinds = parquet_columns(spec, files)
     present = table.select([column for column in table.column_names if column in kinds])
     check_columns(name, present.schema, kinds)
-    rows = decode(present, spec, Place(name), absent)
+    rows = decode(present, spec, Where(name), absent)
     return BinarySource(spec, {SPLIT: joined(spec, [rows], files)})
 
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from dataloading.dataset.source import Allocate, Columns, DerivedSource, Keys, Source
+from dataloading.dataset.batch_layout import Allocate
+from dataloading.dataset.source import Columns, DerivedSource, Keys, Source, own_memory
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -50,7 +51,7 @@ class HeldOutSource(DerivedSource):
         split: str,
         runs: np.ndarray,
         padded_to: int | None = None,
-        allocate: Allocate = np.empty,
+        allocate: Allocate = own_memory,
     ) -> Columns:
         moved = runs + self._border if split == VALIDATION else runs
         return self._source.read(_stored(split), moved, padded_to, allocate)

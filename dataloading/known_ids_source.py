@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dataloading.dataset.source import Allocate, Columns, DerivedSource, Source
+from dataloading.dataset.batch_layout import Allocate
+from dataloading.dataset.source import Columns, DerivedSource, Source, own_memory
 
 
 class KnownIdsSource(DerivedSource):
@@ -22,7 +23,7 @@ class KnownIdsSource(DerivedSource):
         split: str,
         runs: np.ndarray,
         padded_to: int | None = None,
-        allocate: Allocate = np.empty,
+        allocate: Allocate = own_memory,
     ) -> Columns:
         columns = self._source.read(split, runs, padded_to, allocate)
         for ids, known in zip(columns.ids, self._known, strict=True):

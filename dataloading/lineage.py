@@ -25,7 +25,7 @@ HEX = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Place of a dataset among the days of its vocabularies."""
+    """Position of a dataset among the days of its vocabularies."""
 
     day: int = 0  # 0 for a fit, and one more per extension
     # of its fit; None for a dataset whose spec lists no checksums of one

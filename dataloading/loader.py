@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from time import perf_counter
@@ -118,8 +118,8 @@ class Loader:
         It does nothing with Parquet row groups larger than the batch of a rank: several processes would decode the
         same row group. A row group across the border of two batches is decoded twice in any case.
 
-        The size of a batch with ragged features depends on its rows. A slot has room for `ROOM` times the expected
-        number of ids; a larger batch is read by the calling thread. Raises ValueError: the system has too little memory
+        The size of a batch with ragged features depends on its rows. A slot has room for twice the capacity of a step; a
+        larger batch is read by the calling thread. Raises ValueError: the system has too little memory
         for the processes or for the batches that they read ahead.
         """
         if self.source.granule(self.split) > self.batch_size // self.world_size:
@@ -127,8 +127,7 @@ class Loader:
         num_processes = min(self.workers, self.prefetch)
         self.source.before_fork(self.split, num_processes)
         size = -(-min(self.batch_size, self.num_rows) // self.world_size)
-        largest = replace(self._rows(0, None), num_valid=size, padded_to=size)
-        num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._batch_reader.slot_bytes(largest)
+        num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._batch_reader.slot_bytes(size)
         try:
             self._slots = Slots(num_slots, slot_bytes)
         except OSError as error:
@@ -314,7 +313,6 @@ class Loader:
         rank = 0 if self._admits else self.rank
         runs = self._rows(step, self._shuffle(step), rank, world_size).runs
         first = min(self.rank * len(batch.labels), batch.global_valid) if self._admits else 0
-        values, starts = batch.ids.values().numpy(), batch.ids.offset_per_key()
 
         def keys_of(feature: int) -> BatchKeys:
             keys = self.source.read_keys(self.split, runs, feature)
@@ -322,14 +320,15 @@ class Loader:
                 before = first * (self.source.spec.categorical[feature].hotness or 1)
             else:
                 before = int(keys.lengths[:first].sum())
-            return BatchKeys(keys, values[starts[feature] : starts[feature + 1]], before)
+            own = batch.feature(self.source.spec.categorical[feature].name).values()
+            return BatchKeys(keys, own.numpy(), before)
 
         return maps.describe(keys_of)
 
     def _read_into(self, slot: int, step: int) -> None:
         """Read the batch of `step` into a slot, in a reader process."""
         assert self._slots is not None
-        self._batch_reader.read_into(self._slots.memory(slot), self.rows(step))
+        self._batch_reader.read_into(self._slots, slot, self.rows(step))
 
     def _enter_thread(self) -> None:
         # A new thread starts on GPU 0 and would create a CUDA context there when it pins memory.

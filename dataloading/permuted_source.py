@@ -5,7 +5,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from dataloading.dataset.source import Allocate, Columns, DerivedSource, Keys, Source
+from dataloading.dataset.batch_layout import Allocate
+from dataloading.dataset.source import Columns, DerivedSource, Keys, Source, own_memory
 from dataloading.gather import expand
 
 BLOCK_ROWS = 1 << 24
@@ -42,7 +43,7 @@ class PermutedSource(DerivedSource):
         split: str,
         runs: np.ndarray,
         padded_to: int | None = None,
-        allocate: Allocate = np.empty,
+        allocate: Allocate = own_memory,
     ) -> Columns:
         rows = expand(runs)
         own = self._source.read(split, runs)
@@ -62,8 +63,7 @@ class PermutedSource(DerivedSource):
             column = spec.numerical.index(feature)
             own.numerical[:, column] = other.numerical[:, column]
         num_rows = len(rows)
-        size = num_rows if padded_to is None else padded_to
-        out = Columns.empty(spec, num_rows, size, [len(values) for values in ids], allocate)
+        out = Columns.empty(spec, num_rows, padded_to, [len(values) for values in ids], allocate)
         out.numerical[:num_rows] = own.numerical
         for (_, target), (_, values) in zip(
             out.row_columns(spec), own.row_columns(spec), strict=True
@@ -73,9 +73,9 @@ class PermutedSource(DerivedSource):
             target[:] = values
         for target, values in zip(out.events, events, strict=True):
             target[:] = values
-        for place, counts in zip(out.lengths, lengths, strict=True):
-            if place is not None:
-                place[:num_rows] = counts
+        for of_rows, counts in zip(out.lengths, lengths, strict=True):
+            if of_rows is not None:
+                of_rows[:num_rows] = counts
         return out
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:

@@ -5,7 +5,7 @@ DuckDB evaluates it in both, so its bits are the same. Since a model may be from
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +84,7 @@ def unserved(feature: str, sql: str, reason: object) -> str:
 def columns_of(sql: str) -> list[str]:
     """Return the columns that an expression reads.
 
-    Raises:
-        ValueError: it is none of one row, or has a part that a server does not evaluate, which the message names.
+    Raises ValueError: it is none of one row, or has a part that a server does not evaluate, which the message names.
     """
     node, plain = _parsed(sql), _parsed("1")
     chosen = node.get("select_list", [])
@@ -113,11 +112,16 @@ class RowSql:
     """Expressions over the columns of a request.
 
     `expressions`: by feature. `types`: SQL types by column. `numbers`: features whose values are numbers where their SQL has
-    some; all others are texts. Raises ValueError: an expression has no meaning.
+    some; all others are texts. `times`: features whose values are whole seconds of times, rounded down. Raises ValueError: an
+    expression has no meaning.
     """
 
     def __init__(
-        self, expressions: Mapping[str, str], types: Mapping[str, str], numbers: Sequence[str]
+        self,
+        expressions: Mapping[str, str],
+        types: Mapping[str, str],
+        numbers: Sequence[str],
+        times: Container[str] = (),
     ) -> None:
         quoted = ['"' + name.replace('"', '""') + '"' for name in types]
         read = ", ".join(f"unnest(?::VARCHAR[]) AS {name}" for name in quoted)
@@ -136,12 +140,20 @@ class RowSql:
                 raise ValueError(f"feature {shown(name)} has values of type {shown(kind)}")
             # NaN is a missing value.
             number = f"nullif({column}, 'nan')" if kind in ("FLOAT", "DOUBLE") else column
+            if name in times:
+                is_time = kind.startswith(("DATE", "TIMESTAMP"))
+                seconds = f"epoch(CAST({column} AS TIMESTAMP))" if is_time else number
+                is_whole = "INT" in kind
+                columns.append(
+                    f"try_cast({seconds if is_whole else f'floor({seconds})'} AS BIGINT)"
+                )
+                continue
             is_number = name in numbers and re.fullmatch(NUMBER, kind, re.IGNORECASE)
             columns.append(f"CAST({number} AS {'DOUBLE' if is_number else 'VARCHAR'})")
         self._query = f"SELECT {', '.join(columns)} FROM ({rows})"
 
     def values(self, columns: Sequence[Sequence[str | None]]) -> dict[str, list[Any]]:
-        """Return the values by feature: texts or numbers, None where one is missing; `columns` are texts in the order of `types`.
+        """Return the values by feature: texts, numbers or seconds, None where one is missing; `columns` are texts in the order of `types`.
 
         Raises ValueError: a value cannot be cast, or is out of range.
         """

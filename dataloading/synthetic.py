@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from configs.schema import SyntheticConfig
+from dataloading.dataset.batch_layout import Allocate
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
-from dataloading.dataset.source import Allocate, Columns, Keys, Source
+from dataloading.dataset.source import Columns, Keys, Source, own_memory
 from dataloading.dataset.split_files import SplitFiles
 from dataloading.gather import expand
 from dataloading.randomness import power_law, stream_key, uniform
@@ -104,7 +105,7 @@ class SyntheticSource(Source):
         split: str,
         runs: np.ndarray,
         padded_to: int | None = None,
-        allocate: Allocate = np.empty,
+        allocate: Allocate = own_memory,
     ) -> Columns:
         return self._make(split, expand(runs).astype(np.uint64), padded_to, allocate)[0]
 
@@ -123,7 +124,7 @@ class SyntheticSource(Source):
         split: str,
         rows: np.ndarray,
         padded_to: int | None = None,
-        allocate: Allocate = np.empty,
+        allocate: Allocate = own_memory,
     ) -> tuple[Columns, np.ndarray]:
         """Return the rows (uint64 [n]) of `split`, and the teacher's logits of them, float32 [n]."""
         num_rows = len(rows)
@@ -131,9 +132,7 @@ class SyntheticSource(Source):
         if self._history is not None:
             lengths = self._history.lengths(split, rows)
             num_ids += [int(lengths.sum())] * len(self._history.features)
-        columns = Columns.empty(
-            self.spec, num_rows, num_rows if padded_to is None else padded_to, num_ids, allocate
-        )
+        columns = Columns.empty(self.spec, num_rows, padded_to, num_ids, allocate)
         bags = self._bags(columns)
         for of_feature in columns.lengths:
             if of_feature is not None:

@@ -62,7 +62,7 @@ __all__ = [
     "preprocess",
     "write_dataset",
 ]
-PLACES = {
+MODULES = {
     "DenseRule": "nn.training.dense_optimizer",
     "Metric": "nn.models.metric",
     "Model": "nn.models.model",
@@ -90,9 +90,9 @@ __path__.append(str(ROOT))
 
 
 def __getattr__(name: str) -> Any:
-    if name not in PLACES:
+    if name not in MODULES:
         raise AttributeError(f"{__name__} has no {name}; it has {', '.join(__all__)}")
-    value = globals()[name] = getattr(import_module(PLACES[name]), name)
+    value = globals()[name] = getattr(import_module(MODULES[name]), name)
     return value
 
 
@@ -103,14 +103,13 @@ def __dir__() -> list[str]:
 def _load(name: str) -> None:
     """Import a package by its short name from here, wherever Python would find one of that name.
 
-    Raises:
-        ImportError: another one was imported before.
+    Raises ImportError: another one was imported before.
     """
     if (other := sys.modules.get(name)) is not None:
-        places = [Path(place).resolve() for place in other.__path__]
-        if places != [ROOT / name]:
+        paths = [Path(path).resolve() for path in other.__path__]
+        if paths != [ROOT / name]:
             raise ImportError(
-                f"{__name__} needs the name {name}, under which {', '.join(map(str, places))} was imported; rename that, or "
+                f"{__name__} needs the name {name}, under which {', '.join(map(str, paths))} was imported; rename that, or "
                 "run this in a process of its own"
             )
         return

@@ -25,7 +25,7 @@ MOST_ROWS = 1_000_000
 """A dataset of at most so many rows gets a baseline without being asked."""
 RATES, L2, BETA = (0.05, 0.15, 0.5), (3.0, 3.0, 1.0), 1.0
 BATCH_ROWS, PARTS = 1024, 64
-"""A batch has rows of so many places, since neighbours may be alike."""
+"""A batch has rows of so many parts of the data, since neighbours may be alike."""
 MOST_PASSES, MOST_IDS = 6, 75_000_000
 """The passes of the choice read at most so many ids, in about 10 s; of more rows, evenly spread ones are trained."""
 MOST_WEIGHTS, KEYS, BINS = 1 << 23, 1_048_573, 64
@@ -33,18 +33,18 @@ MOST_WEIGHTS, KEYS, BINS = 1 << 23, 1_048_573, 64
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The ids of some rows: the place of its weight [N] and the row of each; labels [B, T], weights [B, 1], keep rates."""
+    """The ids of some rows: the index of its weight [N] and the row of each; labels [B, T], weights [B, 1], keep rates."""
 
-    places: Tensor
+    indices: Tensor
     row: Tensor
     labels: Tensor
     weights: Tensor
     keep_rates: Tensor | None
 
-    def logits(self, weights: Tensor, places: Tensor) -> Tensor:
-        """Return the sums [B, C] of weights [S, C], which are at `places` [N]."""
+    def logits(self, weights: Tensor, indices: Tensor) -> Tensor:
+        """Return the sums [B, C] of weights [S, C], which are at `indices` [N]."""
         logits = torch.zeros(len(self.labels), weights.shape[1])
-        return logits.index_add_(0, self.row.long(), weights[places])
+        return logits.index_add_(0, self.row.long(), weights[indices])
 
 
 def baseline(
@@ -72,7 +72,7 @@ def baseline(
         tested = rows.batches(split, num_test, num_test)
     finally:
         torch.set_num_threads(threads)
-    logits = torch.cat([batch.logits(trained, batch.places) for batch in tested])
+    logits = torch.cat([batch.logits(trained, batch.indices) for batch in tested])
     labels, weights = (
         torch.cat([getattr(b, name) for b in tested]) for name in ("labels", "weights")
     )
@@ -92,7 +92,7 @@ def baseline(
 
 
 class _Rows:
-    """Rows of a source as batches, whose numbers, ids and keys have places among `num_weights` weights."""
+    """Rows of a source as batches, whose numbers, ids and keys have indices among `num_weights` weights."""
 
     def __init__(self, source: Source, binary: Sequence[int]) -> None:
         self._source, self._binary, spec = source, binary, source.spec
@@ -155,24 +155,26 @@ class _Ftrl:
         self._sums, self._squares = torch.zeros(2, size, len(rates))
         self._rates, self._l2 = torch.tensor(rates), torch.tensor(l2)
 
-    def weights(self, places: Tensor | slice) -> Tensor:
-        """Return the weights at some places."""
-        return -self._sums[places] / (
-            (BETA + self._squares[places].sqrt()) / self._rates + self._l2
+    def weights(self, indices: Tensor | slice) -> Tensor:
+        """Return weights, [n, C]."""
+        return -self._sums[indices] / (
+            (BETA + self._squares[indices].sqrt()) / self._rates + self._l2
         )
 
     def train(self, batches: Sequence[_Batch], columns: Tensor, seed: int) -> None:
         """Train on each batch once; `columns` [C] are the labels of the models."""
         for index in torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed)):
             batch = batches[index]
-            places, inverse = batch.places.unique(return_inverse=True)
-            weights, squares = self.weights(places), self._squares[places]
+            indices, inverse = batch.indices.unique(return_inverse=True)
+            weights, squares = self.weights(indices), self._squares[indices]
             errors = batch.logits(weights, inverse).sigmoid() - batch.labels[:, columns]
             errors *= batch.weights
             gradient = torch.zeros_like(weights).index_add_(0, inverse, errors[batch.row])
             later = squares + gradient.square()
-            self._sums[places] += gradient - (later.sqrt() - squares.sqrt()) / self._rates * weights
-            self._squares[places] = later
+            self._sums[indices] += (
+                gradient - (later.sqrt() - squares.sqrt()) / self._rates * weights
+            )
+            self._squares[indices] = later
 
 
 def _trained(batches: Sequence[_Batch], size: int, passes: int) -> Tensor:
@@ -187,7 +189,7 @@ def _trained(batches: Sequence[_Batch], size: int, passes: int) -> Tensor:
     best = [(math.inf, 0, 0)] * num_labels
     for number in range(passes):
         ftrl.train(fitted, columns, number)
-        logits = [b.logits(ftrl.weights(b.places), torch.arange(len(b.places))) for b in held_out]
+        logits = [b.logits(ftrl.weights(b.indices), torch.arange(len(b.indices))) for b in held_out]
         losses = _losses(torch.cat(logits), labels[:, columns], row_weights)
         parts = losses.split(len(RATES))
         found = [(float(part.min()), int(part.argmin()), number + 1) for part in parts]

@@ -33,7 +33,7 @@ from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import tasks_of_run
 from nn.planning.disk_room import check_disk, disk_need
-from nn.planning.host_tables import staged_bytes, with_expected_fetches
+from nn.planning.host_tables import read_ahead_bytes, with_expected_fetches
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.planner import plan_tables
 from nn.sharding.sharded_tables import ShardedTables
@@ -52,12 +52,16 @@ MAX_ELEMENTS = 2**58
 TRAIN_SPLIT = "train"
 
 
-def open_source(config: Config) -> Source:
-    """Open the dataset directory, or synthetic clicks; with a validation split held out, unless scores of new rows need none."""
+def open_source(config: Config, trained: FeatureSpec | None = None) -> Source:
+    """Open the dataset directory, or synthetic clicks; with a validation split held out, unless scores of new rows need none.
+
+    `trained`: of the dataset whose capacities a step has, if it is another one.
+    """
     data = config.data
     source: Source
     if data.path is not None:
-        source = open_dataset(FeatureSpec.load(local_path(data.path), data.feature_spec))
+        spec = FeatureSpec.load(local_path(data.path), data.feature_spec)
+        source = open_dataset(spec if trained is None else spec.with_means_of(trained))
     else:
         source = SyntheticSource.of(data.synthetic, config.seed)
     fraction = data.validation_fraction
@@ -112,7 +116,22 @@ def hardware_of(
                 "sharding.hbm_gib=139 for an H200"
             )
     host_bytes = int(sharding.host_gib * GIB) if sharding.host_gib is not None else host_memory()
-    return Hardware(device_kind, world_size, local_world_size, hbm_bytes, host_bytes)
+    group_size = sharding.group_size
+    return Hardware(device_kind, world_size, local_world_size, hbm_bytes, host_bytes, group_size)
+
+
+def check_group_size(group_size: int | None, world_size: int, local_world_size: int) -> None:
+    """Refuse groups of ranks of unequal size, or of parts of several nodes; ValueError."""
+    sizes = [
+        size
+        for size in range(1, world_size + 1)
+        if world_size % size == 0 and max(size, local_world_size) % min(size, local_world_size) == 0
+    ]
+    if group_size is not None and group_size not in sizes:
+        raise ValueError(
+            f"sharding.group_size={group_size} does not divide {world_size} ranks of {local_world_size} per node into whole "
+            f"nodes, or equal parts of one; want {' or '.join(map(str, sizes))}, or null for one group"
+        )
 
 
 def planned_hardware(config: Config) -> Hardware:
@@ -127,6 +146,7 @@ def planned_hardware(config: Config) -> Hardware:
             f"sharding.world_size={world_size} is no multiple of sharding.local_world_size={local}; "
             "all nodes must run equally many ranks"
         )
+    check_group_size(config.sharding.group_size, world_size, local)
     has_gpu = torch.cuda.is_available() or config.sharding.hbm_gib is not None
     on_gpu = config.device is Device.cuda or (config.device is Device.auto and has_gpu)
     return hardware_of(config, "cuda" if on_gpu else "cpu", world_size, local)
@@ -167,7 +187,7 @@ def build_plan(
         -(-live_samples(config) // hardware.world_size),
         traffic_of,
     )
-    room, memories, steps = staged_bytes(config.sharding), 1 + len(rule.states), 0
+    room, memories, steps = read_ahead_bytes(config.sharding), 1 + len(rule.states), 0
     if plan.host_tables and config.mode in (Mode.train, Mode.plan):
         # Until a checkpoint or a delta is due at the latest; saves of the best evaluation may be earlier.
         all_rows, checkpoint = source.num_rows(TRAIN_SPLIT), config.checkpoint
@@ -187,7 +207,8 @@ def checked_plan(
     Returns the plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk.
     """
     plan, tables = build_plan(config, source, hardware)
-    need = disk_need(tables, hardware.local_world_size)
+    in_node = hardware.local_table_ranks
+    need = disk_need(tables, in_node, hardware.local_world_size // in_node)
     if need is None or config.sharding.disk_path is None:
         return plan, tables, None
     path = Path(config.sharding.disk_path)
@@ -264,7 +285,9 @@ def build_step(
         loss_scale(config),
         config.seed,
         tracks_rows=config.mode is Mode.train and config.checkpoint.delta_every is not None,
-        disk=DiskSettings(Path(disk_path), staged_bytes(config.sharding)) if disk_path else None,
+        disk=DiskSettings(Path(disk_path), read_ahead_bytes(config.sharding))
+        if disk_path
+        else None,
     )
     declared, multi_hot = _declared_tables(config, source), build_multi_hot(config, source)
     tables = ShardedTables(declared, source.spec, plan, ranks, settings, multi_hot)

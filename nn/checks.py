@@ -9,6 +9,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Source
 from nn.build import (
     Loaders,
+    check_group_size,
     device_type,
     open_source,
     planned_hardware,
@@ -18,9 +19,10 @@ from nn.distributed.process_group import (
     launcher_restarts,
 )
 from nn.embedding.optimizer import table_rule, update_settings
+from nn.embedding.pretrained import check_pretrained
 from nn.models.metric import PR_AUC
 from nn.models.model import Model
-from nn.models.registry import build_meta, check_model, find_model
+from nn.models.registry import build_meta, check_model, declared_tables, find_model
 from nn.models.tasks import tasks_of_run
 from nn.observability.profiler import check_profile
 from nn.ops.fp8 import MULTIPLE
@@ -41,12 +43,12 @@ FP8_CAPABILITY = (8, 9)
 def open_checked(config: Config) -> Source:
     """Open the data of a run, and check model, optimizers and tasks against it; no process group is needed.
 
-    Raises:
-        ValueError: the data cannot be opened, or an option is not for it.
+    Raises ValueError: the data cannot be opened, or an option is not for it.
     """
     source = open_source(config)
     check_model(config.model, source.spec)
     check_optimizers(config)
+    check_pretrained(declared_tables(config.model, source.spec), config.effective_optimizer)
     check_raw_keys(config, source.spec)
     check_fp8(config, source.spec)
     check_chunks(config)
@@ -74,9 +76,8 @@ def _measure_rare_labels(config: Config, source: Source) -> None:
 def check_optimizers(config: Config) -> None:
     """Refuse optimizers that do not exist or cannot train on the device.
 
-    Raises:
-        ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer lacks an option that
-            `optimizer.embedding_options` names, or it has no kernel for GPUs and would train on one.
+    Raises ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer lacks an option that
+    `optimizer.embedding_options` names, or it has no kernel for GPUs and would train on one.
     """
     check_dense_rule(config.effective_optimizer)
     rule = table_rule(config.effective_optimizer.table_name)
@@ -93,8 +94,7 @@ def check_optimizers(config: Config) -> None:
 def check_fp8(config: Config, spec: FeatureSpec) -> None:
     """Refuse `train.fp8` where it cannot work.
 
-    Raises:
-        ValueError: the GPU has no such products, the model has no layers that gain from them, or they are of other sizes.
+    Raises ValueError: the GPU has no such products, the model has no layers that gain from them, or they are of other sizes.
     """
     fp8 = config.train.fp8.value
     if config.train.fp8 is Fp8.off:
@@ -130,13 +130,11 @@ def check_fp8(config: Config, spec: FeatureSpec) -> None:
 def check_chunks(config: Config) -> None:
     """Refuse chunks of a batch for a model that adds losses of the complete batch.
 
-    Raises:
-        ValueError: `train.accumulate` and `model.name` do not fit.
+    Raises ValueError: `train.accumulate` and `model.name` do not fit.
     """
-    if (
-        config.train.accumulate > 1
-        and find_model(config.model.name).add_losses is not Model.add_losses
-    ):
+    model = find_model(config.model.name)
+    adds = model.add_losses is not Model.add_losses or model.extra_losses is not Model.extra_losses
+    if config.train.accumulate > 1 and adds:
         raise ValueError(
             f"train.accumulate={config.train.accumulate} takes a batch in chunks, and model.name={config.model.name} adds "
             "losses of complete batches; set train.accumulate=1"
@@ -144,11 +142,7 @@ def check_chunks(config: Config) -> None:
 
 
 def check_raw_keys(config: Config, spec: FeatureSpec) -> None:
-    """Refuse options that cannot be used with raw keys (`vocabulary: dynamic`).
-
-    Raises:
-        ValueError: the first of them.
-    """
+    """Refuse options that cannot be used with raw keys (`vocabulary: dynamic`); ValueError: the first of them."""
     dynamic = [feature for feature in spec.categorical if feature.is_dynamic]
     if not dynamic:
         return
@@ -167,6 +161,7 @@ def check_run(
     config: Config, source: Source, ranks: Ranks, loaders: Loaders, start: ResumePoint
 ) -> None:
     """Refuse invalid options before any process group or file exists."""
+    check_group_size(config.sharding.group_size, ranks.world_size, ranks.local_world_size)
     if config.mode is Mode.inference:
         sizes_to_time(config, source, ranks)
     if loaders.train is not None:
@@ -176,15 +171,16 @@ def check_run(
                 "its checkpoints"
             )
         steps_per_epoch = loaders.train.steps_per_epoch
-        place, last_place = start.stage.place(start.num_steps), total_steps(config, steps_per_epoch)
-        if place >= last_place:
-            last_step = start.stage.last_step(config, steps_per_epoch)
+        position = start.day.position(start.num_steps)
+        last_position = total_steps(config, steps_per_epoch)
+        if position >= last_position:
+            last_step = start.day.last_step(config, steps_per_epoch)
             raise ValueError(
                 f"checkpoint.restore={config.checkpoint.restore} has {start.num_steps} steps behind it, and "
                 f"this run ends after {last_step}; raise train.epochs or train.max_steps, or set mode=eval"
             )
         evaluations = EvalSteps.of(config, steps_per_epoch)
-        check_profile(config.profile, place, last_place, evaluations, ranks)
+        check_profile(config.profile, position, last_position, evaluations, ranks)
 
 
 def sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:

@@ -1,6 +1,6 @@
 """Days that a run trains one after another: a list of dataset directories, or patterns that further ones will match.
 
-Each day is a process of its own, as a command with `data.path=DAY stage=next` is, so that a kill at any moment leaves what that
+Each day is a process of its own, as a command with `data.path=DAY day=next` is, so that a kill at any moment leaves what that
 command leaves, and the same command resumes.
 """
 
@@ -18,11 +18,12 @@ from omegaconf import DictConfig
 
 from configs.exit_codes import USER_ERROR_EXIT_CODE
 from configs.messages import on_one_line
-from configs.schema import StageName
+from configs.schema import DayToTrain
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.lineage import Lineage
 from dataloading.storage.local_copy import local_path
 from nn.checkpoint.directory import CHECKPOINTS, list_checkpoints, read_facts
+from nn.checkpoint.run_facts import DAY_FACTS
 from nn.distributed.launcher import is_launched
 from nn.multirun import JOBS, STOPPING
 from nn.observability.run_lock import RunLock
@@ -30,7 +31,7 @@ from nn.shared_imports import import_for_runs
 
 KILLED = 128
 """Exit codes above are this and the number of a signal."""
-OWN_OPTIONS = ("days", "watch_days", "stage", "data.path")
+OWN_OPTIONS = ("days", "watch_days", "day", "data.path")
 """Options that the command of a single day has with other values."""
 
 
@@ -43,8 +44,8 @@ class UnfinishedDaysError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Day:
-    """A dataset directory, with its place among the days."""
+class DayDataset:
+    """A dataset directory, with its position among the days."""
 
     path: str
     lineage: Lineage
@@ -53,9 +54,8 @@ class Day:
 def train_days(composed: DictConfig, work: Callable[[DictConfig], None]) -> None:
     """Train the days that a run has not completed, in their order.
 
-    Raises:
-        ValueError: a directory is no dataset, or the days do not follow one another; or a launcher has started this process.
-        UnfinishedDaysError: a day ended with an exit code, or a signal arrived while waiting.
+    Raises ValueError: a directory is no dataset, or the days do not follow one another; or a launcher has started this process.
+    Raises UnfinishedDaysError: a day ended with an exit code, or a signal arrived while waiting.
     """
     if is_launched():
         raise ValueError(
@@ -71,7 +71,7 @@ def train_days(composed: DictConfig, work: Callable[[DictConfig], None]) -> None
         if composed.watch_days is None:
             _refuse_unreached(chain, composed.days)
         for day in chain.ahead:
-            _train(composed, day, work, stage=StageName.next.value if has_begun else None)
+            _train(composed, day, work, which=DayToTrain.next.value if has_begun else None)
             latest, has_begun, is_complete = day.lineage.identity, True, True
         if composed.watch_days is None:
             return
@@ -82,17 +82,16 @@ def train_days(composed: DictConfig, work: Callable[[DictConfig], None]) -> None
 class Chain:
     """Days as a run sees them: those ahead of it in their order, and those that follow none of these or of its own."""
 
-    ahead: list[Day]
-    unreached: list[Day]
+    ahead: list[DayDataset]
+    unreached: list[DayDataset]
 
 
-def find_days(patterns: Sequence[str]) -> list[Day]:
+def find_days(patterns: Sequence[str]) -> list[DayDataset]:
     """Return the datasets that paths and patterns name; what else a pattern matches is left out.
 
-    Raises:
-        ValueError: a path names no dataset, or one that does not tell its fit.
+    Raises ValueError: a path names no dataset, or one that does not tell its fit.
     """
-    found: dict[str, Day] = {}
+    found: dict[str, DayDataset] = {}
     for pattern in patterns:
         matches = [pattern]
         if glob.has_magic(pattern) and not Path(pattern).exists():
@@ -103,22 +102,21 @@ def find_days(patterns: Sequence[str]) -> list[Day]:
             lineage = Lineage.of(FeatureSpec.load(local_path(path), measure=False).metadata)
             if lineage.identity is None:
                 raise ValueError(
-                    f"days: {path} does not tell its fit, so that its place among the days is not known; train it alone with "
+                    f"days: {path} does not tell its fit, so that its position among the days is not known; train it alone with "
                     "data.path"
                 )
-            found[path] = Day(path, lineage)
+            found[path] = DayDataset(path, lineage)
     return list(found.values())
 
 
-def days_to_train(days: Sequence[Day], latest: str | None, *, is_complete: bool) -> Chain:
+def days_to_train(days: Sequence[DayDataset], latest: str | None, *, is_complete: bool) -> Chain:
     """Return the chain of days from the one that a run trains, or trained last.
 
     `latest`: identity of the fit of that day; None if the run has no checkpoint.
 
-    Raises:
-        ValueError: two days follow the same one, or there are several first ones.
+    Raises ValueError: two days follow the same one, or there are several first ones.
     """
-    next_of: dict[str | None, Day] = {}
+    next_of: dict[str | None, DayDataset] = {}
     by_identity = {day.lineage.identity: day for day in days}
     for day in days:
         parent = day.lineage.parent if day.lineage.parent in by_identity or latest else None
@@ -169,15 +167,14 @@ def _fetch(run_dir: Path, mirror: str) -> None:
 def _latest(run_dir: Path) -> str | None:
     """Return the identity of the fit that the latest checkpoint of a run was trained on; None without a checkpoint.
 
-    Raises:
-        ValueError: that is not known.
+    Raises ValueError: that is not known.
     """
     for path in list_checkpoints(run_dir / CHECKPOINTS):
         try:
             facts = read_facts(path)
         except ValueError:
             continue  # the run itself says what is damaged, and starts from an earlier one
-        identity = facts.get("stage", {}).get("identity")
+        identity = facts.get(DAY_FACTS, {}).get("identity")
         if identity is None:
             raise ValueError(
                 f"run_dir={run_dir} was trained on a dataset that does not tell its fit, so that no day is known to follow it; "
@@ -188,13 +185,13 @@ def _latest(run_dir: Path) -> str | None:
 
 
 def _train(
-    composed: DictConfig, day: Day, work: Callable[[DictConfig], None], *, stage: str | None
+    composed: DictConfig, day: DayDataset, work: Callable[[DictConfig], None], *, which: str | None
 ) -> None:
-    """Train a day in a process of its own."""
+    """Train a day in a process of its own; `which` is the value of its option `day`."""
     own = deepcopy(composed)
-    own.days, own.watch_days, own.stage, own.data.path = [], None, stage, day.path
+    own.days, own.watch_days, own.day, own.data.path = [], None, which, day.path
     written = [text for text in sys.argv[1:] if text.lstrip("+").split("=")[0] not in OWN_OPTIONS]
-    written += [f"data.path={day.path}", *([] if stage is None else [f"stage={stage}"])]
+    written += [f"data.path={day.path}", *([] if which is None else [f"day={which}"])]
     print(on_one_line(f"day {day.lineage.day}: {day.path}"), flush=True)
     import_for_runs()
     _run_process(partial(work, own), written, f"data.path={day.path}")

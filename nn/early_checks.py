@@ -15,6 +15,7 @@ from dataloading.storage.local_copy import local_path
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.launcher import is_single_node
 from nn.loggers.choice import check_loggers
+from nn.models.features import chosen_group
 from nn.models.metric import further_metrics
 from nn.scores.request import is_held_out, output_path, split_to_score
 
@@ -67,6 +68,8 @@ def _check_dataset(config: Config) -> None:
             f"model.name={name} predicts one label, and the dataset has {len(labels)} ({', '.join(labels)}); set model.name to "
             f"a model of several: {', '.join(SEVERAL_LABELS)}; or list one label in the spec's channel_spec.label"
         )
+    if name in MODELS and hasattr(config.model, "sequence"):
+        chosen_group(config.model, spec)
     if config.mode is Mode.predict:
         split = split_to_score(config, spec)
         if config.predict.columns:

@@ -56,8 +56,7 @@ class Jobs:
     def run(self, composed: DictConfig, work: Callable[[DictConfig], None]) -> None:
         """Run one job in a process of its own, and wait for it; do nothing after a signal.
 
-        Raises:
-            ValueError: a launcher has started this process.
+        Raises ValueError: a launcher has started this process.
         """
         if is_launched():
             raise ValueError(
@@ -150,7 +149,7 @@ def job_directory(composed: DictConfig, arguments: Sequence[str]) -> str:
     """
     hydra = HydraConfig.get()
     written = [text for text in arguments if not text.startswith("-")]
-    # The last one of a key applies.
+    # The last one of an option applies.
     sweeps = {o.get_key_element(): o.is_sweep_override() for o in map(_parsed, written)}
     differing = {
         o.get_key_element(): o.get_value_element_as_str()
@@ -164,25 +163,30 @@ def job_directory(composed: DictConfig, arguments: Sequence[str]) -> str:
 
 
 def named(number: int, values: dict[str, Any]) -> str:
-    """Return a file name such as `00-lr=0.01,dropout=0.5`: a number and the values, by the last part of their keys.
+    """Return a file name such as `00-lr=0.01,dropout=0.5`: a number and the values, by the last part of their names.
 
-    Two keys with the same last part are written completely. Brackets, quotes and spaces are left out; other characters that
+    Two names with the same last part are written completely. Brackets, quotes and spaces are left out; other characters that
     paths or shells treat otherwise become `_`.
     """
-    keys = [key.lstrip("+") for key in values]
-    last = [key.rpartition(".")[2] for key in keys]
-    short = [name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)]
-    text = ",".join(f"{key}={value}" for key, value in zip(short, values.values(), strict=True))
+    options = [option.lstrip("+") for option in values]
+    last = [option.rpartition(".")[2] for option in options]
+    short = [
+        name if last.count(name) == 1 else option
+        for option, name in zip(options, last, strict=True)
+    ]
+    text = ",".join(
+        f"{option}={value}" for option, value in zip(short, values.values(), strict=True)
+    )
     text = re.sub(r"[\[\]{}'\"\s]", "", text)
     safe = re.sub(r"[^\w.,=+-]+", "_", text, flags=re.ASCII).strip("_")
     return f"{number:02d}-{safe[:MAX_NAME_CHARS]}".rstrip("-")
 
 
-def _as_written(config: DictConfig, key: str) -> str:
+def _as_written(config: DictConfig, option: str) -> str:
     """Return an option before interpolation, as text; empty if it is null."""
     values = OmegaConf.to_container(config, resolve=False)
     assert isinstance(values, dict)
-    return str(values[key] or "")
+    return str(values[option] or "")
 
 
 def _parsed(text: str) -> Any:

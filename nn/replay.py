@@ -12,12 +12,9 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from configs.command_line import NO_OUTPUT, composed_command, end_command, errors_end_command
+from configs.command_line import NO_OUTPUT, command
 from configs.export_schema import ExportFormat, ReplayConfig
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
 from configs.schema import Component
 from configs.stop_signals import restore_signals
 from dataloading.dataset.durable_files import require_absent
@@ -99,19 +96,14 @@ def summary(chain: Sequence[Delta], output: str) -> str:
     )
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and replay; report errors in one line."""
-    with errors_end_command(place_of(composed, "output"), interrupted=NO_OUTPUT):
-        config: ReplayConfig = to_config(composed)
-        assert config.base is not None, "checked by the options"
-        assert config.output is not None, "likewise"
-        restore_signals()
-        chain = replay(Path(config.base), config.deltas, Path(config.output), config.format)
+def run(config: ReplayConfig) -> None:
+    """Replay the deltas."""
+    assert config.base is not None, "checked by the options"
+    assert config.output is not None, "likewise"
+    restore_signals()
+    chain = replay(Path(config.base), config.deltas, Path(config.output), config.format)
     print(on_one_line(summary(chain, config.output)))
 
 
 if __name__ == "__main__":
-    try:
-        composed_command(run, ReplayConfig, "replay_schema", "replay")()
-    except ValueError as error:
-        end_command(f"error: {error}")
+    command(run, ReplayConfig, "replay", interrupted=NO_OUTPUT)

@@ -10,10 +10,9 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
-from configs.built_in import MODELS
 from configs.messages import printable, shortened
 from configs.option_values import plain_values
-from configs.schema import Component, Config, Mode, default_values
+from configs.schema import RENAMED, Component, Config, Mode, default_values
 from dataloading.dataset.documents import read_json, read_yaml
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_data, changed_files, verify_small_files
@@ -40,7 +39,8 @@ from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
 from nn.loggers.run_logger import flat_options
 from nn.models.metric import PR_AUC
-from nn.models.registry import declared_tables, options_of_own_models
+from nn.models.registry import declared_tables
+from nn.next_day import CHANGES, day_to_train, first_day, next_day_hint
 from nn.observability.records import (
     CONFIG,
     METRICS,
@@ -50,14 +50,13 @@ from nn.observability.records import (
     has_records,
     records_until,
 )
-from nn.stages import CHANGES, first_stage, next_day_hint, stage_to_train
-from nn.training.limits import Stage, early_stop
+from nn.training.limits import Day, early_stop
 from nn.training.lr_scheduler import has_ended
 
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
 FREE = (
-    *("run_dir", "config", "mode", "stage", "device", "data.path", "data.prefetch", "data.workers"),
-    "data.threads",  # the old name of data.workers, in older checkpoints
+    *("run_dir", "config", "mode", "day", "device", "data.path", "data.prefetch", "data.workers"),
+    *RENAMED,  # in older checkpoints
     *("train.epochs", "train.max_steps", "train.compile", "train.capture", "train.tf32"),
     "train.batch_size_per_rank",  # train.batch_size has the global batch that it results in
     *("eval.", "inference.", "sharding.", "checkpoint.", "log.", "profile.", "predict.", "output"),
@@ -72,7 +71,7 @@ class ResumePoint:
     path: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     is_continuation: bool = False
-    stage: Stage = field(default_factory=Stage)
+    day: Day = field(default_factory=Day)
 
     @property
     def num_steps(self) -> int:
@@ -101,10 +100,10 @@ def own_resume_point(
         start = _latest_intact(config, model_spec(config, source), ranks, HostChannel(), logger)
     if start.is_continuation:
         return start
-    if config.stage is not None and config.mode is Mode.train:
+    if config.day is not None and config.mode is Mode.train:
         raise ValueError(
-            f"stage=next continues the run in run_dir={config.run_dir}, which has no checkpoint; train its first day "
-            "without stage, or set run_dir to that of the run"
+            f"day=next continues the run in run_dir={config.run_dir}, which has no checkpoint; train its first day "
+            "without day=next, or set run_dir to that of the run"
         )
     # If all of its own checkpoints are damaged, the run starts as it did the first time.
     return _named_start(config, source)
@@ -118,9 +117,9 @@ def finished_run(
         return None
     if start.is_continuation:
         assert loader is not None, "only a training continues"
-        if start.stage.is_new:
+        if start.day.is_new:
             return None
-        last_step = start.stage.last_step(config, loader.steps_per_epoch)
+        last_step = start.day.last_step(config, loader.steps_per_epoch)
         summary_path = Path(config.run_dir) / SUMMARY
 
         def has_ended() -> bool:
@@ -129,7 +128,7 @@ def finished_run(
             if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
                 return False
             loop = start.facts["trainer"]
-            evals = loop.get("evals_since_best", 0)
+            evals = loop["evals_since_best"]
             reason = early_stop(config, loop["test"], start.num_steps, evals)
             return start.num_steps >= last_step or reason is not None
 
@@ -160,7 +159,7 @@ def load(config: Config, start: ResumePoint, step: Trained, logger: Logger) -> N
             step,
             with_optimizer=is_training and (start.is_continuation or parts.takes_optimizer),
             components=tuple(Component) if start.is_continuation else parts.components,
-            grow=start.stage.is_new if start.is_continuation else parts.grow,
+            grow=start.day.is_new if start.is_continuation else parts.grow,
             is_own=start.is_continuation,
         )
     except ValueError as error:
@@ -175,11 +174,9 @@ def kept_records(
     """Return the records that a run keeps, None for one that starts from nothing; only rank 0 may call it."""
     if not start.is_continuation:
         return None
-    stored = start.facts["trainer"].get("last_record")
-    last_record = stored if type(stored) is int else None
-    stage = start.stage
+    last_record, day = start.facts["trainer"]["last_record"], start.day
     kept = records_until(
-        run_dir / METRICS, start.num_steps, last_record, stage.number, is_new_day=stage.is_new
+        run_dir / METRICS, start.num_steps, last_record, day.number, is_new_day=day.is_new
     )
     if last_record is not None and kept.last_step != last_record:
         ends = "has no record" if kept.last_step is None else f"ends at step {kept.last_step:,}"
@@ -213,8 +210,8 @@ def _is_repeated(config: Config, run_dir: Path) -> bool:
     before = _mapping(read_yaml, run_dir / CONFIG)
 
     def chosen(options: dict[str, Any]) -> dict[str, Any]:
-        places = ("run_dir", "config")
-        return {key: v for key, v in options.items() if key not in places and v is not None}
+        paths = ("run_dir", "config")
+        return {key: v for key, v in options.items() if key not in paths and v is not None}
 
     is_same = False
     if before is not None:
@@ -258,8 +255,8 @@ def _has_own_checkpoint(config: Config) -> bool:
 
 
 def _named_start(config: Config, source: Source) -> ResumePoint:
-    """Return the start at a checkpoint that a run names, at its place in its data; other data begin with their first row."""
-    parts, stage = config.checkpoint, first_stage(source)
+    """Return the start at a checkpoint that a run names, at its position in its data; other data begin with their first row."""
+    parts, day = config.checkpoint, first_day(source)
     is_training = config.mode is Mode.train
     if parts.restore is None:
         if config.mode in (Mode.eval, Mode.importance):
@@ -267,7 +264,7 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
                 f"mode={config.mode.value} needs a trained model: set checkpoint.restore to a run's checkpoints/step_N, and "
                 "another run_dir, or none, for the results"
             )
-        return ResumePoint(stage=stage)
+        return ResumePoint(day=day)
     path = local_path(parts.restore)
     facts = check(
         path,
@@ -279,8 +276,8 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
     )
     if is_training and not parts.takes_optimizer:
         facts = {"num_steps": 0}
-    trained = Stage.of_facts(facts)
-    is_other = None not in (trained.identity, stage.identity) and trained.identity != stage.identity
+    trained = Day.of_facts(facts)
+    is_other = None not in (trained.identity, day.identity) and trained.identity != day.identity
     first_step = facts["num_steps"] if is_other else trained.first_step
     if is_other and is_training and has_ended(first_step, config.scheduler):
         raise ValueError(
@@ -288,7 +285,7 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
             "trained with a learning rate of 0; set scheduler.decay_start_step=null, or a later one, or "
             "checkpoint.parts=[dense,tables] to start at step 0"
         )
-    return ResumePoint(path, facts, stage=replace(stage, first_step=first_step))
+    return ResumePoint(path, facts, day=replace(day, first_step=first_step))
 
 
 def _latest_intact(
@@ -311,10 +308,10 @@ def _latest_intact(
                 raise ValueError(_unreadable_message(config.run_dir, problem))
         damage = next((problem for problem, _ in inspected if problem), None)
         if damage is None:
-            stage = ranks.run_on_rank0(
+            day = ranks.run_on_rank0(
                 partial(_check_same_run, config, spec, ranks, path, facts, logger)
             )
-            return ResumePoint(path, facts, is_continuation=True, stage=stage)
+            return ResumePoint(path, facts, is_continuation=True, day=day)
         ranks.run_on_rank0(partial(_report_damage, path, damage, logger))
 
 
@@ -358,15 +355,15 @@ def _check_same_run(
     path: Path,
     facts: dict[str, Any],
     logger: Logger,
-) -> Stage:
-    """Refuse to resume with other data, whatever the times of its files, or other settings; return the stage to train."""
+) -> Day:
+    """Refuse to resume with other data, whatever the times of its files, or other settings; return the day to train."""
     now = facts_of(config, spec, ranks)
-    stage = stage_to_train(config, spec, facts, now)
+    day = day_to_train(config, spec, facts, now)
     if config.checkpoint.allow_changes:
-        return stage
+        return day
     if hint := next_day_hint(config, spec, facts):
         raise ValueError(hint)
-    differences = _differences(facts["config"], config, CHANGES if stage.is_new else ())
+    differences = _differences(facts["config"], config, CHANGES if day.is_new else ())
     if differences:
         raise ValueError(
             f"run_dir={config.run_dir} holds a run with other settings: {'; '.join(differences[:4])}. Set "
@@ -378,14 +375,14 @@ def _check_same_run(
         facts["feature_spec"],
         spec,
         table_of_feature(declared_tables(config.model, spec)),
-        grow=stage.is_new,
+        grow=day.is_new,
         how_to_grow="start a new run with larger tables: "
         f"checkpoint.restore={path} checkpoint.grow=true and another run_dir",
     )
     if problem is not None:
         raise ValueError(f"run_dir={config.run_dir} {problem}")
-    if stage.is_new:
-        return stage
+    if day.is_new:
+        return day
     if changed := changed_data(facts, now):
         raise ValueError(
             f"files of {spec.root} have changed since the checkpoint of step {facts['num_steps']} of "
@@ -401,7 +398,7 @@ def _check_same_run(
             f"their sizes and samples are the same. python -m preproc mode=verify path={spec.root} compares every byte "
             "with the checksums of its feature_spec.yaml"
         )
-    return stage
+    return day
 
 
 def _differences(
@@ -409,36 +406,34 @@ def _differences(
 ) -> list[str]:
     """Describe what differs from an earlier start and changes what is learnt, but for `FREE` and `changes`."""
     old, new = _complete(before, config), _flat(plain_values(config))
-    # Runs of earlier versions recorded the options of all models of the project.
-    name = old.get("model.name")
-    others = options_of_own_models() if isinstance(name, str) and name in MODELS else set()
 
-    def may_differ(key: str) -> bool:
-        free = any(key == f or (f.endswith(".") and key.startswith(f)) for f in (*FREE, *changes))
-        return free or (key in others and key not in new)
+    def may_differ(option: str) -> bool:
+        return any(
+            option == f or (f.endswith(".") and option.startswith(f)) for f in (*FREE, *changes)
+        )
 
     def short(value: Any) -> str:
         return shortened(printable(str(value)))
 
     return [
-        f"{printable(key)}={short(old.get(key, MISSING))} instead of {short(new.get(key, MISSING))}"
-        for key in sorted(old | new)
-        if old.get(key, MISSING) != new.get(key, MISSING) and not may_differ(key)
+        f"{printable(option)}={short(old.get(option, MISSING))} instead of {short(new.get(option, MISSING))}"
+        for option in sorted(old | new)
+        if old.get(option, MISSING) != new.get(option, MISSING) and not may_differ(option)
     ]
 
 
 def _flat(content: dict[str, Any]) -> dict[str, Any]:
-    """Return options by dotted key; an empty section, which is not always recorded, has none."""
-    return {key: value for key, value in flat_options(content) if value != {}}
+    """Return options by dotted name; an empty section, which is not always recorded, has none."""
+    return {option: value for option, value in flat_options(content) if value != {}}
 
 
 def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Return recorded options by dotted key; those of later versions have their default, which changes nothing."""
+    """Return recorded options by dotted name; those of later versions have their default, which changes nothing."""
     recorded = _flat(before)
     # A section of names that the user chooses, such as `tasks`, has no default beside its values.
     defaults = {
-        key: value
-        for key, value in default_values(config).items()
-        if not any(name.startswith(f"{key}.") for name in recorded)
+        option: value
+        for option, value in default_values(config).items()
+        if not any(name.startswith(f"{option}.") for name in recorded)
     }
     return defaults | recorded

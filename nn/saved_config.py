@@ -1,6 +1,7 @@
 """The options of a run as its config.yaml and its checkpoints hold them, read back; nothing is interpolated or executed."""
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.built_in import MODELS
 from configs.messages import shown
-from configs.overrides import no_option, unknown_keys
-from configs.schema import Config, describe, open_sections
+from configs.overrides import no_option, unknown_options
+from configs.schema import RENAMED, Config, describe, open_sections
 from dataloading.dataset.documents import read_yaml
 from nn.models.registry import typed_config
 
@@ -18,8 +19,7 @@ from nn.models.registry import typed_config
 def read_saved_config(path: Path) -> dict[str, Any]:
     """Return the options of a run's config.yaml; their values are not checked yet.
 
-    Raises:
-        ValueError: the file is missing or cannot be read, or is no configuration of a run.
+    Raises ValueError: the file is missing or cannot be read, or is no configuration of a run.
     """
     if path.is_dir():
         raise ValueError(f"config={path} is a directory; name the config.yaml in it")
@@ -42,8 +42,8 @@ def read_saved_config(path: Path) -> dict[str, Any]:
             raise ValueError(
                 f"config={path}: {key} is {shown(text)}; a run's config.yaml holds values only"
             )
-    for key in unknown_keys(OmegaConf.create(values), Config):
-        problem = no_option(str(key), [option for option, _ in describe(Config)])
+    for name in unknown_options(OmegaConf.create(values), Config):
+        problem = no_option(str(name), [option for option, _ in describe(Config)])
         raise ValueError(f"config={path}: {problem}")
     values.pop("config", None)
     return values
@@ -54,8 +54,7 @@ def load_saved_config(path: Path, *, trusted: bool) -> Config:
 
     `trusted`: whether a model outside the project, `package.module:Class`, may be imported.
 
-    Raises:
-        ValueError: see `read_saved_config`; or an invalid value, or a model that may not be imported.
+    Raises ValueError: see `read_saved_config`; or an invalid value, or a model that may not be imported.
     """
     values = read_saved_config(path)
     model = values["model"]
@@ -73,13 +72,14 @@ def load_saved_config(path: Path, *, trusted: bool) -> Config:
 def config_of(facts: Mapping[str, Any]) -> Config:
     """Return the checked options of a run from the run.json of a checkpoint.
 
-    Raises:
-        ValueError: there are none, or they are not those of this version.
+    Raises ValueError: there are none, or they are not those of this version.
     """
     if "config" not in facts:
         raise ValueError("it has no options of a run")
+    values = deepcopy(facts["config"])
+    _rename_earlier(values)
     try:
-        return _typed(facts["config"])
+        return _typed(values)
     except OmegaConfBaseException as error:
         raise ValueError(
             f"its options are not those of this version: {shown(str(error))}"
@@ -95,12 +95,11 @@ def _typed(values: Mapping[str, Any]) -> Config:
 
 def _rename_earlier(values: dict[str, Any]) -> None:
     """Replace the names that options had in earlier versions, in place."""
-    data = values.get("data")
-    if isinstance(data, dict) and "threads" in data:
-        data.setdefault("workers", data.pop("threads"))
-    log = values.get("log")
-    if isinstance(log, dict) and "tensorboard" in log:
-        log.setdefault("loggers", ["tensorboard"] if log.pop("tensorboard") else [])
+    for old, new in RENAMED.items():
+        section, _, name = old.rpartition(".")
+        options = values.get(section) if section else values
+        if isinstance(options, dict) and name in options:
+            options.setdefault(new.rpartition(".")[2], options.pop(name))
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

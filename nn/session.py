@@ -68,7 +68,7 @@ from nn.observability.run_directory import (
 )
 from nn.observability.run_lock import RunLock
 from nn.observers.choice import ENDS_OF_RUNS
-from nn.planning.exchange import planned_exchange
+from nn.planning.exchange import planned_links
 from nn.planning.memory_estimate import RankMemory, plan_memory
 from nn.resume import (
     ResumePoint,
@@ -195,10 +195,10 @@ def open_session(
         header = _header_facts(config, source, recorder.run_dir, start)
         print_header(console, facts, {"model": header["model"]} | size | header)
         if config.mode is Mode.train and ranks.is_rank0:
-            exchange = planned_exchange(config, source.spec, rows, hardware)
+            links = planned_links(config, source.spec, rows, hardware)
             listed, has_gpus = str(recorder.run_dir / PLAN), ranks.device.type == "cuda"
-            beside = BesidePlan(listed, exchange, disk_room=disk_room, has_gpus=has_gpus)
-            print_plan(console, rows, ranks.world_size, beside)
+            beside = BesidePlan(listed, links, None, disk_room, has_gpus, hardware.groups)
+            print_plan(console, rows, hardware.table_ranks, beside)
         if memory:
             print_memory(console, memory, hardware.hbm_bytes)
         with report_faults(ranks):

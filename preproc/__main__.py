@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command, errors_end_command
 from configs.console import LiteralConsole
 from configs.messages import require_package
-from configs.overrides import place_of, texts_of, to_config
+from configs.overrides import options_text, texts_of, to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig, Split
 from configs.schema import require
 from configs.stop_signals import restore_signals
@@ -69,6 +69,10 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
         from preproc.synthetic import build_synthetic
 
         return partial(build_synthetic, config)
+    if config.layout is Layout.yambda:
+        from preproc.listens.build import build_listens
+
+        return partial(build_listens, config)
     if config.layout is Layout.mlperf:
         from preproc.criteo.mlperf import build_mlperf
 
@@ -89,7 +93,7 @@ def _writer(config: PreprocConfig) -> Callable[[Progress], object]:
 
 def _was_complete(config: PreprocConfig, output: Path) -> bool:
     """Finish what a killed run of the same command left to do after it had completed `output`, if there was one."""
-    if config.layout is Layout.synthetic:
+    if config.layout in (Layout.synthetic, Layout.yambda):
         return False
     from preproc.work_directory import finish_killed_run
 
@@ -144,7 +148,9 @@ def run(composed: DictConfig) -> None:
     more = " (it resumes), or move output or temp_directory"
     interrupted = f"{NO_OUTPUT} to resume" if writes else RERUN
     typed = texts_of(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-    with errors_end_command(place_of(composed, "output" if writes else "path"), more, interrupted):
+    with errors_end_command(
+        options_text(composed, "output" if writes else "path"), more, interrupted
+    ):
         config = to_config(composed)
         refuse_idle_split(config, typed)
         execute(config)

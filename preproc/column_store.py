@@ -1,4 +1,4 @@
-"""Columns on disk between the stages: plain arrays that grow, can be truncated, and are read in chunks."""
+"""Columns on disk between the phases: plain arrays that grow, can be truncated, and are read in chunks."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Last stages of every pipeline: draw the report, write fitted state and spec, then rename the dataset."""
+"""Last phases of every pipeline: draw the report, write fitted state and spec, then rename the dataset."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from preproc.fitted_state import (
     SOURCE,
     TYPES,
     features_of,
-    with_place,
+    with_placeholder,
 )
 from preproc.report.console import (
     COVERAGE_LIMITS,
@@ -61,14 +61,13 @@ class WrittenColumns:
     statistics: dict[str, Any]  # fitted numbers per numerical feature
     counted: str  # rows that vocabularies are built on, in words
     rows: RowCounts  # what became of the rows that were read
+    text_columns: TextColumns
     source_columns: Mapping[str, str]  # what every column of the sources became
     logs: Mapping[str, LogCounts] = field(default_factory=dict)  # counts per sequence group
     sequences: tuple[SequenceGroup, ...] = ()
     absent: frozenset[str] = frozenset()
     lineage: Lineage = field(default_factory=Lineage)  # the day, and the fit that it extends
     vocabularies: Mapping[str, str] = field(default_factory=dict)
-    # which columns were text; None if the fit that is extended does not say
-    text_columns: TextColumns | None = None
     read: Sequence[str] = ()  # fingerprints of the files that were read, on the days before too
     five: Mapping[str, str] = field(default_factory=dict)
     types: Mapping[str, str] = field(default_factory=dict)  # SQL types in expressions, but text
@@ -153,18 +152,18 @@ def complete_dataset(
 def save_fitted(directory: Path, table: TableConfig, written: WrittenColumns, source: Any) -> None:
     """Write preproc.json below `directory`."""
     whole = json.loads(json.dumps(asdict(table)))
-    sources, day, texts = whole["sources"], written.lineage.day, written.text_columns
+    sources, day = whole["sources"], written.lineage.day
     for described in sources.values():
         files = described["files"]
-        placed = with_place(files, source)
-        is_the_source = len(sources) == 1 and (placed == files or isinstance(files, list))
-        described["files"] = SOURCE if is_the_source else placed
+        replaced = with_placeholder(files, source)
+        is_the_source = len(sources) == 1 and (replaced == files or isinstance(files, list))
+        described["files"] = SOURCE if is_the_source else replaced
     saved = {
         "features": features_of(table),
         "statistics": written.statistics,
         "rows": {key: whole[key] for key in ROWS_KEYS},
         **({DAY: day} if day else {}),
-        **({} if texts is None else {IS_TEXT: texts.as_json()}),
+        IS_TEXT: written.text_columns.as_json(),
         READ: list(written.read),
         FIVE: dict(written.five),
         **({TYPES: dict(written.types)} if written.types else {}),

@@ -9,9 +9,8 @@ the bytes of the value for equal counts, so exchanged ids are found without a ch
 """
 
 import json
-import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from configs.table_schema import (
     History,
     Numerical,
     TableConfig,
+    is_number,
     num_fitted,
 )
 from dataloading.dataset.dataset_directory import checksums_of
@@ -59,6 +59,7 @@ AGAIN = "copy the dataset again, or fit again"
 class FittedState:
     directory: Path  # of the dataset that holds it
     statistics: dict[str, list[list[float]]]  # fitted numbers per numerical feature and transform
+    text_columns: TextColumns
     files: dict[str, dict[str, Any]]  # bytes and CRC-32 of each file, as they were compared
     lineage: Lineage = field(default_factory=Lineage)  # its day and its identity
     limits: Mapping[str, Any] = field(default_factory=dict)
@@ -71,10 +72,8 @@ class FittedState:
     # the text of the number 5, by categorical feature whose values were numbers; none of an earlier
     # version
     five: Mapping[str, str] = field(default_factory=dict)
-    # which columns these were; None if an earlier version has made the fit, which did not record it
-    text_columns: TextColumns | None = None
-    # of its description; None if an earlier version has made the fit, which did not record it
-    query: str | None = None
+    # of its description
+    query: str = ""
     # SQL types of columns that expressions read, text left out
     types: Mapping[str, str] = field(default_factory=dict)
 
@@ -144,12 +143,12 @@ def features_of(table: TableConfig) -> dict[str, Any]:
     return features
 
 
-def with_place(files: Any, source: Any) -> Any:
+def with_placeholder(files: Any, source: Any) -> Any:
     """Return the files of a source with `${source}` in the place of `source`, with which paths may begin."""
     if files == source:
         return SOURCE
     if isinstance(files, list):
-        return [with_place(file, source) for file in files]
+        return [with_placeholder(file, source) for file in files]
     begins = isinstance(source, str) and bool(source) and files.startswith(source)
     return SOURCE + files[len(source) :] if begins else files
 
@@ -172,12 +171,7 @@ def fitted_description(directory: Path) -> TableConfig:
     if not path.exists():
         raise ValueError(_no_fit(directory))
     saved = _mapping(read_json(path), str(path))
-    rows = saved.get("rows")
-    if not isinstance(rows, Mapping):
-        raise ValueError(
-            f"{path} is of an earlier version, which did not record how raw rows are read; fit again, or make a dataset "
-            "of the new rows with mode=transform"
-        )
+    rows = _mapping(saved.get("rows"), f"{path}: rows")
     features = _mapping(saved.get("features"), f"{path}: features")
     try:
         return TableConfig.of({"empty_items": EARLIER_EMPTY_ITEMS, **rows, **features})
@@ -200,9 +194,7 @@ def _in_place(files: Any, sources: Sequence[str], where: str) -> Any:
     return sources[0] + files[len(SOURCE) :]
 
 
-def load_fitted(
-    directory: Path | None, table: TableConfig, warn: Callable[[str], None]
-) -> FittedState:
+def load_fitted(directory: Path | None, table: TableConfig) -> FittedState:
     """Return the fitted state of an earlier run, compared with its spec; ValueError unless it is of these features and intact."""
     if directory is None or not all((directory / n).exists() for n in (FITTED, SPEC_NAME)):
         raise ValueError(_no_fit(directory))
@@ -231,29 +223,24 @@ def load_fitted(
                 f"{directory / vocabulary_name(name)}: {num_values:,} values, but {SPEC_NAME} has a table of "
                 f"{shown(cardinality)} rows for them; {AGAIN}"
             )
-    without = [name for name in files if name not in listed]
-    if without:
-        warn(
-            f"{directory / SPEC_NAME} lists no checksum of {without[0]}"
-            f"{f' and {len(without) - 1} others' if without[1:] else ''}, so only the content was checked"
-        )
-    rows = saved.get("rows")
-    rows = rows if isinstance(rows, Mapping) else {}
-    missing, text_columns = _missing_texts(saved, rows, path)
-    if missing and text_columns is None:
-        warn(
-            f"{path} is of an earlier version, which did not record which columns were text: the texts of table.missing are "
-            "missing in those that are text now; fit again if their types differ"
+    rows = _mapping(saved.get("rows"), f"{path}: rows")
+    missing, query = rows.get("missing"), rows.get("query")
+    if not isinstance(missing, list) or not all(isinstance(value, str) for value in missing):
+        raise ValueError(f"{path}: rows.missing: got {shown(missing)}, want texts; {AGAIN}")
+    if not isinstance(query, str):
+        raise ValueError(
+            f"{path}: rows.query: got {shown(query)}, want SQL or an empty text; {AGAIN}"
         )
     files[SPEC_NAME] = checksum(directory / SPEC_NAME)
     written = document.get("metadata")
     metadata = written if isinstance(written, Mapping) else {}
-    read, query = saved.get(READ, []), rows.get("query")
+    read = saved.get(READ, [])
     if not isinstance(read, list) or not all(isinstance(file, str) for file in read):
         raise ValueError(f"{path}: {READ}: got {shown(read)}, want a list of texts; {AGAIN}")
     return FittedState(
         directory,
         statistics,
+        _text_columns(saved, path),
         files,
         Lineage.of(metadata),
         metadata,
@@ -261,8 +248,7 @@ def load_fitted(
         _empty_items(rows, str(path)),
         read,
         _mapping(saved.get(FIVE, {}), f"{path}: {FIVE}"),
-        text_columns,
-        query if isinstance(query, str) else None,
+        query,
         _mapping(saved.get(TYPES, {}), f"{path}: {TYPES}"),
     )
 
@@ -283,18 +269,9 @@ def _empty_items(rows: object, where: str) -> str:
     return EARLIER_EMPTY_ITEMS if found is None else found
 
 
-def _missing_texts(
-    saved: Mapping[str, Any], rows: Mapping[str, Any], path: Path
-) -> tuple[list[str], TextColumns | None]:
-    """Return the missing texts of a fit, and the columns in which they were missing, None if it does not say."""
-    missing = rows.get("missing")
-    texts = missing if isinstance(missing, list) else []
-    if not all(isinstance(value, str) for value in texts):
-        raise ValueError(f"{path}: rows.missing: got {shown(missing)}, want texts; {AGAIN}")
-    if IS_TEXT not in saved:
-        return texts, None
+def _text_columns(saved: Mapping[str, Any], path: Path) -> TextColumns:
     try:
-        return texts, TextColumns.of(saved[IS_TEXT], f"{path}: {IS_TEXT}")
+        return TextColumns.of(saved.get(IS_TEXT), f"{path}: {IS_TEXT}")
     except ValueError as error:
         raise ValueError(f"{error}; {AGAIN}") from None
 
@@ -342,11 +319,15 @@ def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
     path = Path(fitted) / FITTED
     saved = _mapping(read_json(path), str(path)) if path.exists() else {}
     features = _mapping(saved.get("features", {}), f"{path}: features")
+    logs = {
+        log["source"]: {"files": "-"} for log in features.get("sequence", []) if log.get("source")
+    }
     try:
         table = TableConfig.of(
             {
                 **features,
-                "sources": {"rows": {"files": "-"}},
+                "sources": {"rows": {"files": "-"}, **logs},
+                **({"query": "-", "order_by": ["-"]} if logs else {}),
                 "label": {"name": "label of the rows"},
                 "missing": _mapping(saved.get("rows", {}), f"{path}: rows").get("missing"),
                 "empty_items": _empty_items(saved.get("rows"), str(path)),
@@ -356,7 +337,7 @@ def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {AGAIN}") from None
-    return load_fitted(Path(fitted), table, lambda line: None), table
+    return load_fitted(Path(fitted), table), table
 
 
 def _no_fit(directory: object) -> str:
@@ -364,10 +345,12 @@ def _no_fit(directory: object) -> str:
 
 
 def _compared(directory: Path, name: str, wanted: dict[str, Any] | None) -> dict[str, Any]:
-    """Return bytes and CRC-32 of a file; ValueError unless they are the recorded ones, if there are any."""
+    """Return bytes and CRC-32 of a file; ValueError unless they are the recorded ones."""
     path = find_file(directory, name)
     got = checksum(path)
-    if wanted and got != {"bytes": wanted["bytes"], "crc32": wanted["crc32"]}:
+    if wanted is None:
+        raise ValueError(f"{directory / SPEC_NAME} lists no checksum of {name}; {AGAIN}")
+    if got != {"bytes": wanted["bytes"], "crc32": wanted["crc32"]}:
         raise ValueError(
             f"{path} has changed since it was written: {got['bytes']:,} bytes with CRC-32 {got['crc32']}, "
             f"want {wanted['bytes']:,} with {shown(wanted['crc32'])}; {AGAIN}"
@@ -398,7 +381,8 @@ def _with_defaults(features: object, where: str) -> dict[str, list[dict[str, Any
         if not isinstance(entries, list):
             raise ValueError(f"{where}: features.{key}: got {shown(entries)}, want a list; {AGAIN}")
         completed[key] = [
-            {**_defaults(EventLists if "lists" in known else kind), **known}
+            _defaults(EventLists if "lists" in known else kind)
+            | {key: value for key, value in known.items() if value is not None}
             for known in (_mapping(entry, f"{where}: features.{key}") for entry in entries)
         ]
     return completed
@@ -413,16 +397,12 @@ def _defaults(kind: type[Any]) -> dict[str, Any]:
 
 def _statistics(saved: object, table: TableConfig, where: str) -> dict[str, list[list[float]]]:
     """Return two finite numbers per fitted transform of every numerical, and none per other transform."""
-
-    def is_finite(number: object) -> bool:
-        return type(number) in (int, float) and math.isfinite(number)  # type: ignore[arg-type]
-
     statistics = _mapping(saved, where)
     for feature in table.numerical:
         wanted = [num_fitted(transform) for transform in feature.transforms]
         fitted = statistics.get(feature.name)
         entries = fitted if isinstance(fitted, list) else [None]
-        found = [len(e) if isinstance(e, list) and all(map(is_finite, e)) else -1 for e in entries]
+        found = [len(e) if isinstance(e, list) and all(map(is_number, e)) else -1 for e in entries]
         if found != wanted:
             raise ValueError(
                 f"{where}.{feature.name}: got {shown(fitted)}, want one list per transform, with {wanted} finite "

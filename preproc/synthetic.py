@@ -45,7 +45,7 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
                 np.array([[start, min(start + CHUNK_ROWS, summary.rows)]]) for start in starts
             ]
             read = partial(source.read, split)
-            with progress.stage(f"make and write {split}: {summary.rows:,} rows"):
+            with progress.phase(f"make and write {split}: {summary.rows:,} rows"):
                 for columns in ordered_map(read, chunks, threads, ahead=2 * threads):
                     dataset[split].append(
                         numerical=columns.numerical if source.spec.numerical else None,

@@ -6,7 +6,8 @@ files. Labels and weights are not read.
 """
 
 import glob
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,7 @@ import pyarrow as pa
 
 from configs.messages import shown
 from configs.preproc_schema import Layout, Mode, PreprocConfig
-from configs.table_schema import Categorical, EventLists, SplitRule, TableConfig
+from configs.table_schema import Categorical, EventLists, EventLog, SplitRule, TableConfig
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from preproc.criteo.as_table import columns_of
 from preproc.fitted_state import FittedState, described_rows, load_fitted, vocabulary_name
@@ -46,30 +47,28 @@ MEMORY_LIMIT = "4GB"
 """Memory of DuckDB; vocabularies beyond it lie on disk while rows are read."""
 ROWS = "rows_"
 """Relation of the rows of a chunk."""
+OF_LOG = re.compile(r"c0|(time|past|event)\d+_.*")
+"""Staged columns that tell the events of a log: the first feature's values, times, filters and numbers."""
 
 
 class RowBatch(NamedTuple):
-    # as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the files have it
+    # as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the files have it; of a log those of OF_LOG
     features: pa.RecordBatch
     # raw columns as they stand, in the order in which they were named
     kept: pa.RecordBatch
 
 
 def open_transformed_rows(
-    fitted: Path,
-    sources: Sequence[Path],
-    keep: Sequence[str] = (),
-    warn: Callable[[str], None] = print,
+    fitted: Path, sources: Sequence[Path], keep: Sequence[str] = ()
 ) -> "TransformedRows":
     """Open raw files whose rows are transformed by the fit in the dataset directory `fitted`.
 
-    `fitted`: a dataset with its fit; the files of its rows need not exist. `warn`: called with one line if nothing
-    tells whether the fit is as it was written. Raises ValueError: there is no fit, its features have histories, or the
-    files lack the column of a feature or of `keep`; one line.
+    `fitted`: a dataset with its fit; the files of its rows need not exist. Raises ValueError: there is no fit, its features
+    have histories, or the files lack the column of a feature or of `keep`; one line.
     """
     table = described_rows(fitted, [str(source) for source in sources])
     refuse_histories(fitted, table)
-    state = load_fitted(fitted, table, warn)
+    state = load_fitted(fitted, table)
     return TransformedRows(
         FeatureSpec.load_features(fitted), replace(table, keep=list(keep)), state
     )
@@ -77,14 +76,17 @@ def open_transformed_rows(
 
 def refuse_histories(fitted: Path, table: TableConfig) -> None:
     for past in [*table.history, *table.sequence]:
-        what = (
-            f"the lists of {shown(past.name)} are written in slices"
-            if isinstance(past, EventLists)
-            else f"the history {shown(past.name)} of a row takes all rows before it"
-        )
-        raise ValueError(
-            f"{fitted}: {what}; make a dataset of the new rows with mode=transform, and use that"
-        )
+        what = f"the history {shown(past.name)} of a row takes all rows before it"
+        how = "mode=transform, and use that"
+        if isinstance(past, EventLists):
+            what = f"the lists of {shown(past.name)} are written in slices"
+        elif isinstance(past, EventLog):
+            what = f"a row sees the events {shown(past.name)} of the days before, too"
+            how = (
+                f"mode=extend fitted={fitted}, and use its splits (data.path, predict.split; checkpoint.grow=true where it has "
+                "new values)"
+            )
+        raise ValueError(f"{fitted}: {what}; make a dataset of the new rows with {how}")
 
 
 class TransformedRows:
@@ -119,8 +121,7 @@ class TransformedRows:
             )
             self._table = self._staging.table
             refuse_other_numbers(self._staging.five, state.five)
-            if state.text_columns is not None:
-                self._staging.refuse_no_text()
+            self._staging.refuse_no_text()
             kept = [f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(table.keep)]
             query = f"SELECT {', '.join(kept) or 'bad_'} FROM ({self._staging.query})"
             self.kept_schema = self._engine.schema(query) if kept else pa.schema([])
@@ -193,7 +194,7 @@ class TransformedRows:
         bad = batch.column("bad_")
         if bad.null_count < len(bad):
             row = int(np.asarray(bad.is_valid()).argmax())
-            where, reason = self._place(batch, first, row), bad[row].as_py()
+            where, reason = self._where(batch, first, row), bad[row].as_py()
             raise bad_row(where, reason, self._table, is_fit=False, may_skip=False)
         self._cursor.register(ROWS, rows)
         columns: dict[str, pa.Array] = {}
@@ -204,6 +205,9 @@ class TransformedRows:
         for number, (feature, stored) in enumerate(categorical):
             columns[stored.name] = self._ids(number, feature, stored, part, is_first=not first)
         self._cursor.unregister(ROWS)
+        if self._table.logs:
+            staged = filter(OF_LOG.fullmatch, batch.schema.names)
+            columns |= {name: batch.column(name) for name in staged}
         kept = [batch.column(f"keep{i}_") for i in range(len(self._table.keep))]
         return RowBatch(
             pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns)),
@@ -221,7 +225,7 @@ class TransformedRows:
         if not np.isfinite(stored).all():
             row, number = np.argwhere(~np.isfinite(stored))[0].tolist()
             raw = batch.column(f"n{number}")[row].as_py()
-            where = self._place(batch, first, row)
+            where = self._where(batch, first, row)
             raise overflow(where, features[number], raw, float(single[number][row]), dtype)
         return {
             name: array_of(np.ascontiguousarray(stored[:, number]))
@@ -264,7 +268,7 @@ class TransformedRows:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return pa.ListArray.from_arrays(array_of(offsets), array_of(ids.reshape(-1)))
 
-    def _place(self, batch: pa.RecordBatch, first: int, row: int) -> str:
+    def _where(self, batch: pa.RecordBatch, first: int, row: int) -> str:
         """Return the file of a row of a batch and its number in the file, from 1."""
         if self._table.query:
             return f"the query's result, row {first + row + 1}"

@@ -28,14 +28,14 @@ from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.documents import read_json
 from dataloading.dataset.durable_files import (
     clear_leftovers,
-    hold,
+    exclusive,
     partial_sibling,
     replace_text,
     sync_file,
 )
 from dataloading.dataset.feature_spec import SPEC_NAME
 from preproc.column_store import size_and_crc32
-from preproc.report.console import Progress, Stage
+from preproc.report.console import Phase, Progress
 
 Settings = dict[str, str | bool | int | float | list[str]]
 STATE = "state.json"
@@ -121,8 +121,8 @@ def work_directory(
     try:
         # Runs to other outputs of the same name may share the work directory.
         with (
-            hold(output, f"is writing {output}") as alone,
-            hold(directory, f"is staging {output} in {directory}"),
+            exclusive(output, f"is writing {output}") as alone,
+            exclusive(directory, f"is staging {output} in {directory}"),
         ):
             # Again: another process may have written it meanwhile.
             check_output(output, config.overwrite)
@@ -172,8 +172,8 @@ def finish_killed_run(config: PreprocConfig, output: Path) -> bool:
     if not directory.is_dir():
         return False
     with (
-        hold(output, f"is writing {output}"),
-        hold(directory, f"is staging {output} in {directory}"),
+        exclusive(output, f"is writing {output}"),
+        exclusive(directory, f"is staging {output} in {directory}"),
     ):
         try:
             complete = _read_state(directory / STATE).get("complete", {})
@@ -220,8 +220,8 @@ def _opened(directory: Path, output: Path, identity: dict[str, Any], progress: P
             work = Work(directory, output.with_name(state["dataset"]), state)
             if not work.dataset.is_dir():
                 raise ValueError(f"{work.dataset}, the files so far, is missing or no directory")
-            with progress.stage(f"compare {directory} with its record") as stage:
-                compare(work, stage)
+            with progress.phase(f"compare {directory} with its record") as phase:
+                compare(work, phase)
             return work
     except FileNotFoundError:
         pass
@@ -246,7 +246,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def compare(work: Work, stage: Stage) -> None:
+def compare(work: Work, phase: Phase) -> None:
     """Compare all files of a record with it, several at a time; ValueError at the first that differs."""
     tasks: list[tuple[Path, list[list[Any]], bool]] = [
         (work.dataset / name, [[record["bytes"], int(record["crc32"], 16)]], False)
@@ -263,8 +263,8 @@ def compare(work: Work, stage: Stage) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             for done, _ in enumerate(pool.map(lambda task: _compare_file(*task), tasks), start=1):
-                stage.total = len(tasks)
-                stage.update(done)
+                phase.total = len(tasks)
+                phase.update(done)
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -2,28 +2,23 @@
 
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from configs.command_line import NO_OUTPUT, command, errors_end_command
+from configs.command_line import NO_OUTPUT, command
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
 from configs.serving_schema import ApplyConfig
 from serving.manifest import MANIFEST, proof_line
 from serving.versions import next_version, servable
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and apply the deltas; report errors in one line."""
-    with errors_end_command(place_of(composed, "model"), interrupted=NO_OUTPUT):
-        config: ApplyConfig = to_config(composed)
-        base, output = places(config)
-        # Imported here: torch takes seconds, and the errors above need none.
-        from nn.library_warnings import quiet_libraries
+def run(config: ApplyConfig) -> None:
+    """Apply the deltas."""
+    base, output = directories(config)
+    # Imported here: torch takes seconds, and the errors above need none.
+    from nn.library_warnings import quiet_libraries
 
-        quiet_libraries()
-        from serving.exporting.applied import apply_deltas
+    quiet_libraries()
+    from serving.exporting.applied import apply_deltas
 
-        manifest, chain = apply_deltas(base, config.deltas, output, config.fitted)
+    manifest, chain = apply_deltas(base, config.deltas, output, config.fitted)
     rows = sum(table.touched for delta in chain for table in delta.tables.values())
     plural = "" if len(chain) == 1 else "s"
     print(
@@ -34,7 +29,7 @@ def run(composed: DictConfig) -> None:
     print(on_one_line(proof_line("proof", manifest.proof)))
 
 
-def places(config: ApplyConfig) -> tuple[Path, Path]:
+def directories(config: ApplyConfig) -> tuple[Path, Path]:
     """Return the model directory to begin at, and the one to write.
 
     Raises ValueError: there is no version to begin at, or no directory to write.
@@ -57,4 +52,4 @@ def places(config: ApplyConfig) -> tuple[Path, Path]:
 
 
 if __name__ == "__main__":
-    command(run, ApplyConfig, "serving_apply")
+    command(run, ApplyConfig, "serving_apply", ("model",), interrupted=NO_OUTPUT)

@@ -4,29 +4,24 @@ import asyncio
 import json
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from configs.command_line import command, errors_end_command
+from configs.command_line import command
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
 from configs.serving_schema import AccuracyConfig
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and evaluate; report errors in one line."""
-    with errors_end_command(place_of(composed, "url")):
-        config: AccuracyConfig = to_config(composed)
-        # Imported here: the errors above need none of it.
-        from dataloading.dataset.durable_files import write_synced
-        from serving.client.accuracy import evaluate, lines
+def run(config: AccuracyConfig) -> None:
+    """Evaluate, and print and write the numbers."""
+    # Imported here: the errors above need none of it.
+    from dataloading.dataset.durable_files import write_synced
+    from serving.client.accuracy import evaluate, lines
 
-        found = asyncio.run(evaluate(config))
-        for line in lines(found):
-            print(on_one_line(line))
-        if config.output is not None:
-            write_synced(Path(config.output), json.dumps(found, indent=1) + "\n")
-            print(on_one_line(f"written to {config.output}"))
+    found = asyncio.run(evaluate(config))
+    for line in lines(found):
+        print(on_one_line(line))
+    if config.output is not None:
+        write_synced(Path(config.output), json.dumps(found, indent=1) + "\n")
+        print(on_one_line(f"written to {config.output}"))
 
 
 if __name__ == "__main__":
-    command(run, AccuracyConfig, "serving_accuracy")
+    command(run, AccuracyConfig, "serving_accuracy", ("url",))

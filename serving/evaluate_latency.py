@@ -3,32 +3,27 @@
 import asyncio
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from configs.command_line import command, errors_end_command
+from configs.command_line import command
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
 from configs.serving_schema import LatencyConfig
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and measure; report errors in one line."""
-    with errors_end_command(place_of(composed, "url")):
-        config: LatencyConfig = to_config(composed)
-        # Imported here: the errors above need none of it.
-        from serving.client.latency import measure
-        from serving.client.latency_picture import draw
-        from serving.client.results import write_csv
+def run(config: LatencyConfig) -> None:
+    """Measure, and print and write the results."""
+    # Imported here: the errors above need none of it.
+    from serving.client.latency import measure
+    from serving.client.latency_picture import draw
+    from serving.client.results import write_csv
 
-        results = asyncio.run(measure(config, lambda line: print(on_one_line(line), flush=True)))
-        if config.output is not None:
-            folder = Path(config.output)
-            folder.mkdir(parents=True, exist_ok=True)
-            write_csv(results, folder / "latency.csv")
-            facts = f"{config.url}, {config.seconds:g} s per load, rows of {Path(config.data_path or '').name}"
-            draw(results, f"Latency of {config.model}", facts, folder / "latency.png")
-            print(on_one_line(f"written to {folder}/latency.csv and latency.png"))
+    results = asyncio.run(measure(config, lambda line: print(on_one_line(line), flush=True)))
+    if config.output is not None:
+        folder = Path(config.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_csv(results, folder / "latency.csv")
+        facts = f"{config.url}, {config.seconds:g} s per load, rows of {Path(config.data_path or '').name}"
+        draw(results, f"Latency of {config.model}", facts, folder / "latency.png")
+        print(on_one_line(f"written to {folder}/latency.csv and latency.png"))
 
 
 if __name__ == "__main__":
-    command(run, LatencyConfig, "serving_latency")
+    command(run, LatencyConfig, "serving_latency", ("url",))

@@ -9,32 +9,27 @@ if __name__ == "__main__":
 import os
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from configs.command_line import NO_OUTPUT, command, errors_end_command
+from configs.command_line import NO_OUTPUT, command
 from configs.messages import on_one_line, require_onnx
-from configs.overrides import place_of, to_config
 from configs.serving_schema import ModelExportConfig
 from configs.stop_signals import restore_signals
 from serving.manifest import MACHINE_CODE, OF_ONNX, Manifest, proof_line
 from serving.versions import note_of_others
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and export the model; report errors in one line."""
-    with errors_end_command(place_of(composed, "output"), interrupted=NO_OUTPUT):
-        config: ModelExportConfig = to_config(composed)
-        check_paths(config)
-        restore_signals()
-        # Imported here: torch and TorchRec take seconds, and the errors above need neither.
-        from nn.library_warnings import quiet_libraries
-        from nn.versions import require_stack
+def run(config: ModelExportConfig) -> None:
+    """Export the model, and print what was proved."""
+    check_paths(config)
+    restore_signals()
+    # Imported here: torch and TorchRec take seconds, and the errors above need neither.
+    from nn.library_warnings import quiet_libraries
+    from nn.versions import require_stack
 
-        require_stack()
-        quiet_libraries()
-        from serving.exporting.run import export_model
+    require_stack()
+    quiet_libraries()
+    from serving.exporting.run import export_model
 
-        manifest = export_model(config)
+    manifest = export_model(config)
     for line in report(manifest):
         print(on_one_line(line))
     print(on_one_line(f"written to {config.output}"))
@@ -77,4 +72,4 @@ def report(manifest: Manifest) -> list[str]:
 
 
 if __name__ == "__main__":
-    command(run, ModelExportConfig, "serving_export")
+    command(run, ModelExportConfig, "serving_export", interrupted=NO_OUTPUT)

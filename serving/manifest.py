@@ -27,10 +27,10 @@ from urllib.parse import quote
 import numpy as np
 
 from configs.messages import shortened, shown
-from configs.table_schema import MOST_HOTNESS
+from configs.table_schema import MOST_HOTNESS, is_number
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
-from serving.raw_description import check_raw, is_finite
+from serving.raw_description import check_raw, inputs_of
 
 MANIFEST = "model.json"
 DENSE = "dense.pt2"
@@ -190,14 +190,14 @@ class Manifest:
         """True if all ids fit into 32 bits, and none are raw keys."""
         return not self.keys and all(feature.cardinality <= 2**31 for feature in self.categorical)
 
-    def id_places(self) -> dict[str, slice]:
+    def id_slices(self) -> dict[str, slice]:
         """Return the columns of each feature of fixed hotness in the matrix of ids."""
-        places, first = {}, 0
+        columns, first = {}, 0
         for feature in self.fixed:
             assert feature.hotness is not None
-            places[feature.name] = slice(first, first + feature.hotness)
+            columns[feature.name] = slice(first, first + feature.hotness)
             first += feature.hotness
-        return places
+        return columns
 
     @property
     def handed_out(self) -> list[tuple[Table, str]]:
@@ -239,14 +239,13 @@ class Manifest:
 
     def interface(self) -> dict[str, Any]:
         """Return what a client depends on: a version that replaces another must have the same."""
-        raw = self.raw or {}
         return {
             "name": self.name,
             "numerical": self.numerical,
             "categorical": [[feature.name, feature.hotness] for feature in self.categorical],
             "keep_rate": self.keep_rate,
             "outputs": [output.name for output in self.outputs],
-            "raw": raw.get("columns"),
+            "raw": inputs_of(self.raw) if self.raw else None,
             "keys": sorted(self.keys),
             "sequences": self.sequences,
         }
@@ -408,7 +407,7 @@ def _check(directory: Path, manifest: Manifest) -> None:
             _count(feature.hotness, MOST_HOTNESS)
         rows[feature.name] = feature.cardinality
     for output in manifest.outputs:
-        if type(output.is_binary) is not bool or not is_finite(output.shift):
+        if type(output.is_binary) is not bool or not is_number(output.shift):
             raise ValueError(f"output {shown(output.name)} is malformed")
     if manifest.dtype not in TABLE_BYTES:
         raise ValueError(
@@ -437,7 +436,8 @@ def _check(directory: Path, manifest: Manifest) -> None:
         raise ValueError(f"there is no {DENSE}")
     if manifest.raw is not None:
         features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
-        check_raw(manifest.raw, manifest.numerical, features, manifest.keys, manifest.files)
+        groups = {of.name: of.group.columns for of in manifest.sequences}
+        check_raw(manifest.raw, manifest.numerical, features, manifest.keys, manifest.files, groups)
 
 
 def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> None:

@@ -3,13 +3,35 @@
 `serving.exporting.raw_values` writes it, and `serving.inference.raw_values` follows it without further checks.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from configs.messages import shown
-from configs.table_schema import EMPTY_ITEMS, TAKE, check_transform, num_fitted
+from configs.table_schema import EMPTY_ITEMS, TAKE, check_transform, is_number, num_fitted
 from dataloading.row_sql import KIND, columns_of
+
+FILTER = "filter"
+"""Key of the condition that a line is an event, and of its value."""
+
+
+def inputs_of(raw: Mapping[str, Any]) -> dict[str, int]:
+    """Return the inputs of raw values, 1 or 2 of a list; the columns of a sequence's events begin with its name."""
+    events = {
+        f"{of['name']}_{n}": 2 for of in raw.get("sequences", []) for n in of["events"]["columns"]
+    }
+    return {**raw["columns"], **events}
+
+
+def expressions_of(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SQL of features, of times and moments, and of the condition of events."""
+    features = [f for f in (*raw["numerical"], *raw["categorical"]) if f.get("expression")]
+    condition = {FILTER: raw[FILTER]} if raw.get(FILTER) else {}
+    return {f["name"]: f["expression"] for f in features} | times_of(raw) | condition
+
+
+def times_of(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SQL of the time of events, or of the moments of rows by sequence."""
+    return raw.get("times", {}) | {of["name"]: of["moment"] for of in raw.get("sequences", [])}
 
 
 def check_raw(
@@ -18,11 +40,12 @@ def check_raw(
     features: Mapping[str, tuple[int, int | None]],
     keys: Mapping[str, Any],
     files: Collection[str],
+    groups: Mapping[str, Collection[str]] | None = None,
 ) -> None:
     """Raise ValueError unless a description makes the features of a model, with ids of their tables.
 
-    `keys`: those that have raw keys. Raises ValueError: it does not. Raises LookupError, TypeError, AttributeError: it lacks a
-    part, or has one of another type.
+    `keys`: those that have raw keys. `groups`: columns of the sequences that the model reads, by name. Raises ValueError: it does
+    not. Raises LookupError, TypeError, AttributeError: it lacks a part, or has one of another type.
     """
     columns: Mapping[str, Any] = raw["columns"]
     if not all(name and type(size) is int and size in (1, 2) for name, size in columns.items()):
@@ -48,6 +71,13 @@ def check_raw(
         _check_ids(of | {"name": name}, features[name][0], keys, files)
         used.add(name)
     names = [feature["name"] for feature in [*raw["categorical"], *raw["history"]]]
+    sequences = raw.get("sequences", [])
+    for of in sequences:
+        names += _check_events(of, features, keys, files, groups or {})
+    made = {of["name"] for of in sequences}
+    _require(made >= set(groups or {}), "sequences", sorted(made), "all of the model")
+    num_inputs = len(columns) + sum(len(of["events"]["columns"]) for of in sequences)
+    _require(len(inputs_of(raw)) == num_inputs, "columns", sorted(columns), "names of no events")
     _require(names == list(features), "categorical", names, "the features of the model")
     # In the order of `TableConfig.numerical_names`.
     names = [feature["name"] for feature in raw["numerical"]]
@@ -58,15 +88,39 @@ def check_raw(
     _require(not other, "columns", other, "the columns that features read, and no others")
 
 
+def _check_events(
+    of: Mapping[str, Any],
+    features: Mapping[str, tuple[int, int | None]],
+    keys: Mapping[str, Any],
+    files: Collection[str],
+    groups: Mapping[str, Collection[str]],
+) -> list[str]:
+    """Return the features of a sequence, whose events are rows of their own."""
+    name, length, events = of["name"], of["length"], of["events"]
+    where = f"sequence {shown(name)}"
+    _require(type(length) is int and length > 0, where, length, "a positive length")
+    own = [feature["name"] for feature in events["categorical"]]
+    hotness = [features[feature][1] for feature in own]
+    _require(bool(own) and not any(hotness), where, hotness, "ragged features")
+    numbers = [number["name"] for number in events["numerical"]]
+    check_raw(
+        {**events, "sequences": []}, numbers, {n: (features[n][0], 1) for n in own}, keys, files
+    )
+    made = [*own, *numbers, *events["times"]]
+    _require(len(events["times"]) == 1, where, events["times"], "one time")
+    _require(set(groups.get(name, made)) == set(made), where, made, "the columns of the model's")
+    return own
+
+
 def _check_columns(raw: Mapping[str, Any], columns: Mapping[str, int]) -> None:
-    """Raise ValueError for wrong facts on the fit, each of which models of some earlier version lack."""
+    """Raise ValueError for wrong facts on the fit; models of 0.1.0 lack the first two."""
     empty = raw.get("empty_items", EMPTY_ITEMS[0])
     _require(empty in EMPTY_ITEMS, "empty_items", empty, f"one of {', '.join(EMPTY_ITEMS)}")
     five = raw.get("five", {})
     good = isinstance(five, dict) and all(isinstance(text, str) for text in five.values())
     _require(good, "five", five, "texts by column")
-    were_text = raw.get("is_text")
-    good = were_text is None or all(type(were_text[name]) is bool for name in columns)
+    were_text = raw["is_text"]
+    good = all(type(were_text[name]) is bool for name in columns)
     _require(good, "is_text", were_text, "true or false by column")
 
 
@@ -78,8 +132,7 @@ def _check_expressions(raw: Mapping[str, Any], columns: Mapping[str, int]) -> se
         for name, kind in types.items()
     )
     _require(good, "types", types, "SQL types by column with one value")
-    features = [f for f in (*raw["numerical"], *raw["categorical"]) if f.get("expression")]
-    read = [name.lower() for f in features for name in columns_of(f["expression"])]
+    read = [name.lower() for sql in expressions_of(raw).values() for name in columns_of(sql)]
     known = sorted(name.lower() for name in types)
     _require(known == sorted(set(read)), "types", known, "the columns of expressions")
     return set(types)
@@ -93,7 +146,7 @@ def _check_numerical(feature: Mapping[str, Any], columns: Mapping[str, int]) -> 
         check_transform(where, transform, imports=False)
     wanted = [num_fitted(transform) for transform in transforms]
     numbers = [number for entry in fitted for number in entry]
-    good = [len(entry) for entry in fitted] == wanted and all(map(is_finite, numbers))
+    good = [len(entry) for entry in fitted] == wanted and all(map(is_number, numbers))
     _require(good, f"{where}: fitted", fitted, f"{wanted} finite numbers")
     column = feature["column"]
     is_sql = bool(feature.get("expression"))
@@ -152,11 +205,6 @@ def _check_ids(
         _require(vocabulary is None, where, vocabulary, "buckets alone")
     good = type(size) is int and (buckets is not None) <= size < cardinality
     _require(good, where, size, wanted)
-
-
-def is_finite(value: Any) -> bool:
-    """Return whether a value of a document is a number, and finite."""
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _require(is_good: bool, where: str, got: object, wanted: str) -> None:

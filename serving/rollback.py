@@ -2,25 +2,20 @@
 
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from configs.command_line import command, errors_end_command
+from configs.command_line import command
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
 from configs.serving_schema import RollbackConfig
 from serving.versions import withdraw, withdraw_before
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and withdraw versions; report errors in one line."""
-    with errors_end_command(place_of(composed, "model")):
-        config: RollbackConfig = to_config(composed)
-        assert config.model is not None, "checked by the options"
-        directory = Path(config.model)
-        if config.before is not None:
-            withdrawn, newest = withdraw_before(directory, config.before)
-        else:
-            withdrawn, newest = withdraw(directory, config.version)
+def run(config: RollbackConfig) -> None:
+    """Withdraw versions."""
+    assert config.model is not None, "checked by the options"
+    directory = Path(config.model)
+    if config.before is not None:
+        withdrawn, newest = withdraw_before(directory, config.before)
+    else:
+        withdrawn, newest = withdraw(directory, config.version)
     print(
         on_one_line(
             f"withdrawn: {', '.join(withdrawn)}; version {newest} serves as soon as the server looks"
@@ -29,4 +24,4 @@ def run(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    command(run, RollbackConfig, "serving_rollback")
+    command(run, RollbackConfig, "serving_rollback", ("model",))

@@ -9,11 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
-from configs.command_line import command, errors_end_command, lasting_imports
+from configs.command_line import command, lasting_imports
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
 from configs.serving_schema import Device, ServerConfig
 from configs.stop_signals import INTERRUPTED
 from serving.http_address import authority
@@ -32,25 +29,20 @@ SPARE_FILES = 64
 """Open files beside connections."""
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and serve until SIGTERM or SIGINT; report errors in one line."""
-    with errors_end_command(
-        place_of(composed, "host", "port"),
-        interrupted=f"{INTERRUPTED} before the server was ready",
-    ):
-        config: ServerConfig = to_config(composed)
-        token = read_token(config.token_file)
-        check_model(Path(config.model or ""))
-        with lasting_imports():
-            # Here: torch takes seconds, and errors of options need none.
-            from serving.server import service  # noqa: F401
+def run(config: ServerConfig) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    token = read_token(config.token_file)
+    check_model(Path(config.model or ""))
+    with lasting_imports():
+        # Here: torch takes seconds, and errors of options need none.
+        from serving.server import service  # noqa: F401
 
-            if config.device is Device.cuda:
-                from serving.inference.dense import import_loader
+        if config.device is Device.cuda:
+            from serving.inference.dense import import_loader
 
-                import_loader()
-        started = time.perf_counter()
-        asyncio.run(serve(open_service(config, token), config, started))
+            import_loader()
+    started = time.perf_counter()
+    asyncio.run(serve(open_service(config, token), config, started))
 
 
 def check_model(path: Path) -> None:
@@ -153,4 +145,10 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    command(run, ServerConfig, "serving_run")
+    command(
+        run,
+        ServerConfig,
+        "serving_run",
+        ("host", "port"),
+        f"{INTERRUPTED} before the server was ready",
+    )

@@ -74,6 +74,8 @@ def _other_ids(before: Path, manifest: Manifest, after: Path, changed: Manifest)
 def _described(raw: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return what makes ids of values, by feature; a history has that of its feature."""
     by_name = {feature["name"]: feature for feature in raw["categorical"]}
+    for of in raw.get("sequences", []):
+        by_name |= {feature["name"]: feature for feature in of["events"]["categorical"]}
     return by_name | {history["name"]: by_name[history["of"]] for history in raw["history"]}
 
 
@@ -89,10 +91,7 @@ def list_versions(directory: Path) -> list[str]:
 
 
 def read_complete(directory: Path) -> Manifest:
-    """Return the manifest of a version whose files have their sizes.
-
-    Raises ModelError: it is no version, or is not complete.
-    """
+    """Return the manifest of a version whose files have their sizes; ModelError: it is no version, or is not complete."""
     try:
         manifest = Manifest.read(directory)
     except OSError as error:

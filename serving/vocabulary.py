@@ -92,8 +92,8 @@ class Vocabulary:
         found = np.zeros(len(values), np.int64)
         encoded = [b"" if value is None else value.encode() for value in values]
         hashes = np.fromiter(map(zlib.crc32, encoded), np.uint32, len(encoded))
-        places = np.searchsorted(self._hashes, hashes)
-        inside = np.minimum(places, max(len(self._hashes) - 1, 0))
+        positions = np.searchsorted(self._hashes, hashes)
+        inside = np.minimum(positions, max(len(self._hashes) - 1, 0))
         if not len(self._hashes):
             return found
         same = np.nonzero(self._hashes[inside] == hashes)[0]
@@ -107,7 +107,7 @@ class Vocabulary:
             if data[begin:end] == encoded[row]:
                 found[row] = number
             else:
-                found[row] = self._next(int(places[row]) + 1, encoded[row])
+                found[row] = self._next(int(positions[row]) + 1, encoded[row])
         return found
 
     def is_kept_by(self, later: "Vocabulary") -> bool:
@@ -137,13 +137,13 @@ class Vocabulary:
         first = data[np.minimum(begins + self._texts, len(data) - 1)]
         return self._offsets[1 : count + 1] - begins, first != 0xFF
 
-    def _next(self, place: int, text: bytes) -> int:
-        """Return the id of a text whose CRC-32 several texts have, from a place on."""
+    def _next(self, position: int, text: bytes) -> int:
+        """Return the id of a text whose CRC-32 several texts have, from a position on."""
         crc = zlib.crc32(text)
-        while place < len(self._hashes) and self._hashes[place] == crc:
-            number = int(self._ids[place])
+        while position < len(self._hashes) and self._hashes[position] == crc:
+            number = int(self._ids[position])
             begin, end = (int(self._offsets[at]) + self._texts for at in (number - 1, number))
             if self._data[begin:end] == text:
                 return number
-            place += 1
+            position += 1
         return UNKNOWN

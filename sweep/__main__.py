@@ -8,36 +8,30 @@ if __name__ == "__main__":
 
 import signal
 
-from omegaconf import DictConfig
-
 from configs.arguments import quoted
-from configs.command_line import command, end_command, errors_end_command
+from configs.command_line import command, end_command
 from configs.console import LiteralConsole
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.many_runs_schema import SweepConfig
 from configs.messages import require_package
-from configs.overrides import no_option, place_of, to_config
+from configs.overrides import no_option
 from configs.schema import Config, describe
 from configs.stop_signals import INTERRUPTED, restore_signals
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and sweep; report errors in one line."""
-    with errors_end_command(
-        place_of(composed, "output"), interrupted=f"{INTERRUPTED}: the same command resumes"
-    ):
-        config = to_config(composed)
-        require_package("optuna", "python -m sweep")
-        # Imported here: --help needs no Optuna.
-        from sweep.driver import StoppedSweepError
-        from sweep.run import run_sweep
+def run(config: SweepConfig) -> None:
+    """Sweep."""
+    require_package("optuna", "python -m sweep")
+    # Imported here: --help needs no Optuna.
+    from sweep.driver import StoppedSweepError
+    from sweep.run import run_sweep
 
-        restore_signals()
-        try:
-            run_sweep(config, LiteralConsole())
-        except StoppedSweepError as error:
-            is_interrupt = error.signum == signal.SIGINT
-            end_command(str(error), INTERRUPTED_EXIT_CODE if is_interrupt else RESUME_EXIT_CODE)
+    restore_signals()
+    try:
+        run_sweep(config, LiteralConsole())
+    except StoppedSweepError as error:
+        is_interrupt = error.signum == signal.SIGINT
+        end_command(str(error), INTERRUPTED_EXIT_CODE if is_interrupt else RESUME_EXIT_CODE)
 
 
 def with_trial_options(arguments: list[str]) -> list[str]:
@@ -45,15 +39,17 @@ def with_trial_options(arguments: list[str]) -> list[str]:
 
     Raises ValueError: an argument is an option neither of the sweep nor of a run.
     """
-    own = {key for key, _ in describe(SweepConfig)}
-    of_runs = [key for key, _ in describe(Config)]
+    own = {option for option, _ in describe(SweepConfig)}
+    of_runs = [option for option, _ in describe(Config)]
     others: list[str] = []
     trials: list[str] = []
     for argument in arguments:
-        key = argument.partition("=")[0].lstrip("+~")
-        is_own = argument.startswith("-") or key in own or key.startswith("hydra.") or not argument
-        if not is_own and "." not in key and key not in (*of_runs, "experiment", "data"):
-            raise no_option(key, [*own, *of_runs])
+        option = argument.partition("=")[0].lstrip("+~")
+        is_own = (
+            argument.startswith("-") or option in own or option.startswith("hydra.") or not argument
+        )
+        if not is_own and "." not in option and option not in (*of_runs, "experiment", "data"):
+            raise no_option(option, [*own, *of_runs])
         (others if is_own else trials).append(argument)
     # An interpolation among them is one of the trial's options, not of the sweep's.
     texts = [trial.replace("${", r"\${") for trial in trials]
@@ -61,4 +57,10 @@ def with_trial_options(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    command(run, SweepConfig, "sweep", with_trial_options)
+    command(
+        run,
+        SweepConfig,
+        "sweep",
+        interrupted=f"{INTERRUPTED}: the same command resumes",
+        arguments=with_trial_options,
+    )

@@ -90,7 +90,7 @@ class Driver:
                 return
 
     def _add(self, trial: Trial, how: str) -> None:
-        suggested = {key: trial.params[key] for key in self.space}
+        suggested = {option: trial.params[option] for option in self.space}
         values = self.plan.effective(suggested)
         short = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in values.items()}
         name = named(trial.number, short)
@@ -107,7 +107,7 @@ class Driver:
                 restarts=self.config.restarts,
             )
         )
-        texts = " ".join(as_override(key, value) for key, value in values.items())
+        texts = " ".join(as_override(option, value) for option, value in values.items())
         self.say(f"trial {trial.number} {how}: {texts}{'' if gpu is None else f' (GPU {gpu})'}")
 
     def _start(self, running: RunningTrial) -> Process:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from optuna.distributions import CategoricalDistribution
 
-from compare.table import short_keys
+from compare.table import short_names
 from configs.messages import shortened
 from configs.palette import FAINT, INK, TRAIN
 from nn.models.metric import Metric
@@ -35,7 +35,7 @@ def draw_coordinates(
     low, high = (values.min(), values.max()) if len(values) else (0.0, 1.0)
     shown_low = min([low, *(row["value"] for row in drawn)])
     shown_high = max([high, *(row["value"] for row in drawn)])
-    names = [*short_keys(list(space)), f"{split} {metric.key}"]
+    names = [*short_names(list(space)), f"{split} {metric.key}"]
     states = Counter(row["state"] for row in rows)
     lines = {"pruned": " (dashed)", "failed": " (not drawn)"}
     counts = (f"{number} {state}{lines.get(state, '')}" for state, number in states.items())
@@ -45,7 +45,7 @@ def draw_coordinates(
         axes.grid(visible=False)
         # The worst first, so that the best lie on top.
         for row in reversed(drawn):
-            heights = [_height(space[key], row[key]) for key in space]
+            heights = [_height(space[option], row[option]) for option in space]
             heights.append(_share(row["value"], shown_low, shown_high))
             share = _share(row["value"], low, high)
             share = share if metric.larger_is_better else 1 - share
@@ -62,7 +62,7 @@ def draw_coordinates(
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Return the place of a value between two others; the middle if these are equal."""
+    """Return the position of a value between two others; the middle if these are equal."""
     return (value - low) / (high - low) if high - low > LEAST_SPREAD else 0.5
 
 
@@ -74,12 +74,14 @@ def _coordinate_axes(
     low, high = values
     shares = (0, 0.25, 0.5, 0.75, 1) if high - low > LEAST_SPREAD else (0.5,)
     ticks.append([(share, f"{low + share * (high - low):.4f}") for share in shares])
-    for place, labelled in enumerate(ticks):
-        axes.axvline(place, color=INK, linewidth=0.9, zorder=0)
+    for position, labelled in enumerate(ticks):
+        axes.axvline(position, color=INK, linewidth=0.9, zorder=0)
         for height, text in labelled:
-            axes.plot([place - 0.012, place + 0.012], [height, height], color=INK, linewidth=0.9)
+            axes.plot(
+                [position - 0.012, position + 0.012], [height, height], color=INK, linewidth=0.9
+            )
             axes.text(
-                *(place - 0.03, height, text),
+                *(position - 0.03, height, text),
                 **{"ha": "right", "va": "center", "fontsize": 8.5},
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
                 zorder=6,
@@ -115,7 +117,7 @@ def draw_importances(importances: Mapping[str, float], num_complete: int, out_pn
 
 
 def _height(values: Values, value: Any) -> float:
-    """Return the place of a value on its axis, between 0 and 1; nan, which is not drawn, for one without an effect."""
+    """Return the position of a value on its axis, between 0 and 1; nan, which is not drawn, for one without an effect."""
     if value is None:
         return math.nan
     if isinstance(values, CategoricalDistribution):

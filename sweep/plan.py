@@ -30,14 +30,14 @@ from nn.early_checks import check_inputs
 from nn.models.metric import Metric, best_of, further_metrics, metrics_of_label
 from nn.models.options import without_effect
 from nn.models.registry import options_of_own_models, typed_config
-from sweep.space import Space, as_override, corners, grid_of, holds
+from sweep.space import Space, allows, as_override, corners, grid_of
 
 ROOT = Path(__file__).parents[1]
 GROUPS = ("experiment", "data")
 CHOICES = ArgumentChoices(Config, GROUPS)
 VALIDATION_FRACTION = 0.1
 TEST = "test"
-MODEL_KEYS = ("experiment", "model.name")
+MODEL_OPTIONS = ("experiment", "model.name")
 """Options that choose the model of a trial."""
 
 
@@ -65,7 +65,7 @@ class TrialPlan:
         return data_state(_spec_of(self.data))
 
     def command(self, values: Mapping[str, Any], run_dir: Path) -> list[str]:
-        own = [as_override(key, value) for key, value in self.effective(values).items()]
+        own = [as_override(option, value) for option, value in self.effective(values).items()]
         return [sys.executable, str(self.script), *self.overrides, *own, f"run_dir={run_dir}"]
 
     def test_command(self, values: Mapping[str, Any], checkpoint: Path, run_dir: Path) -> list[str]:
@@ -84,18 +84,18 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
     script = ROOT / f"{command}.py"
     overrides = [*named, *config.overrides]
     own = [text.partition("=")[0].lstrip("+~") for text in overrides]
-    for key in own:
+    for option in own:
         require(
-            key not in space,
-            f"{key} is in the space and among the options of all trials; write it once",
+            option not in space,
+            f"{option} is in the space and among the options of all trials; write it once",
         )
     if config.metric is not None:
         overrides.append(f"eval.best_metric={config.metric}")
-    options = [key for key, _ in describe(Config)]
-    for key in space:
-        is_known = key in GROUPS or any(is_below(key, name) for name in options)
-        if not is_known and not key.startswith("model."):
-            raise ValueError(f"space: {no_option(key, [*options, *options_of_own_models()])}")
+    options = [option for option, _ in describe(Config)]
+    for option in space:
+        is_known = option in GROUPS or any(is_below(option, name) for name in options)
+        if not is_known and not option.startswith("model."):
+            raise ValueError(f"space: {no_option(option, [*options, *options_of_own_models()])}")
     first = _Composition(script.stem, tuple(overrides)).config({})
     split, added = _selection(first, own)
     # It is the same for all trials.
@@ -103,13 +103,13 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
     composition = _Composition(script.stem, tuple(overrides))
     yardstick, unused = None, set(space)
     try:
-        models = {key: space[key] for key in MODEL_KEYS if key in space}
+        models = {option: space[option] for option in MODEL_OPTIONS if option in space}
         for values in (corner | model for model in grid_of(models) for corner in corners(space)):
             checked = composition.config(values)
             unused -= composition.effective(values).keys()
             yardstick = _same_yardstick(checked, yardstick)
-        for key in unused:
-            composition.config(values, written=[key])
+        for option in unused:
+            composition.config(values, written=[option])
     except ValueError as error:
         raise ValueError(f"space: {str(error).removeprefix('space: ')}") from None
     check_inputs(checked)
@@ -145,12 +145,12 @@ def _same_yardstick(config: Config, before: dict[str, Any] | None) -> dict[str, 
         found["eval.batch_size"] = config.eval.batch_size
     tasks = (plain["tasks"] or {}).items()
     found |= {f"tasks.{name}.keep_rate": task.get("keep_rate") for name, task in tasks}
-    for key in () if before is None else sorted(found | before):
-        old, new = (shown(options.get(key)) for options in (before or {}, found))
+    for option in () if before is None else sorted(found | before):
+        old, new = (shown(options.get(option)) for options in (before or {}, found))
         if old != new:
             raise ValueError(
-                f"space: trials with {key}={old} and with {new} would be measured on different rows or labels; leave what makes "
-                "the difference out of the space, or set it for all of them"
+                f"space: trials with {option}={old} and with {new} would be measured on different rows or labels; leave what "
+                "makes the difference out of the space, or set it for all of them"
             )
     return found
 
@@ -158,13 +158,13 @@ def _same_yardstick(config: Config, before: dict[str, Any] | None) -> dict[str, 
 def _own_values(config: Config, space: Space) -> dict[str, Any] | None:
     """Return the values of the options without those of a trial, as a trial writes them; None if the space lacks one."""
     plain, own = plain_values(config), {}
-    for key, values in space.items():
+    for option, values in space.items():
         value: Any = plain
-        for name in key.split("."):
+        for name in option.split("."):
             value = value.get(name) if isinstance(value, dict) else None
-        if not holds(values, value):
+        if not allows(values, value):
             return None
-        own[key] = written(value) if isinstance(values, CategoricalDistribution) else value
+        own[option] = written(value) if isinstance(values, CategoricalDistribution) else value
     return own
 
 
@@ -205,10 +205,10 @@ class _Composition:
         return self._configs[key]
 
     def _checked(self, values: Mapping[str, Any], written: Iterable[str]) -> Config:
-        added = [as_override(key, value) for key, value in values.items()]
+        added = [as_override(option, value) for option, value in values.items()]
         # One value may be several arguments.
         arguments = hydra_arguments(added, CHOICES)
-        if any(key in GROUPS for key in values):
+        if any(option in GROUPS for option in values):
             composed = _composed(self._recipe, [*self._overrides, *added])
         else:
             # Faster than to compose all files again.
@@ -222,7 +222,7 @@ class _Composition:
                 except OmegaConfBaseException as error:
                     raise ValueError(one_line(error)) from None
         drop_replaced(composed, [*self._written, *arguments], Config)
-        must = [WrittenOption(key) for key in written]
+        must = [WrittenOption(option) for option in written]
         return typed_config(composed, [*written_options(self._written), *must])
 
     def effective(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,9 +234,9 @@ class _Composition:
         idle = without_effect(model)
         own = {f"model.{item.name}" for item in fields(model) if item.name not in idle}
         return {
-            key: value
-            for key, value in values.items()
-            if not key.startswith("model.") or any(is_below(key, name) for name in own)
+            option: value
+            for option, value in values.items()
+            if not option.startswith("model.") or any(is_below(option, name) for name in own)
         }
 
 

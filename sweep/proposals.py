@@ -31,7 +31,9 @@ def spread_values(space: Space, number: int, seed: int) -> dict[str, Any]:
     # Powers of two spread evenly.
     points = qmc.Sobol(len(space), scramble=True, seed=seed).random_base2(number.bit_length())
     shares = points[number]
-    return {key: value_at(space[key], float(s)) for key, s in zip(space, shares, strict=True)}
+    return {
+        option: value_at(space[option], float(s)) for option, s in zip(space, shares, strict=True)
+    }
 
 
 def promising_values(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compare.run_record import RunRecord
-from compare.table import as_csv, short_keys
+from compare.table import as_csv, short_names
 from configs.schema import require
 from dataloading.dataset.durable_files import replace_link, replace_text
 from nn.observability.records import METRICS
@@ -51,7 +51,9 @@ def rows_of(directory: Path, study: Study, space: Space) -> list[dict[str, Any]]
             {
                 "trial": trial.number,
                 "state": STATE_NAMES[trial.state],
-                **{key: None if key in idle else trial.params.get(key) for key in space},
+                **{
+                    option: None if option in idle else trial.params.get(option) for option in space
+                },
                 "value": value,
                 "best_step": trial.user_attrs.get(BEST_STEP),
                 "steps": 0 if run is None else run.steps,
@@ -69,10 +71,10 @@ def rows_of(directory: Path, study: Study, space: Space) -> list[dict[str, Any]]
 def print_trials(console: Console, rows: Sequence[dict[str, Any]], space: Space, name: str) -> None:
     """Print a line per trial, with the options of the space; `name` is the metric's."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title in ("trial", "state", *short_keys(list(space)), name, "at step", "steps"):
+    for title in ("trial", "state", *short_names(list(space)), name, "at step", "steps"):
         table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
     for row in rows:
-        values = [_text(row[key]) for key in space]
+        values = [_text(row[option]) for option in space]
         value = "" if row["value"] is None else f"{row['value']:.4f}"
         step = "" if row["best_step"] is None else f"{row['best_step']:,}"
         table.add_row(str(row["trial"]), row["state"], *values, value, step, f"{row['steps']:,}")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from configs.many_runs_schema import Sampler, SweepConfig
 from configs.schema import require
-from dataloading.dataset.durable_files import hold
+from dataloading.dataset.durable_files import exclusive
 from sweep.driver import Driver
 from sweep.gpus import visible_gpus
 from sweep.pictures import COORDINATES, IMPORTANCES, draw_coordinates, draw_importances
@@ -37,7 +37,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start | None = None)
     directory = Path(config.output or f"sweeps/{config.recipe}-{path.stem}")
     with ExitStack() as stack:
         stack.callback(server.close)
-        stack.enter_context(hold(directory, f"is sweeping in {directory}"))
+        stack.enter_context(exclusive(directory, f"is sweeping in {directory}"))
         directory.mkdir(exist_ok=True)
         data = plan.data_state()
         settings = settings_of(config, space, plan.metric, plan.split)

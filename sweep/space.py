@@ -15,7 +15,7 @@ from configs.schema import require
 from dataloading.dataset.documents import read_yaml
 
 COMMITTED = Path(__file__).parents[1] / "configs" / "sweep_spaces"
-RANGE_KEYS = {"low", "high", "log", "step"}
+RANGE_FIELDS = {"low", "high", "log", "step"}
 SET_BY_THE_SWEEP = (
     *("run_dir", "mode", "recipe", "config", "eval.split", "eval.best_metric", "data.path"),
     *("data.validation_fraction", "checkpoint.save", "checkpoint.restore"),
@@ -39,7 +39,7 @@ def value_at(values: Values, share: float) -> Any:
     return type(low)(min(max(value, low), high))
 
 
-def holds(values: Values, value: Any) -> bool:
+def allows(values: Values, value: Any) -> bool:
     """Return whether an option's value is one that trials may have."""
     if isinstance(values, CategoricalDistribution):
         return written(value) in values.choices
@@ -60,7 +60,7 @@ def _all_of(values: Values) -> tuple[Any, ...] | None:
 def read_space(name: str) -> tuple[Path, Space]:
     """Read a space file, `name` a path or a file in configs/sweep_spaces; return its path and the space.
 
-    Raises ValueError: it is missing, empty or malformed; the message names file and key.
+    Raises ValueError: it is missing, empty or malformed; the message names file and option.
     """
     path = Path(name)
     if not path.exists() and (COMMITTED / f"{name}.yaml").is_file():
@@ -78,23 +78,23 @@ def read_space(name: str) -> tuple[Path, Space]:
         "optimizer.lr: {low: 0.001, high: 0.01, log: true}",
     )
     space = {}
-    for key, values in content.items():
-        require(isinstance(key, str), f"{path}: {shown(key)} is no option")
+    for option, values in content.items():
+        require(isinstance(option, str), f"{path}: {shown(option)} is no option")
         require(
-            key not in SET_BY_THE_SWEEP,
-            f"{path}: {key} cannot differ between trials; leave it out, or set it for all of them",
+            option not in SET_BY_THE_SWEEP,
+            f"{path}: {option} cannot differ between trials; leave it out, or set it for all of them",
         )
-        space[key] = _parsed(f"{path}: {key}", values)
+        space[option] = _parsed(f"{path}: {option}", values)
     return path, space
 
 
 def grid_of(space: Space) -> Iterator[dict[str, Any]]:
     """Yield all combinations of the space; ValueError if an option has no finite number of values."""
-    all_values = {key: _all_of(values) for key, values in space.items()}
-    for key, found in all_values.items():
+    all_values = {option: _all_of(values) for option, values in space.items()}
+    for option, found in all_values.items():
         require(
             found is not None,
-            f"sampler=grid needs choices or a step, and {key} is a range without; write step: or a list",
+            f"sampler=grid needs choices or a step, and {option} is a range without; write step: or a list",
         )
     for values in itertools.product(*(found or () for found in all_values.values())):
         yield dict(zip(all_values, values, strict=True))
@@ -103,27 +103,27 @@ def grid_of(space: Space) -> Iterator[dict[str, Any]]:
 def corners(space: Space) -> Iterator[dict[str, Any]]:
     """Yield combinations in which every choice, and both ends of every range, occur."""
     ends = {
-        key: values.choices
+        option: values.choices
         if isinstance(values, CategoricalDistribution)
         else (values.low, values.high)
-        for key, values in space.items()
+        for option, values in space.items()
     }
-    first = {key: values[0] for key, values in ends.items()}
+    first = {option: values[0] for option, values in ends.items()}
     yield first
-    for key, values in ends.items():
+    for option, values in ends.items():
         for value in values[1:]:
-            yield first | {key: value}
+            yield first | {option: value}
 
 
-def as_override(key: str, value: Any) -> str:
+def as_override(option: str, value: Any) -> str:
     """Return an option as the command line writes it."""
-    return f"{key}={value!r}" if isinstance(value, float) else f"{key}={value}"
+    return f"{option}={value!r}" if isinstance(value, float) else f"{option}={value}"
 
 
 def as_plain(space: Space) -> dict[str, Any]:
     """Return the space as values of JSON, the same for equal spaces."""
     return {
-        key: list(values.choices)
+        option: list(values.choices)
         if isinstance(values, CategoricalDistribution)
         # Of integers the step is 1 without a word.
         else {
@@ -132,7 +132,7 @@ def as_plain(space: Space) -> dict[str, Any]:
             "log": values.log,
             "step": None if isinstance(values.low, int) and values.step == 1 else values.step,
         }
-        for key, values in space.items()
+        for option, values in space.items()
     }
 
 
@@ -148,7 +148,7 @@ def _parsed(where: str, values: Any) -> Values:
     )
     for name in values:
         require(
-            name in RANGE_KEYS,
+            name in RANGE_FIELDS,
             f"{where}: there is no {shown(name)}; want low, high, and log or step",
         )
     require({"low", "high"} <= set(values), f"{where} needs low and high")

@@ -81,8 +81,8 @@ class Study:
     def resume(self, frozen: FrozenTrial) -> Trial:
         self._study.sampler = self._sampler(frozen.number)
         trial = Trial(self._study, frozen._trial_id)
-        for key, values in self._space.items():
-            trial._suggest(key, values)  # those that it has already are kept
+        for option, values in self._space.items():
+            trial._suggest(option, values)  # those that it has already are kept
         return trial
 
     def tell(self, trial: Trial, state: TrialState, value: float | None = None) -> None:

@@ -58,7 +58,7 @@ LONGEST_FIRST = (
     "nn/models/test_models.py",
     "nn/planning/test_planner.py",
     "nn/models/test_family_training.py",
-    "nn/test_stages.py",
+    "nn/test_next_day.py",
     "nn/checkpoint/test_reshard.py",
     "preproc/criteo/test_pipeline.py",
     "preproc/criteo/test_errors.py",
@@ -174,8 +174,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         doors = [item for item in items if item.get_closest_marker("doors")]
         items[:] = [item for item in items if item not in doors]
         config.hook.pytest_deselected(items=doors)
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(_name(item.path), len(places)))
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(_name(item.path), len(ranks)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

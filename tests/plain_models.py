@@ -31,8 +31,26 @@ def mlp(p: Parameters, name: str, x: Tensor, *, final_relu: bool = False) -> Ten
     return x
 
 
+def encoded(p: Parameters, key: str, numerical: Tensor) -> list[Tensor]:
+    """Return the vectors of numerical features by frequencies or buckets."""
+    found = []
+    for number, x in enumerate(numerical.unbind(1)):
+        first = x[:, None] * p[f"{key}.first"][number]
+        if f"{key}.bias" in p:
+            waves = torch.cat([torch.sin(2 * math.pi * first), torch.cos(2 * math.pi * first)], 1)
+            both = waves @ p[f"{key}.vectors"][number] + p[f"{key}.bias"][number]
+            found.append(both.clamp(min=0))
+        else:
+            hidden = torch.where(first > 0, first, 0.01 * first)
+            weights = torch.softmax(hidden @ p[f"{key}.mixing"][number] + hidden, 1)
+            found.append(weights @ p[f"{key}.vectors"][number])
+    return found
+
+
 def numerical_vectors(p: Parameters, name: str, numerical: Tensor) -> list[Tensor]:
     """Scale the vector of every numerical feature by its value."""
+    if f"{name}.first" in p:
+        return encoded(p, name, numerical)
     if f"{name}.vectors" not in p:
         return []
     return [numerical[:, i : i + 1] * vector[None] for i, vector in enumerate(p[f"{name}.vectors"])]
@@ -400,6 +418,30 @@ def pepnet(
     return torch.cat(logits, 1) if tasks > 1 else logits[0][:, 0]
 
 
+def star(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, tasks: int, domain: int):
+    """Take row after row through the network of its domain, normalised over the domain's rows."""
+    others = [number for number in range(numerical.shape[1]) if number != domain]
+    x = torch.cat([numerical[:, others], *lookups], 1)
+    logits = torch.zeros(len(x), tasks, dtype=x.dtype)
+    for number in numerical[:, domain].unique().long().tolist():
+        rows = numerical[:, domain] == number
+        some = x[rows]
+        normal = (some - some.mean(0)) / torch.sqrt(some.var(0, unbiased=False) + 1e-5)
+        hidden = normal * p["norm.scale"] * p["norm.domain_scale"][number]
+        hidden = hidden + p["norm.bias"] + p["norm.domain_bias"][number]
+        count = sum(key.startswith("layers.") and key.endswith(".weight") for key in p)
+        for layer in range(count):
+            weight = p[f"layers.{layer}.weight"] * p[f"layers.{layer}.domain_weight"][number]
+            bias = p[f"layers.{layer}.bias"] + p[f"layers.{layer}.domain_bias"][number, 0]
+            hidden = hidden @ weight[: hidden.shape[1]] + bias
+            hidden = hidden if layer == count - 1 else hidden.clamp(min=0)
+        vectors = p["domain_vectors"][number].expand(len(some), -1)
+        inputs = torch.cat([some, vectors], 1)
+        towers = [mlp(p, f"auxiliary.towers.{task}", inputs) for task in range(tasks)]
+        logits = logits.index_put((rows.nonzero()[:, 0],), hidden + torch.cat(towers, 1))
+    return logits if tasks > 1 else logits[:, 0]
+
+
 PLAIN: dict[str, Callable[..., Tensor]] = {
     "wide_deep": wide_deep,
     "deepfm": deepfm,
@@ -417,6 +459,7 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
     "xdeepfm": xdeepfm,
     "esmm": esmm,
     "pepnet": pepnet,
+    "star": star,
 }
 LOSSES: dict[str, Callable[..., Tensor]] = {"fcn": fcn_loss}
 """Losses of models that add some of their own, instead of `bce` of the logits."""

@@ -50,16 +50,16 @@ class RepeatedTable:
         """Copy the rows from `first` on to `target`."""
         done = 0
         while done < len(target):
-            place = (first + done) % len(self._block)
-            part = self._block[place : place + len(target) - done]
+            start = (first + done) % len(self._block)
+            part = self._block[start : start + len(target) - done]
             target[done : done + len(part)].copy_(part)
             done += len(part)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows of ids, float32."""
-        places = ids.long() % len(self._block)
-        rows = self._block[places].float()
-        return rows if self._scale is None else rows * self._scale[places][:, None]
+        positions = ids.long() % len(self._block)
+        rows = self._block[positions].float()
+        return rows if self._scale is None else rows * self._scale[positions][:, None]
 
 
 def prepare(args: argparse.Namespace, config: Config, folder: Path) -> tuple[GpuModel, ServedModel]:
@@ -113,11 +113,11 @@ def prepare(args: argparse.Namespace, config: Config, folder: Path) -> tuple[Gpu
 
 
 def _lookup(manifest: Manifest, stored: list[RepeatedTable]) -> Callable[[Rows], list[Tensor]]:
-    places = manifest.id_places()
+    columns = manifest.id_slices()
 
     def look_up(rows: Rows) -> list[Tensor]:
         found = [
-            table.rows(rows.ids[:, places[name]].reshape(-1))
+            table.rows(rows.ids[:, columns[name]].reshape(-1))
             for table in stored
             for name in table.declared.features
         ]

@@ -7,8 +7,8 @@ Every file is a plain little-endian array without header, padding or index. Row 
     weight      float32 [N], and so is the keep rate
     ids         int8 ... int64, [N] or row-major [N, hotness]; one file per feature
     ragged      ids of all rows one after another, and a second file with int64 [N + 1] offsets into them
-    events      ids and numbers of a sequence group, one file each, for all rows: int64 [N, 2] slices of them, and
-                int64 [N] moments
+    events      ids and numbers of a sequence group, one file each, for all rows: int64 [N, 2] slices of them, of which
+                a group with pools takes the last of each kind, and int64 [N] moments
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
+from dataloading.dataset.batch_layout import Allocate
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.sequences import MOMENT_DTYPE, SequenceGroup, row_of
-from dataloading.dataset.source import Allocate, Columns, Keys, TimedSource
+from dataloading.dataset.source import Columns, Keys, TimedSource, own_memory
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, mapped
 from dataloading.gather import Selection
 
@@ -48,7 +49,7 @@ class BinarySource(TimedSource):
         split: str,
         runs: np.ndarray,
         padded_to: int | None = None,
-        allocate: Allocate = np.empty,
+        allocate: Allocate = own_memory,
     ) -> Columns:
         files, columns = self.spec.splits[split], self._columns[split]
         rows = Selection(runs)
@@ -57,24 +58,23 @@ class BinarySource(TimedSource):
             ragged[f.name][0].num_rows if f.hotness is None else rows.num_rows * f.hotness
             for f in self.spec.categorical
         ]
-        padded_to = rows.num_rows if padded_to is None else padded_to
         out = Columns.empty(self.spec, rows.num_rows, padded_to, num_ids, allocate)
         for column, values in out.row_columns(self.spec):
             if column.name in files.absent:
                 values[: rows.num_rows] = column.default
                 continue
-            for place, piece in rows.pieces(columns.columns[column.name]):
+            for span, piece in rows.pieces(columns.columns[column.name]):
                 if column.has_wrong(piece):
                     at = int(column.wrong(piece).argmax())
-                    row = rows.row_at(place.start + at)
+                    row = rows.row_at(span.start + at)
                     raise ValueError(
                         f"{self.spec.title(column)} {piece[at]} at row {row} of {files.columns[column.name]}; "
                         f"want {column.wanted}"
                     )
-                values[place] = piece
+                values[span] = piece
         if columns.numerical is not None:
-            for place, piece in rows.pieces(columns.numerical):
-                out.numerical[place] = piece
+            for span, piece in rows.pieces(columns.numerical):
+                out.numerical[span] = piece
             # After the copy, when the numbers are float32 and in the cache: a NaN would pass through every layer.
             values = out.numerical[: rows.num_rows]
             if not np.isfinite(values).all():
@@ -105,11 +105,11 @@ class BinarySource(TimedSource):
                 if feature.hotness in (1, None)
                 else out.ids[index].reshape(-1, feature.hotness)
             )
-            for place, piece in selection.pieces(columns.ids[name]):
+            for span, piece in selection.pieces(columns.ids[name]):
                 if self.out_of_range(piece, feature.cardinality):
                     outside = (piece < 0) | (piece >= feature.cardinality)
                     at = int(outside.reshape(-1).argmax())
-                    position = place.start * (feature.hotness or 1) + at
+                    position = span.start * (feature.hotness or 1) + at
                     row = (
                         position // feature.hotness
                         if feature.hotness
@@ -119,7 +119,7 @@ class BinarySource(TimedSource):
                         f"feature '{name}': id {piece.flat[at]} at row {rows.row_at(row)} of {files.ids[name]} lies "
                         f"outside its table of {feature.cardinality} rows; correct the file, or the cardinality in {SPEC_NAME}"
                     )
-                ids[place] = piece
+                ids[span] = piece
 
     def _read_events(
         self, split: str, rows: Selection, ragged: Mapping[str, Ragged], out: Columns
@@ -133,11 +133,11 @@ class BinarySource(TimedSource):
             of_rows = None if moments is None else rows.rows_of(moments)
             for number in group.numbers:
 
-                def place_of(row: int, name: str = number.name) -> str:
+                def where(row: int, name: str = number.name) -> str:
                     return f"row {rows.row_at(row)} of {files.events[name]}"
 
                 read = selection.rows_of(columns.events[number.name])
-                next(numbers)[:] = group.checked(number, read, lengths, of_rows, place_of)
+                next(numbers)[:] = group.checked(number, read, lengths, of_rows, where)
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         columns, name = self._columns[split], self.spec.categorical[feature].name
@@ -232,7 +232,8 @@ class SplitColumns:
                 ends = rows.rows_of(self.offsets[name][1:])
                 want = f"offsets that do not decrease, up to {num_ids}"
             else:
-                path, most = self.files.slices.get(group.name), group.max_length
+                path = self.files.slices.get(group.name)
+                most = num_ids if group.pools else group.max_length
                 starts, ends = rows.rows_of(self.slices[group.name]).T
                 want = f"at most max_length={most} of the {num_ids} events, first and end"
             lengths = ends - starts
@@ -242,8 +243,13 @@ class SplitColumns:
                 raise ValueError(
                     f"feature '{name}': row {rows.row_at(at)} runs from {starts[at]} to {ends[at]} in {path}; want {want}"
                 )
-            held = lengths > 0
-            starts, ends = starts[held], ends[held]
+            if group is not None and group.pools is not None:
+                kinds = self.events[group.pools.of]
+                starts, lengths = group.pooled(kinds, starts, ends)
+                ends = starts + 1
+            else:
+                held = lengths > 0
+                starts, ends = starts[held], ends[held]
             breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
             first = np.concatenate([starts[:1], starts[breaks]])
             last = np.concatenate([ends[breaks - 1], ends[-1:]])

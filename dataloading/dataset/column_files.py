@@ -49,11 +49,11 @@ class EventWriter:
         events: Mapping[str, np.ndarray],
         lengths: np.ndarray,
         moments: np.ndarray | None,
-        place: Callable[[int], str],
+        where: Callable[[int], str],
     ) -> None:
         """Append ids and numbers of the events of rows of `lengths` and `moments`; ValueError if one cannot be held.
 
-        `place`: of a row, for messages.
+        `where`: of a row, for messages.
         """
         group, stored = self.group, {}
         missing = [name for name in group.features if name not in ids]
@@ -65,7 +65,7 @@ class EventWriter:
         for name in group.features:
             values = np.asarray(ids[name])
             checked_lengths(name, values, lengths)
-            stored[name] = checked_ids(self._features[name], values, lengths, place)
+            stored[name] = checked_ids(self._features[name], values, lengths, where)
         for column in group.numbers:
             values = np.asarray(events[column.name])
             checked_lengths(column.name, values, lengths)
@@ -74,11 +74,11 @@ class EventWriter:
             if column.dtype.kind == "i" and (numbers != values).any():
                 at = int((numbers != values).argmax())
                 raise ValueError(
-                    f"'{column.name}': {values[at]} at {place(row_of(lengths, at))} is no {column.dtype.name}"
+                    f"'{column.name}': {values[at]} at {where(row_of(lengths, at))} is no {column.dtype.name}"
                 )
             # The times of a log are compared with moments when rows are read.
             if column.name != group.time or moments is not None:
-                group.checked(column, numbers, lengths, moments, place)
+                group.checked(column, numbers, lengths, moments, where)
             stored[column.name] = numbers
         for name, values in stored.items():
             little = values.dtype.newbyteorder("<")
@@ -98,11 +98,11 @@ def checked_ids(
     feature: CategoricalFeature,
     values: np.ndarray,
     lengths: np.ndarray | None,
-    place: Callable[[int], str],
+    where: Callable[[int], str],
 ) -> np.ndarray:
     """Return ids as they are stored; ValueError if they are no integers, or one lies outside its table.
 
-    `lengths`: ids per row of a ragged feature. `place`: of a row, for messages.
+    `lengths`: ids per row of a ragged feature. `where`: of a row, for messages.
     """
     if values.dtype.kind not in "iu":
         raise ValueError(
@@ -113,7 +113,7 @@ def checked_ids(
         at = int(outside.argmax())
         row = at // (feature.hotness or 1) if lengths is None else row_of(lengths, at)
         raise ValueError(
-            f"feature '{feature.name}': id {values.flat[at]} at {place(row)} lies outside its table of "
+            f"feature '{feature.name}': id {values.flat[at]} at {where(row)} lies outside its table of "
             f"{feature.cardinality} rows"
         )
     return values.astype(feature.dtype.newbyteorder("<"), casting="unsafe")

@@ -20,13 +20,7 @@ from configs.messages import shown
 from dataloading.dataset.column_files import EventWriter, GrowingFile, file_name
 from dataloading.dataset.counted_file import CountedFile
 from dataloading.dataset.documents import YamlDumper, open_regular
-from dataloading.dataset.durable_files import (
-    clear_leftovers,
-    hold,
-    partial_sibling,
-    put_in_place,
-    replace_text,
-)
+from dataloading.dataset.durable_files import new_output, replace_text
 from dataloading.dataset.feature_spec import (
     DYNAMIC,
     NUMERICAL_DTYPES,
@@ -123,7 +117,7 @@ class DatasetWriter:
             "files": checksums,
         }
         categorical = tuple(
-            replace(f, mean_hotness=f.hotness or first.mean_hotness(f.name))
+            replace(f, mean_hotness=f.hotness or first.mean_hotness(f.name, splits[first.split]))
             for f in self._spec.categorical
         )
         write_spec(
@@ -197,33 +191,13 @@ def write_dataset(
     makers = {split: partial(writer, absent=(absent or {}).get(split, ())) for split in splits}
     for split, rows in (part_rows or {}).items():
         makers[split] = partial(makers[split], part_rows=rows)
-    with new_output(root, overwrite) as directory:
+    with new_output(root, partial(check_output, overwrite=overwrite)) as directory:
         dataset = DatasetWriter(directory, spec, makers)
         try:
             yield dataset
             dataset.finish()
         finally:
             dataset.abandon()
-
-
-@contextmanager
-def new_output(root: Path, overwrite: bool) -> Iterator[Path]:
-    """Hold an output and yield an empty directory beside it; it is renamed to `root` at the end, or removed after an error.
-
-    Raises ValueError: another process is writing `root`, or has written it meanwhile.
-    """
-    with hold(root, f"is writing {root}") as alone:
-        check_output(root, overwrite)  # again: another process may have written it meanwhile
-        if alone:
-            clear_leftovers(root)
-        temporary = partial_sibling(root)
-        temporary.mkdir(parents=True)
-        try:
-            yield temporary
-            check_output(root, overwrite)
-            put_in_place(temporary, root)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
@@ -326,11 +300,12 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
 
 def _group(group: SequenceGroup) -> dict[str, Any]:
     """Return an entry of `sequence_spec`."""
-    numbers = [column.name for column in group.numbers]
+    numbers, pools = [column.name for column in group.numbers], group.pools
     return {
         "features": list(group.features),
         **({"numbers": numbers} if numbers else {}),
         **({} if group.time is None else {"time": group.time}),
+        **({"pools": {"of": pools.of, "values": list(pools.values)}} if pools else {}),
         "max_length": group.max_length,
     }
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -173,14 +173,21 @@ def replace_directory(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
-@contextmanager
-def new_output(path: Path) -> Iterator[Path]:
-    """Yield an empty directory, synced and renamed to the option `output` at the end of the block; removed after an error.
+def require_absent(output: Path) -> None:
+    """Raise ValueError if the option `output` names something that exists."""
+    if os.path.lexists(output):
+        raise ValueError(f"output={output} exists; name a new directory, or remove that one")
 
-    Raises ValueError: the output exists, or another process writes it.
+
+@contextmanager
+def new_output(path: Path, check: Callable[[Path], object] = require_absent) -> Iterator[Path]:
+    """Yield an empty directory, synced and renamed to `path` at the end of the block; removed after an error.
+
+    `check` refuses what may lie at `path`, before and after the block. Raises ValueError: it does, or another process writes
+    there.
     """
-    with hold(path, f"is writing {path}") as alone:
-        require_absent(path)
+    with exclusive(path, f"is writing {path}") as alone:
+        check(path)
         if alone:
             clear_leftovers(path)
         temporary = partial_sibling(path)
@@ -188,17 +195,10 @@ def new_output(path: Path) -> Iterator[Path]:
         try:
             yield temporary
             sync_tree(temporary)
-            os.rename(temporary, path)
-            sync_directory(path.parent)
-        except BaseException:
+            check(path)
+            put_in_place(temporary, path)
+        finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise
-
-
-def require_absent(output: Path) -> None:
-    """Raise ValueError if the option `output` names something that exists."""
-    if os.path.lexists(output):
-        raise ValueError(f"output={output} exists; name a new directory, or remove that one")
 
 
 def lock_directory(directory: Path) -> int:
@@ -242,7 +242,7 @@ def _locked(descriptor: int) -> int:
 
 
 @contextmanager
-def hold(directory: Path, doing: str) -> Iterator[bool]:
+def exclusive(directory: Path, doing: str) -> Iterator[bool]:
     """Keep other processes from writing `directory`, which need not exist, until the block ends.
 
     The lock is on a file beside it, `.NAME.lock`, that names its holder and is removed at the end. A killed process

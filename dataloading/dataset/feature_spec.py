@@ -17,7 +17,12 @@ import numpy as np
 from configs.messages import shown
 from dataloading.dataset.documents import read_yaml, resolved
 from dataloading.dataset.row_columns import LABEL_DTYPES, Channel, RowColumn
-from dataloading.dataset.sequences import MOMENT_DTYPE, EventColumn, SequenceGroup
+from dataloading.dataset.sequences import (
+    MOMENT_DTYPE,
+    EventColumn,
+    EventPools,
+    SequenceGroup,
+)
 from dataloading.dataset.split_files import (
     OFFSET_DTYPE,
     SPLITS,
@@ -133,6 +138,14 @@ class FeatureSpec:
     def group_of(self, name: str) -> SequenceGroup | None:
         """Return the group of a feature."""
         return next((group for group in self.sequences if name in group.features), None)
+
+    def with_means_of(self, other: "FeatureSpec") -> "FeatureSpec":
+        """Return the spec with the mean hotness of another one's features, where it has them."""
+        means = {feature.name: feature.mean_hotness for feature in other.categorical}
+        categorical = (
+            replace(f, mean_hotness=means.get(f.name, f.mean_hotness)) for f in self.categorical
+        )
+        return replace(self, categorical=tuple(categorical))
 
     @property
     def names(self) -> list[str]:
@@ -435,12 +448,21 @@ def _sequences(
                 entry.get("max_length"),
                 tuple(EventColumn.of(name, _dtype(features, name)) for name in numbers),
                 entry.get("time"),
+                _pools(entry.get("pools"), f"{where}.pools"),
             )
         )
     held = {column.name for group in sequences for column in group.numbers}
     homeless = [name for name in events if name not in held]
     expect(not homeless, "sequence_spec", homeless, "a group for every column of events")
     return tuple(sequences)
+
+
+def _pools(entry: object, where: str) -> EventPools | None:
+    if entry is None:
+        return None
+    good = isinstance(entry, Mapping) and set(entry) == {"of", "values"}
+    expect(good and isinstance(entry["values"], list), where, entry, "a mapping with of and values")  # type: ignore[index]
+    return EventPools(entry["of"], tuple(entry["values"]))  # type: ignore[index]
 
 
 def _channels(channels: Mapping[str, Any], features: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -543,7 +565,7 @@ def measured(spec: FeatureSpec) -> FeatureSpec:
 def _mean_hotness(files: SplitFiles, spec: FeatureSpec, name: str) -> float:
     if not files.parquet:
         group = spec.group_of(name)
-        return files.mean_hotness(group.name if group else name)
+        return group.mean_events(files) if group else files.mean_hotness(name)
     from dataloading.dataset.parquet_files import mean_hotness
 
     return mean_hotness(files.parquet, name)

@@ -13,12 +13,13 @@ from threading import Lock
 
 import numpy as np
 
+from dataloading.dataset.batch_layout import Allocate
 from dataloading.dataset.binary import BinarySource, SplitColumns
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import LABEL_DTYPE
 from dataloading.dataset.row_groups import RowGroup, SplitGroups
 from dataloading.dataset.sequences import SequenceGroup, ages_of
-from dataloading.dataset.source import Allocate, Columns, Keys, TimedSource
+from dataloading.dataset.source import Columns, Keys, TimedSource, own_memory
 from dataloading.dataset.split_files import SplitFiles
 
 KEPT_BYTES = 256 << 20
@@ -67,7 +68,7 @@ class ParquetSource(TimedSource):
         split: str,
         runs: np.ndarray,
         padded_to: int | None = None,
-        allocate: Allocate = np.empty,
+        allocate: Allocate = own_memory,
     ) -> Columns:
         if self._fits[split]:
             return self._whole(split).read(split, runs, padded_to, allocate)
@@ -77,19 +78,17 @@ class ParquetSource(TimedSource):
             num_rows * f.hotness if f.hotness else sum(_num_ids(g, i, rows) for g, rows in pieces)
             for i, f in enumerate(self.spec.categorical)
         ]
-        out = Columns.empty(
-            self.spec, num_rows, num_rows if padded_to is None else padded_to, num_ids, allocate
-        )
+        out = Columns.empty(self.spec, num_rows, padded_to, num_ids, allocate)
         at = 0
         ids_at = [0] * len(num_ids)
         names = [feature.name for feature in self.spec.categorical]
         of_groups = [(names.index(g.features[0]), g) for g in self.spec.sequences]
         for group, rows in pieces:
-            place = slice(at, at + rows.stop - rows.start)
+            span = slice(at, at + rows.stop - rows.start)
             for (_, values), numbers in zip(out.row_columns(self.spec), group.columns, strict=True):
-                values[place] = numbers[rows]
+                values[span] = numbers[rows]
             for position, numbers in enumerate(group.numerical):
-                out.numerical[place, position] = numbers[rows]
+                out.numerical[span, position] = numbers[rows]
             for index, feature in enumerate(self.spec.categorical):
                 ends = group.offsets[index]
                 if ends is None:
@@ -97,7 +96,7 @@ class ParquetSource(TimedSource):
                     items = slice(rows.start * feature.hotness, rows.stop * feature.hotness)
                 else:
                     items = slice(ends[rows.start], ends[rows.stop])
-                    out.lengths[index][place] = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
+                    out.lengths[index][span] = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
                 target = slice(ids_at[index], ids_at[index] + items.stop - items.start)
                 if not feature.is_dynamic:
                     out.ids[index][target] = group.ids[index][items]
@@ -112,7 +111,7 @@ class ParquetSource(TimedSource):
                         lengths = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
                         part = ages_of(part, group.moments[sequence.name][rows], lengths)
                     events[ids_at[index] - len(part) : ids_at[index]] = part
-            at = place.stop
+            at = span.stop
         return out
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:

@@ -76,7 +76,7 @@ class SplitGroups:
         """
         part, inside = self._locate(group)
         names = [name for name in spec.names if name not in self._absent]
-        where = Place(self.paths[part], self._starts[group] - self._starts[group - inside])
+        where = Where(self.paths[part], self._starts[group] - self._starts[group - inside])
         return decode(self.table(group, names), spec, where, self._absent)
 
     def table(self, group: int, names: Sequence[str]) -> pa.Table:
@@ -112,7 +112,7 @@ class SplitGroups:
 
 
 def decode(
-    table: pa.Table, spec: FeatureSpec, where: "Place", absent: Collection[str] = ()
+    table: pa.Table, spec: FeatureSpec, where: "Where", absent: Collection[str] = ()
 ) -> RowGroup:
     """Return the rows of a table whose columns have the right types, every value checked.
 
@@ -147,8 +147,8 @@ def decode(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Place of a row group, for messages: its file, or the name of a table in memory, and its first row in it."""
+class Where:
+    """The file of a row group, or the name of a table in memory, and its first row in it; for messages."""
 
     path: Path | str
     first_row: int = 0

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataloading.dataset.split_files import expect
+from dataloading.dataset.split_files import OFFSET_DTYPE, Lengths, SplitFiles, expect, mapped
 
 EVENT_DTYPES = ("int8", "int16", "int32", "int64", "float16", "float32")
 MOMENT_DTYPE = np.dtype("<i8")
 MOST_EVENTS = 2**31 - 1
 """Lengths of rows are int32."""
+POOLED_ROWS = 10_000
+"""Most rows whose events in pools are counted for their mean."""
 EVENTS = "events"
 """Directory of events that lie once, for all splits."""
 
@@ -32,6 +34,14 @@ class EventColumn:
 
 
 @dataclass(frozen=True, slots=True)
+class EventPools:
+    """Kinds of events; a row sees the last ones of each in its slice, and none of another kind."""
+
+    of: str  # which of the group's numbers is the kind of an event
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceGroup:
     """Features and numbers of the same events, so a row has equally many of each."""
 
@@ -43,6 +53,8 @@ class SequenceGroup:
     # which of `numbers` is the time of an event, in whole seconds on disk. A batch has its age before
     # the moment of the row instead, which is above 0: no event is of the row's moment or later
     time: str | None = None
+    # each of them has an equal share of `max_length`; None: a row sees its whole slice of a log
+    pools: EventPools | None = None
 
     def __post_init__(self) -> None:
         where, most = f"sequence_spec.{self.name}", self.max_length
@@ -57,11 +69,47 @@ class SequenceGroup:
             self.time,
             f"an int64 column of its numbers ({', '.join(dtypes) or 'it has none'})",
         )
+        if self.pools is not None:
+            of, values = self.pools.of, self.pools.values
+            kind = f"one of its numbers ({', '.join(dtypes) or 'it has none'})"
+            expect(of in dtypes and of != self.time, f"{where}.pools.of", of, kind)
+            few = f"1 to max_length={most} different integers"
+            good = all(type(value) is int for value in values) and len({*values}) == len(values)
+            expect(good and 1 <= len(values) <= most, f"{where}.pools.values", values, few)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of features and numbers."""
         return (*self.features, *(column.name for column in self.numbers))
+
+    def pooled(
+        self, kinds: np.ndarray, starts: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the events that rows see in their slices of a log, int64 [events], and how many each row does, int64 [rows].
+
+        `kinds`: of all events of the log.
+        """
+        assert self.pools is not None
+        most = self.max_length // len(self.pools.values)
+        seen = []
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            of_slice = kinds[start:end]
+            last = [np.flatnonzero(of_slice == kind)[-most:] for kind in self.pools.values]
+            seen.append(np.sort(np.concatenate(last)) + start)
+        lengths = np.array([len(events) for events in seen], np.int64)
+        return np.concatenate([np.empty(0, np.int64), *seen]), lengths
+
+    def mean_events(self, files: SplitFiles) -> float:
+        """Return the mean events of a row, as `Lengths.mean`; with pools, that of evenly spread rows."""
+        if self.pools is None:
+            return files.mean_hotness(self.name)
+        slices = mapped(files.slices[self.name], OFFSET_DTYPE).reshape(-1, 2)
+        starts, ends = slices[:: len(slices) // POOLED_ROWS + 1].T
+        [dtype] = [column.dtype for column in self.numbers if column.name == self.pools.of]
+        kinds = mapped(files.events[self.pools.of], dtype)
+        lengths = Lengths()
+        lengths.add(self.pooled(kinds, starts, ends)[1])
+        return lengths.mean
 
     def wrong_length(self, lengths: np.ndarray) -> int | None:
         """Return the first row with more than `max_length` events, or fewer than 0."""
@@ -74,11 +122,11 @@ class SequenceGroup:
         values: np.ndarray,
         lengths: np.ndarray,
         moments: np.ndarray | None,
-        place: Callable[[int], str],
+        where: Callable[[int], str],
     ) -> np.ndarray:
         """Return numbers of the events of rows for a batch, float32.
 
-        `moments`: of the rows, int64 [rows], for the ages of times; None if `values` are ages. `place`: of a row, for messages.
+        `moments`: of the rows, int64 [rows], for the ages of times; None if `values` are ages. `where`: of a row, for messages.
         Raises ValueError: a number is not finite, or an event is not earlier than its row and not later than the one before.
         """
         if column.name == self.time:
@@ -89,7 +137,7 @@ class SequenceGroup:
                 row = row_of(lengths, at)
                 moment = "" if moments is None else f", whose moment is {moments[row]}"
                 raise ValueError(
-                    f"'{column.name}': an event of {kind} {values[at]} at {place(row)}{moment}; want only events before the "
+                    f"'{column.name}': an event of {kind} {values[at]} at {where(row)}{moment}; want only events before the "
                     "moment of their row"
                 )
             later = out_of_order(ages, lengths)
@@ -97,7 +145,7 @@ class SequenceGroup:
                 at = int(later.argmax())
                 raise ValueError(
                     f"'{column.name}': an event of {kind} {values[at]} after one of {values[at - 1]} at "
-                    f"{place(row_of(lengths, at))}; want the oldest event first"
+                    f"{where(row_of(lengths, at))}; want the oldest event first"
                 )
             values = ages
         with np.errstate(over="ignore"):
@@ -105,10 +153,25 @@ class SequenceGroup:
         if not np.isfinite(numbers).all():
             at = int(np.isfinite(numbers).argmin())
             raise ValueError(
-                f"'{column.name}': an event has {values[at]} at {place(row_of(lengths, at))}; "
+                f"'{column.name}': an event has {values[at]} at {where(row_of(lengths, at))}; "
                 "want a finite number that float32 can hold"
             )
         return numbers
+
+
+def seen_events(
+    rows: np.ndarray, times: np.ndarray, moments: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the events that rows see, row after row and oldest first, as preprocessing takes them from a log; and their numbers.
+
+    `rows`, `times`: of each event, integers [E]. `moments`: int64 [B]. A row sees its latest `length` events of smaller times;
+    events of one time keep their order.
+    """
+    order = np.lexsort((times, rows))
+    order = order[times[order] < moments[rows[order]]]
+    lengths = np.bincount(rows[order], minlength=len(moments))
+    from_last = np.cumsum(lengths)[rows[order]] - np.arange(len(order))
+    return order[from_last <= length], np.minimum(lengths, length)
 
 
 def ages_of(times: np.ndarray, moments: np.ndarray, lengths: np.ndarray) -> np.ndarray:

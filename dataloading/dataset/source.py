@@ -1,76 +1,96 @@
 """Rows of a dataset as columns in host memory, and the interface of their sources."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from dataloading.dataset.batch_layout import NO_ID, Allocate, BatchLayout, Column
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.sequences import SequenceGroup
 
-Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""(shape, dtype) -> array, not necessarily zeroed. The loader passes a function that returns pinned memory,
-or memory shared with a reader process. In shared memory, columns follow one another in the order of the calls
-of `Columns.empty`."""
+
+def own_memory(num_bytes: int) -> np.ndarray:
+    return np.empty(num_bytes, np.uint8)
 
 
 @dataclass(slots=True)
 class Columns:
     """B rows as arrays. The last rows may be padding: all zero, without ids."""
 
+    layout: BatchLayout
     numerical: np.ndarray  # float32 [B, num_numerical]; (B, 0) in a dataset without numericals
     labels: np.ndarray  # float32 [B]; [B, labels] with several
-    # all ids, feature after feature, int32 (int64 if any table has 2**31 rows or more)
-    values: np.ndarray
-    # one view into `values` per feature, in the spec's order: flat [num_valid * hotness] or [sum of
-    # lengths]
+    # per feature, in the spec's order: flat [num_valid * hotness] or [sum of lengths], int32 (int64
+    # if any table has 2**31 rows or more)
     ids: list[np.ndarray]
-    # int32 [B] for ragged features, None where the hotness is fixed
+    # of the dtype of ids, [B], for ragged features, None where the hotness is fixed
     lengths: list[np.ndarray | None]
-    weights: np.ndarray | None = None  # float32 [B], 0 of padding rows; None without such a column
-    # float32 [B], 1 of padding rows; None without such a column
-    keep_rates: np.ndarray | None = None
+    weights: np.ndarray | None  # float32 [B], 0 of padding rows; None without such a column
+    keep_rates: np.ndarray | None  # float32 [B], 1 of padding rows; None without such a column
     # float32 [events of the group], by `FeatureSpec.event_columns`
-    events: list[np.ndarray] = field(default_factory=list)
+    events: list[np.ndarray]
 
     @classmethod
     def empty(
         cls,
         spec: FeatureSpec,
         num_valid: int,
-        padded_to: int,
+        padded_to: int | None,
         num_ids: Sequence[int],
-        allocate: Allocate = np.empty,
+        allocate: Allocate = own_memory,
     ) -> "Columns":
-        """Return columns to fill: valid rows and ids are undefined, padding is zero."""
-        assert num_valid <= padded_to
-        numerical = allocate((padded_to, len(spec.numerical)), np.dtype(np.float32))
-        several = (len(spec.labels),) if len(spec.labels) > 1 else ()
-        labels = allocate((padded_to, *several), np.dtype(np.float32))
-        values = allocate((sum(num_ids),), spec.ids_dtype)
-        lengths = [
-            np.zeros(padded_to, np.int32) if f.hotness is None else None for f in spec.categorical
+        """Return columns to fill: valid rows and ids are undefined, padding is set.
+
+        With `padded_to` they are a batch in one memory, laid out as a step reads it; with None they lie one by one and have
+        no padding.
+        """
+        if padded_to is None:
+            layout, memory = BatchLayout.exact(spec, num_valid, num_ids), None
+        else:
+            layout = BatchLayout.holding(spec, padded_to, num_ids)
+            memory = allocate(layout.num_bytes)
+
+        def view(column: Column) -> np.ndarray:
+            return np.empty(column.shape, column.dtype) if memory is None else column.of(memory)
+
+        def padded(column: Column, value: float = 0) -> np.ndarray:
+            numbers = view(column)
+            numbers[num_valid:] = value
+            return numbers
+
+        flat, ids, lengths = view(layout.ids), [], []
+        for first, count, used in zip(
+            layout.firsts.values(), layout.counts.values(), num_ids, strict=True
+        ):
+            end = first + count.capacity
+            ids.append(flat[first : first + used])
+            flat[first + used : end] = 0 if count.hotness else NO_ID
+            of_rows = None if count.hotness else flat[end : end + layout.rows]
+            if of_rows is not None:
+                of_rows[num_valid:] = 0
+            lengths.append(of_rows)
+        used_of = dict(zip(layout.counts, num_ids, strict=True))
+        used_events = [
+            used_of[group.features[0]] for group in spec.sequences for _ in group.numbers
         ]
-        numerical[num_valid:] = 0
-        labels[num_valid:] = 0
-        weights = keep_rates = None
-        if spec.weight is not None:
-            weights = allocate((padded_to,), np.dtype(np.float32))
-            weights[num_valid:] = 0
-        if spec.keep_rate is not None:
-            keep_rates = allocate((padded_to,), np.dtype(np.float32))
-            keep_rates[num_valid:] = 1
-        ends = np.cumsum(num_ids)
-        ids = [values[end - count : end] for end, count in zip(ends, num_ids, strict=True)]
-        of_feature = {f.name: count for f, count in zip(spec.categorical, num_ids, strict=True)}
-        events = [
-            allocate((of_feature[group.features[0]],), np.dtype(np.float32))
-            for group in spec.sequences
-            for _ in group.numbers
-        ]
-        return cls(numerical, labels, values, ids, lengths, weights, keep_rates, events)
+        events = []
+        for column, used in zip(layout.events, used_events, strict=True):
+            numbers = view(column)
+            numbers[used:] = 0
+            events.append(numbers[:used])
+        return cls(
+            layout,
+            padded(layout.numerical),
+            padded(layout.labels),
+            ids,
+            lengths,
+            None if layout.weights is None else padded(layout.weights),
+            None if layout.keep_rates is None else padded(layout.keep_rates, 1),
+            events,
+        )
 
     def row_columns(self, spec: FeatureSpec) -> list[tuple[RowColumn, np.ndarray]]:
         """Return each of `spec.row_columns` with its numbers, a view [B] that may be filled."""
@@ -130,12 +150,12 @@ class Source(ABC):
         split: str,
         runs: np.ndarray,
         padded_to: int | None = None,
-        allocate: Allocate = np.empty,
+        allocate: Allocate = own_memory,
     ) -> Columns:
         """Return the rows of `runs`, in that order; safe to call from several threads.
 
         The ids of features with `vocabulary: dynamic` are undefined; `read_keys` returns their keys. `runs`: int64 [K,
-        2], half-open row ranges. `padded_to`: rows of the result; the rest is padding. None: no padding. Raises
+        2], half-open row ranges. `padded_to`, `allocate`: as of `Columns.empty`. Raises
         ValueError: an id outside its table, a value that is missing or not finite, or an invalid label, weight or keep
         rate; the message names feature, value, row and file.
         """

@@ -140,8 +140,11 @@ class SplitWriter:
             events={name: file.path for name, file in events.items()},
         )
 
-    def mean_hotness(self, name: str) -> float:
-        """Return the mean ids per row of ragged feature `name` so far, as `Lengths.mean`."""
+    def mean_hotness(self, name: str, files: SplitFiles) -> float:
+        """Return the mean ids per row of ragged feature `name`, as `Lengths.mean`. `files`: of the split, closed."""
+        group = self.spec.group_of(name)
+        if group is not None and group.pools is not None:
+            return group.mean_events(files)
         return self._lengths[self._group_of.get(name, name)].mean
 
     def abandon(self) -> None:
@@ -196,10 +199,11 @@ class SplitWriter:
         name, log = group.name, self.logs.get(group.name)
         first_row = self._slices[name].num_rows
 
-        def place(row: int) -> str:
+        def where(row: int) -> str:
             return f"row {first_row + row} of split '{self.split}'"
 
         if slices is None:
+            assert group.pools is None, "pools are of a log"
             if name not in self._events:
                 self._events[name] = EventWriter(
                     group, self._features, self._path_of, self.file_type
@@ -220,7 +224,7 @@ class SplitWriter:
             if wrong.any():
                 row = int(wrong.argmax())
                 raise ValueError(
-                    f"group '{name}': slice {slices[row].tolist()} at {place(row)} lies outside the {log.num_events} "
+                    f"group '{name}': slice {slices[row].tolist()} at {where(row)} lies outside the {log.num_events} "
                     "events appended so far"
                 )
         if (log is self._events[name]) != (lengths is None):
@@ -228,9 +232,9 @@ class SplitWriter:
                 f"group '{name}': lengths and slices in split '{self.split}'; want one of the two"
             )
         counts = slices[:, 1] - slices[:, 0]
-        if (long := group.wrong_length(counts)) is not None:
+        if not group.pools and (long := group.wrong_length(counts)) is not None:
             raise ValueError(
-                f"group '{name}': {counts[long]} events at {place(long)}; want 0 to max_length={group.max_length}"
+                f"group '{name}': {counts[long]} events at {where(long)}; want 0 to max_length={group.max_length}"
             )
         if group.time is not None:
             if moments.shape != counts.shape or moments.dtype.kind not in "iu":
@@ -241,7 +245,7 @@ class SplitWriter:
             self._moments[name].append(moments.astype(MOMENT_DTYPE), len(counts))
         if lengths is not None:
             own = moments if group.time is not None else None
-            self._events[name].append(ids, events, counts, own, place)
+            self._events[name].append(ids, events, counts, own, where)
         self._slices[name].append(slices.astype(OFFSET_DTYPE), len(counts))
         self._lengths[name].add(counts)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dataloading.dataset.durable_files import (
     UnlockableError,
-    hold,
+    exclusive,
     lock_directory,
     replace_directory,
     replace_file,
@@ -63,7 +63,7 @@ def _local_copy(address: str) -> Path:
     while not _use(target):
         with ExitStack() as stack:
             try:
-                stack.enter_context(hold(target, f"is copying {store.address}"))
+                stack.enter_context(exclusive(target, f"is copying {store.address}"))
             except ValueError:  # another process, such as another rank of this node
                 time.sleep(WAIT_S)
                 continue

@@ -44,7 +44,7 @@ def writable(output: str, last: str, overwrite: bool = False) -> Iterator[Path]:
     store = ObjectStore(output)
     if not overwrite and (store.has(last) or store.has("")):
         raise ValueError(f"{store.address} exists already; choose another output, or remove it")
-    path = place_of(output)
+    path = path_before_upload(output)
     yield path
     try:
         if path.is_dir():
@@ -56,8 +56,8 @@ def writable(output: str, last: str, overwrite: bool = False) -> Iterator[Path]:
     shutil.rmtree(path.parent)
 
 
-def place_of(output: str) -> Path:
+def path_before_upload(output: str) -> Path:
     """Return the path in the cache of what is uploaded to an address; the folder that it lies in exists, and is its own."""
-    place = cache_directory() / OUTPUTS / sha256(output.encode()).hexdigest()[:16]
-    place.mkdir(parents=True, exist_ok=True)
-    return place / ObjectStore(output).path.rpartition("/")[2]
+    folder = cache_directory() / OUTPUTS / sha256(output.encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / ObjectStore(output).path.rpartition("/")[2]

@@ -27,7 +27,7 @@ from nn.checkpoint.directory import (
     unfinished,
 )
 from nn.checkpoint.mirror import CheckpointMirror
-from nn.checkpoint.staging import StagingBuffer, State, num_bytes
+from nn.checkpoint.staging import StagingBuffer, State, num_bytes, stored_bytes
 from nn.checkpoint.state import TRAINER, Trained, incomplete_tensors, restore, write
 from nn.distributed.errors import SharedError
 from nn.distributed.preemption import Heartbeat
@@ -101,10 +101,10 @@ class CheckpointManager:
         self._error: BaseException | None = None
 
     def check_room(self) -> None:
-        """Print a warning if the disk has no room for one checkpoint, a quota apart; all ranks must call it."""
-        needed = sum(self._channel.gather(num_bytes(self._step.state_dict())))
+        """Print a warning on rank 0 if the disk has no room for one checkpoint, a quota apart."""
         if not self._ranks.is_rank0:
             return
+        needed = stored_bytes(self._step.state_dict())
         self.write_s = needed / BYTES_PER_S
         existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
         free = shutil.disk_usage(existing).free
@@ -230,14 +230,14 @@ class CheckpointManager:
                     problem = problem or str(error)
             # Fails if a rank has exited: torch.distributed.checkpoint treats a process whose group is closed as the only
             # rank, and would write its shards as a complete checkpoint.
-            of_ranks = self._channel.gather((num_bytes(state), pause.seconds))
+            of_ranks = self._channel.gather(pause.seconds)
             if problem is None and self._ranks.is_rank0:
                 self.write_s = time.perf_counter() - started
                 record = {
                     "step": num_steps,
-                    "bytes": sum(size for size, _ in of_ranks),
+                    "bytes": stored_bytes(state),
                     # The others wait for the rank that stands still longest.
-                    **_longest([seconds for _, seconds in of_ranks]),
+                    **_longest(of_ranks),
                     "write_s": self.write_s,
                 }
                 problem = self._commit(num_steps, state, facts, record, pause)

@@ -10,6 +10,8 @@ from configs.messages import shown
 from nn.checkpoint.tensor_index import check_plain_name
 
 MAX_COUNT = 2**62
+DAY_FACTS, ENDS_DAY = "stage", "ends_stage"
+"""Names in run.json, of checkpoints since 0.2.0, of the day that a run trains and of whether its steps are all behind it."""
 
 Check = Callable[[Any], bool]
 
@@ -56,10 +58,10 @@ _CHECKS: dict[str, tuple[Check, str]] = {
         "bytes and checksum that the spec lists of each file",
     ),
     "trainer": (_of(dict), "the state of the training loop"),
-    "stage": (_of(dict), "the stage of the run"),
+    DAY_FACTS: (_of(dict), "the day of the run"),
 }
-_STAGE: dict[str, tuple[Check, str]] = {
-    "number": (is_count, "the number of a stage"),
+_DAY: dict[str, tuple[Check, str]] = {
+    "number": (is_count, "the number of a day"),
     "first_step": (is_count, "a number of steps"),
     "identity": (_or_none(_of(str)), "the identity of a fit or null"),
     "previous": (_or_none(_of(str)), "a path or null"),
@@ -77,17 +79,13 @@ _TRAINER: dict[str, tuple[Check, str]] = {
     "restored_test_auc": (_or_none(_is_number), "a number or null"),
     "first_step": (is_count, "a number of steps"),
     "evals_since_best": (is_count, "a number of evaluations"),
-    "ends_stage": (_of(bool), "true or false"),
+    ENDS_DAY: (_of(bool), "true or false"),
     "other_days": (_mapping_to(_or_none(_is_number)), "metrics of other days"),
     "key_counts": (_mapping_to(is_count), "numbers of keys"),
 }
 _REQUIRED = ("num_steps", "feature_spec", "index_crc32", "files")
-# Older checkpoints lack these.
-_LATER_OF_TRAINER = (
-    *("last_record", "restored_test_auc", "first_step", "best_metric", "evals_since_best"),
-    *("ends_stage", "other_days", "key_counts", "best_rows"),
-)
-_REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name not in _LATER_OF_TRAINER)
+# Only runs with raw keys count them.
+_REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name != "key_counts")
 _REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")
 
 
@@ -96,11 +94,11 @@ def check_facts(facts: Mapping[str, Any]) -> None:
     _check("", facts, _CHECKS, _REQUIRED)
     for name in facts["files"]:
         check_plain_name(name)
-    if "stage" in facts:
-        _check("stage.", facts["stage"], _STAGE, tuple(_STAGE))
-        unknown = sorted(set(facts["stage"]) - set(_STAGE))
+    if DAY_FACTS in facts:
+        _check(f"{DAY_FACTS}.", facts[DAY_FACTS], _DAY, tuple(_DAY))
+        unknown = sorted(set(facts[DAY_FACTS]) - set(_DAY))
         if unknown:
-            raise ValueError(f"stage has {shown(unknown[0])}; want {', '.join(_STAGE)}")
+            raise ValueError(f"{DAY_FACTS} has {shown(unknown[0])}; want {', '.join(_DAY)}")
     if "trainer" in facts:
         _check("trainer.", facts["trainer"], _TRAINER, ())
         numbers = facts["trainer"].get("test", {})

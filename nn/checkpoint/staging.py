@@ -1,5 +1,6 @@
 """Staging of a run's state in host memory, so that training continues while a checkpoint is written."""
 
+import math
 from dataclasses import replace
 from typing import cast
 
@@ -64,6 +65,18 @@ def _on_host(shard: ShardMetadata) -> ShardMetadata:
     return ShardMetadata(
         shard.shard_offsets, shard.shard_sizes, f"rank:{shard.placement.rank()}/cpu"
     )
+
+
+def stored_bytes(state: State) -> int:
+    """Return the bytes that a checkpoint of all ranks takes."""
+    total = 0
+    for value in state.values():
+        if isinstance(value, ShardedTensor):
+            described = value.metadata()
+            total += math.prod(described.size) * described.tensor_properties.dtype.itemsize
+        else:
+            total += value.nbytes
+    return total
 
 
 def in_file(tensor: Tensor) -> bool:

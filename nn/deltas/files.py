@@ -39,7 +39,7 @@ class TakenRows:
 class WrittenPart:
     """An array of one rank: a part of a tensor.
 
-    `key`: its place among the parts of the tensor: first row, first column.
+    `key`: its position among the parts of the tensor: first row, first column.
     """
 
     tensor: str
@@ -113,8 +113,8 @@ def _entry(parts: Sequence[WrittenPart]) -> dict[str, Any]:
         if len(size) == 2 and len(parts) > 1:
             offsets[1] = part.key[1]
             size[1] = max(size[1], part.key[1] + part.size[1])
-        place = {"file": part.file, "start": part.start, "crc32": part.crc32}
-        chunks.append({"offsets": offsets, "sizes": list(part.size)} | place)
+        location = {"file": part.file, "start": part.start, "crc32": part.crc32}
+        chunks.append({"offsets": offsets, "sizes": list(part.size)} | location)
     return {"dtype": parts[0].dtype, "size": size, "chunks": chunks}
 
 

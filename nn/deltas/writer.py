@@ -147,8 +147,8 @@ class DeltaWriter:
         for position, one in enumerate(shards):
             shard, ids = one.shard, one.touched.nonzero().view(-1)
             if len(ids):
-                place = (shard.table, position, shard.row_offset, shard.column_offset)
-                self._taken.append(TakenRows(*place, ids, self._rows(shard.weight, ids)))
+                part = (shard.table, position, shard.row_offset, shard.column_offset)
+                self._taken.append(TakenRows(*part, ids, self._rows(shard.weight, ids)))
         self._tables.clear_touched()
 
     def _take_keys(self, shards: Sequence[TouchedShard]) -> None:

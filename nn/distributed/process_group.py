@@ -260,10 +260,15 @@ def _open(ranks: Ranks) -> None:
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT, **options)
 
 
-def open_channel(ranks: Ranks, name: str) -> dist.ProcessGroup | None:
-    """Open a communicator of GPUs for collectives beside those of another stream, on all ranks; None on CPUs."""
-    if ranks.world_size == 1 or ranks.device.type != "cuda":
+def open_channel(
+    ranks: Ranks, name: str, parts: Sequence[Sequence[int]] = ()
+) -> dist.ProcessGroup | None:
+    """Open a communicator of GPUs for collectives beside those of another stream, on all ranks; None on CPUs.
+
+    With `parts` of the ranks it is for the part of this rank, also on CPUs.
+    """
+    if not parts and (ranks.world_size == 1 or ranks.device.type != "cuda"):
         return None
     if name not in _channels:
-        _channels[name] = dist.new_group()
+        _channels[name] = dist.new_subgroups_by_enumeration(parts)[0] if parts else dist.new_group()
     return _channels[name]

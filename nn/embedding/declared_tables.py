@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ from torch import nn
 from configs.messages import shown
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.id_blocks import IdCount
 from nn.embedding.lookups import Lookup, Pooling
 
 if TYPE_CHECKING:
@@ -160,11 +158,6 @@ def lookups_of(
     return found
 
 
-CAPACITY = 1.125
-"""Capacity for the ids of a ragged feature in a batch, over their expected number; `SPREAD` adds what small batches need."""
-SPREAD = 6.0
-
-
 def keyed_tables(declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> dict[str, str]:
     """Return the tables for raw keys (`vocabulary: dynamic`), and the name of the map that has their keys."""
     features = {f.name: f.table or f.name for f in spec.categorical if f.is_dynamic}
@@ -173,23 +166,6 @@ def keyed_tables(declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> d
         for table in declared
         if table.feature_names[0] in features
     }
-
-
-def id_counts(spec: FeatureSpec, batch_size: int, doublings: int = 0) -> dict[str, IdCount]:
-    """Return the ids of each feature in a batch of one rank.
-
-    A ragged feature has room for its mean number of ids per row, an eighth more, and six standard deviations of a sum of
-    `batch_size` rows whose lengths are spread as their mean. `doublings` doubles that as often.
-    """
-    counts = {}
-    for feature in spec.categorical:
-        if feature.hotness:
-            counts[feature.name] = IdCount(feature.hotness, batch_size * feature.hotness)
-        else:
-            mean = feature.mean_hotness
-            capacity = CAPACITY * mean * batch_size + SPREAD * (mean + 1) * batch_size**0.5
-            counts[feature.name] = IdCount(0, max(math.ceil(capacity), 1) * 2**doublings)
-    return counts
 
 
 def table_of_feature(tables: Sequence[EmbeddingBagConfig]) -> dict[str, str]:

@@ -153,12 +153,12 @@ class LocalEmbeddingBags:
 
     def rows(self, ids: Tensor) -> TableRows | None:
         """Return the rows of ids [N] for a kernel on a GPU that takes them itself; None if a vector is not just one row."""
-        if self._row_places is None:
+        if self._row_offsets is None:
             return None
-        return TableRows(self.tables[0].weight, ids, *self._row_places)
+        return TableRows(self.tables[0].weight, ids, *self._row_offsets)
 
     @cached_property
-    def _row_places(self) -> tuple[Tensor, int] | None:
+    def _row_offsets(self) -> tuple[Tensor, int] | None:
         widths = {placed.width for placed in self._lookups}
         are_rows = all(placed.lookup.hotness == 1 for placed in self._lookups)
         if self._kernels is None or self._is_bounded or len(widths) > 1 or not are_rows:
@@ -167,8 +167,8 @@ class LocalEmbeddingBags:
         weights = [self.tables[placed.table].weight for placed in self._lookups]
         distances = [elements_between(first, weight) for weight in weights]
         first_ids = [placed.ids.first for placed in self._lookups]
-        places = torch.tensor([distances, first_ids], dtype=torch.int64, device=self._device)
-        return places, gcd(16, *distances, *widths)
+        offsets = torch.tensor([distances, first_ids], dtype=torch.int64, device=self._device)
+        return offsets, gcd(16, *distances, *widths)
 
     def sort(self, ids: Tensor) -> SortedIds:
         """Sort the keys of ids [N] for `update`, stably; slots by the rows in them: sums do not depend on who has which slot."""

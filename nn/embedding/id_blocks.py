@@ -10,21 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dataloading.dataset.batch_layout import IdCount
+
 # B: rows of a rank, W: ranks whose ids lie one after the other, G: samples, W * B
-
-NO_ID = -1
-
-
-@dataclass(frozen=True, slots=True)
-class IdCount:
-    """Ids of a feature in a batch of one rank."""
-
-    hotness: int  # ids per row, 0 if the feature is ragged
-    capacity: int  # ids for which a batch has room
-
-    def sent_size(self, batch_size: int) -> int:
-        """Return the numbers that a rank sends: the ids, and the length of each row of a ragged feature."""
-        return self.capacity + (0 if self.hotness else batch_size)
 
 
 @dataclass(frozen=True, slots=True)

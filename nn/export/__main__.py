@@ -9,30 +9,25 @@ if __name__ == "__main__":
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from configs.command_line import NO_OUTPUT, command, errors_end_command
+from configs.command_line import NO_OUTPUT, command
 from configs.export_schema import ExportConfig
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
 from configs.stop_signals import restore_signals
 from nn.export.tables import Selection, export_tables
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and export the tables; report errors in one line."""
-    with errors_end_command(place_of(composed, "output"), interrupted=NO_OUTPUT):
-        config: ExportConfig = to_config(composed)
-        assert config.checkpoint is not None, "ExportConfig refuses a configuration without"
-        assert config.output is not None, "likewise"
-        restore_signals()
-        record = export_tables(
-            Path(config.checkpoint),
-            Path(config.output),
-            Selection(config.tables, config.parts, config.optimizer),
-            format=config.format,
-            fitted=None if config.fitted is None else Path(config.fitted),
-        )
+def run(config: ExportConfig) -> None:
+    """Export the tables."""
+    assert config.checkpoint is not None, "ExportConfig refuses a configuration without"
+    assert config.output is not None, "likewise"
+    restore_signals()
+    record = export_tables(
+        Path(config.checkpoint),
+        Path(config.output),
+        Selection(config.tables, config.parts, config.optimizer),
+        format=config.format,
+        fitted=None if config.fitted is None else Path(config.fitted),
+    )
     print(on_one_line(f"{_summary(record, config)} written to {config.output}"))
 
 
@@ -49,4 +44,4 @@ def _summary(record: dict[str, Any], config: ExportConfig) -> str:
 
 
 if __name__ == "__main__":
-    command(run, ExportConfig, "export")
+    command(run, ExportConfig, "export", interrupted=NO_OUTPUT)

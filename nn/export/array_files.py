@@ -1,6 +1,6 @@
 """Files of arrays for other programs, written block by block: .npy and safetensors.
 
-The place of every array in its file and its checksums are returned, so that a checkpoint's index can name it.
+The location of every array in its file and its checksums are returned, so that a checkpoint's index can name it.
 """
 
 import json
@@ -84,8 +84,8 @@ class WrittenArray:
     @property
     def entry(self) -> dict[str, Any]:
         chunk = {"offsets": [0] * len(self.size), "sizes": list(self.size)}
-        place = {"file": self.file, "start": self.start, "crc32": self.crc32}
-        return {"dtype": self.dtype, "size": list(self.size), "chunks": [chunk | place]}
+        location = {"file": self.file, "start": self.start, "crc32": self.crc32}
+        return {"dtype": self.dtype, "size": list(self.size), "chunks": [chunk | location]}
 
 
 def write_npy(path: Path, array: Array) -> WrittenArray:

@@ -13,7 +13,7 @@ class DistinctRows:
     """The distinct rows of a table that this rank's batch needs, and where the ids of one of its features find theirs.
 
     Rows are in no particular order, and which of them are used changes from batch to batch: work on rows must not depend on
-    their place or number. Those that no id points to are zeros, and their gradient is ignored.
+    their position or number. Those that no id points to are zeros, and their gradient is ignored.
 
     Attributes:
         rows: [R + 1, D], differentiable; the last one is zeros. Features of one table have the same.

@@ -2,8 +2,9 @@
 
 from torch import Tensor, nn
 
+from configs.schema import ModelConfig, NumericalEncoding
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.numerical_embedding import NumericalEmbedding
+from nn.layers.numerical_embedding import NumericalEmbedding, NumericalVectors
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.ops.fused_linear import as_autocast
 
@@ -11,16 +12,20 @@ from nn.ops.fused_linear import as_autocast
 class FeatureVectors(nn.Module):
     """Join the vectors of numerical and categorical features.
 
-    `embedding_dim`: D, columns of every vector. `columns`: (N + F) * D. `prefix_columns`: N * D; see `nn.models.model.Model`.
+    D is `embedding_dim` of the options. `columns`: (N + F) * D. `prefix_columns`: N * D; see `nn.models.model.Model`.
     """
 
-    def __init__(self, spec: FeatureSpec, embedding_dim: int) -> None:
+    def __init__(self, spec: FeatureSpec, options: ModelConfig) -> None:
         super().__init__()
-        num_numerical = len(spec.numerical)
+        num_numerical, embedding_dim = len(spec.numerical), options.embedding_dim
         self.num_features = num_numerical + len(spec.categorical)
         self.columns = self.num_features * embedding_dim
         self.prefix_columns = num_numerical * embedding_dim
-        self.numerical = NumericalEmbedding(num_numerical, embedding_dim) if num_numerical else None
+        self.numerical: NumericalEmbedding | NumericalVectors | None = None
+        if num_numerical and options.numerical_encoding is NumericalEncoding.plain:
+            self.numerical = NumericalEmbedding(num_numerical, embedding_dim)
+        elif num_numerical:
+            self.numerical = NumericalVectors(num_numerical, options)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D + R] or `PooledEmbeddings` to [B, (N + F)*D + R], N vectors first."""

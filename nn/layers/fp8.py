@@ -27,7 +27,7 @@ from nn.ops.fp8 import (
     scale_factors,
 )
 from nn.ops.fused_linear import weight_gradient
-from nn.ops.gradient_place import take_place
+from nn.ops.gradient_buffer import take_buffer
 
 # B: samples, C: columns of x0, R: rank of the weight (C for a full weight), L: layers, u: [B, C], factor of x0, n: matrices
 
@@ -338,7 +338,7 @@ def gradient_of_weight(
     x, inverse = kept
     if x.dtype is INPUT:
         of_x = Fp8Matrix(x, inverse)
-        return product(grad.transposed, of_x, weight.dtype, out=take_place(weight), exact=True)
+        return product(grad.transposed, of_x, weight.dtype, out=take_buffer(weight), exact=True)
     assert wide is not None
     return weight_gradient(wide, x, weight)
 

@@ -163,14 +163,14 @@ class ActionVectors(nn.Module):
     def forward(self, actions: Tensor, parts: SampleParts) -> Tensor:
         """Map the actions of events, whole numbers [C], to vectors [P, D]; zeros for context."""
         count = len(self.bits)
-        places = torch.arange(count, device=actions.device)
+        shifts = torch.arange(count, device=actions.device)
         combinations = torch.arange(2**count, device=actions.device)
-        is_set = (combinations[:, None] >> places & 1).to(self.of_bits.dtype)
+        is_set = (combinations[:, None] >> shifts & 1).to(self.of_bits.dtype)
         inputs = (is_set[:, :, None] * self.of_bits).flatten(1)
         vectors = self.mlp(torch.cat([inputs, self.of_candidate[None]]))
         vectors = torch.cat([vectors, torch.zeros_like(vectors[:1])])
         chosen = parts.choose(actions, 0.0, 0.0).long()
-        combination = (((chosen[:, None] & self.bits) != 0).long() << places).sum(1)
+        combination = (((chosen[:, None] & self.bits) != 0).long() << shifts).sum(1)
         combination = torch.where(parts.is_event, combination, 2**count + 1)
         return embedding(torch.where(parts.is_candidate, 2**count, combination), vectors)
 
@@ -208,7 +208,7 @@ class ContextVectors(nn.Module):
         return torch.cat(found, dim=1)
 
 
-class Places(nn.Module):
+class PositionVectors(nn.Module):
     """Vectors of a position's distance from the end and of the time from it to the query.
 
     Context has the first rows of the table of positions, and the first candidate the next; all others of a sample are counted

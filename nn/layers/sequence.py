@@ -81,6 +81,19 @@ def attend_once(
     return attend(q, k, v, at, queries=queries, scale=scale, bias=bias)
 
 
+def pool_weighted(values: Tensor, weights: Tensor, at: SamplePositions, *, is_mean: bool) -> Tensor:
+    """Return the sum over each sample of weights [C] * values [C, D], [B, D] float32; of a mean, divided by that of the weights.
+
+    Zeros where that is 0. A weight below 0 gives NaN.
+    """
+    weights = torch.where(weights < 0, torch.nan, weights).unsqueeze(1)
+    total = pool(weights * values.float(), at, "sum")
+    if not is_mean:
+        return total
+    mass = pool(weights, at, "sum")
+    return total / torch.where(mass == 0, 1, mass)
+
+
 class SequencePooling(nn.Module):
     """One vector per sample from its events: sum, mean, last, or attention without a query.
 

@@ -70,7 +70,7 @@ def xavier_uniform_(weight: Tensor, generator: torch.Generator) -> None:
 
 
 class PositionDropout(Dropout):
-    """`Dropout` of [C, D] whose mask follows from the row of the sample in the global batch, and the place in the sample."""
+    """`Dropout` of [C, D] whose mask follows from the row of the sample in the global batch, and the offset in the sample."""
 
     def forward(self, x: Tensor, at: JaggedPositions) -> Tensor:  # type: ignore[override]
         """Map [C, D] to the same shape and dtype."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from configs.messages import shown
 from configs.schema import Config
 from dataloading.arrow_table import SPLIT, arrow_table, features_source
-from dataloading.batch import Batch, jagged
+from dataloading.batch import Batch
+from dataloading.dataset.batch_layout import BatchLayout
 from dataloading.dataset.documents import read_json, resolved
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.loader import READERS, Loader, LoaderSettings
@@ -31,7 +32,7 @@ from nn.observability.records import CONFIG, METRICS, MODEL, SUMMARY, read_recor
 from nn.saved_config import load_saved_config
 from nn.scores.score_file import score_columns
 from nn.scores.unknown_values import UnknownValues
-from nn.training.limits import Stage
+from nn.training.limits import Day
 from nn.training.train_step import AMP_DTYPES
 
 if TYPE_CHECKING:
@@ -80,9 +81,8 @@ class Run:
         numbers.
         `trusted`: whether a model outside the project, `package.module:Class`, may be imported.
 
-        Raises:
-            ValueError: there is no such checkpoint, or `fitted` has no fit or other features, or a file is missing, damaged or
-                contradicts the others.
+        Raises ValueError: there is no such checkpoint, or `fitted` has no fit or other features, or a file is missing, damaged
+        or contradicts the others.
         """
         directory = Path(directory)
         paths = _checkpoints(directory, checkpoint)
@@ -140,8 +140,7 @@ class Run:
             A table of the same kind with the float64 column `score`, or `score_<label>` of several labels. That of a DataFrame
             has its index.
 
-        Raises:
-            ValueError: a column is missing or of another type, or a value is missing, not finite or outside its table.
+        Raises ValueError: a column is missing or of another type, or a value is missing, not finite or outside its table.
         """
         if type(batch_size) is not int or batch_size < 1:
             raise ValueError(f"batch_size={shown(batch_size)}; want a whole number of at least 1")
@@ -258,7 +257,7 @@ def _checkpoints(directory: Path, name: str | None) -> list[Path]:
 def _day(checkpoint: Path) -> int | None:
     """Return the number of the day that a checkpoint was trained on; None if it cannot be read."""
     try:
-        return Stage.of_facts(read_facts(checkpoint)).number
+        return Day.of_facts(read_facts(checkpoint)).number
     except ValueError:
         return None
 
@@ -267,15 +266,17 @@ def _expanded(batch: Batch, tables: Mapping[str, Tensor]) -> Batch:
     """Return a batch with the further ids of features that are expanded."""
     if not tables:
         return batch
-    keys = batch.ids.keys()
-    values, lengths = [], []
-    for name in keys:
-        ids, counts = batch.ids[name].values(), batch.ids[name].lengths()
-        if name in tables:
-            full = expand(ids, tables[name])
-            ids, counts = full.flatten().to(ids.dtype), counts * full.shape[1]
-        values.append(ids)
-        lengths.append(counts)
-    counts_per_key = [len(ids) for ids in values]
-    ids = jagged(keys, torch.cat(values), torch.cat(lengths), None, counts_per_key)
-    return replace(batch, ids=ids, layout=None, memory=None)
+    layout = batch.layout
+    hotness = {name: 1 + table.shape[1] for name, table in tables.items()}
+    categorical = tuple(
+        replace(feature, hotness=hotness[feature.name], mean_hotness=hotness[feature.name])
+        if feature.name in hotness
+        else feature
+        for feature in layout.spec.categorical
+    )
+    spec = replace(layout.spec, categorical=categorical)
+    expanded = batch.in_layout(BatchLayout.of(spec, layout.rows, layout.doublings))
+    for name, table in tables.items():
+        ids = expand(batch.feature(name).values(), table)
+        expanded.feature(name).values().copy_(ids.flatten())
+    return expanded

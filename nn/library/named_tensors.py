@@ -23,7 +23,7 @@ def named_tensors(batch: Batch, spec: FeatureSpec) -> dict[str, Tensor | JaggedT
     for column, name in enumerate(spec.numerical):
         named[name] = batch.numerical[:rows, column]
     for feature in spec.categorical:
-        ids = batch.ids[feature.name]
+        ids = batch.feature(feature.name)
         if feature.hotness is None:
             named[feature.name] = JaggedTensor(ids.values(), lengths=ids.lengths()[:rows])
         elif len(ids.values()) == rows:
@@ -32,7 +32,7 @@ def named_tensors(batch: Batch, spec: FeatureSpec) -> dict[str, Tensor | JaggedT
             named[feature.name] = ids.values().view(rows, -1)
     events = iter(batch.events)
     for group in spec.sequences:
-        lengths = batch.ids[group.features[0]].lengths()[:rows]
+        lengths = batch.feature(group.features[0]).lengths()[:rows]
         for number in group.numbers:
             named[number.name] = JaggedTensor(next(events), lengths=lengths)
     return named

@@ -74,11 +74,7 @@ class Training:
         self._is_finished = False
 
     def __enter__(self) -> Self:
-        """Open the run.
-
-        Raises:
-            ValueError: an invalid option or input, or a run directory that holds the complete run already.
-        """
+        """Open the run; ValueError: an invalid option or input, or a run directory that holds the complete run already."""
         config = self._config
         check_inputs(config)
         require_stack()
@@ -150,14 +146,14 @@ class Training:
         The batch is a function of the seed and the step, so any of them can be read at any time. Raises ValueError: the run,
         or its day, has no such step.
         """
-        loader, stage = self._session.loaders.train, self._trainer.state.stage
+        loader, day = self._session.loaders.train, self._trainer.state.day
         assert loader is not None
         step = self.num_steps if step is None else step
-        if type(step) is not int or not stage.first_step <= step < self.last_step:
+        if type(step) is not int or not day.first_step <= step < self.last_step:
             raise ValueError(
-                f"there is no batch of step {shown(step)}; want {stage.first_step:,} to {self.last_step - 1:,}"
+                f"there is no batch of step {shown(step)}; want {day.first_step:,} to {self.last_step - 1:,}"
             )
-        return named_tensors(loader.batch(stage.place(step)), self.spec)
+        return named_tensors(loader.batch(day.position(step)), self.spec)
 
     def step(self) -> TrainedStep:
         """Train on the next batch; return it with its loss and logits.

@@ -63,16 +63,16 @@ def _edges(logits: Tensor, collectives: Collectives) -> Tensor:
         collectives.world_size, SAMPLED_ROWS + 1, dtype=torch.float64, device=logits.device
     )
     if count:
-        places = torch.linspace(0, len(logits) - 1, count, dtype=torch.float64).round().long()
-        samples[collectives.rank, :count] = logits[places.to(logits.device)].double()
+        positions = torch.linspace(0, len(logits) - 1, count, dtype=torch.float64).round().long()
+        samples[collectives.rank, :count] = logits[positions.to(logits.device)].double()
         samples[collectives.rank, -1] = count
     samples = collectives.all_reduce_sum(samples)
     is_sampled = torch.arange(SAMPLED_ROWS, device=logits.device) < samples[:, -1:]
     ordered = samples[:, :-1][is_sampled].sort().values
     if not len(ordered):
         return ordered.float()
-    places = torch.linspace(0, len(ordered) - 1, NUM_BUCKETS + 1, dtype=torch.float64)[1:-1]
-    return ordered[places.round().long().to(ordered.device)].float().unique()
+    positions = torch.linspace(0, len(ordered) - 1, NUM_BUCKETS + 1, dtype=torch.float64)[1:-1]
+    return ordered[positions.round().long().to(ordered.device)].float().unique()
 
 
 def describe_predictions(buckets: ScoreBuckets) -> dict[str, Any]:

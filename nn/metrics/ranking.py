@@ -113,7 +113,7 @@ class KeptRows:
         return LateAuc(pieces, self.kept, self.device)
 
     def first_not_finite(self) -> tuple[int, int, int] | None:
-        """Return the first prediction that is not finite: its `update` call, its place there, and how many there are."""
+        """Return the first prediction that is not finite: its `update` call, its row there, and how many there are."""
         self._keep_latest()
         counts = [int((~numbers.isfinite()).sum()) for numbers in self._predictions]
         for call, count in enumerate(counts):

@@ -67,7 +67,7 @@ class TaskMetrics:
             None if self._while_training else batch.keep_rates,
         )
         if self._group is not None:
-            ids = batch.ids[self._group].values()[: batch.num_valid] if groups is None else groups
+            ids = batch.feature(self._group).values() if groups is None else groups
             self._groups.append(ids.to(self._device, torch.int64, copy=True))
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:
@@ -157,12 +157,12 @@ class TaskMetrics:
         }
 
     def first_not_finite(self) -> tuple[int, int, int] | None:
-        """Return this rank's first logit that is not finite: `update` call, place, and their number over all tasks."""
+        """Return this rank's first logit that is not finite: `update` call, row, and their number over all tasks."""
         found = [found for kept in self._of_task if (found := kept.first_not_finite()) is not None]
         if not found:
             return None
-        call, place, _ = min(found)
-        return call, place, sum(count for _, _, count in found)
+        call, row, _ = min(found)
+        return call, row, sum(count for _, _, count in found)
 
     def _keep(
         self,

@@ -58,7 +58,7 @@ class AutoInt(Model):
 
     def __init__(self, options: AutoIntOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.vectors = FeatureVectors(spec, options)
         self.prefix_columns = self.vectors.prefix_columns
         columns = options.heads * options.head_dim
         inputs = [options.embedding_dim] + [columns] * (options.layers - 1)

@@ -20,7 +20,7 @@ class BST(SequenceModel):
 
     The candidate's token is its vector, zeros for features of an event that it lacks, behind those of the events. Blocks
     (section 2.2, equations 3 to 5) have a leaky ReLU, and LayerNorm behind every layer. The paper takes an event's age for
-    its place; here a token has both (`EventTokens`).
+    its position; here a token has both (`EventTokens`).
     """
 
     Options = BSTOptions

@@ -37,7 +37,7 @@ class DeepFM(Model):
 
     def __init__(self, options: DeepFMOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.vectors = FeatureVectors(spec, options)
         self.prefix_columns = self.vectors.prefix_columns
         num_numerical = len(spec.numerical)
         self.weights = NumericalEmbedding(num_numerical, 1) if num_numerical else None

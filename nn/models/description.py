@@ -100,7 +100,9 @@ def _features(stored: FeatureSpec, spec: FeatureSpec) -> dict[str, Any]:
 
 def _group(group: SequenceGroup) -> dict[str, Any]:
     numbers = [{"name": column.name, "dtype": column.dtype.name} for column in group.numbers]
-    return {**asdict(group), "features": list(group.features), "numbers": numbers}
+    facts = {**asdict(group), "features": list(group.features), "numbers": numbers}
+    del facts["pools"]  # a model sees what they have chosen
+    return facts
 
 
 def _table(table: EmbeddingBagConfig) -> dict[str, Any]:

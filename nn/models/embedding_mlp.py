@@ -11,9 +11,9 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.features import chosen_features, rates, suggested_columns
+from nn.models.features import rates, table_widths
 from nn.models.model import Activations, Model
-from nn.models.options import SUGGESTED, EmbeddingMLPOptions, Pooling
+from nn.models.options import EmbeddingMLPOptions, Pooling
 from nn.ops.fused_linear import as_autocast
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class EmbeddingMLP(Model):
     def __init__(self, options: EmbeddingMLPOptions, spec: FeatureSpec) -> None:
         super().__init__()
         self._embedding_columns = 0
-        widths = _widths(options, spec)
-        for columns, features in zip(widths, spec.table_features.values(), strict=True):
+        widths = table_widths(options, spec)
+        for table, features in spec.table_features.items():
             for feature in features:
                 positions = feature.hotness if options.pooling is Pooling.none else 1
                 if positions is None:
@@ -43,7 +43,7 @@ class EmbeddingMLP(Model):
                         f"model.pooling=none requires fixed hotness, but feature {shown(feature.name)} is ragged; use sum "
                         "or mean"
                     )
-                self._embedding_columns += columns * positions
+                self._embedding_columns += widths[table] * positions
         self.prefix_columns = len(spec.numerical)
         self.mlp = MLP(
             self.prefix_columns + self._embedding_columns,
@@ -61,7 +61,7 @@ class EmbeddingMLP(Model):
         from torchrec.modules.embedding_configs import PoolingType
 
         tables = one_table_per_feature(options, spec)
-        for table, columns in zip(tables, _widths(options, spec), strict=True):
+        for table, columns in zip(tables, table_widths(options, spec).values(), strict=True):
             table.embedding_dim = columns
             table.pooling = PoolingType[options.pooling.name.upper()]
         return tables
@@ -74,23 +74,3 @@ class EmbeddingMLP(Model):
         """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
         x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
         return self.mlp(x).squeeze(1).float()
-
-
-def _widths(options: EmbeddingMLPOptions, spec: FeatureSpec) -> list[int]:
-    """Return the columns of every table."""
-    if options.embedding_dims == SUGGESTED:
-        return [suggested_columns(first.cardinality) for first, *_ in spec.table_features.values()]
-    chosen_features(
-        "model.embedding_dims", list(options.embedding_dims), [x.name for x in spec.categorical]
-    )
-    widths = []
-    for features in spec.table_features.values():
-        names = [feature.name for feature in features]
-        named = [options.embedding_dims[name] for name in names if name in options.embedding_dims]
-        if len(set(named)) > 1:
-            raise ValueError(
-                f"model.embedding_dims gives {named} columns to features {', '.join(names)}, which share a table; name one "
-                "of them"
-            )
-        widths.append(named[0] if named else options.embedding_dim)
-    return widths

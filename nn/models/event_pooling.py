@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,9 @@ from configs.schema import EventPooling, ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import embedding_columns, hands_out_rows
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.layers.sequence import SequencePooling
-from nn.models.model import Activations, Fp8Layer, Model
+from nn.layers.sequence import SequencePooling, pool_weighted
+from nn.models.features import chosen_features
+from nn.models.model import Activations, Model, Wrapper
 from nn.ops.fused_linear import as_autocast
 
 if TYPE_CHECKING:
@@ -34,17 +35,21 @@ def pooled_tables(
 
     how = options.sequence_pooling
     group_of = {name for group in spec.sequences for name in group.features}
+    weighed = _weighed_features(options, spec)
     single = {feature.name for feature in spec.categorical if feature.hotness == 1}
     found = []
     for table in tables:
         names = {*table.feature_names}
-        if how is not EventPooling.sum and table.pooling.name == "SUM" and names & group_of:
+        is_weighed = bool(names & weighed)
+        changes = how is not EventPooling.sum or is_weighed
+        if changes and table.pooling.name == "SUM" and names & group_of:
             for name in sorted(names - group_of - single):
                 raise ValueError(
                     f"model.sequence_pooling={how.value}: feature {shown(name)} shares table {shown(table.name)} with events and "
                     "has several ids per row; make it a sequence group, or give it a table of its own"
                 )
-            pooling = PoolingType.MEAN if how is EventPooling.mean else PoolingType.NONE
+            is_mean = how is EventPooling.mean and not is_weighed
+            pooling = PoolingType.MEAN if is_mean else PoolingType.NONE
             table = replace(table, pooling=pooling)
         found.append(table)
     if how is not EventPooling.sum and found == list(tables):
@@ -54,8 +59,17 @@ def pooled_tables(
     return found
 
 
-class WithPooledEvents(Model):
-    """A model whose vectors of events are pooled here, from rows: by the last event or attention (`SequencePooling`).
+def _weighed_features(options: ModelConfig, spec: FeatureSpec) -> set[str]:
+    """Return the features whose events have weights. Raises ValueError: the dataset lacks a group or a number."""
+    groups = {group.name: group for group in spec.sequences}
+    for name in chosen_features("model.event_weights", list(options.event_weights), list(groups)):
+        numbers = [column.name for column in groups[name].numbers]
+        chosen_features(f"model.event_weights.{name}", [options.event_weights[name]], numbers)
+    return {of for name in options.event_weights for of in groups[name].features}
+
+
+class WithPooledEvents(Wrapper):
+    """A model whose vectors of events are pooled here, from rows: weighed, by the last event or by attention.
 
     `declared`: its tables before `pooled_tables`.
     """
@@ -67,15 +81,16 @@ class WithPooledEvents(Model):
         options: ModelConfig,
         spec: FeatureSpec,
     ) -> None:
-        super().__init__()
-        self.model, how = model, options.sequence_pooling
+        super().__init__(model)
+        how, self._weights = options.sequence_pooling, options.event_weights
+        self._is_mean = how is EventPooling.mean
         self._reads_events = any(hands_out_rows(table, spec) for table in declared)
         group_of = {name: group.name for group in spec.sequences for name in group.features}
         # Of the model's columns, those of tables that pool, or table, feature, group of events.
         self._pieces: list[int | tuple[str, str, str | None]] = []
         self.poolings, self._kept = nn.ModuleDict(), Counter[str]()
         for before, table in zip(declared, pooled_tables(declared, options, spec), strict=True):
-            if table == before:
+            if table.pooling == before.pooling or table.pooling.name == "MEAN":
                 columns = embedding_columns([table], spec)
                 self._pieces += [columns] if columns else []
                 continue
@@ -90,14 +105,6 @@ class WithPooledEvents(Model):
         of_model = self.model.activations()
         kept = self._kept + Counter(of_model.event_columns)
         return replace(of_model, reread_columns=0, event_columns=dict(kept))
-
-    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the loss of the model."""
-        return self.model.add_losses(share, share_of)
-
-    def fp8_layers(self) -> Sequence[Fp8Layer]:
-        """Return the layers of the model."""
-        return self.model.fp8_layers()
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and `PooledEmbeddings` to the logits of the model."""
@@ -117,7 +124,12 @@ class WithPooledEvents(Model):
                 events, found = embeddings.sequence(group), as_autocast(rows.by_id())
                 # Events may have a spare position, which the rows of a further table have not.
                 found = nn.functional.pad(found, (0, 0, 0, len(events.samples) - len(found)))
-                vectors.append(self.poolings[table](found, events))
+                if group in self._weights:
+                    weights = events.numbers[self._weights[group]]
+                    weighed = pool_weighted(found, weights, events, is_mean=self._is_mean)
+                    vectors.append(as_autocast(weighed))
+                else:
+                    vectors.append(self.poolings[table](found, events))
         x = torch.cat(vectors, dim=1)
         rows_of, sequence_of = embeddings.rows_of, embeddings.sequence_of
         if self._reads_events and rows_of is not None and sequence_of is not None:

@@ -79,7 +79,7 @@ class FCN(Model):
 
     def __init__(self, options: FCNOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.vectors = FeatureVectors(spec, options)
         self.prefix_columns = self.vectors.prefix_columns
         self.deep = CrossBranch(
             self.vectors.columns, options.deep_layers, options.deep_dropout, exponential=True

@@ -30,7 +30,7 @@ class FinalMLP(Model):
 
     def __init__(self, options: FinalMLPOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.vectors = FeatureVectors(spec, options)
         self.prefix_columns = self.vectors.prefix_columns
         every = [*spec.numerical, *in_table_order(spec)]
         named = {

@@ -52,7 +52,8 @@ class HSTU(Model):
             )
         self.context = hstu.ContextVectors(found.num_features, columns, found.numbers, width)
         buckets = options.time_buckets if inputs.group.time is not None else None
-        self.places = hstu.Places(options.positions, buckets, width)
+        # Named as checkpoints have it.
+        self.places = hstu.PositionVectors(options.positions, buckets, width)
         self.dropout = PositionDropout(options.input_dropout)
         self.layers = nn.ModuleList(
             STULayer(
@@ -124,8 +125,8 @@ class HSTU(Model):
         hours = None if found.hour is None else numerical[:, found.hour].float()
         from_last = options.query_time is QueryTime.last_event
         ages, seconds = hstu.times_of(events, inputs.group.time, parts, hours, from_last=from_last)
-        places = self.places(at, self._num_context, num_candidates, seconds)
-        x = as_autocast(self.dropout(x * math.sqrt(options.width) + places, at))
+        added = self.places(at, self._num_context, num_candidates, seconds)
+        x = as_autocast(self.dropout(x * math.sqrt(options.width) + added, at))
 
         for number, layer in enumerate(self.layers):
             only = number == options.layers - 1 and options.last_layer_of_candidates

@@ -76,7 +76,7 @@ class MaskNet(Model):
 
     def __init__(self, options: MaskNetOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.vectors = FeatureVectors(spec, options)
         self.prefix_columns = self.vectors.prefix_columns
         self.norm = FeatureNorm(self.vectors.num_features, options.embedding_dim)
         self.is_serial = options.structure is MaskStructure.serial

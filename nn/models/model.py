@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
 from configs.schema import ModelConfig
@@ -66,6 +67,10 @@ class Model(nn.Module):
     # else; in training on one GPU nothing is then looked up before
     takes_rows: bool = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged_losses: dict[str, Tensor] = {}  # this rank's latest `extra_losses`
+
     @classmethod
     def tables(cls, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
         """Return the tables with their features: one per feature unless overridden.
@@ -82,7 +87,9 @@ class Model(nn.Module):
 
         Raises ValueError: the options do not fit the features.
         """
-        return cls(options, spec)
+        kind: Any = cls
+        made: Self = kind(options, spec)
+        return made
 
     def activations(self) -> Activations:
         """Return the memory and work that the estimates count in addition to linear layers."""
@@ -92,11 +99,25 @@ class Model(nn.Module):
         """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
         raise NotImplementedError
 
+    def extra_losses(self) -> dict[str, Tensor]:
+        """Return this rank's shares [] of further terms of the loss by name, after `forward` in training; none unless overridden.
+
+        Records have the latest step's sums over ranks as `extra_loss.NAME`.
+        """
+        return {}
+
     def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return this rank's share of the loss that is trained, after `forward`: nothing is added unless overridden.
+        """Return this rank's share of the loss that is trained, after `forward`: with `extra_losses` unless overridden.
 
         `share`: this rank's share of the tasks' loss; the sum over ranks is the loss. `share_of`: returns that of other logits.
         """
+        for name, term in self.extra_losses().items():
+            share = share + term
+            if (
+                name not in self.logged_losses
+            ):  # one piece of memory, which all captured passes write
+                self.logged_losses[name] = torch.empty_like(term, requires_grad=False)
+            self.logged_losses[name].copy_(term.detach())
         return share
 
     def fp8_layers(self) -> Sequence[Fp8Layer]:
@@ -132,3 +153,24 @@ class Model(nn.Module):
             parameter.numel() for parameter in self.parameters() if id(parameter) not in linear
         )
         return others + sum(before * after + after for before, after in self.linear_layers())
+
+
+class Wrapper(Model):
+    """A model that changes what another one reads, and has its losses and layers."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        self.logged_losses = model.logged_losses
+
+    def activations(self) -> Activations:
+        """Return those of the model."""
+        return self.model.activations()
+
+    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the loss of the model."""
+        return self.model.add_losses(share, share_of)
+
+    def fp8_layers(self) -> Sequence[Fp8Layer]:
+        """Return the layers of the model."""
+        return self.model.fp8_layers()

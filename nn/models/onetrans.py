@@ -24,20 +24,22 @@ from nn.ops.jagged import offsets
 
 
 class JoinedTokens(NamedTuple):
-    """Places of events [C] and of T tokens of every sample [T, B], when those follow its events."""
+    """Positions of events [C] and of T tokens of every sample [T, B], when those follow its events."""
 
     at: Positions
-    source: Tensor  # which of the events and the tokens behind them lies at each place, [C + T * B]
-    event_places: Tensor  # [C]
-    token_places: Tensor  # [T * B]
+    source: (
+        Tensor  # which of the events and the tokens behind them lies at each position, [C + T * B]
+    )
+    event_positions: Tensor  # [C]
+    token_positions: Tensor  # [T * B]
 
     @classmethod
     def of(cls, events: SamplePositions, count: int) -> JoinedTokens:
-        """Return the places of `count` tokens behind the events."""
+        """Return the positions of `count` tokens behind the events."""
         samples = torch.arange(events.starts.shape[0], device=events.starts.device)
         starts, size = events.starts + count * samples, events.samples.shape[0]
-        place = torch.arange(size + count * starts.shape[0], device=starts.device)
-        owner = (torch.searchsorted(starts, place, right=True) - 1).clamp(min=0)
+        position = torch.arange(size + count * starts.shape[0], device=starts.device)
+        owner = (torch.searchsorted(starts, position, right=True) - 1).clamp(min=0)
         at = Positions(starts, events.lengths + count, owner, events.max_length + count)
         offset = offsets(at)[0]
         token = (offset - events.lengths[owner]).clamp(max=count - 1)
@@ -46,7 +48,7 @@ class JoinedTokens(NamedTuple):
         )
         own = torch.arange(size, device=starts.device) + count * events.samples
         behind = starts + events.lengths + torch.arange(count, device=starts.device)[:, None]
-        last = place.shape[0] - 1
+        last = position.shape[0] - 1
         return cls(at, source.clamp(0, last), own.clamp(0, last), behind.flatten())
 
 
@@ -89,13 +91,13 @@ class OneTransBlock(nn.Module):
             both.index_select(0, joined.source).unflatten(1, (3, self._heads, -1)).unbind(1)
         )
         found = attend(query, key, value, joined.at, causal=True).flatten(1)
-        behind = found.index_select(0, joined.token_places).view_as(tokens)
+        behind = found.index_select(0, joined.token_positions).view_as(tokens)
         tokens = tokens + self._dropped(self.token_attended(behind))
         network = self.token_network(_normed(self.network_norm, tokens), None)
         tokens = tokens + self._dropped(network)
         if self.attended is None or self.hidden is None or self.output is None:
             return events, tokens
-        own = self.attended(found.index_select(0, joined.event_places))
+        own = self.attended(found.index_select(0, joined.event_positions))
         events = events + self.dropout(own, at)
         hidden = gelu(self.hidden(_normed(self.network_norm, events)))
         return events + self.dropout(self.output(hidden), at), tokens
@@ -112,7 +114,7 @@ class OneTrans(SequenceModel):
     """Dense component: logit = MLP(tokens behind the last block).
 
     Tokens are one product of [item, others, x], cut into T (section 3.2, auto-split); an event's is a product of its vector
-    (`EventTokens` adds place, age and numbers). The paper's pyramid, which drops the oldest events from block to block,
+    (`EventTokens` adds position, age and numbers). The paper's pyramid, which drops the oldest events from block to block,
     is not here: all events stay up to the last block, which computes tokens only.
     """
 
@@ -124,6 +126,7 @@ class OneTrans(SequenceModel):
         check_heads(options.heads, columns)
         self._shape = tokens, columns
         self.events = nn.Linear(self.inputs.columns, columns)
+        # Named as checkpoints have it.
         self.places = EventTokens(columns, self.inputs.group, options.block_dropout)
         features = self.inputs.item_columns + self.inputs.num_others
         self.features = nn.Linear(features, tokens * columns)

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
-from configs.schema import MOST_COLUMNS, ModelConfig, Section, option, require
+from configs.schema import (
+    MOST_COLUMNS,
+    SUGGESTED,
+    ModelConfig,
+    NumericalEncoding,
+    Section,
+    option,
+    require,
+)
 
 MOST_WIDTH = 2**20
 # Measured (benchmarks/history.md): with 1/sqrt(rows) the vectors of small tables give first logits far from 0.
@@ -135,10 +143,6 @@ class DeepFMOptions(_DeepOptions):
     dropout: float = option(0.5, "rate of the dropout after every hidden layer")
 
 
-SUGGESTED = "suggested"
-"""Value of model.embedding_dims that derives the columns from the rows of each table."""
-
-
 class Pooling(Enum):
     """Pooling of the embeddings of a feature's ids."""
 
@@ -158,24 +162,6 @@ class EmbeddingMLPOptions(_DeepOptions):
     pooling: Pooling = option(
         Pooling.sum, "sum or mean of the embeddings of a feature's ids, or none: side by side"
     )
-    # Any, since Hydra lets nobody add keys to a typed dictionary; checked below.
-    embedding_dims: Any = option(
-        None,
-        "columns of single tables, by feature: {genres: 16}; suggested: 16 to 512 by each table's rows, as NVTabular "
-        "suggests them",
-    )
-
-    def __post_init__(self) -> None:
-        _DeepOptions.__post_init__(self)
-        widths = self.embedding_dims = self.embedding_dims or {}
-        if widths == SUGGESTED:
-            return
-        require(
-            isinstance(widths, dict)
-            and all(type(n) is int and 0 < n <= MOST_COLUMNS for n in widths.values()),
-            f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
-            f"{{genres: 16}}, or be {SUGGESTED}, got {widths}",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -282,7 +268,7 @@ class DINOptions(ModelConfig):
     sequence: str | None = option(
         None,
         "sequence group with the history, whose features pair with item_features in order and share their tables; "
-        "null: history_features",
+        "null: history_features, or else the only group",
     )
     item_features: list[str] = option([], "features of the candidate item, such as [movieId]")
     history_features: list[str] = option(
@@ -312,12 +298,15 @@ class DINOptions(ModelConfig):
     dropout: float = rate(0.0, "rate of the dropout after every hidden layer of the MLP")
 
 
+OF_GROUP = "sequence group with the events; null: the only one"
+
+
 @dataclass(kw_only=True, slots=True)
 class _SequenceOptions(_DeepOptions):
     """Options of a model that reads the events of a sequence group."""
 
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
-    sequence: str = option("history", "sequence group with the events")
+    sequence: str | None = option(None, OF_GROUP)
     item_features: list[str] = option(
         [], "features of the candidate; each shares its table with a feature of the group, in order"
     )
@@ -538,8 +527,21 @@ class PEPNetOptions(ModelConfig):
     )
 
 
+@dataclass(kw_only=True, slots=True)
+class STAROptions(ModelConfig):
+    """Options of STAR."""
+
+    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    domain: str | None = option(
+        None, "numerical feature with the number of a row's domain, from 0 to domains - 1"
+    )
+    domains: int = option(2, "number of domains, each with a network of its own", most=1024, gt=0)
+    hidden: list[int] = widths([256, 128, 64], "widths of the hidden layers of every domain")
+    auxiliary_hidden: list[int] = widths([64], "widths of the auxiliary network's hidden layers")
+
+
 class ItemMLPs(Enum):
-    """Place of the MLPs of HSTU's items."""
+    """Inputs of the MLPs of HSTU's items."""
 
     position = "position"
     row = "row"
@@ -563,10 +565,10 @@ class QueryTime(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class HSTUOptions(ModelConfig):
-    """Options of HSTU; the defaults are those of MLPerf's dlrm_v4."""
+    """Options of HSTU; experiment=hstu_mlperf has those of MLPerf's dlrm_v4."""
 
-    embedding_dim: int = option(512, "columns of every table", most=MOST_COLUMNS)
-    sequence: str = option("history", "sequence group with the events")
+    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    sequence: str | None = option(None, OF_GROUP)
     item_features: list[str] = option(
         [],
         "features of the candidates: the item, then what belongs to it; each shares its table with a feature of the group, "
@@ -595,23 +597,23 @@ class HSTUOptions(ModelConfig):
     last_layer_of_candidates: bool = option(
         True, "compute the last layer for candidates only, of which alone it is used"
     )
-    input_hidden: int = option(
-        256, "hidden columns of the MLPs of the input", most=MOST_WIDTH, gt=0
+    input_hidden: int = option(64, "hidden columns of the MLPs of the input", most=MOST_WIDTH, gt=0)
+    width: int = option(64, "columns of a position", most=MOST_WIDTH, gt=0)
+    layers: int = option(2, "STU layers", most=1024, gt=0)
+    heads: int = option(2, "heads of every layer", most=1024, gt=0)
+    head_dim: int = option(32, "columns of a head", most=MOST_COLUMNS, gt=0)
+    positions: int = option(
+        1024, "rows of the table of positions; earlier events share the last", most=2**24, gt=0
     )
-    width: int = option(512, "columns of a position", most=MOST_WIDTH, gt=0)
-    layers: int = option(3, "STU layers", most=1024, gt=0)
-    heads: int = option(4, "heads of every layer", most=1024, gt=0)
-    head_dim: int = option(128, "columns of a head", most=MOST_COLUMNS, gt=0)
-    positions: int = option(8192, "rows of the table of positions", most=2**24, gt=0)
     time_buckets: int = option(
         2048, "last bucket of a time, the root of its minutes", most=2**24, gt=0
     )
     input_dropout: float = rate(0.2, "rate of the dropout before the first layer")
     dropout: float = rate(0.1, "rate of the dropout before the output of every layer")
     attention_norm: AttentionNorm = option(
-        AttentionNorm.batch_max,
-        "divisor of the attention: the longest sample of this rank's batch, as in the reference; the longest possible; or "
-        "the sample's own length",
+        AttentionNorm.length,
+        "divisor of the attention: the longest sample of this rank's batch, as in the reference, so that a score depends on "
+        "the rows beside it; the longest possible; or the sample's own length",
     )
     silu_all: bool = option(False, "SiLU on values, queries and keys too, as in the paper")
     concat: bool = option(True, "u and the attention beside their product; false as in the paper")
@@ -648,6 +650,10 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
         found["active_experts"] = "model.experts=1 needs no routing"
     if isinstance(options, EmbeddingMLPOptions) and options.embedding_dims == SUGGESTED:
         found["embedding_dim"] = f"model.embedding_dims={SUGGESTED} chooses all columns"
+    if options.numerical_encoding is not NumericalEncoding.periodic:
+        found["numerical_sigma"] = "only model.numerical_encoding=periodic has frequencies"
+    if options.numerical_encoding is NumericalEncoding.plain:
+        found["numerical_size"] = "model.numerical_encoding=plain encodes no number"
     for rate in ("dropout", "batch_norm"):
         if not hidden and getattr(options, rate, False):
             found[rate] = "the model has no hidden layer"

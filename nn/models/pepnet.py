@@ -47,7 +47,7 @@ class PEPNet(Model):
         super().__init__()
         every = in_table_order(spec)
 
-        def places(key: str, chosen: list[str]) -> list[int]:
+        def indices(key: str, chosen: list[str]) -> list[int]:
             names = chosen_features(f"model.{key}", chosen, every)
             if not names:
                 raise ValueError(
@@ -56,8 +56,8 @@ class PEPNet(Model):
             return [every.index(name) for name in names]
 
         self.prefix_columns, self._dim = len(spec.numerical), options.embedding_dim
-        self._domain = places("domain_features", options.domain_features)
-        self._prior = places("prior_features", options.prior_features)
+        self._domain = indices("domain_features", options.domain_features)
+        self._prior = indices("prior_features", options.prior_features)
         self._columns = self.prefix_columns + len(every) * self._dim
         self.embedding_gate = GateUnit(len(self._domain) * self._dim, self._columns, self._columns)
         gates = nn.ModuleList(

@@ -11,6 +11,7 @@ from torch.nn.functional import embedding_bag
 from dataloading.batch import Batch
 from dataloading.dataset.sequences import SequenceGroup
 from nn.embedding.declared_tables import initial_bound, table_of_feature
+from nn.embedding.pretrained import FileRows
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import fill_uniform_
 from nn.layers.pooled_embeddings import PooledEmbeddings
@@ -44,7 +45,9 @@ class RankingModel(nn.Module):
         self.tables = nn.ParameterDict()
         for table in self._declared:
             weight = torch.empty(table.num_embeddings, table.embedding_dim)
-            if seed is not None:
+            if seed is not None and isinstance(table.init_fn, FileRows):
+                table.init_fn(weight)
+            elif seed is not None:
                 fill_uniform_(weight, seed=seed, table=table.name, bound=initial_bound(table))
             self.tables[table.name] = nn.Parameter(weight)
         self.dense = dense
@@ -80,7 +83,7 @@ class RankingModel(nn.Module):
 
     def _ids_of(self, table: str, feature: str, batch: Batch) -> "JaggedTensor":
         """Return the rows of a table that a feature looks up."""
-        return batch.ids[feature]
+        return batch.feature(feature)
 
     def _look_up(self, table: "EmbeddingBagConfig", feature: str, batch: Batch) -> Tensor:
         """Return the embeddings of one feature: [B, D], or [B, H * D] without pooling."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -63,7 +63,7 @@ class RankMixer(Model):
 
     def __init__(self, options: RankMixerOptions, spec: FeatureSpec) -> None:
         super().__init__()
-        self.vectors = FeatureVectors(spec, options.embedding_dim)
+        self.vectors = FeatureVectors(spec, options)
         self.prefix_columns = self.vectors.prefix_columns
         every = [*spec.numerical, *in_table_order(spec)]
         first = chosen_features("model.feature_order", options.feature_order, every)
@@ -97,10 +97,11 @@ class RankMixer(Model):
             },
         )
 
-    def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the penalties of all routers."""
+    def extra_losses(self) -> dict[str, Tensor]:
+        """Return the penalties of all routers."""
         routers = [block.router for block in self.blocks if block.router is not None]
-        return share + sum(router.penalty() for router in routers) if routers else share
+        penalties = [router.penalty() for router in routers]
+        return {"router": torch.stack(penalties).sum()} if routers else {}
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings or `PooledEmbeddings` to float32 logits [B, tasks], or [B] of one task."""

@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.built_in import MODELS
 from configs.messages import shown
-from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_keys
-from configs.schema import Config, EventPooling, ModelConfig, describe
+from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_options
+from configs.schema import Config, EventPooling, ModelConfig, NumericalEncoding, describe
 from configs.user_objects import described, load_user_object
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.models import options as own_options
@@ -76,31 +76,32 @@ def typed_config(
     what `to_config` returns of `composed`, and becomes the result. Raises ValueError: an invalid value, an unknown option, or
     an unknown model; or an option of `written` is one of other models only, or the user's has no effect.
     """
-    written = [option for option in written if option.key.startswith("model.")]
+    written = [option for option in written if option.name.startswith("model.")]
     config = common or to_config(composed)
     _refuse_options_of_others(composed.model.name, written)
     config.model = model_options(composed.model)
     for name, reason in own_options.without_effect(config.model).items():
-        for key, place, is_users in written:
-            if is_users and f"{key}.".startswith(f"model.{name}."):
-                raise ValueError(f"{place}{key} has no effect: {reason}; leave it out")
+        for option, where, is_users in written:
+            if is_users and f"{option}.".startswith(f"model.{name}."):
+                raise ValueError(f"{where}{option} has no effect: {reason}; leave it out")
     return config
 
 
 def _refuse_options_of_others(name: str, written: Sequence[WrittenOption]) -> None:
     own = {declared.name for declared in fields(find_options(name))}
-    for key, place, _ in written:
-        option = key.split(".")[1]
+    for written_as, where, _ in written:
+        option = written_as.split(".")[1]
         others = [] if option in own else models_with(option)
         options = sorted(options_of_own_models()) if others else []
         if others and not any(
-            f"{known}.".startswith(f"{key}.") or key.startswith(f"{known}.") for known in options
+            f"{known}.".startswith(f"{written_as}.") or written_as.startswith(f"{known}.")
+            for known in options
         ):
-            raise ValueError(f"{place}{no_option(key, options)}")
+            raise ValueError(f"{where}{no_option(written_as, options)}")
         if others:
             raise ValueError(
-                f"{place}{key} is an option of {', '.join(others)}, and model.name={name} has none of this name; leave it out, "
-                f"or choose another model (--help model lists the options of this one)"
+                f"{where}{written_as} is an option of {', '.join(others)}, and model.name={name} has none of this name; "
+                f"leave it out, or choose another model (--help model lists the options of this one)"
             )
 
 
@@ -142,7 +143,7 @@ def _is_of_another(key: str, value: Any) -> bool:
         if kind is None:
             continue
         if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-            for unknown in unknown_keys(OmegaConf.create(value), kind, f"model.{key}."):
+            for unknown in unknown_options(OmegaConf.create(value), kind, f"model.{key}."):
                 raise no_option(unknown, [option for option, _ in describe(options, "model.")])
         return True
     return False
@@ -160,8 +161,11 @@ def declared_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBa
     """
     from nn.embedding.declared_tables import check_tables
     from nn.models.event_pooling import pooled_tables
+    from nn.models.table_widths import tables_of_widths
 
-    tables = pooled_tables(_own_tables(options, spec), options, spec)
+    tables = tables_of_widths(
+        pooled_tables(_own_tables(options, spec), options, spec), options, spec
+    )
     check_tables(tables, options, spec)
     return tables
 
@@ -193,13 +197,14 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
     import torch
 
     from nn.layers.pass_state import PassLayer
-    from nn.models.event_pooling import WithPooledEvents
+    from nn.models.event_pooling import WithPooledEvents, pooled_tables
     from nn.models.model import Model
+    from nn.models.table_widths import WithProjections, tables_of_widths
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
-            dense = find_model(options.name).build(options, spec)
+            dense = _built(options, spec)
         except Exception as error:  # a model outside the project may raise anything
             if ":" not in options.name or isinstance(error, ValueError):
                 raise
@@ -210,10 +215,16 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
         raise ValueError(
             f"model.name={options.name}: build() returns {type(dense).__name__}; want a nn.models.model.Model"
         )
-    if options.sequence_pooling in (EventPooling.last, EventPooling.attention):
+    from_rows = EventPooling.last, EventPooling.attention
+    if options.sequence_pooling in from_rows or options.event_weights:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             dense = WithPooledEvents(dense, _own_tables(options, spec), options, spec)
+    if options.embedding_dims:
+        pooled = pooled_tables(_own_tables(options, spec), options, spec)
+        tables = tables_of_widths(pooled, options, spec)
+        if tables != pooled:  # a table of a file differs in its init_fn
+            dense = WithProjections(dense, pooled, tables, spec)
     unknown = [
         name
         for name in dense.saved_buffers()
@@ -226,6 +237,25 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
             "nn.layers.pass_state.PassLayer, or register a constant with persistent=False"
         )
     return dense
+
+
+def _built(options: ModelConfig, spec: FeatureSpec) -> Model:
+    """Return the dense component of a model, with encoded numbers where the options want them and it does not do so itself."""
+    from nn.layers.feature_vectors import FeatureVectors
+    from nn.models.numerical_features import WithEncodedNumbers, encoded_spec, named_numbers
+
+    model = find_model(options.name)
+    dense = model.build(options, spec)
+    if options.numerical_encoding is NumericalEncoding.plain:
+        return dense
+    if len(named_numbers(options, spec)) == len(spec.numerical):
+        raise ValueError(
+            f"model.numerical_encoding={options.numerical_encoding.value}: the dataset has no numerical feature to encode; "
+            "leave it out"
+        )
+    if any(isinstance(layer, FeatureVectors) for layer in dense.modules()):
+        return dense
+    return WithEncodedNumbers(model.build(options, encoded_spec(options, spec)), options, spec)
 
 
 def build_meta(options: ModelConfig, spec: FeatureSpec) -> Model:

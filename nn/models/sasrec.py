@@ -19,7 +19,7 @@ class SASRec(SequenceModel):
     """Dense component: logit = <s, item> + MLP([item, s, others, x]).
 
     s is the last event's state behind all blocks (section III.C), normalised as in the authors' program, or zeros without
-    events. The product is the paper's score (equation 7); the MLP makes a ranker over all features of it. A place counts from
+    events. The product is the paper's score (equation 7); the MLP makes a ranker over all features of it. A position counts from
     the last event, which needs no padding in front. Blocks have an output product behind the heads, which the paper's lack.
     """
 

@@ -16,7 +16,7 @@ from nn.embedding.declared_tables import one_table_per_feature, table_name
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import pool
 from nn.layers.sequence_events import SequenceEvents
-from nn.models.features import chosen_features
+from nn.models.features import chosen_features, chosen_group
 from nn.models.options import DINOptions
 from nn.ops.fused_linear import as_autocast
 
@@ -62,12 +62,8 @@ class SequenceInput:
 
         Raises ValueError: the dataset lacks it, or candidate and events do not fit.
         """
-        groups = {group.name: group for group in spec.sequences}
-        if options.sequence not in groups:
-            raise ValueError(
-                f"model.sequence={options.sequence} is no sequence group of the dataset; it has {', '.join(groups) or 'none'}"
-            )
-        group = groups[options.sequence]
+        group = chosen_group(options, spec)
+        assert group is not None, "no histories of fixed hotness"
         by_name = {feature.name: feature for feature in spec.categorical}
         items = chosen_features("model.item_features", options.item_features, list(by_name))
         if not 0 < len(items) <= len(group.features):
@@ -172,7 +168,7 @@ def find_history(options: DINOptions, spec: FeatureSpec) -> SequenceInput | Fixe
 
     Raises ValueError: they name no history, or one that the dataset lacks or that does not fit its item.
     """
-    if options.sequence is not None:
+    if chosen_group(options, spec) is not None:
         return SequenceInput.of(options, spec)
     by_name = {feature.name: feature for feature in spec.categorical}
     items = chosen_features("model.item_features", options.item_features, list(by_name))

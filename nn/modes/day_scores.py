@@ -2,10 +2,10 @@
 
 from nn.build import TRAIN_SPLIT
 from nn.distributed.preemption import Heartbeat
+from nn.next_day import as_known, open_previous_day
 from nn.observability.progress import Progress
 from nn.observers.observer import Loop, Observer
 from nn.session import Session
-from nn.stages import as_known, open_previous_day
 from nn.training.evaluator import Evaluator
 from nn.training.limits import NEXT, PREVIOUS
 from nn.training.loop_state import LoopState, plain_numbers
@@ -28,28 +28,30 @@ class DayScores(Observer):
 
     def on_start(self, loop: Loop) -> None:
         """Score the rows of a new day, whose new values the model does not know."""
-        session, stage = self._session, self._state.stage
-        if stage.is_new:
+        session, day = self._session, self._state.day
+        if day.is_new:
             known = as_known(session.config, session.source, session.start.checkpoint)
             stored = session.source
             evaluator = session.evaluator_of(known, TRAIN_SPLIT, self._heartbeat, stored)
-            self._evaluate(loop, evaluator, NEXT, f"day {stage.number}, before it is trained")
+            self._evaluate(loop, evaluator, NEXT, f"day {day.number}, before it is trained")
 
     def on_end(self, loop: Loop) -> None:
         """Score the day before, after the last checkpoint: a run of more steps resumes from the state trained last."""
-        session, stage = self._session, self._state.stage
-        before = open_previous_day(session.config, stage, session.ranks, session.logger)
+        session, day = self._session, self._state.day
+        before = open_previous_day(
+            session.config, day, session.source.spec, session.ranks, session.logger
+        )
         if before is not None:
             split = session.config.eval.split
             evaluator = session.evaluator_of(before, split, self._heartbeat)
-            self._evaluate(loop, evaluator, PREVIOUS, f"day {stage.number - 1}")
+            self._evaluate(loop, evaluator, PREVIOUS, f"day {day.number - 1}")
 
     def _evaluate(self, loop: Loop, evaluator: Evaluator, which: str, model: str) -> None:
         measured = evaluator.run(self._progress)
-        place = {"step": loop.num_steps, "epoch": loop.epoch(), **self._state.stage.label}
+        header = {"step": loop.num_steps, "epoch": loop.epoch(), **self._state.day.label}
         numbers = {f"{which}_{key.removeprefix('test_')}": v for key, v in measured.items()}
         del numbers[f"{which}_eval_s"]
         self._state.other_days |= plain_numbers(numbers)
-        record = place | numbers | {"eval_s": measured["eval_s"]}
+        record = header | numbers | {"eval_s": measured["eval_s"]}
         self._session.recorder.write_other_day(record, is_last=which == PREVIOUS)
-        self._progress.show_test(place | measured, model=model, problem=evaluator.problem)
+        self._progress.show_test(header | measured, model=model, problem=evaluator.problem)

@@ -17,8 +17,6 @@ def measure(step: TrainStep, batch: Batch, config: InferenceConfig, ranks: Ranks
 
     Returns `batch_size` (global), `samples_per_s`, and `p50_ms`, `p90_ms`, `p99_ms` of single, synchronised passes.
     """
-    # As a server would assemble it: one copy brings it to where the graph reads it.
-    batch = batch.in_one_memory()
     for _ in range(config.warmup_steps):
         _forward(step, batch)
     latencies_ms = torch.tensor([_timed_ms(step, batch, ranks) for _ in range(config.steps)])

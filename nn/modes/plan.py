@@ -1,20 +1,28 @@
 """`mode=plan`: the plan of the tables and, for GPUs, the memory of a step; it opens no process group."""
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
 from configs.schema import Config
+from dataloading.dataset.source import Source
 from nn.build import checked_plan, id_share, model_spec, planned_hardware
 from nn.checks import open_checked
 from nn.distributed.process_group import process_rank
 from nn.observability.console import make_console, make_logger
 from nn.observability.model_summary import print_model
-from nn.observability.plan_table import BesidePlan, print_hardware, print_memory, print_plan
+from nn.observability.plan_table import (
+    BesidePlan,
+    print_hardware,
+    print_memory,
+    print_plan,
+    print_ways,
+)
 from nn.observability.records import PLAN
 from nn.observability.run_directory import write_model, write_plan
-from nn.planning.exchange import planned_exchange
+from nn.planning.exchange import Link, planned_links
 from nn.planning.memory_estimate import plan_memory
-from nn.planning.plan import replicated_tables
+from nn.planning.plan import Hardware, replicated_tables
 from nn.session import dense_states, describe
 from nn.step_floor import floor_of
 
@@ -32,10 +40,12 @@ def show_plan(config: Config, config_yaml: str) -> None:
         spec, share_of = model_spec(config, source), partial(id_share, config, source)
         floor = floor_of(config, spec, hardware.world_size, share_of, replicated_tables(rows))
         floor_ms = floor.ms
-    exchange = planned_exchange(config, source.spec, rows, hardware)
+    links = planned_links(config, source.spec, rows, hardware)
     has_gpus = hardware.device_type == "cuda"
-    beside = BesidePlan(listed, exchange, floor_ms, disk_room, has_gpus=has_gpus)
-    print_plan(console, rows, hardware.world_size, beside)
+    beside = BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups)
+    print_plan(console, rows, hardware.table_ranks, beside)
+    if hardware.world_size > hardware.local_world_size:
+        print_ways(console, _ways(config, source, hardware, links))
     memory = []
     description = describe(config, source, make_logger(console))
     if description is not None:
@@ -48,3 +58,26 @@ def show_plan(config: Config, config_yaml: str) -> None:
         write_plan(plan_json.parent, rows, memory)
         if description is not None:
             write_model(plan_json.parent, description)
+
+
+def _ways(
+    config: Config, source: Source, hardware: Hardware, links: list[Link]
+) -> dict[str, list[Link] | str]:
+    """Return what is sent where all ranks share the tables and where those of a node do; `links` are the way that is planned."""
+    in_node, planned = hardware.local_world_size, hardware.table_ranks
+    ways: dict[str, list[Link] | str] = {}
+    for size in dict.fromkeys((hardware.world_size, in_node, planned)):
+        way = "one group" if size == hardware.world_size else f"groups of {size}"
+        if size == planned:
+            ways[way] = links
+            continue
+        other = deepcopy(config)
+        other.sharding.group_size = size
+        others = planned_hardware(other)
+        try:
+            _, rows, _ = checked_plan(other, source, others)
+        except ValueError as error:
+            ways[way] = f"cannot be: {error}"
+        else:
+            ways[way] = planned_links(other, source.spec, rows, others)
+    return ways

@@ -16,6 +16,7 @@ from nn.build import TRAIN_SPLIT, model_spec
 from nn.checkpoint.directory import CHECKPOINTS, DELTAS, clear, list_checkpoints, prune, step_of
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
+from nn.checkpoint.run_facts import DAY_FACTS
 from nn.checkpoint.state import facts_of, trainer_rows
 from nn.checkpoint.tensor_index import read_index
 from nn.deltas.delta import chain_of
@@ -28,6 +29,7 @@ from nn.distributed.process_group import Ranks
 from nn.distributed.step_watch import STACKS, StepWatch
 from nn.hypertune import hypertune_report
 from nn.modes.day_scores import DayScores
+from nn.next_day import retired_rows
 from nn.observability.mlperf_log import (
     MLPERF_LOG,
     RESUMED,
@@ -44,7 +46,6 @@ from nn.observers.choice import Observers, make_observers
 from nn.observers.observer import Observer
 from nn.resume import ResumePoint
 from nn.session import Session, open_session
-from nn.stages import retired_rows
 from nn.training.evaluator import Evaluator
 from nn.training.limits import EvalSteps
 from nn.training.loop_state import LoopState, Origin
@@ -79,7 +80,7 @@ def open_training(
     config, ranks, start = session.config, session.ranks, session.start
     loader = session.loaders.train
     assert loader is not None
-    last_step = start.stage.last_step(config, loader.steps_per_epoch)
+    last_step = start.day.last_step(config, loader.steps_per_epoch)
     users = make_observers(config.log.observers) | dict(observers or {})
     with ExitStack() as stack:
         # Before any row is read, since its clock starts there.
@@ -113,7 +114,7 @@ def open_training(
             time_left=time_left,
         )
         stack.enter_context(progress)
-        state = _loop_state(config, start)
+        state = _loop_state(start)
         own: list[Observer | None] = [
             DayScores(session, state, progress, heartbeat),
             deltas,
@@ -132,7 +133,7 @@ def open_training(
         trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
-        if start.is_continuation and not start.stage.is_new and ranks.is_rank0:
+        if start.is_continuation and not start.day.is_new and ranks.is_rank0:
             trainer.take_rows(trainer_rows(start.checkpoint))
         yield trainer, saving
 
@@ -142,26 +143,23 @@ def _time_left(
 ) -> TimeLeft:
     config, loader = session.config, session.loaders.train
     assert loader is not None
-    steps, stage = EvalSteps.of(config, loader.steps_per_epoch), session.start.stage
+    steps, day = EvalSteps.of(config, loader.steps_per_epoch), session.start.day
     return TimeLeft(
         last_step,
-        lambda step: steps.remaining(stage.place(step)) + evaluator.final_part,
+        lambda step: steps.remaining(day.position(step)) + evaluator.final_part,
         evaluator.scored["rows"] / config.train.batch_size * EVALUATED_ROW,
         lambda: 0.0 if saving is None else saving.manager.write_s,
     )
 
 
-def _loop_state(config: Config, start: ResumePoint) -> LoopState:
+def _loop_state(start: ResumePoint) -> LoopState:
     """Return what the loop begins with: the state in a checkpoint of its own, or a new one."""
     if start.is_continuation:
-        began_restored = config.checkpoint.restore is not None
-        return LoopState.of_facts(
-            start.facts["trainer"], start.num_steps, start.stage, began_restored=began_restored
-        )
+        return LoopState.of_facts(start.facts["trainer"], start.num_steps, start.day)
     return LoopState(
         num_steps=start.num_steps,
         first_step=start.num_steps,
-        stage=start.stage,
+        day=start.day,
         origin=Origin.NEW if start.path is None else Origin.RESTORED,
     )
 
@@ -224,6 +222,7 @@ def _mlperf_settings(session: Session) -> dict[str, Any]:
         train_rows=session.source.num_rows(TRAIN_SPLIT),
         eval_rows=rows,
         on_gpu=on_gpu,
+        num_ranks=ranks.world_size,
     )
 
 
@@ -231,7 +230,7 @@ def _report_ranges(session: Session, loader: Loader) -> None:
     """Print a warning if rank 0's first batch has numerical features that nobody scaled."""
     names = session.source.spec.numerical
     if session.ranks.is_rank0 and names:
-        batch = loader.batch(session.start.stage.place(session.start.num_steps))
+        batch = loader.batch(session.start.day.position(session.start.num_steps))
         note = range_note(names, batch.numerical[: batch.num_valid].numpy())
         if note is not None:
             session.logger.warning(note)
@@ -284,7 +283,7 @@ def _run_facts(session: Session) -> dict[str, Any]:
     """Return the facts of a run that its checkpoints and deltas record."""
     config, source = session.config, session.source
     facts = facts_of(config, model_spec(config, source), session.ranks)
-    return facts | {"stage": session.start.stage.facts()}
+    return facts | {DAY_FACTS: session.start.day.facts()}
 
 
 def _delta_saving(
@@ -311,9 +310,9 @@ def _delta_saving(
         ranks,
         session.logger,
     )
-    stage = start.stage
-    # Also if the run was killed before the first delta of the stage.
-    if stage.number and start.num_steps == stage.first_step:
+    day = start.day
+    # Also if the run was killed before the first delta of the day.
+    if day.number and start.num_steps == day.first_step:
         for table, retired in retired_rows(config, session.source.spec).items():
             writer.retire(table, retired)
     return DeltaSaving(writer, config.checkpoint.delta_every, heartbeat)
@@ -372,7 +371,7 @@ def _baseline(session: Session, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of the baseline that `eval.baseline` asks for, or that a small dataset has without; else nothing."""
     config, source = session.config, session.source
     rows = source.num_rows(TRAIN_SPLIT) + source.num_rows(config.eval.split)
-    is_small = config.data.path is not None and rows <= MOST_ROWS and not session.start.stage.number
+    is_small = config.data.path is not None and rows <= MOST_ROWS and not session.start.day.number
     if not (is_small if config.eval.baseline is None else config.eval.baseline):
         return {}
     num_test, num_trained = summary["test_rows"] or 0, summary["steps"] * config.train.batch_size

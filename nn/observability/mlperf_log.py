@@ -1,7 +1,7 @@
 """The benchmark's log of a run, `mlperf.log`: lines of mllog, for the checkers of the package mlperf-logging.
 
-A line is `:::MLLOG` and one JSON object. The keys are those that ruleset 6.0.0 requires of `dlrm_dcnv2`; docs/mlperf.md
-describes the way from a log to a submission.
+A line is `:::MLLOG` and one JSON object. The keys are those that ruleset 6.1.0 requires of `dlrmv4`, and 6.0.0 of
+`dlrm_dcnv2`; docs/mlperf.md describes the way from a log to a submission.
 """
 
 import json
@@ -18,7 +18,11 @@ from nn.observers.observer import Loop, Observer
 
 MLPERF_LOG = "mlperf.log"
 """File of a run directory."""
-BENCHMARK = "dlrm_dcnv2"
+BENCHMARKS = {"hstu": "dlrmv4", "dcnv2": "dlrm_dcnv2"}
+"""Benchmarks by the names of their models."""
+
+OPTIMIZERS = {"adam": "Adam", "rowwise_adagrad": "RowWiseAdagrad"}
+"""Names that the rules of `dlrmv4` have for optimizers."""
 
 POINT, START, STOP = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
 """Types of events."""
@@ -41,7 +45,7 @@ def machine_name(world_size: int, num_hosts: int, gpu: str | None) -> str:
 
 
 def settings_of(
-    config: Config, *, machine: str, train_rows: int, eval_rows: int, on_gpu: bool
+    config: Config, *, machine: str, train_rows: int, eval_rows: int, on_gpu: bool, num_ranks: int
 ) -> dict[str, Any]:
     """Return the values of the keys that are known before training.
 
@@ -49,18 +53,20 @@ def settings_of(
     multiply in TF32.
     """
     log, optimizer, scheduler = config.log, config.effective_optimizer, config.scheduler
+    is_hstu, batch_size = config.model.name == "hstu", config.train.batch_size
     names = dict.fromkeys([optimizer.name, optimizer.table_name])
     values: dict[str, Any] = {
-        "submission_benchmark": BENCHMARK,
+        "submission_benchmark": BENCHMARKS[config.model.name],
         "submission_division": log.mlperf_division.value,
         "submission_org": log.mlperf_org,
         "submission_platform": log.mlperf_platform or machine,
         "seed": config.seed,
-        "global_batch_size": config.train.batch_size,
+        "global_batch_size": batch_size,
+        "micro_batch_size": batch_size // num_ranks // config.train.accumulate,
         "gradient_accumulation_steps": config.train.accumulate,
         "train_samples": train_rows,
         "eval_samples": eval_rows,
-        # One name and one rate, since the benchmark has one optimizer for both components.
+        # DCNv2 has one optimizer for both components, thus one name and one rate.
         "opt_name": "/".join(str(name) for name in names),
         "opt_base_learning_rate": optimizer.lr,
         "opt_weight_decay": optimizer.weight_decay or optimizer.embedding_l2,
@@ -68,7 +74,29 @@ def settings_of(
         "opt_learning_rate_decay_start_step": scheduler.decay_start_step or 0,
         "opt_learning_rate_decay_steps": scheduler.decay_steps,
         "lowest_numerical_precision_in_linear": _precision(config, on_gpu),
+        "lowest_numerical_precision_in_comm": "fp32",
+        "config_filename": f"configs/experiment/{config.recipe}.yaml",
     }
+    kinds = ("tensor", "pipeline", "context", "expert")
+    values |= {f"{kind}_parallelism": 1 for kind in kinds}
+    if is_hstu:
+        every = config.eval.every or train_rows / batch_size / config.eval.per_epoch
+        start = scheduler.first_step / max(scheduler.warmup_steps, 1)
+        return values | {
+            "opt_name": OPTIMIZERS.get(optimizer.name, str(optimizer.name)),
+            "opt_adam_beta_1": optimizer.beta1,
+            "opt_adam_beta_2": optimizer.beta2,
+            "opt_adam_epsilon": optimizer.eps,
+            "opt_gradient_clip_norm": config.train.clip_norm,
+            "opt_sparse_name": OPTIMIZERS.get(optimizer.table_name, str(optimizer.table_name)),
+            "opt_sparse_base_learning_rate": optimizer.table_lr,
+            "opt_learning_rate_warmup_start_lr": optimizer.lr * start,
+            # The rules round the steps between evaluations up.
+            "eval_every_data_pct": round(every * batch_size / train_rows, 4),
+            # The reference's bound; its longest sample, and ours, has 4,095 positions.
+            "max_sequence_length": 4096,
+            "lowest_numerical_precision_in_attn": _amp_precision(config, on_gpu),
+        }
     if optimizer.table_lr != optimizer.lr:
         values["opt_sparse_base_learning_rate"] = optimizer.table_lr
     if "adagrad" in names:
@@ -85,6 +113,10 @@ def _precision(config: Config, on_gpu: bool) -> str:
     """Return mllog's name of the least precise format of the dense component's matrix products."""
     if config.train.fp8 is not Fp8.off:
         return "fp8"
+    return _amp_precision(config, on_gpu)
+
+
+def _amp_precision(config: Config, on_gpu: bool) -> str:
     if config.train.amp is not Amp.off:
         return {Amp.bf16: "bfloat16", Amp.fp16: "fp16"}[config.train.amp]
     return "tf32" if config.train.tf32 and on_gpu else "fp32"
@@ -150,7 +182,7 @@ class MlperfLog(Observer):
     def on_evaluation(self, loop: Loop, record: Mapping[str, Any], *, is_final: bool) -> None:
         """Write the result of an evaluation; a final one follows the end of the run."""
         if not is_final:
-            self.stop_evaluation(loop.auc_of(record), ends_run=loop.ends_stage)
+            self.stop_evaluation(loop.auc_of(record), ends_run=loop.ends_day)
 
     def start_evaluation(self, num_steps: int) -> None:
         """Write that training pauses after `num_steps`, and that an evaluation starts."""
@@ -162,7 +194,7 @@ class MlperfLog(Observer):
         """Write the result of an evaluation, and the end of the run if it is the last one."""
         # JSON has no nan, which the AUC of a single class is.
         value = None if math.isnan(auc) else auc
-        self._write(POINT, "eval_accuracy", value, epoch_num=self._epoch)
+        self._write(POINT, "eval_accuracy", value, epoch_num=self._epoch, **self._samples)
         self._write(STOP, "eval_stop", epoch_num=self._epoch)
         if not ends_run:
             self._start_block()
@@ -193,13 +225,13 @@ class MlperfLog(Observer):
     ) -> None:
         # The checker of seeds wants the line of the source that wrote a line of the log.
         caller = sys._getframe(1)
-        place = {"file": Path(__file__).name, "lineno": caller.f_lineno}
+        source = {"file": Path(__file__).name, "lineno": caller.f_lineno}
         line = {
             "namespace": "",
             "time_ms": now_ms() if time_ms is None else time_ms,
             "event_type": kind,
             "key": key,
             "value": value,
-            "metadata": place | metadata,
+            "metadata": source | metadata,
         }
         self._file.append(f":::MLLOG {json.dumps(line)}\n".encode())

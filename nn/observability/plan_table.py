@@ -1,7 +1,7 @@
 """Terminal output of a plan: the largest tables, sums of the others, the balance over ranks, the memory of GPUs."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
@@ -11,11 +11,11 @@ from rich.table import Table
 
 from configs.schema import Config
 from nn.observability.layout import grid, print_columns, ranges
-from nn.planning.exchange import BETWEEN, WITHIN, RankExchange, busiest_links
-from nn.planning.host_tables import fetched_bytes, link_ms, staged_row_bytes
+from nn.planning.exchange import Link
+from nn.planning.host_tables import disk_read_bytes, fetched_bytes, link_ms
 from nn.planning.memory_estimate import RankMemory
 from nn.planning.plan import Hardware, TablePlan, lookups_by_rank
-from nn.tiers.stager import READ_AHEAD_BATCHES
+from nn.tiers.read_ahead import READ_AHEAD_BATCHES
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -25,11 +25,6 @@ LARGEST = 5
 """Tables that a folded plan names."""
 GIB_FROM = 100_000 * MIB
 """Total from which on a plan is in GiB, where MiB have six digits."""
-RATES = {
-    WITHIN: "NVLink at 394 GB/s",
-    BETWEEN: "a network card at 50 GB/s",
-}
-"""Links of the planner's cost model, as printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +33,14 @@ class BesidePlan:
 
     # where all tables are listed, for a plan that is folded; empty if nowhere
     complete_in: str = ""
-    # what each rank sends per step; empty if it was not counted
-    exchange: Sequence[RankExchange] = ()
+    # the ranks that send most per step within a node and between nodes; empty if that was not counted
+    links: Sequence[Link] = ()
     # least time of a step, to compare with that of the link to host memory; None if it was not counted
     floor_ms: float | None = None
     # what the directory of tables on disk has room for; None without such tables
     disk_room: str | None = None
     has_gpus: bool = False  # whether to add the times of GPUs' links
+    groups: int = 1  # of ranks, which hold the same tables
 
 
 def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
@@ -86,7 +82,7 @@ def print_plan(
 ) -> None:
     """Print the placement of tables and the balance over ranks.
 
-    `world_size`: number of ranks, including ranks without a table.
+    `world_size`: number of ranks of a group, including ranks without a table.
     """
     beside = beside or BesidePlan()
     bytes_of = Counter(dict.fromkeys(range(world_size), 0))
@@ -131,8 +127,12 @@ def print_plan(
         lines["rows"] = (
             f"each distinct one of a batch once, instead of vectors, of {_names(in_rows)}"
         )
+    if beside.groups > 1:
+        lines["groups"] = (
+            f"{beside.groups} of {world_size} ranks hold these tables each, and exchange the gradients of their rows"
+        )
     lines |= _balance(rows, bytes_of, unit)
-    lines |= _exchange_lines(beside.exchange, has_gpus=beside.has_gpus)
+    lines |= _exchange_lines(beside.links, has_gpus=beside.has_gpus)
     if len(printed) < len(rows) and beside.complete_in:
         lines["all tables"] = beside.complete_in
     console.print()
@@ -164,13 +164,13 @@ def _balance(rows: Sequence[TablePlan], bytes_of: Counter[int], unit: str) -> di
     return lines
 
 
-def _exchange_lines(exchange: Sequence[RankExchange], *, has_gpus: bool) -> dict[str, str]:
-    """Return a line per kind of link: what the rank sends that sends most over it, and the time of an H200 server."""
+def _exchange_lines(links: Sequence[Link], *, has_gpus: bool) -> dict[str, str]:
+    """Return a line per kind of link: what the rank sends that sends most over it, and the time that it takes."""
     lines = {}
-    for link in busiest_links(exchange):
+    for link in links:
         unit, size_of_unit = ("MB", 1e6) if link.num_bytes >= 1e6 else ("kB", 1e3)
         terms = ", ".join(f"{name} {size / size_of_unit:,.1f}" for name, size in link.sent.items())
-        time = f"; {link.ms:,.2f} ms of {RATES[link.name]}" if has_gpus else ""
+        time = f"; {link.ms:,.2f} ms at {link.gb_s:g} GB/s" if has_gpus else ""
         lines[link.name] = (
             f"a rank sends at most {link.num_bytes / size_of_unit:,.1f} {unit} per step (rank {link.rank}): "
             f"{terms}{time}"
@@ -199,9 +199,9 @@ def _host_lines(rows: Sequence[TablePlan], beside: BesidePlan) -> dict[str, str]
     if on_disk:
         size = sum(sum(row.disk_bytes_per_rank) for row in on_disk)
         read = sum(row.staged_rows for row in on_disk)
-        moved_bytes = sum(staged_row_bytes(row) for row in on_disk)
+        moved_bytes = sum(disk_read_bytes(row) for row in on_disk)
         lines["disk"] = f"{size / GIB:,.1f} GiB of {_names(on_disk)}; {_device_room(on_disk)}"
-        lines["per pass"] = (
+        lines["read ahead"] = (
             f"of {READ_AHEAD_BATCHES} steps about {read:,.0f} rows read from disk and at most as many written, "
             f"{moved_bytes / 1e6:,.1f} MB each way"
         )
@@ -229,6 +229,29 @@ def _device_room(tables: Sequence[TablePlan]) -> str:
 def _names(tables: Sequence[TablePlan]) -> str:
     names = ", ".join(row.table for row in tables[:MOST_LINES])
     return names + (f" and {len(tables) - MOST_LINES} more" if len(tables) > MOST_LINES else "")
+
+
+def print_ways(console: Console, ways: Mapping[str, Sequence[Link] | str]) -> None:
+    """Print what ways to share the tables send per step, or why one cannot be, and the one of least time."""
+    lines = {}
+    for way, links in ways.items():
+        if isinstance(links, str):
+            lines[way] = links
+            continue
+        sent = [f"{x.num_bytes / 1e6:,.2f} MB {x.name} {x.ms:,.2f} ms" for x in links]
+        lines[way] = f"{', '.join(sent)}: {_ms(links):,.2f} ms per step"
+    times = {way: _ms(links) for way, links in ways.items() if not isinstance(links, str)}
+    if len(times) > 1:
+        least = min(times, key=times.__getitem__)
+        lines["less"] = (
+            f"{least}, by {max(times.values()) - times[least]:,.2f} ms, without what runs beside it"
+        )
+    print_columns(console, grid(lines))
+    console.print()
+
+
+def _ms(links: Sequence[Link]) -> float:
+    return sum(link.ms for link in links)
 
 
 def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) -> None:

@@ -45,7 +45,7 @@ DATA_IDENTITY = "data_identity"
 """Key of the environment: a hash of the run's dataset (`dataloading.dataset.file_states`); null for synthetic clicks."""
 
 DAY = "day"
-"""Key of the records of a later day: the number of its stage (`nn.training.limits`). Those of the first day have none."""
+"""Key of the records of a later day: its number (`nn.training.limits`). Those of the first day have none."""
 
 
 def baseline_text(summary: Mapping[str, Any], metrics: Iterable[Metric]) -> str:
@@ -121,7 +121,7 @@ def records_until(
 
     Damaged lines behind them are left out: a power cut may damage what was written after the latest checkpoint. `path`:
     metrics.jsonl; may be missing. `last_record`: step of the last record before that checkpoint; None if unknown.
-    `is_new_day`: whether the checkpoint is of the stage before. Raises ValueError: a line that should be kept is no record;
+    `is_new_day`: whether the checkpoint is of the day before. Raises ValueError: a line that should be kept is no record;
     the message names file and line. Raises OSError: the file cannot be read.
     """
     try:

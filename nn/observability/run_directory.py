@@ -190,7 +190,7 @@ class RunDirectory:
         self._write_record(FINAL, {**record, FINAL: True})
 
     def write_other_day(self, record: Mapping[str, Any], *, is_last: bool) -> None:
-        """Append the record of an evaluation on another day; `is_last`: it follows the last checkpoint of its stage."""
+        """Append the record of an evaluation on another day; `is_last`: it follows the last checkpoint of its day."""
         self._write_record(DAY, {**record, **({FINAL: True} if is_last else {})})
 
     def write_predictions(self, described: Mapping[str, Any]) -> None:

@@ -29,8 +29,7 @@ ENDS_OF_RUNS = (
 def make_observers(names: Sequence[str]) -> dict[str, Observer]:
     """Return the observers that `log.observers` names, by these names; all ranks must call it.
 
-    Raises:
-        ValueError: `package.module:NAME` is no observer.
+    Raises ValueError: `package.module:NAME` is no observer.
     """
     return {name: _made(name) for name in names}
 
@@ -59,11 +58,7 @@ class Observers:
         self._users = dict(users or {})
 
     def tell(self, event: str, *arguments: Any, **named: Any) -> None:
-        """Call a method of all observers.
-
-        Raises:
-            RankError: an observer of the user has failed.
-        """
+        """Call a method of all observers; RankError: an observer of the user has failed."""
         for observer in self._own:
             getattr(observer, event)(*arguments, **named)
         for name, observer in self._users.items():

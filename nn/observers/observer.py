@@ -33,7 +33,7 @@ class Loop(Protocol):
         """Updates behind the model that the run began with."""
 
     @property
-    def ends_stage(self) -> bool:
+    def ends_day(self) -> bool:
         """Return whether training ends after the latest step."""
 
     def epoch(self) -> float:

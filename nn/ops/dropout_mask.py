@@ -45,21 +45,21 @@ class DropoutMask:
     def kept(self, rows: int, columns: int, at: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return which elements are kept, bool [rows, columns]; `at` as in `apply`."""
         device = self.step.device
-        row, place = (torch.arange(rows, device=device), None) if at is None else at
+        row, offset = (torch.arange(rows, device=device), None) if at is None else at
         row = row + self.first_row
         step_bits = mix(self.step.to(torch.int32) * as_int32(STEP_FACTOR) + self.key)
         # Hashed before the columns are added: rows would otherwise be shifted copies of each other.
         row_bits = mix(step_bits + row.to(torch.int32) * as_int32(ROW_FACTOR))
         column = torch.arange(columns, dtype=torch.int32, device=device)
-        if place is not None:
-            column = column + place.to(torch.int32)[:, None] * columns
+        if offset is not None:
+            column = column + offset.to(torch.int32)[:, None] * columns
         bits = mix(row_bits[:, None] + column * as_int32(COLUMN_FACTOR))
         return (bits >> 1 & 0x7FFFFFFF) >= self.threshold
 
     def apply(self, x: Tensor, at: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return `x` [B, ...] with dropped elements 0 and the others scaled; all dimensions after the first are columns.
 
-        With `at`, the sample of each event and its place there, [C] each, x is [C, ...], and a row has the columns of all its
+        With `at`, the sample of each event and its offset there, [C] each, x is [C, ...], and a row has the columns of all its
         events.
         """
         matrix = x.view(len(x), -1) if x.is_contiguous() else x.reshape(len(x), -1)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nn.ops.gradient_place import take_place
+from nn.ops.gradient_buffer import take_buffer
 
 # Input dtypes of the Triton kernels, which accumulate in float32.
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,9 +31,9 @@ def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
     Results in float32 are not rounded to a narrower dtype on the way.
     """
-    dtype, place = weight.dtype, take_place(weight)
+    dtype, buffer = weight.dtype, take_buffer(weight)
     if dtype is grad.dtype:
-        return torch.mm(grad.t(), x, out=place)
+        return torch.mm(grad.t(), x, out=buffer)
     if not grad.is_cuda:
-        return torch.mm(grad.t().to(dtype), x.to(dtype), out=place)
-    return torch.mm(grad.t(), x, out_dtype=dtype, out=place)
+        return torch.mm(grad.t().to(dtype), x.to(dtype), out=buffer)
+    return torch.mm(grad.t(), x, out_dtype=dtype, out=buffer)

@@ -29,7 +29,7 @@ class JaggedPositions:
     starts: Tensor  # first position of each sample, [B]
     lengths: Tensor  # positions of each sample, [B]
     samples: Tensor  # sample of each position, [C]; any sample where a position belongs to none
-    offsets: Tensor  # place in its sample, [C]
+    offsets: Tensor  # of each position within its sample, [C]
     is_inside: Tensor  # whether a position belongs to a sample, bool [C]
     max_length: int
 

@@ -41,7 +41,7 @@ class Positions:
 
 
 def offsets(at: SamplePositions) -> tuple[Tensor, Tensor]:
-    """Return the place of each position in its sample, [C], and whether it belongs to one, bool [C]."""
+    """Return the offset of each position in its sample, [C], and whether it belongs to one, bool [C]."""
     offset = torch.arange(at.samples.shape[0], device=at.samples.device) - at.starts[at.samples]
     return offset, (offset >= 0) & (offset < at.lengths[at.samples])
 
@@ -69,20 +69,20 @@ def softmax(scores: Tensor, at: SamplePositions) -> Tensor:
     padded = pad(scores, at)
     # The least finite number, since a sample without positions has no other: -inf would make its gradients NaN.
     least = torch.finfo(padded.dtype).min
-    padded = torch.where(_as_wide(places(at)[1], padded), padded, least)
+    padded = torch.where(_as_wide(padded_positions(at)[1], padded), padded, least)
     return unpad(torch.softmax(padded, 1), at)
 
 
-def places(at: SamplePositions) -> tuple[Tensor, Tensor]:
-    """Return the position of each place of each sample, and whether the sample has as many; both [B, L]."""
-    place = torch.arange(at.max_length, device=at.starts.device)
-    is_inside = place < at.lengths[:, None]
-    return (at.starts[:, None] + place).clamp(max=at.samples.shape[0] - 1), is_inside
+def padded_positions(at: SamplePositions) -> tuple[Tensor, Tensor]:
+    """Return the position of each offset of each sample, and whether the sample has as many; both [B, L]."""
+    offset = torch.arange(at.max_length, device=at.starts.device)
+    is_inside = offset < at.lengths[:, None]
+    return (at.starts[:, None] + offset).clamp(max=at.samples.shape[0] - 1), is_inside
 
 
 def pad(values: Tensor, at: SamplePositions) -> Tensor:
     """Map [C, D] to [B, L, D] with zeros behind the last position of each sample."""
-    position, is_inside = places(at)
+    position, is_inside = padded_positions(at)
     padded = values.index_select(0, position.flatten()).unflatten(0, position.shape)
     return _where(is_inside, padded)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nn.ops.jagged import SamplePositions, pad, places, unpad
+from nn.ops.jagged import SamplePositions, pad, padded_positions, unpad
 
 # B: samples, C: positions, L: most positions of a sample, H: heads, K: columns of a head
 
@@ -48,9 +48,9 @@ def attend(
     q = pad(q.to(wide), queries).transpose(1, 2)  # [B, H, L, K]
     k, v = (pad(each.to(wide), at).transpose(1, 2) for each in (k, v))
     scores = q @ k.transpose(2, 3) * scale
-    place = (at.lengths - queries.lengths)[:, None] + torch.arange(q.shape[2], device=q.device)
+    offset = (at.lengths - queries.lengths)[:, None] + torch.arange(q.shape[2], device=q.device)
     key = torch.arange(k.shape[2], device=q.device)
-    distance = place[:, :, None] - key  # [B, L, L]
+    distance = offset[:, :, None] - key  # [B, L, L]
     if bias.position is not None:
         columns = bias.position.shape[1]
         index = (distance + (0 if causal else columns // 2)).clamp(0, columns - 1)
@@ -61,7 +61,7 @@ def attend(
         of_queries = of_keys if bias.query_times is None else pad(bias.query_times, queries)
         bucket = time_bucket(of_queries[:, :, None] - of_keys[:, None], bias.time.shape[1])
         scores = scores + bias.time[:, bucket].transpose(0, 1)
-    is_key = places(at)[1][:, None, None]
+    is_key = padded_positions(at)[1][:, None, None]
     if causal:
         is_key = is_key & (distance >= 0)[:, None]
     weights = torch.softmax(torch.where(is_key, scores, torch.finfo(wide).min), -1)

@@ -15,5 +15,5 @@ class TableRows:
     ids: Tensor  # row of every sample, feature after feature
     # per feature the distance of its table from `weights`, in elements, and the position of the first sample's id;
     # int64 [2, F]
-    places: Tensor
+    offsets: Tensor
     alignment: int  # largest divisor of all distances and of D, at most 16

@@ -7,7 +7,7 @@ from torchrec import EmbeddingBagCollection
 
 from configs.schema import MOST_RANKS, ShardingConfig, ShardingType, Tier
 from nn.embedding.optimizer import TableRule, less_state
-from nn.planning.host_tables import DISK_ROW_BYTES, staged_bytes
+from nn.planning.host_tables import DISK_ROW_BYTES, read_ahead_bytes
 from nn.planning.plan import Hardware
 from nn.planning.table_sizes import (
     FP32_BYTES,
@@ -47,13 +47,14 @@ def does_not_fit(
     listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest)
     cuts = (ShardingType.row_wise, ShardingType.column_wise)
     forbidden = [kind.value for kind in cuts if kind not in config.types]
-    several = hardware.world_size > 1
+    several = hardware.table_ranks > 1
     remedies = []
     if not several or sizes[largest[0]] <= usable or len(forbidden) < len(cuts):
         # The total may fit so many ranks although a single table does not fit any of them.
-        enough = max(math.ceil(total / max(usable, 1)), hardware.world_size + 1)
+        enough = max(math.ceil(total / max(usable, 1)), hardware.table_ranks + 1)
         if enough <= MOST_RANKS:
-            remedies.append(f"start {enough} ranks or more")
+            more = "set sharding.group_size to" if hardware.group_size else "start"
+            remedies.append(f"{more} {enough} ranks or more")
     if several and forbidden:
         remedies.append(f"add {' or '.join(forbidden)} to sharding.types")
     remedies += _smaller_rows(embeddings, rule)
@@ -62,7 +63,7 @@ def does_not_fit(
     remedies.append("lower model.embedding_dim")
     beside = ""
     if Tier.host in config.tiers and hardware.device_type == "cuda":
-        of_disk = any(table.is_on_disk for table in chosen.values()) * staged_bytes(config)
+        of_disk = any(table.is_on_disk for table in chosen.values()) * read_ahead_bytes(config)
         in_host = usable_host_bytes(hardware, config) - of_disk
         in_host = max(in_host, 0) * hardware.local_world_size
         beside = f", and of host memory {in_host / GIB:.1f} GiB per node"
@@ -75,7 +76,7 @@ def does_not_fit(
             remedies.append(f"lower cache of {' and '.join(arenas)} in sharding.tables")
     return (
         f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
-        f"{hardware.world_size} x {usable / GIB:.1f} GiB are usable "
+        f"{hardware.table_ranks} x {usable / GIB:.1f} GiB are usable "
         f"({hardware.bytes_per_rank / GIB:.1f} GiB per rank less sharding.reserve={config.reserve:g}){beside}; "
         f"the largest are {listed}. {_either([*remedies, 'raise the frequency limit of the dataset'])}. TorchRec's planner: "
         f"{_first_line(error)}"
@@ -99,24 +100,24 @@ def lacks_host_memory(
         if table.name in chosen
     }
     in_host = [name for name in sizes if not chosen[name].is_on_disk]
-    of_disk = staged_bytes(config) * (len(in_host) < len(chosen))
+    of_disk = read_ahead_bytes(config) * (len(in_host) < len(chosen))
     usable = max(usable_host_bytes(hardware, config) - of_disk, 0)
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)
     remedies = [_on_disk(max(in_host, key=sizes.__getitem__))] if in_host else []
     remedies.append("leave tables on the GPUs (tier: device)")
     if of_disk:
-        remedies.append("lower sharding.staged_gib")
-    if hardware.world_size > 1 and sizes[largest[0]] > usable:
+        remedies.append("lower sharding.read_ahead_gib")
+    if hardware.table_ranks > 1 and sizes[largest[0]] > usable:
         remedies.append(f"shard {largest[0]} row_wise")
     remedies += [*(_smaller_rows(embeddings, rule) if in_host else ()), MORE_HOST_MEMORY]
     listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest[:3])
     further = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
-    staged = f" and, per rank, sharding.staged_gib={config.staged_gib:g} for rows of tables on disk"
+    read_ahead = f" and, per rank, sharding.read_ahead_gib={config.read_ahead_gib:g} for rows of tables on disk"
     return (
         f"host memory is too small: the tables that sharding.tables puts there or on disk take "
-        f"{sum(sizes.values()) / GIB:.1f} GiB of it ({listed}{further}), and {hardware.world_size} x {usable / GIB:.1f} GiB are "
+        f"{sum(sizes.values()) / GIB:.1f} GiB of it ({listed}{further}), and {hardware.table_ranks} x {usable / GIB:.1f} GiB are "
         f"usable ({hardware.host_bytes / GIB:.1f} GiB per node less sharding.reserve={config.reserve:g}"
-        f"{staged * bool(of_disk)}). {_either(remedies)}"
+        f"{read_ahead * bool(of_disk)}). {_either(remedies)}"
     )
 
 

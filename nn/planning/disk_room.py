@@ -27,8 +27,10 @@ class DiskNeed:
         )
 
 
-def disk_need(tables: Sequence[TablePlan], local_world_size: int) -> DiskNeed | None:
-    """Return what the node needs whose tables need most; None without tables on disk."""
+def disk_need(
+    tables: Sequence[TablePlan], local_world_size: int, groups: int = 1
+) -> DiskNeed | None:
+    """Return what the node needs whose tables need most, of so many groups that hold the same; None without tables on disk."""
     files: dict[int, float] = {}
     journals: dict[int, float] = {}
     for table in tables:
@@ -41,7 +43,7 @@ def disk_need(tables: Sequence[TablePlan], local_world_size: int) -> DiskNeed | 
     if not files:
         return None
     fullest = max(files, key=lambda node: files[node] + journals[node])
-    return DiskNeed(files[fullest], journals[fullest])
+    return DiskNeed(groups * files[fullest], groups * journals[fullest])
 
 
 def check_disk(path: Path, need: DiskNeed, *, may_be_elsewhere: bool) -> str:

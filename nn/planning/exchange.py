@@ -1,21 +1,21 @@
 """Bytes that a step sends from rank to rank, over the links within a node and those between nodes.
 
 The bytes follow from the plan: which ranks look up which columns, which tables are replicated, and how many distinct rows are
-expected to be asked for. Times are these bytes at the rates that the planner's cost model has for an H200 server.
+expected to be asked for. Times are these bytes at the rates `sharding.within_gb_s` and `between_gb_s`.
 Nothing here is measured while training.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from configs.schema import Amp, Config
+from configs.schema import Amp, Config, ShardingConfig
+from dataloading.dataset.batch_layout import id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import id_counts
 from nn.embedding.multi_hot import MultiHot
 from nn.models.registry import build_meta, declared_tables
 from nn.planning.memory_estimate import not_requested, replicated_weights, requests_of
 from nn.planning.plan import Hardware, TablePlan
-from nn.planning.planner import INTER_HOST_BYTES_PER_MS, INTRA_HOST_BYTES_PER_MS
+from nn.planning.planner import BYTES_PER_MS
 
 ID_BYTES = 4
 FP32_BYTES = 4
@@ -38,7 +38,7 @@ class Link:
     name: str
     rank: int
     sent: Mapping[str, float]  # bytes per step, by what is sent
-    bytes_per_ms: float  # rate of the link of an H200 server
+    gb_s: float
 
     @property
     def num_bytes(self) -> float:
@@ -47,19 +47,26 @@ class Link:
     @property
     def ms(self) -> float:
         """Milliseconds per step, if nothing else uses the link."""
-        return self.num_bytes / self.bytes_per_ms
+        return self.num_bytes / (self.gb_s * BYTES_PER_MS)
 
 
-def busiest_links(exchange: Sequence[RankExchange]) -> list[Link]:
+def busiest_links(exchange: Sequence[RankExchange], rates: ShardingConfig) -> list[Link]:
     """Return the busiest link within a node, and the one between nodes; without those over which nothing is sent."""
     links = []
     for name, of_ranks, rate in (
-        (WITHIN, [rank.within for rank in exchange], INTRA_HOST_BYTES_PER_MS),
-        (BETWEEN, [rank.between for rank in exchange], INTER_HOST_BYTES_PER_MS),
+        (WITHIN, [rank.within for rank in exchange], rates.within_gb_s),
+        (BETWEEN, [rank.between for rank in exchange], rates.between_gb_s),
     ):
         of_links = [Link(name, rank, sent, rate) for rank, sent in enumerate(of_ranks)]
         links += [max(of_links, key=lambda link: link.num_bytes)] if of_links else []
     return [link for link in links if link.num_bytes]
+
+
+def planned_links(
+    config: Config, spec: FeatureSpec, plan: Sequence[TablePlan], hardware: Hardware
+) -> list[Link]:
+    """Return the busiest links of a plan, at the rates of the options."""
+    return busiest_links(planned_exchange(config, spec, plan, hardware), config.sharding)
 
 
 def planned_exchange(
@@ -68,20 +75,22 @@ def planned_exchange(
     """Count what each rank sends per training step of a full batch.
 
     Counted: ids, embeddings and their gradients; requested rows, with their expected capacity; the all-reduce of the gradients
-    of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Not counted: losses, flags,
+    of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Where groups of ranks have the
+    same tables, ids go to all of them, and gradients from an owner to those of the same shards. Not counted: losses, flags,
     metrics, and the maxima of `train.fp8`.
     """
     world_size, in_node = hardware.world_size, hardware.local_world_size
+    group_size = hardware.table_ranks
     batch = config.train.batch_size // world_size
     seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
     requests = requests_of(config, seen, plan, world_size)
     # Columns of the vectors that each rank sends per sample, and the features whose ids it is sent; of row-wise tables all
     # ranks send a part of the sum.
-    columns, arriving = [0.0] * world_size, [set[str]() for _ in range(world_size)]
+    columns, arriving = [0.0] * group_size, [set[str]() for _ in range(group_size)]
     features = {table.name: table.feature_names for table in declared_tables(config.model, spec)}
     for table in not_requested(plan, requests):
         if table.sharding != "data_parallel":
-            for rank in range(world_size) if table.is_row_wise else table.ranks:
+            for rank in range(group_size) if table.is_row_wise else table.ranks:
                 columns[rank] += table.num_vectors * table.columns_on(rank)
                 arriving[rank].update(features[table.table])
     # Of each other rank's batch, with the lengths of ragged features; once per feature.
@@ -89,6 +98,17 @@ def planned_exchange(
     arrives = [sum(sizes[name] for name in names) for names in arriving]
     is_bf16 = hardware.device_type == "cuda" and config.train.amp is Amp.bf16
     element = 2 if is_bf16 else FP32_BYTES
+    # What a rank sends to each owner, and gets from it.
+    sent = [asked for asked in requests if asked.is_sent or asked.groups > 1]
+    ids_to = [
+        ID_BYTES * (arrives[owner] + sum(asked.capacity[owner] for asked in sent))
+        for owner in range(group_size)
+    ]
+    elements = [
+        element
+        * (batch * columns[owner] + sum(asked.columns * asked.capacity[owner] for asked in sent))
+        for owner in range(group_size)
+    ]
     exchanges = []
     reduced = build_meta(config.model, seen).num_parameters() + replicated_weights(plan)
     dense_in_node, dense_across = _ring(FP32_BYTES * reduced, hardware)
@@ -99,13 +119,13 @@ def planned_exchange(
             if other == rank:
                 continue
             link = within if rank // in_node == other // in_node else between
-            link["ids"] += ID_BYTES * arrives[other]
-            link["embeddings"] += element * batch * columns[rank]
-            link["gradients"] += element * batch * columns[other]
-            for asked in filter(lambda asked: asked.is_sent, requests):
-                link["ids"] += ID_BYTES * asked.capacity[other]
-                link["embeddings"] += element * asked.columns * asked.capacity[rank]
-                link["gradients"] += element * asked.columns * asked.capacity[other]
+            here, there = rank % group_size, other % group_size
+            link["ids"] += ids_to[there]
+            if rank // group_size == other // group_size:
+                link["embeddings"] += elements[here]
+                link["gradients"] += elements[there]
+            elif here == there:
+                link["gradients"] += group_size * elements[here]
         within["dense gradients"] += dense_in_node
         between["dense gradients"] += dense_across
         exchanges.append(RankExchange(within, between))

@@ -9,13 +9,13 @@ from configs.schema import Exchange, ShardingConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import hands_out_rows
 from nn.planning.host_tables import overrides_of
-from nn.planning.plan import TablePlan
+from nn.planning.plan import Hardware, TablePlan
 from nn.sharding.request_capacity import capacity_for
 from nn.tiers.traffic import IdTraffic, expected_distinct, power_law_share
 
 ID_BYTES = 4
-ELEMENT_BYTES = 2 * 4
-"""Of a row or vector in float32, and of its gradient."""
+ELEMENT_BYTES = 4
+"""Of a row or vector in float32, or of its gradient."""
 
 
 def wanted_exchanges(
@@ -41,11 +41,15 @@ def with_exchanges(
     spec: FeatureSpec,
     wanted: Mapping[str, Exchange | None],
     batch_size: int,
-    world_size: int,
+    hardware: Hardware,
     traffic_of: Callable[[str], IdTraffic] | None,
 ) -> list[TablePlan]:
     """Return the plan with the exchange of each table; `batch_size` is that of a rank."""
     hotness = {feature.name: feature.mean_hotness for feature in spec.categorical}
+    ranks, groups = hardware.table_ranks, hardware.groups
+    # A column is sent in a row or vector, and its gradient to each group; ids go to all groups.
+    column_bytes = ELEMENT_BYTES * (2 * (ranks > 1) + groups - 1)
+    id_bytes = ID_BYTES * groups
 
     def is_in_rows(table: TablePlan, config: EmbeddingBagConfig) -> bool:
         chosen = wanted[table.table]
@@ -56,17 +60,17 @@ def with_exchanges(
             return False
         if chosen is None:
             # A vector of more ids than ranks is fewer bytes than its rows would be without repetitions.
-            are_few = all(hotness[feature] <= world_size for feature in config.feature_names)
+            are_few = all(hotness[feature] <= ranks for feature in config.feature_names)
             return table.is_row_wise and (config.pooling.name == "NONE" or are_few)
-        if world_size == 1 or table.sharding == "data_parallel":
+        if hardware.world_size == 1 or table.sharding == "data_parallel":
             return False
         rows, columns = table.num_embeddings, table.embedding_dim
         share = traffic_of(table.table).share if traffic_of else power_law_share(rows, 0.0)
         asked = capacity_for(expected_distinct(batch_size * table.hotness, share, 0, rows))
         # Of a row-wise table, every rank gets the ids, and sends a part of the vectors.
-        sent = batch_size * (world_size if table.is_row_wise else 1)
-        vectors = ID_BYTES * table.hotness + ELEMENT_BYTES * columns * table.num_vectors
-        return asked * (ID_BYTES + ELEMENT_BYTES * columns) < sent * vectors
+        sent = batch_size * (ranks if table.is_row_wise else 1)
+        vectors = id_bytes * table.hotness + column_bytes * columns * table.num_vectors
+        return asked * (id_bytes + column_bytes * columns) < sent * vectors
 
     by_name = {table.name: table for table in declared}
     return [

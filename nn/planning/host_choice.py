@@ -66,7 +66,7 @@ def movable_tables(
     step_ids: Mapping[str, float],
     traffic_of: Callable[[str], IdTraffic] | None,
 ) -> dict[str, Movable]:
-    """Return some tables with what their places in host memory cost; `parts` are the shards into which their rows may be cut."""
+    """Return some tables with what host memory for them costs; `parts` are the shards into which their rows may be cut."""
 
     def movable(table: EmbeddingBagConfig) -> Movable:
         rows = table.num_embeddings

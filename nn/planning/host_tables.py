@@ -8,12 +8,13 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.schema import DEFAULT_CACHE, ShardingConfig, TableOverride, Tier
+from dataloading.dataset.batch_layout import id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import id_counts, tables_of_feature
+from nn.embedding.declared_tables import tables_of_feature
 from nn.planning.plan import TablePlan
 from nn.sharding.tables import HostTable, TieredPlan
 from nn.tiers.host_tier import ring_slots
-from nn.tiers.stager import READ_AHEAD_BATCHES
+from nn.tiers.read_ahead import READ_AHEAD_BATCHES
 from nn.tiers.traffic import (
     Classes,
     IdTraffic,
@@ -26,12 +27,12 @@ from nn.tiers.traffic import (
 MOST_ROWS = 2**31 - 2
 """Rows in host memory or on disk per rank; slots and rows have 32 bits."""
 DISK_ROW_BYTES = 8
-"""Host memory per row on disk: its place in host memory, and in the journal."""
+"""Host memory per row on disk: its buffer row, and in the journal."""
 
 
-def staged_bytes(config: ShardingConfig) -> int:
+def read_ahead_bytes(config: ShardingConfig) -> int:
     """Return the host memory per rank for rows of tables on disk."""
-    return int(config.staged_gib * 2**30)
+    return int(config.read_ahead_gib * 2**30)
 
 
 def overrides_of(
@@ -140,7 +141,7 @@ def with_expected_fetches(
     changed: dict[str, float] = {}
     by_name = {table.table: table for table in tables}
     rings = _arenas(plan)
-    places = _places(plan, by_name, rings, host_room)
+    buffer_rows = _buffer_rows(plan, by_name, rings, host_room)
 
     def classes_of(members: Members) -> Iterator[Classes]:
         for name, first, count in members:
@@ -158,7 +159,7 @@ def with_expected_fetches(
         ring, classes = _ring(plan, members), list(classes_of(members))
         add(members, expected_fetches(classes, ring), fetched)
         if is_on_disk:
-            reads = expected_reads(classes, ring, places[rank, columns], READ_AHEAD_BATCHES)
+            reads = expected_reads(classes, ring, buffer_rows[rank, columns], READ_AHEAD_BATCHES)
             add(members, [READ_AHEAD_BATCHES * number for number in reads], read)
             if any(reads):
                 add(members, expected_looked_up(classes, steps_between_saves), changed)
@@ -188,7 +189,7 @@ def _arenas(plan: TieredPlan) -> dict[tuple[int, int, bool], Members]:
     return arenas
 
 
-def _places(
+def _buffer_rows(
     plan: TieredPlan,
     by_name: Mapping[str, TablePlan],
     rings: Mapping[tuple[int, int, bool], Members],
@@ -203,21 +204,21 @@ def _places(
     sizes = dict.fromkeys((rank for rank, _ in groups), 0.0)
     for (rank, _), members in groups.items():
         sizes[rank] += sum(_disk_bytes(by_name[name]) * count for name, _, count in members)
-    places = {}
+    buffer_rows = {}
     for (rank, columns), members in groups.items():
         rows = sum(count for _, _, count in members)
         share = min(host_room / sizes[rank], 1)
         ring = _ring(plan, members)
         needed = min(rows, ring + sum(_live_rows(plan, name, count) for name, _, count in members))
-        places[rank, columns] = int(rows * share)
-        if places[rank, columns] < needed:
+        buffer_rows[rank, columns] = int(rows * share)
+        if buffer_rows[rank, columns] < needed:
             least = math.ceil(1e4 * needed / rows * sizes[rank] / 2**30) / 1e4
             raise ValueError(
-                f"sharding.staged_gib={host_room / 2**30:.4g} has room for {places[rank, columns]:,} rows of {members[0][0]} and "
-                f"others with tier: disk, and the device and the batches at work may need {needed:,}; set "
-                f"sharding.staged_gib={least:g} or more, or lower cache of these tables"
+                f"sharding.read_ahead_gib={host_room / 2**30:.4g} has room for {buffer_rows[rank, columns]:,} rows of "
+                f"{members[0][0]} and others with tier: disk, and the device and the batches at work may need {needed:,}; set "
+                f"sharding.read_ahead_gib={least:g} or more, or lower cache of these tables"
             )
-    return places
+    return buffer_rows
 
 
 def _disk_bytes(table: TablePlan) -> float:
@@ -263,7 +264,7 @@ def link_ms(tables: Sequence[TablePlan]) -> float:
     return max([*of_bytes, *(count / LINK_ROWS_PER_MS for count in num_rows.values())], default=0.0)
 
 
-def staged_row_bytes(table: TablePlan) -> float:
+def disk_read_bytes(table: TablePlan) -> float:
     """Return the bytes that a table is expected to read per read-ahead group from disk, with optimizer state, over all ranks."""
     return table.staged_rows * _disk_bytes(table)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.schema import Amp, Config, Fp8
+from dataloading.dataset.batch_layout import BatchLayout, id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import embedding_columns, id_counts
+from nn.embedding.declared_tables import embedding_columns
 from nn.embedding.multi_hot import MultiHot
 from nn.models.model import Model
 from nn.models.registry import build_meta, declared_tables
@@ -23,7 +24,7 @@ from nn.tiers.traffic import expected_distinct, power_law_share
 ID_BYTES = 4
 POSITION_BYTES = 8
 BATCHES_ON_DEVICE = 3
-"""The batch being trained, the one before until its step returns, and the next one."""
+"""The memory of the batch that is trained and of the next one, and the graph's copy."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """Torch's default on Hopper, per stream; there are two, the step's and the graph's."""
 SORTED_KEY_BYTES = 2 * ID_BYTES + POSITION_BYTES
@@ -71,17 +72,18 @@ def plan_memory(
     world_size: int,
     dense_states: int,
 ) -> list[RankMemory]:
-    """Estimate the peak of every rank's GPU while training."""
-    global_batch, amp, is_sent = config.train.batch_size, config.train.amp, world_size > 1
+    """Estimate the peak of the GPU of every rank of a group, which are all ranks without groups, while training."""
+    group_size = config.sharding.group_size or world_size
+    num_groups = world_size // group_size
+    global_batch, amp, is_sent = config.train.batch_size, config.train.amp, group_size > 1
     batch = global_batch // world_size
-    activation_bytes = 4 if amp is Amp.off else 2
+    # Of an element of activations, and of one that is looked up; fp16 is sent as fp32.
+    activation_bytes, sent_bytes = 4 if amp is Amp.off else 2, 2 if amp is Amp.bf16 else 4
     seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
     model = build_meta(config.model, seen)
     dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
     batch_bytes, arrived_bytes = _bytes_of_batches(spec, seen, plan, batch, world_size)
     declared = declared_tables(config.model, seen)
-    # Of an element that is looked up; fp16 is sent as fp32.
-    sent_bytes = 2 if amp is Amp.bf16 else 4
     embedding_bytes = embedding_columns(declared, seen) * sent_bytes
     local = batch * embedding_bytes
     eval_batch = config.eval.batch_size // world_size
@@ -90,25 +92,26 @@ def plan_memory(
     event_columns = model.activations().event_columns
     events = sum(size * event_columns.get(name, 0) for name, size in _events(seen, batch).items())
     handed_out = _HandedOut.of(requests, sent_bytes, activation_bytes * events)
-    dense_pass = _dense_pass(config, model, batch, embedding_bytes, handed_out, world_size == 1)
+    dense_pass = _dense_pass(config, model, batch, embedding_bytes, handed_out, not is_sent)
     eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
     others = not_requested(plan, requests)
     # Vectors of which each rank computes a part.
     partial_columns = round(sum(x.num_vectors * x.embedding_dim for x in others if x.is_row_wise))
-    partial_bytes = batch * world_size * partial_columns * sent_bytes
+    partial_bytes = batch * group_size * partial_columns * sent_bytes
     widest = max((sum(layer) for layer in model.linear_layers()), default=0)
     forward_columns = widest + model.activations().forward_columns
     memories = []
-    for rank in range(world_size):
+    for rank in range(group_size):
         held = [table for table in plan if rank in table.ranks]
         work = _work_of(rank, others, features, global_batch, batch)
         eval_work = _work_of(rank, others, features, config.eval.batch_size, eval_batch)
         # Alone, a rank's lookups are at local already.
         evaluation = sum(asked.evaluation_bytes(rank, sent_bytes) for asked in eval_requests)
         evaluation += eval_batch * embedding_bytes + eval_work.ids * EVALUATED_ID_BYTES
-        evaluation += is_sent * eval_work.elements * sent_bytes
-        lookups = local + is_sent * 2 * (work.elements * sent_bytes + partial_bytes)
+        evaluation += is_sent * eval_work.elements // num_groups * sent_bytes
+        lookups = local + is_sent * 2 * (work.elements // num_groups * sent_bytes + partial_bytes)
         lookups += sum(asked.row_bytes(rank, sent_bytes) for asked in requests)
+        lookups += (num_groups > 1) * work.elements * sent_bytes  # gradients of all groups
         mapping = work.mapping_bytes + sum(asked.mapping_bytes(rank) for asked in requests)
         memories.append(
             RankMemory(
@@ -140,12 +143,14 @@ class Requests:
     capacity: tuple[int, ...]  # rows that a rank can ask of each owner
     tiers: frozenset[str]  # memories that their rows lie in
     hands_out: bool = False  # whether the dense component takes the rows
+    groups: int = 1  # of ranks, which all ask every owner
 
     @property
     def is_sent(self) -> bool:
         return len(self.capacity) > 1
 
     def asked_of(self, rank: int) -> int:
+        """Return the rows that a group asks of a rank."""
         return len(self.capacity) * self.capacity[rank if self.is_sent else 0]
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
@@ -157,14 +162,15 @@ class Requests:
 
     def key_bytes(self, rank: int) -> int:
         """Return the memory of keys: of this rank's ids, and of the rows that are asked of it."""
-        asked = self.asked_of(rank)
+        asked = self.groups * self.asked_of(rank)
         of_asked = SORTED_KEY_BYTES * asked + update_bytes(asked, self.columns)
         of_own = (LISTED_BYTES + REQUEST_BYTES) * self.keys + update_bytes(self.keys, self.columns)
         return len(self.tiers) * of_asked + of_own
 
     def mapping_bytes(self, rank: int) -> int:
         """Return the memory to map the rows that are asked of tables in host memory or on disk to slots."""
-        return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * self.asked_of(rank)
+        asked = self.groups * self.asked_of(rank)
+        return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * asked
 
     def evaluation_bytes(self, rank: int, sent_bytes: int) -> int:
         rows = self.is_sent * self.asked_of(rank) + sum(self.capacity)
@@ -183,6 +189,7 @@ def requests_of(
     How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it.
     """
     batch = config.train.batch_size // world_size if batch is None else batch
+    group_size = config.sharding.group_size or world_size
     asked = [table for table in plan if table.exchange == "rows"]
     of_tables = _ids_of_tables(declared_tables(config.model, spec), spec, batch)
     keys = {
@@ -197,7 +204,7 @@ def requests_of(
         groups.setdefault((table.embedding_dim, alone), []).append(table)
     for (columns, _), group in groups.items():
         is_replica = group[0].sharding == "data_parallel"
-        capacity = [0.0] * (1 if is_replica else world_size)
+        capacity = [0.0] * (1 if is_replica else group_size)
         for table in group:
             share = power_law_share(table.num_embeddings, config.data.synthetic.exponent)
             owners = (0,) if is_replica else table.ranks
@@ -214,6 +221,7 @@ def requests_of(
                 tuple(capacity_for(rows) for rows in capacity),
                 frozenset(table.tier for table in group),
                 not group[0].num_vectors,
+                1 if is_replica else world_size // group_size,
             )
         )
     return requests
@@ -232,25 +240,21 @@ def not_requested(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> li
 
 def _bytes_of_batches(
     spec: FeatureSpec, seen: FeatureSpec, plan: Sequence[TablePlan], batch: int, world_size: int
-) -> tuple[float, int]:
+) -> tuple[int, int]:
     """Return the bytes of batches on the device, and those of each id that arrives at its table."""
-    ids_per_row = sum(x.mean_hotness for x in spec.categorical)
-    row = 4 * (len(spec.numerical) + len(spec.row_columns)) + ID_BYTES * ids_per_row
-    # Lengths and offsets of the features exist once; the id exchange has a copy of its input, and positions.
-    own: float = 2 * ID_BYTES * len(spec.categorical)
+    layout = BatchLayout.of(spec, batch)
+    batch_bytes = BATCHES_ON_DEVICE * layout.num_bytes
     is_fixed = seen == spec and all(feature.hotness for feature in spec.categorical)
     are_vectors = all(x.sharding != "data_parallel" and x.exchange == "vectors" for x in plan)
     if world_size == 1 and is_fixed and are_vectors:
-        # Ids are looked up where they are, without an exchange; the graph's input is a copy of the batch.
-        return batch * (BATCHES_ON_DEVICE * row + own), ID_BYTES
-    own += (ID_BYTES + POSITION_BYTES) * ids_per_row
+        # Ids are looked up where they are, without an exchange.
+        return batch_bytes, ID_BYTES
+    # The id exchange has a copy of its input, and positions.
+    (num_ids,) = layout.ids.shape
+    exchange_bytes = (layout.ids.dtype.itemsize + POSITION_BYTES) * num_ids
     # What arrives is copied to the graphs of training and evaluation. Between ranks it is also received and put in order.
     arrived_bytes = 3 * ID_BYTES + (ID_BYTES + POSITION_BYTES if world_size > 1 else 0)
-    # Numbers of events are padded, and the graph has a copy.
-    events, groups = _events(spec, batch), spec.sequences
-    numbers = sum(events[group.name] * len(group.numbers) for group in groups)
-    events_bytes = (BATCHES_ON_DEVICE + 1) * 4 * numbers
-    return batch * (BATCHES_ON_DEVICE * row + own) + events_bytes, arrived_bytes
+    return batch_bytes + exchange_bytes, arrived_bytes
 
 
 def _events(spec: FeatureSpec, batch: int) -> dict[str, int]:

@@ -30,7 +30,7 @@ class TablePlan:
     fetched_rows: float = 0.0  # rows that are expected to be fetched per step, over all ranks
     # weight and optimizer bytes on disk of each of `ranks`, with tier `disk`
     disk_bytes_per_rank: tuple[int, ...] = ()
-    # rows that are expected to be read from disk per read-ahead group, over all ranks
+    # rows that are expected to be read from disk per read-ahead group, over all ranks; named as in plan.json
     staged_rows: float = 0.0
     # rows on disk that are expected to change between two saves, over all ranks; 0 if host memory has room for all
     journal_rows: float = 0.0
@@ -76,6 +76,23 @@ class Hardware:
     local_world_size: int
     hbm_bytes: int  # memory of one GPU; 0 on CPUs
     host_bytes: int
+    # ranks that share the tables, whole nodes or equal parts of one; other groups of as many hold the same; None: all
+    group_size: int | None = None
+
+    @property
+    def table_ranks(self) -> int:
+        """Ranks that share the tables."""
+        return self.group_size or self.world_size
+
+    @property
+    def groups(self) -> int:
+        """Groups of ranks that share the tables."""
+        return self.world_size // self.table_ranks
+
+    @property
+    def local_table_ranks(self) -> int:
+        """Ranks of a node that share the tables."""
+        return min(self.table_ranks, self.local_world_size)
 
     @property
     def bytes_per_rank(self) -> int:

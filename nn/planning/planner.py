@@ -55,7 +55,7 @@ from nn.planning.host_tables import (
     chosen_host_tables,
     live_rows_of,
     overrides_of,
-    staged_bytes,
+    read_ahead_bytes,
 )
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.table_sizes import (
@@ -70,13 +70,13 @@ from nn.planning.table_sizes import (
 from nn.sharding.tables import ROWS_CUT, HostTable, TieredPlan
 from nn.tiers.traffic import IdTraffic
 
-# Bytes per millisecond of an H200 server, for the planner's cost model: HBM copy and NVLink all-to-all as measured, PCIe
-# and one 400 Gb/s network card per GPU as specified. Only their ratios affect the plan.
+# Bytes per millisecond of an H200 server, for the planner's cost model: HBM copy as measured, PCIe as specified. Only their
+# ratios to those of `sharding.within_gb_s` (NVLink all-to-all as measured) and `between_gb_s` affect the plan.
 HBM_BYTES_PER_MS = 4.3e12 / 1e3
-INTRA_HOST_BYTES_PER_MS = 394e9 / 1e3
-INTER_HOST_BYTES_PER_MS = 50e9 / 1e3
 HOST_BYTES_PER_MS = 200e9 / 1e3
 HOST_LINK_BYTES_PER_MS = 55e9 / 1e3
+BYTES_PER_MS = 1e9 / 1e3
+"""Of a link with 1 GB/s."""
 
 
 ID_COLUMNS = 128
@@ -204,7 +204,7 @@ def plan_tables(
     topology = _topology(hardware, config, update_passes(embeddings, rule), chosen)
     inputs = (batch_size, constraints, embeddings, expansions, rule)
     planned = partial(_run_planner, topology, *inputs)
-    num_ranks = hardware.world_size
+    num_ranks = hardware.table_ranks
     movable = partial(
         movable_tables,
         _candidates(declared, config, hardware, constraints, keyed),
@@ -214,7 +214,10 @@ def plan_tables(
             name: num_ranks if {*(limits.sharding_types or ())} & {*ROWS_CUT} else 1
             for name, limits in constraints.items()
         },
-        {name: batch_size * num_ranks * n for name, n in ids_per_sample(declared, spec).items()},
+        {
+            name: batch_size * hardware.world_size * n
+            for name, n in ids_per_sample(declared, spec).items()
+        },
         traffic_of,
     )
     on_device = sum(bytes_of(table, rule) for table in declared if table.name not in chosen)
@@ -233,11 +236,11 @@ def plan_tables(
         spec,
         wanted_exchanges(declared, spec, config),
         batch_size,
-        hardware.world_size,
+        hardware,
         traffic_of,
     )
     row_tables = frozenset(row.table for row in rows if row.exchange == "rows")
-    return TieredPlan(plan.plan, host_tables, row_tables), rows
+    return TieredPlan(plan.plan, host_tables, row_tables, num_ranks), rows
 
 
 def _fits_the_devices(planned: Callable[[Topology], ShardingPlan], topology: Topology) -> bool:
@@ -317,7 +320,7 @@ def _topology(
     chosen: Mapping[str, HostTable],
 ) -> Topology:
     """Describe the hardware to TorchRec, without the memory to keep free, and that of the host for rows of `chosen` on disk."""
-    host_room = any(table.is_on_disk for table in chosen.values()) * staged_bytes(config)
+    host_room = any(table.is_on_disk for table in chosen.values()) * read_ahead_bytes(config)
     cuda = hardware.device_type == "cuda"
     usable = usable_bytes(hardware, config)
     in_host = usable_host_bytes(hardware, config)
@@ -325,13 +328,13 @@ def _topology(
         hbm_mem_bw=HBM_BYTES_PER_MS,
         ddr_mem_bw=HOST_BYTES_PER_MS,
         hbm_to_ddr_mem_bw=HOST_LINK_BYTES_PER_MS,
-        intra_host_bw=INTRA_HOST_BYTES_PER_MS,
-        inter_host_bw=INTER_HOST_BYTES_PER_MS,
+        intra_host_bw=config.within_gb_s * BYTES_PER_MS,
+        inter_host_bw=config.between_gb_s * BYTES_PER_MS,
     )
     return TopologyFactory.create_topology(
         TrainerConfig(
-            world_size=hardware.world_size,
-            local_world_size=hardware.local_world_size,
+            world_size=hardware.table_ranks,
+            local_world_size=hardware.local_table_ranks,
             hbm_cap_bytes=usable if cuda else 0,
             ddr_cap_bytes=max((in_host if cuda else usable) - host_room, 0),
         ),
@@ -364,7 +367,7 @@ def _constraints(
         )
     # A rank may have no memory, and features no ids.
     most_bytes = max(usable_bytes(hardware, config) * CUT_ABOVE, 1)
-    most_lookups = sum(hotness.values()) / hardware.world_size or 1
+    most_lookups = sum(hotness.values()) / hardware.table_ranks or 1
     constraints = {}
     for table in declared:
         override = overrides.get(table.name, TableOverride())
@@ -372,7 +375,7 @@ def _constraints(
         types: list[ShardingType]
         if chosen is not None:
             types = [chosen]
-        elif hardware.world_size == 1:
+        elif hardware.table_ranks == 1:
             types = [ShardingType.table_wise]
         elif override.tier in (Tier.host, Tier.disk):
             types = [kind for kind in config.types if kind is not ShardingType.data_parallel]
@@ -394,7 +397,7 @@ def _constraints(
         only = types == [ShardingType.column_wise]
         may_cut = ShardingType.column_wise in types and wanted[table.name] is not Exchange.rows
         cut = may_cut and (only or parts > 1)
-        width = _column_width(table.embedding_dim, parts, hardware.world_size) if cut else None
+        width = _column_width(table.embedding_dim, parts, hardware.table_ranks) if cut else None
         if width is None and only:
             raise ValueError(
                 f"sharding sets table {table.name} of {table.embedding_dim} columns to column_wise, which is for shards of a "

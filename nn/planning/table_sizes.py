@@ -24,7 +24,7 @@ def arena_bytes(
     """Return the device memory of a shard whose rows lie in host memory or on disk: slots, and the map of rows to them."""
     slots = table.slots(num_rows)
     of_slots = table_bytes(slots, columns, rule, weight_bytes=weight_bytes)
-    # A slot and a bit per row, a place in host memory of rows on disk, and per slot a row, the batches that need it, and
+    # A slot and a bit per row, the buffer row of rows on disk, and per slot a row, the batches that need it, and
     # whether it has changed.
     of_rows = (4 + 4 * table.is_on_disk) * num_rows + num_rows // 8
     return of_slots + of_rows + (4 + 1 + 1) * slots

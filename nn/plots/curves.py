@@ -62,7 +62,7 @@ class RunRecords:
 
     @property
     def num_days(self) -> int:
-        """Return the number of stages."""
+        """Return the number of days."""
         return 1 + max((record.get("day", 0) for record in self.records), default=0)
 
     @property
@@ -86,13 +86,13 @@ class _Metric:
     larger_is_better: bool
 
     def best_of_latest(self, records: Records, values: np.ndarray) -> int:
-        """Return the place in `values`, those of all evaluations, of the best one on the latest day and rows."""
+        """Return the index in `values`, those of all evaluations, of the best one on the latest day and rows."""
         key = f"test_{self.key}"
         evaluations = [record for record in records if is_finite(record.get(key))]
         is_like = {id(record) for record in like_the_last(evaluations)}
-        places = [place for place, record in enumerate(evaluations) if id(record) in is_like]
-        latest = values[places]
-        return places[int(latest.argmax() if self.larger_is_better else latest.argmin())]
+        indices = [index for index, record in enumerate(evaluations) if id(record) in is_like]
+        latest = values[indices]
+        return indices[int(latest.argmax() if self.larger_is_better else latest.argmin())]
 
 
 def main_metrics(records: Records) -> list[_Metric]:
@@ -110,7 +110,7 @@ def main_metrics(records: Records) -> list[_Metric]:
             metric, _, task = key.partition(".")
             if metric == name and task not in found:
                 found[task] = _Metric(key, f"{task} {title}".lstrip(), larger_is_better)
-    order = {key.partition(".")[2]: place for place, key in reversed(list(enumerate(keys)))}
+    order = {key.partition(".")[2]: index for index, key in reversed(list(enumerate(keys)))}
     ordered = sorted(found.items(), key=lambda item: order[item[0]])
     return [metric for _, metric in ordered] or [_Metric("auc", "AUC", True)]
 
@@ -135,8 +135,8 @@ def draw_curves(run: RunRecords, out_png: Path) -> None:
         panels: list[Any] = []
         for row, count in enumerate([*rows, len(lower)]):
             wide = columns // count
-            for place in range(count):
-                cell = grid[row, place * wide : (place + 1) * wide]
+            for index in range(count):
+                cell = grid[row, index * wide : (index + 1) * wide]
                 panels.append(figure.add_subplot(cell, sharex=panels[0] if panels else None))
         _draw_loss(panels[0], run, is_sum=len(metrics) > 1)
         for axes, metric in zip(panels[1:], drawn, strict=False):
@@ -328,7 +328,7 @@ def _finish(
 def _mark_outside(axes: Any, lines: Mapping[str, Series], low: float, high: float) -> None:
     """Draw a triangle at the edge of the frame for points beyond it, and their range beside the panel's title."""
     extremes = []
-    for marker, place, text, extreme in (
+    for marker, height, text, extreme in (
         ("^", 0.985, "▲ up to", max),
         ("v", 0.015, "▼ down to", min),
     ):
@@ -339,7 +339,7 @@ def _mark_outside(axes: Any, lines: Mapping[str, Series], low: float, high: floa
                 continue
             at = thinned((steps[beyond], values[beyond]), 60)[0]
             axes.plot(
-                *(at, np.full(len(at), place)),
+                *(at, np.full(len(at), height)),
                 transform=axes.get_xaxis_transform(),
                 color=color,
                 marker=marker,

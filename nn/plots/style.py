@@ -37,8 +37,8 @@ def picture(out_png: Path, height: float, title: str, facts: str) -> Iterator[An
             # A long line is drawn smaller before it is shortened.
             size *= min(1, max(0.7, room / max(len(text), 1)))
             line = plain(text, int(room / 0.7))
-            place = (0.012, 1 - inches / height)
-            figure.text(*place, line, va="center", size=size, color=color, weight=weight)
+            position = (0.012, 1 - inches / height)
+            figure.text(*position, line, va="center", size=size, color=color, weight=weight)
         yield figure
         content = BytesIO()
         figure.savefig(content, format="png")

@@ -8,7 +8,7 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
-from dataloading.dataset.durable_files import hold, replace_file, sync_directory, sync_file
+from dataloading.dataset.durable_files import exclusive, replace_file, sync_directory, sync_file
 from dataloading.storage.object_store import ObjectStore, shown_address
 from nn.scores.kept_scores import KeptScores
 from nn.scores.named_rows import NamedRows
@@ -69,7 +69,9 @@ def open_output(
     name. Raises OSError: the files cannot be written.
     """
     schema = score_schema(named.fields, tasks, origin, path)
-    with hold(path, f"is writing output={path if address is None else shown_address(address)}"):
+    with exclusive(
+        path, f"is writing output={path if address is None else shown_address(address)}"
+    ):
         work = work_directory(path)
         work.mkdir(exist_ok=True)
         kept = KeptScores(work, facts, len(tasks))

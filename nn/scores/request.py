@@ -7,7 +7,7 @@ from configs.schema import SCORE_ENDINGS, Config
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.held_out_source import VALIDATION
 from dataloading.storage.object_store import ObjectStore, is_remote, shown_address
-from dataloading.storage.upload import place_of
+from dataloading.storage.upload import path_before_upload
 
 DEFAULT_SPLIT = "test"
 
@@ -23,7 +23,7 @@ def output_path(config: Config) -> Path:
             raise ValueError(
                 f"output={shown_output(config)} exists; move or delete it, or set another output"
             )
-        return place_of(config.output)
+        return path_before_upload(config.output)
     path = Path(config.output)
     if os.path.lexists(path):
         raise ValueError(f"output={path} exists; move or delete it, or set another output")

@@ -15,7 +15,15 @@ from configs.option_values import plain_values
 from configs.schema import Config
 from dataloading.batch import Batch
 from dataloading.storage.object_store import is_remote
-from nn.build import build_key_maps, build_step, checked_plan, device_type, hardware_of, open_source
+from nn.build import (
+    build_key_maps,
+    build_step,
+    check_group_size,
+    checked_plan,
+    device_type,
+    hardware_of,
+    open_source,
+)
 from nn.checks import check_optimizers
 from nn.distributed.failures import report_faults, report_lost_rank
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
@@ -47,6 +55,7 @@ def predict(config: Config, console: Console, raw: RawRows | None = None) -> dic
     """
     logger = make_logger(console)
     ranks = ranks_from_environment(device_type(config))
+    check_group_size(config.sharding.group_size, ranks.world_size, ranks.local_world_size)
     check_optimizers(config)
     rows: Rows
     if raw is None:

@@ -116,8 +116,8 @@ class ScoreWriter:
             copy.ready.synchronize()
         started = time.perf_counter()
         if np.isnan(copy.rows).any():
-            place = int(np.isnan(copy.rows).any(axis=1).argmax())
-            row = self._num_written + sum(map(len, rows)) + place
+            index = int(np.isnan(copy.rows).any(axis=1).argmax())
+            row = self._num_written + sum(map(len, rows)) + index
             raise ValueError(
                 f"the score of row {row:,} is not finite; the weights or a numerical value of the row are too large: clip or "
                 "scale such values when preprocessing, or use another checkpoint"

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nn.embedding.id_blocks import IdCount, id_blocks, with_positions
+from dataloading.dataset.batch_layout import IdCount
+from nn.embedding.id_blocks import id_blocks, with_positions
 from nn.embedding.id_expansion import IdExpansion
 from nn.embedding.local_tables import LocalTable
 from nn.sharding.placement import ColumnShard, RankTables

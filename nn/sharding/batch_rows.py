@@ -55,8 +55,7 @@ class BatchRows:
     def __enter__(self) -> Self:
         """Make sure that all rows have slots; the host waits for their mapping.
 
-        Raises:
-            RankError: the batches at work need more rows than there is room for.
+        Raises RankError: the batches at work need more rows than there is room for.
         """
         if self._hold is not None:
             self._hold.check()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nn.embedding.id_blocks import IdCount
+from dataloading.dataset.batch_layout import IdCount
 from nn.ops.cuda_graph import CudaGraph
 from nn.sharding.batch_rows import BatchRows
 from nn.sharding.local_ids import LocalIds

@@ -11,7 +11,7 @@ from nn.embedding.local_tables import LocalTable
 from nn.embedding.optimizer import StateField
 from nn.layers.initialization import fill_uniform_
 from nn.ops.stochastic_rounding import rounding_key
-from nn.sharding.planned_tables import PlacedShard, PlannedTable
+from nn.sharding.planned_tables import PlannedShard, PlannedTable
 from nn.sharding.tables import TableShard
 from nn.tiers.host_tier import DiskSettings, HostTier, TieredShard
 from nn.tiers.row_store import WEIGHT
@@ -32,7 +32,7 @@ class OwnedShard:
     """
 
     table: PlannedTable
-    place: ShardMetadata
+    metadata: ShardMetadata
     weight: Tensor
     states: dict[str, Tensor]
     tier_index: int | None = None
@@ -49,12 +49,12 @@ class OwnedShard:
     @property
     def described(self) -> TableShard:
         """The shard as others see it."""
-        row, column = self.place.shard_offsets
+        row, column = self.metadata.shard_offsets
         return TableShard(self.table.name, self.weight, row, column)
 
     def local_table(self, seed: int, tier: HostTier | None) -> LocalTable:
         """Return the shard with the memory that is looked up and updated."""
-        row, column = self.place.shard_offsets
+        row, column = self.metadata.shard_offsets
         table = LocalTable(
             self.table.lookups,
             self.weight,
@@ -87,7 +87,7 @@ def fill_shard(shard: TableShard, bound: float, seed: int, device: torch.device)
 
 
 def allocate_shards(
-    placed: Sequence[PlacedShard],
+    placed: Sequence[PlannedShard],
     states: Sequence[StateField],
     disk: DiskSettings | None,
     device: torch.device,
@@ -96,10 +96,10 @@ def allocate_shards(
 
     Tables of one width and dtype are adjacent in one memory, so that plain torch makes one call for all of them.
     """
-    in_tier = [table.host is not None and place.shard_sizes[0] > 0 for table, place in placed]
+    in_tier = [table.host is not None and metadata.shard_sizes[0] > 0 for table, metadata in placed]
     shapes = [
-        torch.Size((0 if is_elsewhere else place.shard_sizes[0], place.shard_sizes[1]))
-        for (_, place), is_elsewhere in zip(placed, in_tier, strict=True)
+        torch.Size((0 if is_elsewhere else metadata.shard_sizes[0], metadata.shard_sizes[1]))
+        for (_, metadata), is_elsewhere in zip(placed, in_tier, strict=True)
     ]
     dtypes = [table.dtype for table, _ in placed]
     kinds = [(shape[1], dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -115,8 +115,10 @@ def allocate_shards(
         for tensor in tensors:
             tensor.zero_()
     shards = [
-        OwnedShard(table, place, weight, {name: tensors[at] for name, tensors in of_states.items()})
-        for at, ((table, place), weight) in enumerate(zip(placed, weights, strict=True))
+        OwnedShard(
+            table, metadata, weight, {name: tensors[at] for name, tensors in of_states.items()}
+        )
+        for at, ((table, metadata), weight) in enumerate(zip(placed, weights, strict=True))
     ]
     elsewhere = [shard for shard, is_elsewhere in zip(shards, in_tier, strict=True) if is_elsewhere]
     return shards, _tier_of(elsewhere, states, disk, device) if elsewhere else None
@@ -131,9 +133,9 @@ def _tier_of(
     """Allocate host memory, files and arenas, and give them to the shards."""
     tiered = []
     for index, shard in enumerate(shards):
-        (rows, columns), host = shard.place.shard_sizes, shard.table.host
+        (rows, columns), host = shard.metadata.shard_sizes, shard.table.host
         assert host is not None, "it lies in host memory or on disk"
-        first_row, slots = shard.place.shard_offsets[0], host.slots(rows)
+        first_row, slots = shard.metadata.shard_offsets[0], host.slots(rows)
         tiered.append(
             TieredShard(
                 rows, columns, shard.table.dtype, slots, host.live_rows, first_row, host.is_on_disk

@@ -8,15 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import OptimizerConfig
+from dataloading.dataset.batch_layout import IdCount
 from nn.distributed.process_group import Ranks
-from nn.embedding.id_blocks import IdCount
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.touched_rows import TouchedRows
 from nn.layers.sequence_events import SequenceTables
 from nn.ops.addresses import joined
 from nn.sharding.owned_shard import ON_DEVICE, OwnedShard
-from nn.sharding.planned_tables import PlacedShard, PlannedTable
+from nn.sharding.planned_tables import PlannedShard, PlannedTable
+from nn.sharding.rank_group import RankGroup
 from nn.tiers.host_tier import HostTier
 
 BLOCK = "rows"
@@ -52,7 +53,7 @@ class ColumnShard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The tables that each rank looks up.
+    """The tables that each rank of a group looks up.
 
     `owned_by_rank` has the column shards of every rank, in its order; partial ones come last, alike on all ranks. `owned` are
     this rank's entries with weights. Tables whose distinct rows are sent are `requested`, in groups. The other `replicated`
@@ -109,10 +110,14 @@ class RequestedTables:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Communicators of the all-to-alls; with one for both, ids of the next batch would wait for this one's embeddings."""
+    """Communicators of ids and embeddings; with one for both, ids of the next batch would wait for this one's embeddings.
+
+    Those of ids are all ranks, those of embeddings a group; `owners` are those of this rank's shards, None in a single group.
+    """
 
     ids: dist.ProcessGroup | None
     embeddings: dist.ProcessGroup | None
+    owners: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,7 @@ class RankTables:
     scalars: UpdateScalars
     dtype: torch.dtype
     ranks: Ranks
+    group: RankGroup
     channels: Channels
     touched: TouchedRows | None = None
     tier: HostTier | None = None
@@ -141,7 +147,7 @@ class RankTables:
 
 def place(
     tables: Sequence[PlannedTable],
-    by_rank: Sequence[Sequence[PlacedShard]],
+    by_rank: Sequence[Sequence[PlannedShard]],
     own: Sequence[OwnedShard],
     replicas: Sequence[Tensor],
     tier: HostTier | None,
@@ -193,7 +199,7 @@ def _whole(table: PlannedTable) -> ColumnShard:
 
 def _requested_tables(
     tables: Sequence[PlannedTable],
-    by_rank: Sequence[Sequence[PlacedShard]],
+    by_rank: Sequence[Sequence[PlannedShard]],
     own: Sequence[OwnedShard],
     tier: HostTier | None,
 ) -> RequestedTables:

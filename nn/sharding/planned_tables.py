@@ -61,7 +61,7 @@ class PlannedTable:
         return any(shard.shard_sizes[0] < rows for shard in self.shards)
 
 
-PlacedShard = tuple[PlannedTable, ShardMetadata]
+PlannedShard = tuple[PlannedTable, ShardMetadata]
 
 
 def planned_tables(
@@ -83,14 +83,14 @@ def planned_tables(
     return tables
 
 
-def shards_by_rank(tables: Sequence[PlannedTable], world_size: int) -> list[list[PlacedShard]]:
+def shards_by_rank(tables: Sequence[PlannedTable], world_size: int) -> list[list[PlannedShard]]:
     """Return the shards of every rank, in its order.
 
     A rank without rows of a row-wise or requested table has an empty shard: every rank then sends vectors, or rows, of the
     same tables. Row-wise tables come behind others, wide ones first, which aligns columns, and requested ones last: so those of
     one width are adjacent in each memory. Alone, a rank otherwise keeps the model's order: then embeddings are one matrix.
     """
-    by_rank: list[list[PlacedShard]] = [[] for _ in range(world_size)]
+    by_rank: list[list[PlannedShard]] = [[] for _ in range(world_size)]
     for table in tables:
         holders = set()
         for shard in table.shards:
@@ -102,7 +102,7 @@ def shards_by_rank(tables: Sequence[PlannedTable], world_size: int) -> list[list
             for rank in sorted(set(range(world_size)) - holders):
                 by_rank[rank].append((table, ShardMetadata([rows, 0], [0, columns])))
 
-    def order(placed: PlacedShard) -> tuple[int, ...]:
+    def order(placed: PlannedShard) -> tuple[int, ...]:
         table, shard = placed
         last = (table.is_requested, table.hands_out_rows)
         return last if world_size == 1 else (*last, table.is_row_wise, -shard.shard_sizes[1])

@@ -11,7 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nn.embedding.id_blocks import NO_ID, IdBlock
+from dataloading.dataset.batch_layout import NO_ID
+from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
 from nn.layers.distinct_rows import DistinctRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
@@ -169,8 +170,7 @@ class RequestKeys:
     def distinct_rows(self, rows: Tensor, local: Tensor, feature: str) -> DistinctRows:
         """Return rows with the positions of a feature's ids; `local` is the result of `with_row_positions`.
 
-        Raises:
-            KeyError: no table of the group is looked up by it.
+        Raises KeyError: no table of the group is looked up by it.
         """
         block = self.blocks[self.block_of[feature]]
         positions = local.narrow(0, block.first, block.count)

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import OptimizerConfig
+from dataloading.dataset.batch_layout import NO_ID
 from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.id_blocks import NO_ID, IdBlock
+from nn.embedding.id_blocks import IdBlock
 from nn.embedding.local_tables import (
     LocalTable,
     SlotRows,
@@ -27,6 +28,7 @@ from nn.embedding.local_tables import (
 from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
 from nn.sharding.placement import BLOCK, BY_NUMBER, RankTables, RequestedTables
+from nn.sharding.rank_group import of_all_groups
 from nn.sharding.request_keys import RequestKeys, RowCapacity
 
 # K: ids of all lookups of a rank's samples, W: ranks, R: rows that a rank has capacity for, of all owners, D: columns
@@ -52,21 +54,29 @@ class RowRequests:
         ranks, self._channels = tables.ranks, tables.channels
         self._row_capacity = RowCapacity(capacity, ranks.device)
         self._is_local = len(self._capacity) == 1
-        here = self._capacity[0 if self._is_local else ranks.rank]
+        here = self._capacity[0 if self._is_local else tables.group.rank]
         self._from_each = [here] * len(self._capacity)
         count = sum(self._from_each)
-        bags = partial(_bags_by_number, count, tables.dtype, ranks.device)
-        self._owned = [bags(table, tables.config, tables.scalars) for table in group.owned]
-        for owned, touched in zip(self._owned, group.touched, strict=False):
-            owned.touched = touched
+        # The owners of all groups are asked for the same rows; those that this group asks for are sent to it.
+        self._num_groups = 1 if group.replica is not None else tables.group.count
+        self._first_asked = count * tables.group.number if self._num_groups > 1 else 0
+        self._is_alone = self._is_local and self._num_groups == 1
+        all_asked = count * self._num_groups
+        bags = partial(_bags_by_number, dtype=tables.dtype, device=ranks.device)
+        own = partial(bags, config=tables.config, scalars=tables.scalars)
+        self._owned = [own(table, count) for table in group.owned]
         # The gradients of a replicated table are summed over ranks, and its optimizer has them all.
         self._updated = self._owned
-        if replica_gradient is not None:
+        if self._num_groups > 1:
+            self._updated = [own(table, all_asked) for table in group.owned]
+        elif replica_gradient is not None:
             sums = LocalTable(BY_NUMBER, replica_gradient, {}, first_row=0)
-            self._updated = [bags(sums, ADDITION, addition_scalars(ranks.device))]
+            self._updated = [bags(sums, count, ADDITION, addition_scalars(ranks.device))]
+        for updated, touched in zip(self._updated, group.touched, strict=False):
+            updated.touched = touched
         self._split = _RowsOfMemories(group, ranks.device)
         self.in_tier: list[tuple[SlotRows, int]] = [
-            (table.slots, count) for table in group.owned if table.slots is not None
+            (table.slots, all_asked) for table in group.owned if table.slots is not None
         ]
         columns = group.owned[0].weight.shape[1]
         self.rows = torch.zeros(
@@ -87,11 +97,12 @@ class RowRequests:
         rows = keys.distinct(prepared)
         asked, position = keys.requests(rows, self._row_capacity)
         arrived = asked
-        if not self._is_local:
-            arrived = asked.new_empty(sum(self._from_each))
-            dist.all_to_all_single(
-                arrived, asked, self._from_each, self._capacity, group=self._channels.ids
-            )
+        if not self._is_alone:
+            groups = self._num_groups
+            received, sent = self._from_each * groups, self._capacity * groups
+            arrived = asked.new_empty(sum(received))
+            of_all = asked if groups == 1 else asked.repeat(groups)
+            dist.all_to_all_single(arrived, of_all, received, sent, group=self._channels.ids)
         local = keys.with_row_positions(prepared, position, rows.order)
         overflows = (rows.counts > self._row_capacity.limits).any().view(1)
         on_device, in_tier = arrived.new_empty(0), []
@@ -111,11 +122,14 @@ class RowRequests:
         ]
 
     def fetch(self, ids: RequestedIds, slots: Sequence[Tensor]) -> None:
-        """Look up the rows that are asked of this rank, and exchange them: `rows` are then those of this rank's batch.
+        """Look up the rows that its group asks of this rank, and exchange them: `rows` are then those of this rank's batch.
 
         `slots` are those of the rows of the tables `in_tier`.
         """
-        first, *others = zip(self._owned, self._asked(ids, slots), strict=True)
+        asked_here = (
+            asked.narrow(0, self._first_asked, len(self._sent)) for asked in self._asked(ids, slots)
+        )
+        first, *others = zip(self._owned, asked_here, strict=True)
         bags, asked = first
         bags.look_up(asked, self._sent)
         for bags, asked in others:
@@ -139,17 +153,15 @@ class RowRequests:
 
     def send_back(self, gradients: Tensor) -> Tensor:
         """Send the gradients of `rows`, [R, D], to the owners: [W * capacity here, D]."""
-        if self._is_local:
+        if self._is_alone:
             return gradients
-        returned = torch.empty_like(self._sent)
-        dist.all_to_all_single(
-            returned,
-            gradients.to(self._dtype),
-            self._from_each,
-            self._capacity,
-            group=self._channels.embeddings,
-        )
-        return returned
+        sent = returned = gradients.to(self._dtype)
+        if not self._is_local:
+            returned = torch.empty_like(self._sent)
+            dist.all_to_all_single(
+                returned, sent, self._from_each, self._capacity, group=self._channels.embeddings
+            )
+        return of_all_groups(returned, self._channels.owners)
 
     def update(self, ids: Sequence[SortedIds], gradients: Tensor, is_good: Tensor) -> None:
         """Update this rank's rows with the gradients from `send_back`, unless `is_good` [1] is 0.
@@ -161,12 +173,12 @@ class RowRequests:
 
 
 def _bags_by_number(
-    count: int,
-    dtype: torch.dtype,
-    device: torch.device,
     table: LocalTable,
+    count: int,
     config: OptimizerConfig,
     scalars: UpdateScalars,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> LocalEmbeddingBags:
     """Return what looks up and updates `count` rows of a table by their numbers."""
     block = {BLOCK: IdBlock(0, count, count)}
@@ -189,7 +201,7 @@ class _RowsOfMemories:
         self._memories = torch.tensor(group.memories, dtype=torch.int64, device=device)
 
     def __call__(self, asked: Tensor) -> list[Tensor]:
-        """Return the rows of each memory, numbered there, with `NO_ID` in the places of all others."""
+        """Return the rows of each memory, numbered there, with `NO_ID` in place of all others."""
         if self._num_memories == 1:
             return [asked]
         table = torch.bucketize(asked, self._ends, right=True)

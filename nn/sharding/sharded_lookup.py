@@ -25,11 +25,12 @@ from nn.sharding.id_all_to_all import IdAllToAll
 from nn.sharding.local_ids import Capacity, LocalIds
 from nn.sharding.placement import RankTables, RequestedTables
 from nn.sharding.pooled_rows import PooledRows
+from nn.sharding.rank_group import GroupIds, of_all_groups
 from nn.sharding.request_keys import RequestKeys
 from nn.sharding.row_requests import RowRequests
 from nn.tiers.live_batches import Hold
+from nn.tiers.read_ahead import Need
 from nn.tiers.slot_ids import SlotIds
-from nn.tiers.stager import Need
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
 
@@ -99,14 +100,13 @@ class ShardedLookup:
         replicated_gradients: Sequence[Tensor],
         prefix_columns: int,
     ) -> None:
-        placement, ranks = tables.placement, tables.ranks
-        num_samples = batch_size * ranks.world_size
-        self._ranks, self._channel, self._tier = ranks, tables.channels.embeddings, tables.tier
-        self._id_channel, self._sequences = tables.channels.ids, tables.sequences
+        placement, ranks, rank_group = tables.placement, tables.ranks, tables.group
+        self._ranks, self._group, self._tier = ranks, rank_group, tables.tier
+        self._channels, self._sequences = tables.channels, tables.sequences
         self._capacity = capacity
         counts = tables.counts(batch_size, capacity.doublings)
         self._exchange = IdAllToAll(
-            [features_of(shards, counts) for shards in placement.owned_by_rank],
+            [features_of(shards, counts) for shards in placement.owned_by_rank] * rank_group.count,
             features_of(placement.replicated, counts),
             counts,
             batch_size=batch_size,
@@ -134,8 +134,17 @@ class ShardedLookup:
         }
         in_tier = [entry for group in self._groups for entry in group.requests.in_tier]
         self._slots = SlotIds(placement.owned, self._prepare_owned.blocks, ranks.device, in_tier)
-        self._owned = _embedding_bags(tables, self._slots.tables, self._slots.blocks, num_samples)
-        self._owned.touched = tables.touched
+        self._updated = _embedding_bags(
+            tables, self._slots.tables, self._slots.blocks, batch_size * ranks.world_size
+        )
+        self._updated.touched = tables.touched
+        # What is looked up for the samples of this rank's group.
+        self._owned, self._group_ids = self._updated, None
+        if rank_group.count > 1:
+            self._group_ids = GroupIds(self._slots.blocks, rank_group, ranks.device)
+            self._owned = _embedding_bags(
+                tables, self._slots.tables, self._group_ids.blocks, batch_size * rank_group.size
+            )
         self._replicated = _embedding_bags(
             tables, placement.replicas, self._prepare_replicated.blocks, batch_size
         )
@@ -148,17 +157,18 @@ class ShardedLookup:
     def _set_sizes(self, tables: RankTables, batch_size: int, prefix_columns: int) -> None:
         """Allocate the buffers of the embeddings' all-to-all, and describe the positions of vectors in them."""
         placement, ranks = tables.placement, tables.ranks
-        world_size = ranks.world_size
+        group_size = tables.group.size
         widths = [sum(shard.width for shard in shards) for shards in placement.owned_by_rank]
         self._partial_columns = sum(
             shard.width for shard in placement.owned_by_rank[0] if shard.is_partial
         )
         replicated_columns = sum(shard.width for shard in placement.replicated)
-        is_alone = world_size == 1 and not replicated_columns and not placement.requested
+        is_alone = group_size == 1 and not replicated_columns and not placement.requested
         self._prefix_columns = prefix_columns if is_alone else 0
         self._widths = widths
         self._local_sizes = [batch_size * (self._prefix_columns + width) for width in widths]
-        self._owned_sizes_by_rank = [batch_size * widths[ranks.rank]] * world_size
+        own_width = widths[tables.group.rank]
+        self._owned_sizes_by_rank = [batch_size * own_width] * group_size
         self._starts = list(accumulate(self._local_sizes, initial=0))
         requested = [sum(shard.width for shard in group.shards) for group in placement.requested]
         # Behind what arrives: the sums of partial vectors, the vectors of requested tables, those of replicated ones.
@@ -175,10 +185,10 @@ class ShardedLookup:
             dtype=tables.dtype,
             device=ranks.device,
         )
-        if world_size > 1:
+        if group_size > 1:
             self._sent = torch.empty(
-                batch_size * world_size,
-                widths[ranks.rank],
+                batch_size * group_size,
+                own_width,
                 dtype=tables.dtype,
                 device=ranks.device,
             )
@@ -200,7 +210,7 @@ class ShardedLookup:
         overflows = None
         if sent:
             lacking = torch.stack([lacks for _, _, lacks in sent]).any(0).int()
-            overflows = self._ranks.all_reduce_max(lacking, self._id_channel)
+            overflows = self._ranks.all_reduce_max(lacking, self._channels.ids)
         local = LocalIds(
             self._slots(
                 self._prepare_owned(owned), [rows for _, in_tier, _ in sent for rows in in_tier]
@@ -226,7 +236,7 @@ class ShardedLookup:
 
     @cached_property
     def _returned(self) -> Tensor:
-        """The buffer in which gradients arrive; evaluation does not need it."""
+        """The buffer in which gradients of the group arrive; evaluation does not need it."""
         return torch.empty_like(self._sent)
 
     def look_up(self, ids: LocalIds) -> Tensor:
@@ -234,15 +244,15 @@ class ShardedLookup:
 
         They are in the memory that `layout` describes; the next call overwrites it.
         """
-        self._owned.look_up(self._owned_ids(ids), self._sent)
+        self._owned.look_up(self._looked_up_ids(ids), self._sent)
         self._replicated.look_up(ids.replicated, self._replicated_part(self._local))
-        if self._ranks.world_size > 1 and self._starts[-1]:
+        if self._group.size > 1 and self._starts[-1]:
             dist.all_to_all_single(
                 self._local[: self._starts[-1]],
                 self._sent.view(-1),
                 self._local_sizes,
                 self._owned_sizes_by_rank,
-                group=self._channel,
+                group=self._channels.embeddings,
             )
             self._add_partial()
         for number, (group, slots) in enumerate(self._groups_with_slots(ids)):
@@ -277,8 +287,13 @@ class ShardedLookup:
         return self._sequences.events(name, rows_of, samples_of, numbers)
 
     def _owned_ids(self, ids: LocalIds) -> Tensor:
-        """View the ids of the tables that are looked up here, without the rows that are asked for behind them."""
+        """View the ids of the tables on this rank, without the rows that are asked for behind them."""
         return ids.owned[: self._slots.num_ids]
+
+    def _looked_up_ids(self, ids: LocalIds) -> Tensor:
+        """Return those of the samples of this rank's group."""
+        owned = self._owned_ids(ids)
+        return owned if self._group_ids is None else self._group_ids(owned)
 
     def _groups_with_slots(self, ids: LocalIds) -> Iterator[tuple[_Group, list[Tensor]]]:
         """Yield the requested groups, with the slots of the rows that are asked of tables in host memory."""
@@ -302,8 +317,8 @@ class ShardedLookup:
 
     def rows(self, ids: LocalIds) -> TableRows | None:
         """Return the rows of the ids, in the model's order; None if they are elsewhere, or no vectors as they are."""
-        is_here = self._ranks.world_size == 1 and not self._replicated.tables and not self._groups
-        return self._owned.rows(ids.owned) if is_here else None
+        is_here = self._group.size == 1 and not self._replicated.tables and not self._groups
+        return self._owned.rows(self._looked_up_ids(ids)) if is_here else None
 
     def _requested_part(self, local: Tensor, group: int) -> Tensor:
         """View the vectors of a group of requested tables, [B, columns]."""
@@ -348,7 +363,7 @@ class ShardedLookup:
                 self._groups_with_slots(ids), ids.requested, strict=True
             )
         ]
-        owned = SortedOwnedIds(self._owned.sort(self._owned_ids(ids)), requested)
+        owned = SortedOwnedIds(self._updated.sort(self._owned_ids(ids)), requested)
         return owned, self._replicated_sums.sort(ids.replicated)
 
     def send_back(self, ids: SortedOwnedIds, gradients: LookupGradients) -> OwnedGradients:
@@ -359,7 +374,8 @@ class ShardedLookup:
             else group.requests.send_back(self._row_gradients(number, ids, gradients))
             for number, group in enumerate(self._groups)
         ]
-        return OwnedGradients(self._send_vectors_back(gradients.vectors), requested)
+        vectors = self._send_vectors_back(gradients.vectors)
+        return OwnedGradients(of_all_groups(vectors, self._channels.owners), requested)
 
     def _row_gradients(
         self, number: int, ids: SortedOwnedIds, gradients: LookupGradients
@@ -371,8 +387,8 @@ class ShardedLookup:
         return group.pooled.sum_by_row(own, self._requested_part(gradients.vectors, number))
 
     def _send_vectors_back(self, gradients: Tensor) -> Tensor:
-        """Send the gradients of the vectors that were sent, [B * W, T]."""
-        if self._ranks.world_size == 1:
+        """Send the gradients of the vectors that were sent to the ranks of this group, [samples of the group, T]."""
+        if self._group.size == 1:
             return self._owned_part(gradients)
         if not self._starts[-1]:
             return self._sent
@@ -386,13 +402,13 @@ class ShardedLookup:
             gradients[: self._starts[-1]],
             self._owned_sizes_by_rank,
             self._local_sizes,
-            group=self._channel,
+            group=self._channels.embeddings,
         )
         return self._returned
 
     def update(self, ids: SortedOwnedIds, gradients: OwnedGradients, is_good: Tensor) -> None:
         """Update this rank's tables with the gradients from `send_back`, unless `is_good` [1] is 0."""
-        self._owned.update(ids.owned, gradients.owned, is_good)
+        self._updated.update(ids.owned, gradients.owned, is_good)
         for group, (asked, _), returned in zip(
             self._groups, ids.requested, gradients.requested, strict=True
         ):
@@ -411,7 +427,7 @@ class ShardedLookup:
                 group.requests.update(owned.requested[number][0], of_rows, is_good)
 
     def _owned_part(self, local: Tensor) -> Tensor:
-        """View the looked-up embeddings in the local memory; world size 1 only."""
+        """View the looked-up embeddings in the local memory; of a rank with all tables only."""
         return local[: self._starts[-1]].view(self._owned.num_samples, -1)[
             :, self._prefix_columns :
         ]

@@ -13,26 +13,25 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
+from torchrec.distributed.planner.utils import placement
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from dataloading.dataset.batch_layout import id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.keys.new_rows import NewRows, RekeyedRows
 from nn.distributed.process_group import Ranks, open_channel
-from nn.embedding.declared_tables import (
-    handing_tables,
-    id_counts,
-    initial_bound,
-    keyed_tables,
-)
+from nn.embedding.declared_tables import handing_tables, initial_bound, keyed_tables
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
+from nn.embedding.pretrained import FileRows
 from nn.embedding.torch_optimizer import table_optimizer
 from nn.embedding.touched_rows import TouchedReplicas
 from nn.layers.sequence_events import SequenceTables
 from nn.sharding.owned_shard import adjacent, allocate_shards, fill_shard
 from nn.sharding.placement import Channels, ColumnShard, Placement, RankTables, place, track_rows
 from nn.sharding.planned_tables import PlannedTable, planned_tables, rank_of, shards_by_rank
+from nn.sharding.rank_group import RankGroup
 from nn.sharding.tables import TableSettings, TableShard, TieredPlan, TouchedShard
 from nn.tiers.host_tier import TierCounts
 from nn.tiers.new_rows import KeyedShard, RowResets
@@ -61,9 +60,10 @@ class ShardedTables:
         self._ranks, self._seed = ranks, settings.seed
         tables = planned_tables(declared, multi_hot.expanded_spec(spec), plan)
         self._tables = {table.name: table for table in tables}
-        by_rank = shards_by_rank(tables, ranks.world_size)
+        self._group = RankGroup.of(ranks, plan.num_ranks)
+        by_rank = shards_by_rank(tables, self._group.size)
         self._own, self.tier = allocate_shards(
-            by_rank[ranks.rank], self._rule.states, settings.disk, device
+            by_rank[self._group.rank], self._rule.states, settings.disk, device
         )
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -95,7 +95,8 @@ class ShardedTables:
             tier=self.tier,
             dtype=settings.sent_dtype(device),
             ranks=ranks,
-            channels=Channels(open_channel(ranks, "ids"), open_channel(ranks, "embeddings")),
+            group=self._group,
+            channels=Channels(open_channel(ranks, "ids"), *self._group.open_channels(ranks)),
             touched=self._touched,
         )
 
@@ -109,10 +110,13 @@ class ShardedTables:
         }
 
     def _fill(self) -> None:
-        """Fill the weights with the seed's."""
+        """Fill the weights with the seed's, or a file's."""
         for shard in self.shards():
-            bound = initial_bound(self._tables[shard.table].declared)
-            fill_shard(shard, bound, self._seed, self._ranks.device)
+            declared = self._tables[shard.table].declared
+            if isinstance(declared.init_fn, FileRows):
+                declared.init_fn(shard.weight, shard.row_offset, shard.column_offset)
+            else:
+                fill_shard(shard, initial_bound(declared), self._seed, self._ranks.device)
         self.reload()
 
     @property
@@ -168,9 +172,11 @@ class ShardedTables:
     def touched_shards(self) -> list[TouchedShard]:
         """Return the shards that this rank writes into deltas, with the mask of their rows; rows must be tracked.
 
-        Replicated tables have the same mask on all ranks; rank 0 writes them.
+        Groups have the same masks; the first one writes. Replicated tables have the same mask on all ranks; rank 0 writes them.
         """
         assert self._touched_replicas is not None, "rows are tracked"
+        if self._group.number:
+            return []
         self._write_back()
         touched = [
             TouchedShard(shard.described, shard.touched)
@@ -316,22 +322,28 @@ class ShardedTables:
     ) -> ShardedTensor:
         """Return this rank's shards of a table's weight or of an optimizer state as a part of the complete one."""
         dims = 1 if per_row else 2
+        kind = self._ranks.device.type if table.host is None else "cpu"
         shards = [
             ShardMetadata(
-                place.shard_offsets[:dims],
-                place.shard_sizes[:dims],
-                place.placement if table.host is None else f"rank:{rank_of(place)}/cpu",
+                metadata.shard_offsets[:dims],
+                metadata.shard_sizes[:dims],
+                placement(
+                    kind, self._group.first_rank + rank_of(metadata), self._ranks.local_world_size
+                ),
             )
-            for place in table.shards
+            for metadata in table.shards
         ]
-        described = {id(place): shard for place, shard in zip(table.shards, shards, strict=True)}
+        described = {
+            id(metadata): shard for metadata, shard in zip(table.shards, shards, strict=True)
+        }
         local = [
             Shard(
-                shard.weight if part == WEIGHT else shard.states[part], described[id(shard.place)]
+                shard.weight if part == WEIGHT else shard.states[part],
+                described[id(shard.metadata)],
             )
             for shard in self._own
             # The plan knows no empty shards of ranks without rows.
-            if shard.table is table and id(shard.place) in described
+            if shard.table is table and id(shard.metadata) in described
         ]
         # All rows lie in pinned memory.
         is_pinned = (

@@ -34,10 +34,14 @@ class HostTable:
 
 @dataclass
 class TieredPlan(ShardingPlan):
-    """TorchRec's plan, the tables in host memory or on disk by name, and those whose distinct rows are sent (`row_tables`)."""
+    """TorchRec's plan, the tables in host memory or on disk by name, and those whose distinct rows are sent (`row_tables`).
+
+    It is for a group of `num_ranks`; other groups of as many hold the same tables.
+    """
 
     host_tables: dict[str, HostTable] = field(default_factory=dict)
     row_tables: frozenset[str] = frozenset()
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nn.tiers.host_rows import ABSENT, HostRows
 from nn.tiers.row_items import row_items
 from nn.tiers.row_store import Kinds, RowStore
 from nn.tiers.slot_map import DeviceMoves
-from nn.tiers.staged_rows import ABSENT, StagedRows
 from nn.tiers.table_file import TableFile
 
 BLOCK_ROWS = 2**16
@@ -18,60 +18,60 @@ BLOCK_ROWS = 2**16
 
 
 class DiskStore(RowStore):
-    """Rows of a table file with places in host memory for all on the device but `kept` ones, ascending, which it keeps."""
+    """Rows of a table file with buffer rows in host memory for all on the device but `kept` ones, ascending, which it keeps."""
 
     def __init__(
         self,
         file: TableFile,
-        num_places: int,
+        num_buffer_rows: int,
         num_slots: int,
         kinds: Kinds,
         kept: np.ndarray,
         device: torch.device,
     ) -> None:
-        super().__init__(num_places, num_slots, kinds, device)
+        super().__init__(num_buffer_rows, num_slots, kinds, device)
         num_rows = len(next(iter(file.rows.values())))
         self._file = file
         self.host = file.rows
-        self.staged = StagedRows(file, num_rows, kept, self._memory)
-        # What the device knows of the places; those of other rows may be out of date.
-        self._place_of_row = torch.from_numpy(self.staged.place_of_row)
+        self.host_rows = HostRows(file, num_rows, kept, self._memory)
+        # What the device knows of the buffer rows; those of other rows may be out of date.
+        self._buffer_row = torch.from_numpy(self.host_rows.buffer_row)
         self._moved: list[np.ndarray] = []
         if device.type == "cuda":
-            self._place_of_row = self._place_of_row.to(device)
+            self._buffer_row = self._buffer_row.to(device)
 
-    def stage(self, rows: np.ndarray, staying: Sequence[np.ndarray]) -> bool:
-        """Read rows into host memory; see `StagedRows.stage`."""
-        is_staged = self.staged.stage(rows, staying)
-        if is_staged and self._device.type == "cuda":
+    def read(self, rows: np.ndarray, staying: Sequence[np.ndarray]) -> bool:
+        """Read rows into host memory; see `HostRows.read`."""
+        is_read = self.host_rows.read(rows, staying)
+        if is_read and self._device.type == "cuda":
             self._moved.append(rows)
-        return is_staged
+        return is_read
 
     def tell_device(self) -> None:
-        """Let the device know the places of the rows that were staged, on the current stream."""
+        """Let the device know the buffer rows of the rows that were read, on the current stream."""
         moved, self._moved = self._moved, []
         for rows in moved:
-            places = torch.from_numpy(self.staged.place_of_row[rows]).to(self._device)
-            self._place_of_row.index_copy_(0, torch.from_numpy(rows).to(self._device), places)
+            buffer_rows = torch.from_numpy(self.host_rows.buffer_row[rows]).to(self._device)
+            self._buffer_row.index_copy_(0, torch.from_numpy(rows).to(self._device), buffer_rows)
 
-    def _places_of(self, rows: Tensor) -> Tensor:
-        return self._place_of_row.index_select(0, rows).long()
+    def _buffer_rows_of(self, rows: Tensor) -> Tensor:
+        return self._buffer_row.index_select(0, rows).long()
 
-    def _placed(self, moves: DeviceMoves) -> DeviceMoves:
+    def _with_buffer_rows(self, moves: DeviceMoves) -> DeviceMoves:
         # Buffers have room for more rows than move, and hold any numbers there.
-        last = len(self._place_of_row) - 1
-        places = self._place_of_row.index_select(0, moves.rows.clamp(0, last))
-        returned = self._place_of_row.index_select(0, moves.returned.clamp(0, last))
-        return replace(moves, rows=places, returned=returned.where(moves.returned >= 0, -1))
+        last = len(self._buffer_row) - 1
+        buffer_rows = self._buffer_row.index_select(0, moves.rows.clamp(0, last))
+        returned = self._buffer_row.index_select(0, moves.returned.clamp(0, last))
+        return replace(moves, rows=buffer_rows, returned=returned.where(moves.returned >= 0, -1))
 
     def save(self, rows: Tensor, slots: Tensor) -> None:
         """Make the file hold the current rows; the distinct `rows`, int64 [n], have changed in `slots` of the device."""
-        has_place = torch.from_numpy(self.staged.place_of_row[rows.cpu().numpy()] >= 0)
-        chosen = has_place.to(rows.device)
+        is_in_memory = torch.from_numpy(self.host_rows.buffer_row[rows.cpu().numpy()] >= 0)
+        chosen = is_in_memory.to(rows.device)
         self.write_back(rows[chosen], slots[chosen])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self.staged.flush()
+        self.host_rows.flush()
         for some_rows, some_slots in _blocks(rows[~chosen], slots[~chosen]):
             parts = [part.index_select(0, some_slots).cpu() for part in self.arena.values()]
             values = [row_items(part) for part in parts]
@@ -79,14 +79,14 @@ class DiskStore(RowStore):
 
     def load(self, rows: Tensor, slots: Tensor) -> None:
         """Fill the arena from the file, which has changed; `rows`, int64 [n], are those of the arena, in `slots`."""
-        self.staged.forget()
+        self.host_rows.forget()
         numbers = rows.cpu().numpy()
-        need_places = self.staged.place_of_row[numbers] == ABSENT
-        resident = np.sort(numbers[need_places])
-        is_staged = self.stage(resident, [])
-        assert is_staged, "the planner refuses less host memory"
+        are_absent = self.host_rows.buffer_row[numbers] == ABSENT
+        resident = np.sort(numbers[are_absent])
+        is_read = self.read(resident, [])
+        assert is_read, "the planner refuses less host memory"
         self.tell_device()
-        chosen = torch.from_numpy(need_places).to(rows.device)
+        chosen = torch.from_numpy(are_absent).to(rows.device)
         self.fetch(rows[chosen], slots[chosen])
         for some_rows, some_slots in _blocks(rows[~chosen], slots[~chosen]):
             for name, part in self.arena.items():

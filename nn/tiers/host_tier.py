@@ -24,9 +24,9 @@ from nn.ops.host_copy import HostCopy
 from nn.ops.stream_waits import StreamWaits
 from nn.tiers.disk_store import DiskStore
 from nn.tiers.live_batches import Hold, LiveBatches
+from nn.tiers.read_ahead import Need, ReadAhead
 from nn.tiers.row_store import WEIGHT, RowStore, bytes_of_row, kinds_of
 from nn.tiers.slot_map import SlotMap, TierIds, lacks_slots
-from nn.tiers.stager import Need, Stager
 from nn.tiers.table_file import TableFile, TierDirectory
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class DiskSettings:
     """Directory of the files of tables on disk, and the host memory per rank for their rows."""
 
     path: Path
-    staged_bytes: int
+    read_ahead_bytes: int
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class HostTier:
         self._shards = list(shards)
         kinds = list(dict.fromkeys(_kind_of(shard) for shard in shards))
         self._groups: list[_Group] = []
-        self._place: dict[int, tuple[int, int]] = {}  # shard -> group and first row in it
+        self._group_and_row: dict[int, tuple[int, int]] = {}  # shard -> group, first row in it
         # Rows on disk of each group for which host memory has room: the same fraction of all groups.
         on_disk = {
             kind: bytes_of_row(kinds_of(kind[0], kind[1], states)) for kind in kinds if kind[2]
@@ -115,20 +115,20 @@ class HostTier:
             kind: sum(shard.rows for shard in shards if _kind_of(shard) == kind) for kind in on_disk
         }
         total = sum(count * on_disk[kind] for kind, count in rows.items())
-        share = 0.0 if disk is None else min(disk.staged_bytes / max(total, 1), 1.0)
+        share = 0.0 if disk is None else min(disk.read_ahead_bytes / max(total, 1), 1.0)
         self._directory = None if disk is None else TierDirectory(disk.path)
         for number, kind in enumerate(kinds):
             first = 0
             members = []
             for index, shard in enumerate(shards):
                 if _kind_of(shard) == kind:
-                    self._place[index] = number, first
+                    self._group_and_row[index] = number, first
                     members.append(shard)
                     first += shard.rows
             with ExitStack() as undo:
                 undo.callback(self.close)
-                places = int(rows.get(kind, 0) * share)
-                group = _group_of(members, states, device, self._directory, places)
+                buffer_rows = int(rows.get(kind, 0) * share)
+                group = _group_of(members, states, device, self._directory, buffer_rows)
                 undo.pop_all()
             self._groups.append(group)
         # Of both turns and every group, where kernels map; see `DeviceMoves`.
@@ -156,12 +156,12 @@ class HostTier:
             self._exchanges.wait()
             return self._groups[group].map.changing_rows().numpy()
 
-        self.stager = Stager(stores, resident) if stores else None
+        self.read_ahead = ReadAhead(stores, resident) if stores else None
         self._needs: dict[int, Need] = {}  # of live batches, by their bits
 
     def host_rows(self, index: int) -> dict[str, Tensor]:
         """View all rows of a shard in host memory, weight and states by name; call `write_back` before reading."""
-        group, first = self._place[index]
+        group, first = self._group_and_row[index]
         end = first + self._shards[index].rows
         return {name: rows[first:end] for name, rows in self._groups[group].store.host.items()}
 
@@ -176,11 +176,13 @@ class HostTier:
 
     def _slot_table(self, indices: Sequence[int], table: LocalTable, first_row: int) -> LocalTable:
         """Return a table of adjacent shards, whose first one has the table's row `first_row`."""
-        group, first = self._place[indices[0]]
+        group, first = self._group_and_row[indices[0]]
         arena = self._groups[group].store.arena
         num_rows = 0
         for index in indices:
-            assert self._place[index] == (group, first + num_rows), "shards of one table adjoin"
+            assert self._group_and_row[index] == (group, first + num_rows), (
+                "shards of one table adjoin"
+            )
             num_rows += self._shards[index].rows
         slots = SlotRows(
             self._groups[group].map.row_of_slot, group, first_row, num_rows, first - first_row
@@ -197,7 +199,7 @@ class HostTier:
 
     def announce(self, ids: Tensor, groups: Sequence[TierIds]) -> Need | None:
         """Return the rows on disk that a batch needs, before it is mapped; None without tables on disk."""
-        if self.stager is None:
+        if self.read_ahead is None:
             return None
         rows = {}
         for of_group in groups:
@@ -206,7 +208,7 @@ class HostTier:
                 is_here = (numbers >= of_group.first) & (numbers < of_group.end)
                 needed = torch.unique((numbers + of_group.offset)[is_here])
                 rows[of_group.group] = needed.long().cpu().numpy()
-        return self.stager.announce(rows)
+        return self.read_ahead.announce(rows)
 
     def map(self, ids: Tensor, groups: Sequence[TierIds], need: Need | None = None) -> Hold:
         """Turn ids into slots in place, on the current stream, and fetch the rows that are missing.
@@ -222,10 +224,10 @@ class HostTier:
         ended = self._live.take_ended(all_but=1)
         self._note_trained(*ended)
         hold = self._live.begin()
-        if self.stager is not None:
+        if self.read_ahead is not None:
             need = need or self.announce(ids, groups)
             assert need is not None, "there are tables on disk"
-            self.stager.ready(need)
+            self.read_ahead.ready(need)
             self._needs[hold.pin] = need
         if self._counted is not None:
             self._map_on_device(ids, groups, hold, ended)
@@ -305,21 +307,21 @@ class HostTier:
     def write_back(self) -> None:
         """Make host memory, or the files, hold the current rows; all passes must be queued, and nobody reads the files."""
         self._release_all()
-        if self.stager is not None:
-            self.stager.drain()
+        if self.read_ahead is not None:
+            self.read_ahead.drain()
         for group in self._groups:
             changed = group.map.changed()
             if changed is not None:
                 group.store.save(*changed)
             elif group.disk_store is not None:
-                group.disk_store.staged.flush()
+                group.disk_store.host_rows.flush()
         self._synchronize()
 
     def reload(self) -> None:
         """Copy the rows of the arena from host memory, which has changed."""
         self._synchronize()
-        if self.stager is not None:
-            self.stager.drain()
+        if self.read_ahead is not None:
+            self.read_ahead.drain()
         for group in self._groups:
             group.store.load(*group.map.resident())
         self._synchronize()
@@ -334,11 +336,11 @@ class HostTier:
         counts, self._counts = self._counts, TierCounts()
         # On a CPU nothing runs beside the step.
         counts.wait_ms = counts.ms if self._waits is None else self._waits.take_ms()
-        if self.stager is not None:
-            counts.disk_wait_ms, self.stager.wait_ms = self.stager.wait_ms, 0.0
+        if self.read_ahead is not None:
+            counts.disk_wait_ms, self.read_ahead.wait_ms = self.read_ahead.wait_ms, 0.0
         for group in self._groups:
             if group.disk_store is not None:
-                read, written = group.disk_store.staged.take_counts()
+                read, written = group.disk_store.host_rows.take_counts()
                 counts.disk_rows_in += read
                 counts.disk_rows_out += written
                 counts.disk_bytes_in += read * group.store.row_bytes
@@ -349,8 +351,8 @@ class HostTier:
         """Note that the rows of some batches have changed, before they may leave the device."""
         for pin in [pin for pin in self._needs if pin & released]:
             need = self._needs.pop(pin)
-            if pin & trained and self.stager is not None:
-                self.stager.change(need)
+            if pin & trained and self.read_ahead is not None:
+                self.read_ahead.change(need)
 
     def _release(self, released: int, trained: int) -> None:
         """Let the rows of some batches leave; see `SlotMap.release`."""
@@ -384,9 +386,9 @@ def _group_of(
     states: Sequence[StateField],
     device: torch.device,
     directory: TierDirectory | None,
-    places: int,
+    buffer_rows: int,
 ) -> _Group:
-    """Return a group of tables; host memory has room for `places` rows of tables on disk."""
+    """Return a group of tables; host memory has room for `buffer_rows` rows of tables on disk."""
     slots = [shard.slots for shard in members]
     needed = sum(min(shard.live_rows, shard.rows) for shard in members)
     assert needed <= sum(slots), "the planner refuses smaller arenas"
@@ -400,9 +402,9 @@ def _group_of(
     file = TableFile(directory, name, sum(rows), kinds)
     kept = slot_map.kept_rows().numpy()
     least = min(sum(slots) - len(kept) + needed, sum(rows) - len(kept))
-    assert places >= least, "the planner refuses less host memory"
-    places = max(min(places, sum(rows) - len(kept)), 1)
-    return _Group(DiskStore(file, places, sum(slots), kinds, kept, device), slot_map)
+    assert buffer_rows >= least, "the planner refuses less host memory"
+    buffer_rows = max(min(buffer_rows, sum(rows) - len(kept)), 1)
+    return _Group(DiskStore(file, buffer_rows, sum(slots), kinds, kept, device), slot_map)
 
 
 def ring_slots(slots: int) -> int:

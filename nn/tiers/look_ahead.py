@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from dataloading.batch import Batch
-from nn.tiers.stager import READ_AHEAD_BATCHES, Need
+from nn.tiers.read_ahead import READ_AHEAD_BATCHES, Need
 
 Ahead = tuple[Batch, Need | None]
 """A host batch, and the rows that it needs from disk."""
@@ -57,6 +57,4 @@ class LookAhead:
         """Return a batch whose memory the loader does not reuse."""
         if self._device.type != "cuda":
             return batch
-        if batch.memory is None:
-            return batch.pin_memory()
         return batch.at(torch.empty_like(batch.memory, pin_memory=True).copy_(batch.memory))

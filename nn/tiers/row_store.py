@@ -51,32 +51,32 @@ class RowStore:
 
     def fetch(self, rows: Tensor, slots: Tensor) -> None:
         """Copy rows from host memory to slots of the arena; both are distinct, int64 [n]."""
-        places = self._places_of(rows)
+        buffer_rows = self._buffer_rows_of(rows)
         for name, memory in self._memory.items():
-            self._copy(memory, places, self.arena[name], slots)
+            self._copy(memory, buffer_rows, self.arena[name], slots)
 
     def write_back(self, rows: Tensor, slots: Tensor) -> None:
         """Copy slots of the arena to rows in host memory; see `fetch`."""
-        places = self._places_of(rows)
+        buffer_rows = self._buffer_rows_of(rows)
         for name, memory in self._memory.items():
-            self._copy(self.arena[name], slots, memory, places)
+            self._copy(self.arena[name], slots, memory, buffer_rows)
 
     def exchange(self, moves: DeviceMoves) -> None:
         """Write rows back and fetch others into their slots; the host does not wait. Of a GPU only."""
         # Triton comes with torch's CUDA builds only.
         from nn.tiers.row_copy import exchange_rows
 
-        placed = self._placed(moves)
+        host_moves = self._with_buffer_rows(moves)
         for name, memory in self._memory.items():
             arena = self.arena[name]
-            exchange_rows(memory.view(len(memory), -1), arena.view(len(arena), -1), placed)
+            exchange_rows(memory.view(len(memory), -1), arena.view(len(arena), -1), host_moves)
 
-    def _places_of(self, rows: Tensor) -> Tensor:
+    def _buffer_rows_of(self, rows: Tensor) -> Tensor:
         """Return where rows are in the memory of the host, int64 [n]."""
         return rows
 
-    def _placed(self, moves: DeviceMoves) -> DeviceMoves:
-        """Return the moves with places in the memory of the host instead of rows."""
+    def _with_buffer_rows(self, moves: DeviceMoves) -> DeviceMoves:
+        """Return the moves with rows of the host's memory instead of rows."""
         return moves
 
     def save(self, rows: Tensor, slots: Tensor) -> None:

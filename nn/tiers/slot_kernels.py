@@ -13,11 +13,11 @@ from torch import Tensor
 from nn.tiers.slot_map import DeviceMoves, SlotMap, TierIds
 
 BLOCK = 1024
-"""Ids, slots or places per step of a program."""
+"""Ids, slots or positions per step of a program."""
 BLOCK_WORDS = 64
 """Words of 32 rows per step of a program that lists them."""
 MOST_WORD_PROGRAMS = 2048
-MOST_PLACE_PROGRAMS = 1024
+MOST_RING_PROGRAMS = 1024
 
 # Positions in the counts of `DeviceMoves`.
 _FETCHED = tl.constexpr(0)
@@ -36,15 +36,15 @@ class SlotKernels:
         device = counts.device
         self._num_words = triton.cdiv(slot_map.num_rows, 32)
         self._is_missing = torch.zeros(self._num_words, dtype=torch.int32, device=device)
-        # The next place, and the one after the rows of the batch that is mapped.
+        # The next position, and the one after the rows of the batch that is mapped.
         self._hand = torch.zeros(2, dtype=torch.int32, device=device)
         self._words_per_program, self._word_programs = _parts(
             self._num_words, BLOCK_WORDS, MOST_WORD_PROGRAMS
         )
-        self._places_per_program, place_programs = _parts(
-            slot_map.num_ring, BLOCK, MOST_PLACE_PROGRAMS
+        self._positions_per_program, ring_programs = _parts(
+            slot_map.num_ring, BLOCK, MOST_RING_PROGRAMS
         )
-        self._programs = self._word_programs + place_programs
+        self._programs = self._word_programs + ring_programs
         self._found = torch.zeros(self._programs, dtype=torch.int32, device=device)
         self._buffers = [torch.empty(3, 0, dtype=torch.int32, device=device) for _ in counts]
 
@@ -79,7 +79,7 @@ class SlotKernels:
             self._words_per_program,
             slot_map.pins,
             slot_map.num_ring,
-            self._places_per_program,
+            self._positions_per_program,
             self._hand,
             self._found,
             self._word_programs,
@@ -132,12 +132,12 @@ def _release(
     if tl.program_id(0) == 0:
         tl.store(counts + tl.arange(0, NUM_COUNTS), tl.zeros([NUM_COUNTS], tl.int32))
     if released != 0:
-        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        exists = place < num_ring
-        bits = tl.load(pins + place, mask=exists, other=0).to(tl.int32)
-        tl.store(is_changed + place, 1, mask=exists & ((bits & trained) != 0))
+        position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        exists = position < num_ring
+        bits = tl.load(pins + position, mask=exists, other=0).to(tl.int32)
+        tl.store(is_changed + position, 1, mask=exists & ((bits & trained) != 0))
         is_released = exists & ((bits & released) != 0)
-        tl.store(pins + place, (bits & ~released).to(tl.uint8), mask=is_released)
+        tl.store(pins + position, (bits & ~released).to(tl.uint8), mask=is_released)
 
 
 @triton.jit
@@ -158,9 +158,9 @@ def _slots_of(ids, positions, first, end, offset, count, slot_of_row, BLOCK: tl.
 def _pin(pins, slot, num_fixed, pin):
     """Keep rows from leaving. Those that do so at once write the same value."""
     is_in_ring = slot >= num_fixed
-    place = pins + (slot - num_fixed)
-    bits = tl.load(place, mask=is_in_ring, other=0).to(tl.int32)
-    tl.store(place, (bits | pin).to(tl.uint8), mask=is_in_ring)
+    pin_of_slot = pins + (slot - num_fixed)
+    bits = tl.load(pin_of_slot, mask=is_in_ring, other=0).to(tl.int32)
+    tl.store(pin_of_slot, (bits | pin).to(tl.uint8), mask=is_in_ring)
 
 
 @triton.jit(do_not_specialize=["count", "pin"])
@@ -204,12 +204,12 @@ def _words(is_missing, index, stop):
 
 
 @triton.jit
-def _free_places(pins, hand, index, stop, num_ring):
-    """Return places of the ring, counted from the hand on, and whether they are free."""
-    place = hand.to(tl.int64) + index
-    place = tl.where(place >= num_ring, place - num_ring, place)
-    is_free = tl.load(pins + place, mask=index < stop, other=1) == 0
-    return place.to(tl.int32), is_free.to(tl.int32)
+def _free_positions(pins, hand, index, stop, num_ring):
+    """Return positions of the ring, counted from the hand on, and whether they are free."""
+    position = hand.to(tl.int64) + index
+    position = tl.where(position >= num_ring, position - num_ring, position)
+    is_free = tl.load(pins + position, mask=index < stop, other=1) == 0
+    return position.to(tl.int32), is_free.to(tl.int32)
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def _count_found(
     words_per_program,
     pins,
     num_ring,
-    places_per_program,
+    positions_per_program,
     hand,
     found,
     word_programs,
@@ -234,14 +234,14 @@ def _count_found(
             bits += _num_bits(_words(is_missing, begin + tl.arange(0, BLOCK), stop))
         tl.store(found + program, tl.sum(bits))
     else:
-        start = (program - word_programs) * places_per_program
-        stop = tl.minimum(start + places_per_program, num_ring)
+        start = (program - word_programs) * positions_per_program
+        stop = tl.minimum(start + positions_per_program, num_ring)
         first = tl.load(hand)
-        places = tl.zeros([BLOCK], tl.int32)
+        positions = tl.zeros([BLOCK], tl.int32)
         for begin in range(start, stop, BLOCK):
-            _, is_free = _free_places(pins, first, begin + tl.arange(0, BLOCK), stop, num_ring)
-            places += is_free
-        tl.store(found + program, tl.sum(places))
+            _, is_free = _free_positions(pins, first, begin + tl.arange(0, BLOCK), stop, num_ring)
+            positions += is_free
+        tl.store(found + program, tl.sum(positions))
 
 
 @triton.jit
@@ -251,7 +251,7 @@ def _list_found(
     words_per_program,
     pins,
     num_ring,
-    places_per_program,
+    positions_per_program,
     hand,
     found,
     word_programs,
@@ -276,9 +276,9 @@ def _list_found(
     if program < word_programs:
         start = program * words_per_program
         stop = tl.minimum(start + words_per_program, num_words)
-        place, end = before, before + tl.load(found + program)
+        position, end = before, before + tl.load(found + program)
         # Behind its last row, a program has nothing more to list.
-        while (start < stop) & (place < end):
+        while (start < stop) & (position < end):
             index = start + tl.arange(0, BLOCK_WORDS)
             word = _words(is_missing, index, stop)
             in_word = _num_bits(word)
@@ -288,28 +288,28 @@ def _list_found(
                 is_set = ((word[:, None] >> bit) & 1) != 0
                 one = tl.full([1, 32], 1, tl.uint32)
                 lower = word[:, None] & ((one << bit) - 1)
-                earlier = place + tl.cumsum(in_word, 0) - in_word
+                earlier = position + tl.cumsum(in_word, 0) - in_word
                 row = index[:, None] * 32 + bit.to(tl.int32)
                 tl.store(rows + earlier[:, None] + _num_bits(lower), row, mask=is_set)
                 tl.store(is_missing + index, tl.zeros([BLOCK_WORDS], tl.int32), mask=index < stop)
-                place += in_words
+                position += in_words
             start += BLOCK_WORDS
     else:
-        start = (program - word_programs) * places_per_program
-        stop = tl.minimum(start + places_per_program, num_ring)
-        place = before - needed
+        start = (program - word_programs) * positions_per_program
+        stop = tl.minimum(start + positions_per_program, num_ring)
+        position = before - needed
         first = tl.load(hand)
-        while (start < stop) & (place < needed):
+        while (start < stop) & (position < needed):
             index = start + tl.arange(0, BLOCK)
-            of_ring, is_free = _free_places(pins, first, index, stop, num_ring)
-            number = place + tl.cumsum(is_free, 0) - is_free
+            of_ring, is_free = _free_positions(pins, first, index, stop, num_ring)
+            number = position + tl.cumsum(is_free, 0) - is_free
             is_taken = (is_free > 0) & (number < needed)
             tl.store(slots + number, of_ring, mask=is_taken)
             # The hand follows the last one taken; all others still read it.
             after = tl.where(of_ring + 1 == num_ring, 0, of_ring + 1)
             next_hand = hand + 1 + tl.zeros([BLOCK], tl.int32)
             tl.store(next_hand, after, mask=is_taken & (number == needed - 1))
-            place += tl.sum(is_free)
+            position += tl.sum(is_free)
             start += BLOCK
 
 
@@ -331,15 +331,15 @@ def _take_slots(
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = index < tl.load(counts + _FETCHED)
     row = tl.load(rows + index, mask=exists, other=0)
-    place = tl.load(slots + index, mask=exists, other=0)
-    slot = place + num_fixed
+    position = tl.load(slots + index, mask=exists, other=0)
+    slot = position + num_fixed
     # No row that leaves is one that enters: those are not on the device.
     leaving = tl.load(row_of_slot + slot, mask=exists, other=0)
-    returns = exists & (tl.load(is_changed + place, mask=exists, other=0) != 0)
+    returns = exists & (tl.load(is_changed + position, mask=exists, other=0) != 0)
     tl.store(slot_of_row + leaving, -1, mask=exists)
     tl.store(slot_of_row + row, slot, mask=exists)
     tl.store(row_of_slot + slot, row, mask=exists)
-    tl.store(is_changed + place, 0, mask=exists)
+    tl.store(is_changed + position, 0, mask=exists)
     tl.store(slots + index, slot, mask=exists)
     tl.store(returned + index, tl.where(returns, leaving, -1), mask=exists)
     tl.atomic_add(counts + _RETURNED, tl.sum(returns.to(tl.int32)), sem="relaxed")

@@ -78,7 +78,7 @@ class SlotMap:
         self.slot_of_row = torch.full((self.num_rows + 1,), -1, dtype=torch.int32, device=device)
         slots_of_rows = torch.arange(num_slots, dtype=torch.int32, device=device)
         self.slot_of_row[self.row_of_slot[:-1].long()] = slots_of_rows
-        # Bits of the live batches that need each place of the ring, and whether its row has changed since it came. The last
+        # Bits of the live batches that need each position of the ring, and whether its row has changed since it came. The last
         # entries stand for the slots that are not of the ring.
         self.pins = torch.zeros(self.num_ring + 1, dtype=torch.uint8, device=device)
         self.is_changed = torch.zeros(self.num_ring + 1, dtype=torch.uint8, device=device)
@@ -107,14 +107,14 @@ class SlotMap:
         if not len(missing):
             return slots, None, 0
         fetched = torch.unique(missing).long()
-        places = self._free(len(fetched))
-        taken = places + self.num_fixed
+        positions = self._free(len(fetched))
+        taken = positions + self.num_fixed
         leaving = self.row_of_slot.index_select(0, taken).long()
         self.slot_of_row.index_fill_(0, leaving, -1)
         self.slot_of_row.index_copy_(0, fetched, taken.int())
         self.row_of_slot.index_copy_(0, taken, fetched.int())
-        changed = self.is_changed.index_select(0, places).nonzero()[:, 0]
-        self.is_changed.index_fill_(0, places, 0)
+        changed = self.is_changed.index_select(0, positions).nonzero()[:, 0]
+        self.is_changed.index_fill_(0, positions, 0)
         slots = self.slot_of_row.index_select(0, rows)
         self._pin(slots, pin)
         returned, order = leaving.index_select(0, changed).sort()
@@ -130,12 +130,12 @@ class SlotMap:
 
     def changed(self) -> tuple[Tensor, Tensor] | None:
         """Return rows and slots, int64, that differ from host memory, and count them as equal from now on."""
-        places = self.is_changed[:-1].nonzero()[:, 0] + self.num_fixed
+        slots = self.is_changed[:-1].nonzero()[:, 0] + self.num_fixed
         self.is_changed.zero_()
         if self.are_fixed_changed:
-            places = torch.cat([torch.arange(self.num_fixed, device=places.device), places])
+            slots = torch.cat([torch.arange(self.num_fixed, device=slots.device), slots])
         self.are_fixed_changed = False
-        return (self.row_of_slot.index_select(0, places).long(), places) if len(places) else None
+        return (self.row_of_slot.index_select(0, slots).long(), slots) if len(slots) else None
 
     def kept_rows(self) -> Tensor:
         """Return the rows whose slots never change, ascending, int64 on the host."""
@@ -152,19 +152,19 @@ class SlotMap:
 
     def _pin(self, slots: Tensor, pin: int) -> None:
         """Keep the rows of slots from leaving; slots that are not of the ring share the last entry."""
-        places = slots - self.num_fixed
-        places = torch.where(places < 0, self.num_ring, places)
-        pins = self.pins.index_select(0, places).bitwise_or_(pin)
-        self.pins.index_copy_(0, places.long(), pins)
+        positions = slots - self.num_fixed
+        positions = torch.where(positions < 0, self.num_ring, positions)
+        pins = self.pins.index_select(0, positions).bitwise_or_(pin)
+        self.pins.index_copy_(0, positions.long(), pins)
 
     def _free(self, count: int) -> Tensor:
-        """Return the next `count` places of the ring that no live batch needs, int64."""
+        """Return the next `count` positions of the ring that no live batch needs, int64."""
         reach = 2 * count + FIRST_REACH
         while True:
             reach = min(reach, self.num_ring)
-            places = torch.arange(self._hand, self._hand + reach, device=self.pins.device)
-            places %= max(self.num_ring, 1)
-            found = (self.pins.index_select(0, places) == 0).nonzero()[:count, 0]
+            positions = torch.arange(self._hand, self._hand + reach, device=self.pins.device)
+            positions %= max(self.num_ring, 1)
+            found = (self.pins.index_select(0, positions) == 0).nonzero()[:count, 0]
             if len(found) >= count or reach == self.num_ring:
                 break
             reach *= 4
@@ -172,7 +172,7 @@ class SlotMap:
             raise lacks_slots(count - len(found))
         # Those between the last one found and the last one looked at are looked at again.
         self._hand = (self._hand + int(found[-1]) + 1) % self.num_ring
-        return places.index_select(0, found)
+        return positions.index_select(0, found)
 
 
 def lacks_slots(count: int) -> RankError:

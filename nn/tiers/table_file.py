@@ -129,8 +129,8 @@ class TableFile:
         self._num_changes = 0
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="table-file")
 
-    def read(self, rows: np.ndarray, targets: Sequence[np.ndarray], places: np.ndarray) -> None:
-        """Read the newest values of ascending rows, int64 [n], to `places` of `targets`, one per part."""
+    def read(self, rows: np.ndarray, targets: Sequence[np.ndarray], positions: np.ndarray) -> None:
+        """Read the newest values of ascending rows, int64 [n], to `positions` of `targets`, one per part."""
         changes = self._change_of_row[rows]
         in_table = changes < 0
         jobs = []
@@ -141,13 +141,13 @@ class TableFile:
                 source.read_ahead(numbers)
                 for first in range(0, len(numbers), READ_ROWS):
                     some = slice(first, first + READ_ROWS)
-                    copied = source.items, numbers[some], target, places[chosen][some]
+                    copied = source.items, numbers[some], target, positions[chosen][some]
                     jobs.append(self._pool.submit(_copy, *copied))
         for job in jobs:
             job.result()
 
-    def keep(self, rows: np.ndarray, sources: Sequence[np.ndarray], places: np.ndarray) -> None:
-        """Write new values of distinct rows, at `places` of `sources`, one per part, to the journal; RankError: disk full."""
+    def keep(self, rows: np.ndarray, sources: Sequence[np.ndarray], positions: np.ndarray) -> None:
+        """Write new values of distinct rows, at `positions` of `sources`, one per part, to the journal; RankError: disk full."""
         changes = self._change_of_row[rows]
         is_new = changes < 0
         count = int(is_new.sum())
@@ -155,7 +155,7 @@ class TableFile:
             part.journal.grow(self._num_changes + count)
         changes[is_new] = np.arange(self._num_changes, self._num_changes + count, dtype=np.int32)
         for part, source in zip(self._parts, sources, strict=True):
-            _copy_blocks(source, places, part.journal.items, changes)
+            _copy_blocks(source, positions, part.journal.items, changes)
         self._change_of_row[rows] = changes
         self._num_changes += count
 
@@ -164,14 +164,14 @@ class TableFile:
         if self._num_changes:
             changed = np.flatnonzero(self._change_of_row >= 0)
             for part in self._parts:
-                places = self._change_of_row[changed]
-                _copy_blocks(part.journal.items, places, row_items(part.rows), changed)
+                positions = self._change_of_row[changed]
+                _copy_blocks(part.journal.items, positions, row_items(part.rows), changed)
         self.forget()
 
-    def store(self, rows: np.ndarray, sources: Sequence[np.ndarray], places: np.ndarray) -> None:
-        """Write values at `places` of `sources`, one per part, to ascending rows of files that nobody reads, after `merge`."""
+    def store(self, rows: np.ndarray, sources: Sequence[np.ndarray], positions: np.ndarray) -> None:
+        """Write values at `positions` of `sources`, one per part, to ascending rows of files that nobody reads, after `merge`."""
         for part, source in zip(self._parts, sources, strict=True):
-            _copy_blocks(source, places, row_items(part.rows), rows)
+            _copy_blocks(source, positions, row_items(part.rows), rows)
 
     def forget(self) -> None:
         if self._num_changes:
@@ -249,14 +249,20 @@ class _Mapping:
 
 
 def _copy(
-    source: np.ndarray, source_places: np.ndarray, target: np.ndarray, target_places: np.ndarray
+    source: np.ndarray,
+    source_positions: np.ndarray,
+    target: np.ndarray,
+    target_positions: np.ndarray,
 ) -> None:
-    target[target_places] = source.take(source_places)
+    target[target_positions] = source.take(source_positions)
 
 
 def _copy_blocks(
-    source: np.ndarray, source_places: np.ndarray, target: np.ndarray, target_places: np.ndarray
+    source: np.ndarray,
+    source_positions: np.ndarray,
+    target: np.ndarray,
+    target_positions: np.ndarray,
 ) -> None:
-    for first in range(0, len(source_places), BLOCK_ROWS):
+    for first in range(0, len(source_positions), BLOCK_ROWS):
         some = slice(first, first + BLOCK_ROWS)
-        _copy(source, source_places[some], target, target_places[some])
+        _copy(source, source_positions[some], target, target_positions[some])

@@ -2,8 +2,8 @@
 
 A row outside the fixed slots of its arena stays for as many steps as the ring of slots takes to come round, and again as long if
 a live batch needs it then. With `q` the chance that a step looks a row up and `T` these steps, the row is there with probability
-`q T / (1 + q T)`; `T` follows from the number with which all rows together fill the ring. The places in host memory for rows on
-disk are such a ring too, in which a row also stays while the device has it, or an announced batch needs it.
+`q T / (1 + q T)`; `T` follows from the number with which all rows together fill the ring. The buffer rows of
+tables on disk are such a ring too, in which a row also stays while the device has it, or an announced batch needs it.
 
 Ids that are expanded (`nn.embedding.multi_hot`) bring further rows, anywhere in the table and always the same ones: these rows
 are as frequent as the id, so the first rows are not the most frequent ones. The rows are divided by the most frequent one of the
@@ -121,15 +121,15 @@ def expected_fetches(classes: Sequence[Classes], ring: int) -> list[float]:
 
 
 def expected_reads(
-    classes: Sequence[Classes], ring: int, places: int, group_batches: int
+    classes: Sequence[Classes], ring: int, buffer_rows: int, group_batches: int
 ) -> list[float]:
-    """Return the rows that each shard of an arena reads from disk per step, with `places` in host memory and `ring` slots."""
+    """Return the rows that each shard of an arena reads from disk per step, with so many `buffer_rows`, and `ring` slots."""
     rows, chance = _joined(classes)
     on_device = _stay(rows, chance, _is_needed(chance, LIVE_BATCHES), ring)
     stays = 1 - (1 - _is_needed(chance, 2 * group_batches)) / (1 + on_device)
     # A row leaves that two groups do not need, and comes back one and a half before it is looked up, on average.
     absent = 1 + chance * group_batches / 2
-    stay = _stay(rows, chance, stays, places, absent)
+    stay = _stay(rows, chance, stays, buffer_rows, absent)
     return _sums(classes, rows * chance / (absent + stay))
 
 

@@ -41,10 +41,8 @@ class LaunchedPass:
 class CapturedPass:
     """A pass as a CUDA graph.
 
-    Its inputs are copied before a replay, so that the next batch can arrive meanwhile: all in one copy if the batch lies in one
-    memory.
-
-    It shares the memory of the graph `beside`.
+    Its inputs, the memory of the batch and ids that were exchanged, are copied before a replay, so that the next batch can
+    arrive meanwhile. It shares the memory of the graph `beside`.
     """
 
     def __init__(
@@ -52,16 +50,11 @@ class CapturedPass:
     ) -> None:
         rows.arrive()
         ids = rows.ids
-        is_in_one = batch.memory is not None and ids.owned is batch.ids.values()
-        self._example = batch if is_in_one else None
-        count = len(ids.tensors)
+        self._is_exchanged = ids.owned is not batch.flat_ids
 
-        def run(*inputs: Tensor) -> Tensor:
-            if is_in_one:
-                mine = batch.at(*inputs)
-                return function.run(ids.of_tensors([mine.ids.values(), ids.replicated]), mine)
-            tensors, columns = inputs[:count], inputs[count:]
-            return function.run(ids.of_tensors(tensors), batch.with_columns(columns))
+        def run(memory: Tensor, *tensors: Tensor) -> Tensor:
+            mine = batch.at(memory)
+            return function.run(ids.of_tensors(tensors or (mine.flat_ids, ids.replicated)), mine)
 
         self.graph: CudaGraph[Tensor] = CudaGraph(
             run, *self._inputs(ids, batch), warm_up=function.without_updates(), beside=beside
@@ -69,9 +62,7 @@ class CapturedPass:
 
     def _inputs(self, ids: LocalIds, batch: Batch) -> Sequence[Tensor]:
         """Return the inputs of the graph, which have the same layout for every batch."""
-        if self._example is None:
-            return (*ids.tensors, *batch.columns)
-        return (batch.packed_as(self._example),)
+        return (batch.memory, *ids.tensors) if self._is_exchanged else (batch.memory,)
 
     def run(self, rows: BatchRows, batch: Batch) -> Tensor:
         """Replay the pass on new inputs; the next call overwrites the logits."""

@@ -15,6 +15,7 @@ from configs.messages import shown
 from configs.schema import OptimizerConfig, OptimizerName
 from configs.user_objects import load_user_object
 from nn.ops.host_copy import DeviceValues
+from nn.training.lion_and_lamb import LAMB, Lion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,8 @@ DENSE_RULES: dict[str, DenseRule] = {
     # Row-wise Adagrad keeps one state per table row; the dense component has no such rows and uses Adagrad.
     OptimizerName.rowwise_adagrad: ADAGRAD,
     OptimizerName.adam: DenseRule(name="adam", build=_adam, states_per_weight=2, reads_device=True),
+    OptimizerName.lion: DenseRule(name="lion", build=Lion, states_per_weight=1, reads_device=True),
+    OptimizerName.lamb: DenseRule(name="lamb", build=LAMB, states_per_weight=2, reads_device=True),
 }
 MOMENTUM_SGD = DenseRule(
     name="sgd with momentum", build=_sgd, states_per_weight=1, reads_device=True
@@ -155,8 +158,7 @@ ADAMW = DenseRule(name="adamw", build=_adamw, states_per_weight=2, reads_device=
 def dense_rule(config: OptimizerConfig) -> DenseRule:
     """Return the record of the dense component's optimizer.
 
-    Raises:
-        ValueError: `package.module:NAME` cannot be imported, or is no `DenseRule`.
+    Raises ValueError: `package.module:NAME` cannot be imported, or is no `DenseRule`.
     """
     if config.name == OptimizerName.sgd and config.momentum:
         return MOMENTUM_SGD
@@ -182,9 +184,8 @@ def _rule_named(name: str) -> DenseRule:
 def check_dense_rule(config: OptimizerConfig) -> None:
     """Refuse an optimizer from outside the project whose state a checkpoint would lose; it takes a step on two weights.
 
-    Raises:
-        ValueError: `optimizer.name` names no optimizer; or a step with a learning rate of 0 changes weights, or leaves state
-            that is no tensor.
+    Raises ValueError: `optimizer.name` names no optimizer; or a step with a learning rate of 0 changes weights, or leaves state
+    that is no tensor.
     """
     rule = dense_rule(config)
     if config.name in DENSE_RULES:

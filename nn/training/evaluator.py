@@ -154,8 +154,8 @@ class Evaluator:
         found = metrics.first_not_finite()
         here = None
         if found is not None:
-            batch, place, count = found
-            row = Selection(self._loader.rows(batch).runs).row_at(place)
+            batch, position, count = found
+            row = Selection(self._loader.rows(batch).runs).row_at(position)
             here = (row, count, self._largest_number(row))
         problem = None
         if (ranks := self._ranks.gather_objects(here)) is not None:

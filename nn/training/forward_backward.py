@@ -256,7 +256,7 @@ class ForwardBackward:
             return all_rows_of(table, feature).of_samples(chunk.first, chunk.end)
 
         def sequence_of(group: str) -> SequenceEvents:
-            events = lookup.sequence(vectors.ids, group, all_rows_of, batch.events)
+            events = lookup.sequence(vectors.ids, group, all_rows_of, batch.flat_events)
             return events.of_samples(chunk.first, chunk.end)
 
         if context.layers is not None and context.chunk_rows is not None:
@@ -401,7 +401,7 @@ class Forward:
             return self._lookup.distinct_rows(ids, of_table, table, feature)
 
         def sequence_of(group: str) -> SequenceEvents:
-            return self._lookup.sequence(ids, group, rows_of, batch.events)
+            return self._lookup.sequence(ids, group, rows_of, batch.flat_events)
 
         with self._context.autocast():
             embeddings = PooledEmbeddings(self._lookup.layout, take, rows, rows_of, sequence_of)

@@ -1,6 +1,6 @@
 """Gradients of the dense component as one vector, which is cleared, checked and all-reduced in one operation each.
 
-Matrices begin the vector, and layers that compute their gradient in one product write it there (`nn.ops.gradient_place`).
+Matrices begin the vector, and layers that compute their gradient in one product write it there (`nn.ops.gradient_buffer`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nn.distributed.process_group import Ranks
-from nn.ops.gradient_place import offer_place, withdraw_place
+from nn.ops.gradient_buffer import offer_buffer, withdraw_buffer
 
 ALIGNMENT = 64
 """Elements; products are written where a result begins at a multiple of it, as memory of their own does."""
@@ -52,21 +52,21 @@ class GradientBucket:
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = None
             if view.storage_offset() % ALIGNMENT == 0:
-                offer_place(parameter, view)
+                offer_buffer(parameter, view)
         if self.further:
             torch._foreach_zero_(self.further)
 
     def keep(self) -> None:
         """Let the next backward pass add to the gradients, which nobody may write over."""
         for parameter in self._parameters:
-            withdraw_place(parameter)
+            withdraw_buffer(parameter)
 
     def sum(self, ranks: Ranks) -> None:
         """Copy the gradients that the backward pass has not written into the vector there, and all-reduce it."""
         gradients: list[Tensor] = []
         end = 0
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            withdraw_place(parameter)
+            withdraw_buffer(parameter)
             gradient, parameter.grad = parameter.grad, view
             if gradient is not None and gradient.data_ptr() == view.data_ptr():
                 self._copy(gradients, end)

@@ -1,8 +1,8 @@
-"""The steps after which a run evaluates and ends, as pure functions of configuration and counters; the stages of a run.
+"""The steps after which a run evaluates and ends, as pure functions of configuration and counters; the days of a run.
 
-A stage is the steps of a run on one dataset directory, such as the logs of a day; the next stage continues with the next
-day. The steps of a run are counted over all stages: the schedule and the optimizers' state continue. The place in a day's
-data is counted from the first step of its stage.
+A day is the steps of a run on one dataset directory; the next day continues on the dataset that follows it. The steps of a run
+are counted over all days: the schedule and the optimizers' state continue. The position in a day's data is counted from the
+first step of the day.
 """
 
 import math
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from configs.schema import Config
+from nn.checkpoint.run_facts import DAY_FACTS
 from nn.models.tasks import auc_key
 from nn.observability.records import DAY, MAX_STEPS
 
@@ -48,7 +49,7 @@ def total_steps(config: Config, steps_per_epoch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EvalSteps:
-    """The steps after which a run evaluates: every so many, or evenly spaced ones per epoch; and the last of the run.
+    """The steps after which a run evaluates: every so many, or evenly spaced ones per epoch, from `first` on; and the last.
 
     Whether a step is one of them is computed, since a run may have more epochs than memory has room for.
 
@@ -59,18 +60,22 @@ class EvalSteps:
     steps_per_epoch: int
     per_epoch: int
     every: int | None = None
+    first: int = 0
 
     @classmethod
     def of(cls, config: Config, steps_per_epoch: int) -> Self:
         """Return the steps after which the run `config` evaluates."""
         last_step = total_steps(config, steps_per_epoch)
-        return cls(last_step, steps_per_epoch, config.eval.per_epoch, config.eval.every)
+        chosen = config.eval
+        return cls(last_step, steps_per_epoch, chosen.per_epoch, chosen.every, chosen.first_step)
 
     def __contains__(self, step: object) -> bool:
         if not isinstance(step, int) or not 0 < step <= self.last_step:
             return False
         if step == self.last_step:
             return True
+        if step < self.first:
+            return False
         if self.every is not None:
             return step % self.every == 0
         if self.per_epoch >= self.steps_per_epoch:
@@ -86,7 +91,8 @@ class EvalSteps:
     def remaining(self, step: int) -> int:
         """Return about how many evaluations are made after this step and all later ones."""
         every = self.every or max(self.steps_per_epoch / self.per_epoch, 1)
-        return math.ceil(self.last_step / every) - math.floor((step - 1) / every + 1e-9)
+        before = max(step, min(self.first, self.last_step)) - 1
+        return math.ceil(self.last_step / every) - math.floor(before / every + 1e-9)
 
 
 NEXT, PREVIOUS = "next", "previous"
@@ -94,11 +100,11 @@ NEXT, PREVIOUS = "next", "previous"
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Stage of a run.
+class Day:
+    """The steps of a run on one dataset.
 
     `number` is 0 for the first day, before which the run had `first_step` updates. `identity` is that of the fit of its dataset
-    (`dataloading.lineage`), `previous` the data.path of the stage before, both None for none. It `is_new` while the run has no
+    (`dataloading.lineage`), `previous` the data.path of the day before, both None for none. It `is_new` while the run has no
     checkpoint of it.
     """
 
@@ -110,20 +116,20 @@ class Stage:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the stage of a checkpoint, from its run.json; checkpoints of earlier versions have one stage."""
-        return cls(**facts.get("stage", {}))
+        """Return the day of a checkpoint, from its run.json; an export and a delta may have none."""
+        return cls(**facts.get(DAY_FACTS, {}))
 
     def facts(self) -> dict[str, Any]:
         """Return what run.json records."""
         names = ("number", "first_step", "identity", "previous")
         return {name: getattr(self, name) for name in names}
 
-    def place(self, step: int) -> int:
-        """Return the steps of this stage behind a step of the run."""
+    def position(self, step: int) -> int:
+        """Return the steps of this day that a step of the run has behind it."""
         return step - self.first_step
 
     def last_step(self, config: Config, steps_per_epoch: int) -> int:
-        """Return the step of the run at which the stage is complete."""
+        """Return the step of the run at which the day is complete."""
         return self.first_step + total_steps(config, steps_per_epoch)
 
     @property

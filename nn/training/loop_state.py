@@ -6,12 +6,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Self
 
+from nn.checkpoint.run_facts import ENDS_DAY
 from nn.models.metric import AUC, GAUC, Metric
-from nn.observability.run_directory import FIRST_AUC, RESTORED_AUC, UNTRAINED_AUC
-from nn.training.limits import Stage
-
-ENDS_STAGE = "ends_stage"
-"""Key of a checkpoint that tells whether all steps of its stage are behind it."""
+from nn.observability.run_directory import FIRST_AUC
+from nn.training.limits import Day
 
 
 class Origin(Enum):
@@ -26,12 +24,12 @@ class Origin(Enum):
 class LoopState:
     """Counters, the running sums of the next record, and the evaluations so far.
 
-    The first three fields are not among the facts of the loop in `run.json`: it has the steps and the stage beside them, and a
+    The first three fields are not among the facts of the loop in `run.json`: it has the steps and the day beside them, and a
     start knows its own origin.
     """
 
     num_steps: int = 0
-    stage: Stage = field(default_factory=Stage)
+    day: Day = field(default_factory=Day)
     origin: Origin = Origin.NEW
 
     first_step: int = 0
@@ -50,9 +48,9 @@ class LoopState:
     best_value: float = math.nan
     best_step: int | None = None
     evals_since_best: int = 0
-    ends_stage: bool | None = None  # in a loaded checkpoint; None in one of an older version
+    ends_day: bool | None = None  # in a loaded checkpoint
 
-    def facts(self, *, ends_stage: bool) -> dict[str, Any]:
+    def facts(self, *, ends_day: bool) -> dict[str, Any]:
         """Return what run.json holds."""
         return {
             "loss_sum": self.loss_sum,
@@ -69,30 +67,24 @@ class LoopState:
             "last_record": self.last_record,
             "first_step": self.first_step,
             "other_days": self.other_days,
-            ENDS_STAGE: ends_stage,
+            ENDS_DAY: ends_day,
         }
 
     @classmethod
-    def of_facts(
-        cls, facts: Mapping[str, Any], num_steps: int, stage: Stage, *, began_restored: bool
-    ) -> Self:
-        """Return the state of a run that resumes; checkpoints of earlier versions lack some facts.
+    def of_facts(cls, facts: Mapping[str, Any], num_steps: int, day: Day) -> Self:
+        """Return the state of a run that resumes.
 
-        A new stage starts without evaluations and sums, since metrics of different days cannot be compared.
+        A new day starts without evaluations and sums, since metrics of different days cannot be compared.
         """
-        first_auc = {name: facts.get(name) for name in FIRST_AUC}
-        if began_restored and RESTORED_AUC not in facts:
-            # Earlier versions called the AUC of a restored model untrained too.
-            first_auc = {UNTRAINED_AUC: None, RESTORED_AUC: first_auc[UNTRAINED_AUC]}
         state = cls(
             num_steps=num_steps,
-            stage=stage,
+            day=day,
             origin=Origin.RESUMED,
-            first_step=facts.get("first_step", 0),
-            last_record=facts.get("last_record"),
-            first_auc=first_auc,
+            first_step=facts["first_step"],
+            last_record=facts["last_record"],
+            first_auc={name: facts[name] for name in FIRST_AUC},
         )
-        if stage.is_new:
+        if day.is_new:
             return state
         best = facts["best_auc"]
         return replace(
@@ -102,13 +94,13 @@ class LoopState:
             key_counts=facts.get("key_counts"),
             row_capacity=facts.get("row_capacity"),
             test=facts["test"],
-            other_days=dict(facts.get("other_days", {})),
-            best_metric=facts.get("best_metric", AUC.name),
-            best_rows=facts.get("best_rows", {}),
+            other_days=dict(facts["other_days"]),
+            best_metric=facts["best_metric"],
+            best_rows=facts["best_rows"],
             best_value=math.nan if best is None else best,
             best_step=facts["best_step"],
-            evals_since_best=facts.get("evals_since_best", 0),
-            ends_stage=facts.get(ENDS_STAGE),
+            evals_since_best=facts["evals_since_best"],
+            ends_day=facts[ENDS_DAY],
         )
 
     def compare_by(self, metric: Metric, scored: Mapping[str, Any]) -> str | None:

@@ -1,7 +1,7 @@
 """Prefetch of one batch: while a batch trains, the next one is copied to the device and its ids are exchanged.
 
-A batch in one memory takes one copy, to one of two buffers that batches take in turns: a step then allocates nothing, and makes
-no objects.
+A batch lies in one memory and takes one copy, to one of two buffers that batches take in turns: a step then allocates nothing,
+and makes no objects.
 """
 
 import time
@@ -55,8 +55,7 @@ class Prefetcher:
     def start_next(self) -> None:
         """Fetch the next batch from the loader, and start its copy and its id exchange; do nothing at the end.
 
-        Raises:
-            RuntimeError: the batch before was not taken yet.
+        Raises RuntimeError: the batch before was not taken yet.
         """
         if self._next is not None:
             raise RuntimeError(
@@ -90,15 +89,13 @@ class Prefetcher:
             if self._buffers is not None:
                 self._buffers.previous_is_used()
             self._path.wait_for(self._stream)
-            if batch.memory is None:
-                batch.record_stream(current)
             rows.record_stream(current)
         return batch, rows
 
     def _on_device(self, batch: Batch) -> Batch:
         """Return a copy on the device, on the current stream."""
-        if batch.memory is None or self._stream is None:
-            return batch.to(self._device, non_blocking=True)
+        if self._stream is None:
+            return batch.to(self._device)
         if self._buffers is None or not self._buffers.fit(batch.memory):
             self._buffers = _Buffers(batch.memory, self._device)
         return self._buffers.copied(batch)
@@ -126,7 +123,7 @@ class _Buffers:
         for block in self._blocks:
             # When it is freed, the allocator waits for the stream that has read it.
             block.record_stream(torch.cuda.default_stream(device))
-        self._batches: list[dict[tuple[int, int, int], Batch]] = [{}, {}]
+        self._batches: list[dict[tuple[int, ...], Batch]] = [{}, {}]
         self._turn = 0
         # On the stream that trains, behind the last use of the batch before the latest.
         self._is_used = torch.cuda.Event()
@@ -137,15 +134,14 @@ class _Buffers:
 
     def copied(self, batch: Batch) -> Batch:
         """Copy a batch behind the last use of the one that it replaces, and return it; always the same object of a buffer."""
-        assert batch.memory is not None, "the tensors lie in one memory"
         torch.cuda.current_stream().wait_event(self._is_used)
         block, batches = self._blocks[self._turn], self._batches[self._turn]
         self._turn = 1 - self._turn
-        key = (len(batch.labels), batch.num_valid, batch.global_valid)
+        layout = batch.layout
+        key = (layout.rows, layout.doublings, batch.num_valid, batch.global_valid)
         if key not in batches:
             batches[key] = batch.at(block[: len(batch.memory)])
         found = batches[key]
-        assert found.memory is not None, "it lies in a block"
         found.memory.copy_(batch.memory, non_blocking=True)
         return found
 

@@ -12,9 +12,9 @@ from nn.sharding.local_ids import LocalIds
 from nn.sharding.placement import RankTables
 from nn.sharding.request_capacity import RequestCapacity
 from nn.sharding.sharded_tables import ShardedTables
-from nn.tiers.stager import Need
-from nn.training.batch_ids import BatchIds
+from nn.tiers.read_ahead import Need
 from nn.training.pass_context import PassContext
+from nn.training.shared_capacity import SharedCapacity
 from nn.training.slow_batch_warning import SlowBatchWarning
 from nn.training.step_builder import StepBuilder
 
@@ -31,7 +31,7 @@ class StepRunner:
         self._tables = tables
         self._context = context
         self.builder = StepBuilder(tables, context, config, capture=capture)
-        self._batch_ids = BatchIds(tables, context.ranks)
+        self._capacity = SharedCapacity(tables, context.ranks)
         self._ids_are_here = _arrive_as_they_are(tables.rank_tables)
         self._no_ids = torch.empty(0, dtype=torch.int32, device=context.ranks.device)
         self.request_capacity = RequestCapacity(tables.rank_tables)
@@ -49,7 +49,7 @@ class StepRunner:
 
     def announce(self, batch: Batch) -> Need | None:
         """Send the ids of a batch that comes later; return the rows on disk that this rank needs for it."""
-        rows = self._send(batch)
+        rows = self._send(self._capacity.of(batch))
         lookup = self.builder.lookup(len(batch.labels), rows.ids.capacity)
         need = lookup.needed_rows(rows.ids)
         rows.ids_are_read()
@@ -58,17 +58,18 @@ class StepRunner:
     def read_ahead(self, needs: Sequence[Need | None]) -> None:
         """Start to read rows from disk, which `announce` has returned."""
         own = [need for need in needs if need is not None]
-        if own and self._tables.tier is not None and self._tables.tier.stager is not None:
-            self._tables.tier.stager.read_ahead(own)
+        if own and self._tables.tier is not None and self._tables.tier.read_ahead is not None:
+            self._tables.tier.read_ahead.start(own)
 
     def start(self, batch: Batch, need: Need | None = None) -> tuple[Batch, BatchRows]:
         """Send the ids of a batch on the device to their tables, and fetch the rows of those in host memory.
 
-        `need` is the result of `announce`, if it was called. Returns the batch as its pass reads it, with padded events.
+        `need` is the result of `announce`, if it was called. Returns the batch with the capacity that all ranks have.
         """
+        batch = self._capacity.of(batch)
         rows = self._send(batch)
         self._fetch(batch, rows, need)
-        return self._batch_ids.with_padded_events(batch, rows.ids.capacity.doublings), rows
+        return batch, rows
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
         """Let the current stream wait for the one on which batches are started."""
@@ -106,19 +107,18 @@ class StepRunner:
         return batch.global_valid == len(batch.labels) * self._context.ranks.world_size
 
     def _send(self, batch: Batch) -> BatchRows:
-        doublings = self._batch_ids.doublings(batch)
-        ids = self._batch_ids.flat(batch, doublings)
-        if doublings or not self._is_full(batch):
-            return self._send_exactly(batch, ids, doublings)
+        ids = batch.flat_ids
+        if batch.layout.doublings or not self._is_full(batch):
+            return self._send_exactly(batch)
         if self._ids_are_here:
             # The ids are those of the batch, so there is nothing to release.
             return BatchRows(LocalIds(ids, self._no_ids), release=lambda: None)
         size = len(batch.labels)
         return self.builder.exchanged(size, self.request_capacity.usual(size, ids), ids)
 
-    def _send_exactly(self, batch: Batch, ids: Tensor, doublings: int) -> BatchRows:
+    def _send_exactly(self, batch: Batch) -> BatchRows:
         """Send the ids of an unusual batch, with a capacity for them alone."""
-        size = len(batch.labels)
+        size, ids, doublings = len(batch.labels), batch.flat_ids, batch.layout.doublings
         num_valid = None if self._is_full(batch) else batch.global_valid
         capacity = self.request_capacity.exact(size, ids, doublings, num_valid)
         return BatchRows(self.builder.lookup(size, capacity).send_ids(ids, num_valid)[0])
@@ -137,8 +137,7 @@ class StepRunner:
             "a batch asks for more distinct rows of tables than the captured step has room for"
         )
         rows.ids_are_read()
-        doublings = rows.ids.capacity.doublings
-        sent = self._send_exactly(batch, self._batch_ids.flat(batch, doublings), doublings)
+        sent = self._send_exactly(batch)
         if self.has_host_tables:
             # Rows move on the prefetcher's stream otherwise.
             self._synchronize()

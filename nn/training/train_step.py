@@ -155,9 +155,8 @@ class TrainStep:
 
         `step` updates were made so far; it sets the learning rate.
 
-        Raises:
-            DivergedError: on all ranks, before any update, if the loss is not finite.
-            ValueError: the schedule is not a finite number.
+        Raises DivergedError: on all ranks, before any update, if the loss is not finite. Raises ValueError: the schedule is not
+        a finite number.
         """
         # Before the batch is taken: a schedule of the caller's own may be corrected.
         factor = self._factor_of(step)
@@ -289,6 +288,14 @@ class TrainStep:
         self._dense_update.set_learning_rate(0.0)
         self.dense_optimizer.step()
         self._dense_update.set_learning_rate(rate)
+
+    def extra_losses(self) -> dict[str, float]:
+        """Return the latest step's sums over ranks of the model's further losses, for records; all ranks must call it."""
+        shares = self.dense.logged_losses
+        if not shares:
+            return {}
+        sums = self._ranks.all_reduce_sum(torch.stack([*shares.values()])).tolist()
+        return {f"extra_loss.{name}": value for name, value in zip(shares, sums, strict=True)}
 
     @property
     def learning_rate(self) -> float:

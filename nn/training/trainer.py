@@ -69,7 +69,7 @@ class RunOutput:
 class Trainer:
     """The training loop.
 
-    `last_step`: updates of the complete run, up to the end of its stage.
+    `last_step`: updates of the complete run, up to the end of its day.
     `note`: why the best evaluation so far cannot be compared with the coming ones, or None.
     """
 
@@ -93,7 +93,7 @@ class Trainer:
         self._saving = output.saving
         self._observers = output.observers
         self.state = state
-        self.last_step = state.stage.last_step(config, train_loader.steps_per_epoch)
+        self.last_step = state.day.last_step(config, train_loader.steps_per_epoch)
         self._metrics = metrics_of(step.tasks)
         self.best_metric = best_metric(step.tasks, config.eval.best_metric)
         self.note = state.compare_by(self.best_metric, evaluator.scored)
@@ -130,8 +130,8 @@ class Trainer:
         return self.state.first_step
 
     @property
-    def ends_stage(self) -> bool:
-        """Return whether the stage ends after the latest step."""
+    def ends_day(self) -> bool:
+        """Return whether the day ends after the latest step."""
         return self.num_steps >= self.last_step or self._early_stop() is not None
 
     @property
@@ -148,7 +148,7 @@ class Trainer:
         """Return the state of the loop as a checkpoint holds it."""
         capacity = self._step.path.request_capacity.facts()
         self.state.row_capacity = capacity if capacity["shards"] else None
-        return self.state.facts(ends_stage=self.ends_stage)
+        return self.state.facts(ends_day=self.ends_day)
 
     def take_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Take logits, labels and weights of all ranks since the latest record from a checkpoint; on one rank."""
@@ -158,7 +158,7 @@ class Trainer:
     @property
     def is_saved(self) -> bool:
         """Return whether the checkpoint that the run resumed from is what it ends with, and says whether it ends there."""
-        return self._is_as_resumed and self.state.ends_stage in (None, self.ends_stage)
+        return self._is_as_resumed and self.state.ends_day in (None, self.ends_day)
 
     def save(self, *, is_last: bool = False) -> None:
         """Start saving a checkpoint, and what observers add to it."""
@@ -200,8 +200,7 @@ class Trainer:
     def train(self) -> None:
         """Train to the end.
 
-        Raises:
-            StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
+        Raises StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
         """
         start_step, last_step = self.num_steps, self.last_step
         eval_at = EvalSteps.of(self._config, self._train_loader.steps_per_epoch)
@@ -220,7 +219,7 @@ class Trainer:
                 with annotate(STEP):
                     trained = self._step.train(self.num_steps, prefetcher)
                 self.finish_step(trained, prefetcher)
-                if self.state.stage.place(self.num_steps) in eval_at:
+                if self.state.day.position(self.num_steps) in eval_at:
                     self.evaluate_between_steps()
                 is_done = self.num_steps == last_step or self._early_stop() is not None
                 if not is_done:
@@ -242,7 +241,7 @@ class Trainer:
         self._observers.tell("on_start", self)
         num_steps = max(self.last_step - self.num_steps, 0)
         self._batches = self._train_loader.batches(
-            self.state.stage.place(self.num_steps), num_steps
+            self.state.day.position(self.num_steps), num_steps
         )
         prefetcher = Prefetcher(
             self._batches, self._step.path, self._ranks.device, self._step.loading
@@ -313,8 +312,7 @@ class Trainer:
 
         The last checkpoint must have been written: the state that was trained last may be gone afterwards.
 
-        Raises:
-            SharedError: the best checkpoint cannot be read.
+        Raises SharedError: the best checkpoint cannot be read.
         """
         self._observers.tell("on_end", self)
         model_step, best_step = self.num_steps, self.state.best_step
@@ -332,7 +330,7 @@ class Trainer:
         record = {
             "step": model_step,
             "epoch": self.epoch(model_step),
-            **self.state.stage.label,
+            **self.state.day.label,
             **self._evaluator.run(self._progress, is_final=True),
         }
         self._observers.tell("on_evaluation", self, record, is_final=True)
@@ -371,7 +369,7 @@ class Trainer:
             "best_step": self.state.best_step,
             "first_step": self.state.first_step,
             **self.state.first_auc,
-            **self.state.stage.label,
+            **self.state.day.label,
             **self.state.other_days,
             **({} if self._evaluator.problem is None else {PROBLEM: self._evaluator.problem}),
             **self._speed.run(),
@@ -385,7 +383,7 @@ class Trainer:
         record = {
             "step": self.num_steps,
             "epoch": self.epoch(),
-            **self.state.stage.label,
+            **self.state.day.label,
             **self._evaluator.run(self._progress),
         }
         self._is_as_resumed = False
@@ -422,8 +420,7 @@ class Trainer:
     def between_steps(self) -> None:
         """Save if a checkpoint is due, and stop after a signal; all ranks decide the same.
 
-        Raises:
-            StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
+        Raises StoppedError: a signal stopped the run, after a checkpoint unless that could not be written.
         """
         if self._preemption is not None:
             self._save_or_stop(self._preemption)
@@ -468,8 +465,9 @@ class Trainer:
         record = {
             "step": self.num_steps,
             "epoch": self.epoch(),
-            **self.state.stage.label,
+            **self.state.day.label,
             "loss": self.state.loss_sum / self.state.loss_steps,
+            **self._step.extra_losses(),
             # In the place of the metrics, which are written when they are there.
             **{metric.train_key: math.nan for metric in self._metrics if metric.while_training},
             "lr": self._step.learning_rate,
@@ -501,9 +499,9 @@ class Trainer:
         return self.num_steps % every == 0
 
     def epoch(self, step: int | None = None) -> float:
-        """Return the epochs of the stage after `step`, by default those so far."""
-        place = self.state.stage.place(self.num_steps if step is None else step)
-        return place / self._train_loader.steps_per_epoch
+        """Return the epochs of the day after `step`, by default those so far."""
+        position = self.state.day.position(self.num_steps if step is None else step)
+        return position / self._train_loader.steps_per_epoch
 
     def _peak_hbm_bytes(self) -> int | None:
         """Return the peak memory of tensors on this rank's GPU so far."""

@@ -9,6 +9,7 @@ The transcoder knows `train` and `test` alone, so a split `validation` is writte
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import pyarrow.csv as pc
 import yaml
 
 from configs.messages import shortened
-from dataloading.dataset.dataset_directory import check_output, new_output
+from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.documents import read_yaml
-from dataloading.dataset.durable_files import sync_tree
+from dataloading.dataset.durable_files import new_output
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import SplitFiles, expect, find_file, names_of
@@ -239,11 +240,10 @@ def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
         )
     for split in spec.splits:
         spec.require_labels(split)
-    with new_output(root, overwrite) as directory:
+    with new_output(root, partial(check_output, overwrite=overwrite)) as directory:
         for split in spec.splits:
             _write_split(rows, split, directory / f"{split}.csv")
         (directory / SPEC_NAME).write_text(yaml.safe_dump(_document(spec), sort_keys=False))
-        sync_tree(directory)
 
 
 def _write_split(rows: Rows, split: str, path: Path) -> None:

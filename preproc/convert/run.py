@@ -1,6 +1,7 @@
 """Conversion from any known format to a dataset directory, or to NVIDIA's CSV, in chunks of rows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,13 +33,13 @@ def run_convert(config: PreprocConfig, progress: Progress) -> None:
     assert config.output is not None
     output = Path(config.output).absolute()
     check_output(output, config.overwrite)
-    with progress.stage("open") as stage:
+    with progress.phase("open") as phase:
         rows = find_rows(Path(config.path), config.numerical_dtype.name, config.table_rows)
-        stage.name = f"open {rows.kind} in {config.path}"
+        phase.name = f"open {rows.kind} in {config.path}"
     print_roles(progress, rows)
     _compare(rows.spec, progress)
     if config.to is Format.csv:
-        with progress.stage(f"write {config.to.name}"):
+        with progress.phase(f"write {config.to.name}"):
             write_csv(rows, output, config.overwrite)
         progress.console.print(f"written to {output}", highlight=False, soft_wrap=True)
         return
@@ -56,7 +57,7 @@ def _compare(spec: FeatureSpec, progress: Progress) -> None:
     names += [kept_file_name(split) for split in spec.splits]
     names = [name for name in names if name in listed]
     if names:
-        with progress.stage(f"compare the checksums of {len(names)} files"):
+        with progress.phase(f"compare the checksums of {len(names)} files"):
             verify_checksums(spec, names)
 
 
@@ -100,7 +101,8 @@ def _write_dataset(
         overwrite=config.overwrite,
         absent={split: files.absent for split, files in spec.splits.items()},
         part_rows=part_rows,
-        sequences=spec.sequences,
+        # Rows get events of their own, which pools have chosen.
+        sequences=tuple(replace(group, pools=None) for group in spec.sequences),
     ) as dataset:
         for split, files in spec.splits.items():
             if (spec.root / kept_file_name(split)).exists():
@@ -108,7 +110,7 @@ def _write_dataset(
             has_labels = spec.labels[0].name not in files.absent
             sums = {label.name: LabelSum(0, label.is_binary) for label in spec.labels if has_labels}
             summary = summaries[split] = SplitSummary(0, sums)
-            with progress.stage(f"write {split}") as stage:
+            with progress.phase(f"write {split}") as phase:
                 for chunk in rows.chunks(split):
                     dataset[split].append(
                         numerical=chunk.numerical,
@@ -125,8 +127,8 @@ def _write_dataset(
                         sums.values(), np.atleast_2d(chunk.labels.T), strict=False
                     ):
                         label.add(values)
-                    stage.update(summary.rows, rows=summary.rows)
-                stage.name = f"write {split}: {summary.rows:,} rows"
+                    phase.update(summary.rows, rows=summary.rows)
+                phase.name = f"write {split}: {summary.rows:,} rows"
     return summaries
 
 

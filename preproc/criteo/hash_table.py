@@ -30,8 +30,8 @@ HALF = np.uint64(32)
 
 
 @kernel
-def _place(code, num_slots, drawn):
-    """Return the first slot to probe: MurmurHash3's finaliser, scaled to the number of slots."""
+def _home_cell(code, num_slots, drawn):
+    """Return the number of the first slot to probe: MurmurHash3's finaliser, scaled to the number of slots."""
     mixed = np.uint64(code) ^ drawn
     mixed = ((mixed ^ (mixed >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & LOW
     mixed = ((mixed ^ (mixed >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & LOW
@@ -50,19 +50,19 @@ def _count(codes, begin, slots, used, drawn, first_non_hex):
             has_non_hex |= code == first_non_hex
             continue
         key = np.uint64(code) << HALF
-        place = _place(code, len(slots), drawn)
+        cell = _home_cell(code, len(slots), drawn)
         while True:
-            slot = slots[place]
+            slot = slots[cell]
             if slot == 0:
                 if used == most:
                     return at, used, has_non_hex
-                slots[place] = key | np.uint64(1)
+                slots[cell] = key | np.uint64(1)
                 used += 1
                 break
             if slot & ~LOW == key:
-                slots[place] = slot + np.uint64(1)
+                slots[cell] = slot + np.uint64(1)
                 break
-            place = place + 1 if place + 1 < len(slots) else 0
+            cell = cell + 1 if cell + 1 < len(slots) else 0
     return len(codes), used, has_non_hex
 
 
@@ -72,10 +72,10 @@ def _insert(entries, slots, drawn):
     for entry in entries:
         if entry == 0:
             continue
-        place = _place(entry >> HALF, len(slots), drawn)
-        while slots[place] != 0:
-            place = place + 1 if place + 1 < len(slots) else 0
-        slots[place] = entry
+        cell = _home_cell(entry >> HALF, len(slots), drawn)
+        while slots[cell] != 0:
+            cell = cell + 1 if cell + 1 < len(slots) else 0
+        slots[cell] = entry
 
 
 @kernel
@@ -84,14 +84,14 @@ def _look_up(codes, slots, drawn, ids):
     for at in range(len(codes)):
         code = codes[at]
         key = np.uint64(code) << HALF
-        place = _place(code, len(slots), drawn)
-        slot = slots[place]
+        cell = _home_cell(code, len(slots), drawn)
+        slot = slots[cell]
         while slot != 0:
             if slot & ~LOW == key:
                 ids[at] = slot & LOW
                 break
-            place = place + 1 if place + 1 < len(slots) else 0
-            slot = slots[place]
+            cell = cell + 1 if cell + 1 < len(slots) else 0
+            slot = slots[cell]
 
 
 @kernel
@@ -101,20 +101,20 @@ def _number(codes, begin, slots, used, first, drawn, ids):
     for at in range(begin, len(codes)):
         code = codes[at]
         key = np.uint64(code) << HALF
-        place = _place(code, len(slots), drawn)
+        cell = _home_cell(code, len(slots), drawn)
         while True:
-            slot = slots[place]
+            slot = slots[cell]
             if slot == 0:
                 if used == most:
                     return at, used
-                slots[place] = key | np.uint64(first + used)
+                slots[cell] = key | np.uint64(first + used)
                 ids[at] = first + used
                 used += 1
                 break
             if slot & ~LOW == key:
                 ids[at] = slot & LOW
                 break
-            place = place + 1 if place + 1 < len(slots) else 0
+            cell = cell + 1 if cell + 1 < len(slots) else 0
     return len(codes), used
 
 

@@ -1,4 +1,4 @@
-"""Raw days of Criteo 1TB to the one-hot dataset of MLPerf's DLRM-DCNv2, in stages that survive the process.
+"""Raw days of Criteo 1TB to the one-hot dataset of MLPerf's DLRM-DCNv2, in phases that survive the process.
 
 parse: lines become a column store of integers and codes. number: integers become logarithms, codes ids of capped
 tables (`preproc/criteo/mlperf_columns.py`). shuffle: the training rows are permuted, with `shuffle=true`. write: the
@@ -116,8 +116,8 @@ def _numbered(
     threads = config.threads or os.cpu_count() or 1
     workers = max(1, min(threads, (memory_bytes(config) - BASE_BYTES) // per_column))
     sources = {"numerical": parsed.numerical, **parsed.codes}
-    with progress.stage("number the values") as stage:
-        finish_columns(tasks, sources, state, "checked", work, workers, stage)
+    with progress.phase("number the values") as phase:
+        finish_columns(tasks, sources, state, "checked", work, workers, phase)
     return {"label": parsed.label, "numerical": logs, **ids}
 
 
@@ -137,8 +137,8 @@ def _write(
     dtypes = {feature.name: feature.dtype.newbyteorder("<") for feature in features}
     clicks: dict[str, int] = work.state.setdefault("clicks", {})
     done = work.state.setdefault("written", [])
-    with progress.stage("write the splits") as stage:
-        stage.total = len(columns)
+    with progress.phase("write the splits") as phase:
+        phase.total = len(columns)
         for name, column in columns.items():
             if name in done:
                 continue
@@ -155,7 +155,7 @@ def _write(
             work.state["checked"].pop(column.path.name, None)
             work.save()
             column.path.unlink()
-            stage.update(len(done))
+            phase.update(len(done))
     spec = FeatureSpec(
         work.dataset,
         tuple(NUMERICAL),

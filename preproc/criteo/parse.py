@@ -26,7 +26,7 @@ from preproc.criteo.parse_block import BlockParser, NonHexTexts, Parsed
 from preproc.line_blocks import blocks
 from preproc.ordered_map import ordered_map
 from preproc.raw_files import RawFile
-from preproc.report.console import Progress, Stage
+from preproc.report.console import Phase, Progress
 from preproc.vocabulary_sql import CATEGORICAL, NUMERICAL
 from preproc.work_directory import Work, connected
 
@@ -92,8 +92,8 @@ def parse_files(
     def parse(texts: Iterator[bytes]) -> Iterator[Parsed]:
         return ordered_map(parser, texts, threads, ahead)
 
-    with progress.stage("parse") as stage, _Writer(work, store, state) as writer:
-        stage.total = sum(file.path.stat().st_size for file in files)
+    with progress.phase("parse") as phase, _Writer(work, store, state) as writer:
+        phase.total = sum(file.path.stat().st_size for file in files)
         done_bytes = 0
         for number, file in enumerate(files):
             if number < state["whole_files"]:
@@ -104,8 +104,8 @@ def parse_files(
                 state["rows"].append(0)
                 state["offset"] = state["lines"] = 0
                 state["before"] = {key: state[key] for key in (NON_HEX_FILES, "bad", "bad_bytes")}
-            stage.detail = str(file.path)
-            _parse_file(file, config, writer, parse, stage, done_bytes)
+            phase.detail = str(file.path)
+            _parse_file(file, config, writer, parse, phase, done_bytes)
             done_bytes += file.path.stat().st_size
             if state["rows"][number] == 0:
                 raise ValueError(
@@ -118,7 +118,7 @@ def parse_files(
         work.save()
         what = str(files[0].path) if len(files) == 1 else f"{len(files)} files"
         bad = f", {state['bad']:,} bad lines left out" if state["bad"] else ""
-        stage.name = f"parse {what}: {sum(state['rows']):,} rows{bad}"
+        phase.name = f"parse {what}: {sum(state['rows']):,} rows{bad}"
     return state["rows"]
 
 
@@ -127,7 +127,7 @@ def _parse_file(
     config: PreprocConfig,
     writer: "_Writer",
     parse: Callable[[Iterator[bytes]], Iterator[Parsed]],
-    stage: Stage,
+    phase: Phase,
     done_bytes: int,
 ) -> None:
     size, plain = file.path.stat().st_size, file.plain_bytes
@@ -143,7 +143,7 @@ def _parse_file(
             if config.on_bad is OnBad.quarantine:
                 writer.quarantine(file.path, number, reason, line)
         writer.append(parsed)
-        stage.update(done_bytes + min(size, size * writer.state["offset"] / plain))
+        phase.update(done_bytes + min(size, size * writer.state["offset"] / plain))
         writer.checkpoint_if_due()
 
 

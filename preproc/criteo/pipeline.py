@@ -1,8 +1,8 @@
-"""Raw Criteo logs to a dataset directory, out of core, in stages that survive the process.
+"""Raw Criteo logs to a dataset directory, out of core, in phases that survive the process.
 
 parse: lines become a column store. shuffle: the training rows are permuted, with `shuffle=true`. encode:
 every column is counted, ranked and written by itself. write: labels and numericals. At the end the spec is
-written and the directory renamed to the output. Completed stages are recorded (`preproc/work_directory.py`),
+written and the directory renamed to the output. Completed phases are recorded (`preproc/work_directory.py`),
 and a killed run resumes after them.
 """
 
@@ -40,10 +40,10 @@ from preproc.raw_files import (
 from preproc.report.console import (
     ColumnSummary,
     LabelSum,
+    Phase,
     Progress,
     RowCounts,
     SplitSummary,
-    Stage,
     print_result,
 )
 from preproc.report.plot import load_library
@@ -209,7 +209,7 @@ def _write(
     table = criteo_table(config)
     drawn = dataset, store.numerical.path, columns, summaries, config, table
     with (
-        progress.stage("write labels and numericals, draw the report"),
+        progress.phase("write labels and numericals, draw the report"),
         ThreadPoolExecutor(1) as pool,
     ):
         # The thread that may be interrupted has the longer work.
@@ -263,8 +263,8 @@ def _encode(
             for number, name in enumerate(CATEGORICAL)
         }
         state = work.state.setdefault("encoded", {})
-        with progress.stage("count, rank and encode categoricals") as stage:
-            finish_columns(tasks, store.codes, state, "files", work, workers, stage)
+        with progress.phase("count, rank and encode categoricals") as phase:
+            finish_columns(tasks, store.codes, state, "files", work, workers, phase)
     return {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
 
 
@@ -324,10 +324,10 @@ def finish_columns(
     records: str,
     work: Work,
     workers: int,
-    stage: Stage,
+    phase: Phase,
 ) -> None:
     """Run what `state` lacks, several at a time: record each result with its files in `records`, and remove its source."""
-    stage.total = len(tasks)
+    phase.total = len(tasks)
     with ThreadPoolExecutor(workers) as pool:
         running = {pool.submit(task): name for name, task in tasks.items() if name not in state}
         try:
@@ -338,8 +338,8 @@ def finish_columns(
                 work.state["checked"].pop(sources[name].path.name, None)
                 work.save()
                 sources[name].path.unlink()
-                stage.detail = name
-                stage.update(len(state))
+                phase.detail = name
+                phase.update(len(state))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -17,7 +17,7 @@ from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.durable_files import sync_stream
 from dataloading.randomness import stream_key, uniform
 from preproc.column_store import StoredColumn, bytes_of, size_and_crc32
-from preproc.report.console import Progress, Stage
+from preproc.report.console import Phase, Progress
 from preproc.work_directory import Work, memory_bytes
 
 BUCKET_ROWS = 1 << 22
@@ -51,11 +51,11 @@ def shuffle_training(
     progress: Progress,
 ) -> None:
     """Shuffle the first `num_rows` rows of all columns, and record that it is done."""
-    with progress.stage(f"shuffle {num_rows:,} training rows") as stage:
+    with progress.phase(f"shuffle {num_rows:,} training rows") as phase:
         spare = memory_bytes(config) - BASE_BYTES
         threads = config.threads or os.cpu_count() or 1
         workers = max(1, min(threads, spare // worker_bytes(columns, num_rows)))
-        shuffle_rows(columns, num_rows, config.seed, workers, work, stage)
+        shuffle_rows(columns, num_rows, config.seed, workers, work, phase)
     work.state["shuffled"] = True
     work.save()
 
@@ -68,7 +68,7 @@ def worker_bytes(columns: list[StoredColumn], num_rows: int) -> int:
 
 
 def shuffle_rows(
-    columns: list[StoredColumn], num_rows: int, seed: int, threads: int, work: Work, stage: Stage
+    columns: list[StoredColumn], num_rows: int, seed: int, threads: int, work: Work, phase: Phase
 ) -> None:
     """Put the first `num_rows` rows of all columns into the random order of `seed`.
 
@@ -78,7 +78,7 @@ def shuffle_rows(
     state = work.state.setdefault("shuffle", {"dealt": [], "permuted": []})
     shuffle = _Shuffle(num_rows, seed)
     checked = work.state["checked"]
-    stage.total = 2 * len(columns)
+    phase.total = 2 * len(columns)
 
     def permute(column: StoredColumn) -> dict[str, list]:
         head = shuffle.permute(column)
@@ -96,7 +96,7 @@ def shuffle_rows(
                 work.save()
                 if step is permute:
                     _dealt(column).unlink(missing_ok=True)
-                stage.update(len(state["dealt"]) + len(state["permuted"]))
+                phase.update(len(state["dealt"]) + len(state["permuted"]))
 
 
 class _Shuffle:

@@ -27,6 +27,11 @@ THING = (
     r"(.*_)?(user|item|movie|product|ad|advertiser|campaign|creative|site|app|device|model|city|country|region|category|"
     r"cate|brand|shop|store|seller|genre|gender|occupation|type|channel|publisher|page|query|session|weekday|month)"
 )
+USER = r"(.*_)?(user|customer|visitor|member|client|account|reviewer|uid)(_?id)?"
+ITEM = (
+    r"(.*_)?(item|product|movie|video|song|track|article|book|sku|asin|ad|creative|iid|pid)(_?id)?"
+)
+OF_ITEM = r"(.*_)?(category|cate|genre|brand|shop|store|seller|artist|author|album)(_?id)?"
 POSITIVE = ("1", "yes", "y", "true", "t", "positive", "pos", "click", "clicked", "buy", "bought")
 TRUTH = ({"0", "1"}, {"0.0", "1.0"}, {"true", "false"}, {"0"}, {"1"})
 UNIX_SECONDS = (6e8, 4.2e9)
@@ -35,7 +40,7 @@ FEW = 12
 UNIQUE = 0.95
 """Share of the rows with a value of their own from which on a text tells nothing of other rows."""
 RARE = 0.01
-"""Least share of the rarer value in a label that neither its name nor its place tells."""
+"""Least share of the rarer value in a label that neither its name nor its position tells."""
 SKEWED = 20.0
 """A largest value of so many medians asks for a logarithm."""
 
@@ -84,7 +89,7 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
 
 
 def label_candidates(columns: list[Column]) -> list[Column]:
-    """Return the columns that may be the label, the likeliest first: by name, then by place, then grades."""
+    """Return the columns that may be the label, the likeliest first: by name, then by position, then grades."""
     first, last = columns[0], columns[-1]
     ranks: list[tuple[int, Column]] = []
     for column in columns:

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from configs.messages import printable, shortened, shown
 from configs.table_schema import LINE_FORMATS, MOST_NAME_BYTES
-from preproc.describe.choices import FEWEST, Choice, time_order, time_parts
-from preproc.describe.columns import MOST_ROWS
+from preproc.describe.choices import FEWEST, ITEM, OF_ITEM, USER, Choice, time_order, time_parts
+from preproc.describe.columns import MOST_ROWS, has_name
 from preproc.describe.formats import FoundTable
-from preproc.fitted_state import SOURCE, with_place
+from preproc.fitted_state import SOURCE, with_placeholder
 from preproc.table.expressions import quoted
 
 PLAIN = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
@@ -89,7 +89,7 @@ def describe_choices(
     by_role: dict[str, list[Choice]] = {}
     for choice in choices:
         by_role.setdefault(choice.role, []).append(choice)
-    keys = {"files": with_place(table.source.files, source), "format": table.source.format}
+    keys = {"files": with_placeholder(table.source.files, source), "format": table.source.format}
     if table.source.delimiter != ",":
         keys["delimiter"] = table.source.delimiter
     if table.source.columns:
@@ -132,6 +132,7 @@ def describe_choices(
             for name, part in (("hour", "hour"), ("weekday", "dayofweek")):
                 entry = _flow({"name": name, "expression": f"{part}({parts})"})
                 lines.append(f"  #  - {entry}")
+    lines += _sequence(by_role, names)
     if left := by_role.get("left out"):
         lines.append("  # left out:")
         lines += [f"  #  - {_text(c.column.name)}: {c.why}" for c in left]
@@ -141,6 +142,29 @@ def describe_choices(
     lines += _split(by_role.get("time", []), table)
     notes = _notes(choices, table, "label" in by_role)
     return Description("\n".join(lines) + "\n", choices, notes)
+
+
+def _sequence(by_role: dict[str, list[Choice]], names: "_Names") -> list[str]:
+    """Return a suggestion for the events of a user, if there are users, items and times."""
+    single = [c for c in by_role.get("categorical", []) if not c.column.is_list and not c.keys]
+    users, items, of_items = (
+        [c.column.name for c in single if has_name(c.column, pattern)]
+        for pattern in (USER, ITEM, OF_ITEM)
+    )
+    if not (users and items and by_role.get("time")):
+        return []
+    entry = {
+        "name": names.of("seen"),
+        "of": [names.by_column[name] for name in dict.fromkeys([items[0], *of_items])],
+        "by": quoted(users[0]),
+        "order_by": time_order(by_role["time"][0].column),
+        "length": 50,
+    }
+    return [
+        "  # what the user did before, oldest first, for models of sequences (docs/sequences.md):",
+        "  #sequence:",
+        f"  #  - {_flow(entry)}",
+    ]
 
 
 def _split(times: list[Choice], table: FoundTable) -> list[str]:
@@ -189,6 +213,7 @@ class _Names:
 
     def __init__(self) -> None:
         self._used: Counter[str] = Counter(TAKEN)
+        self.by_column: dict[str, str] = {}
 
     def of(self, column: str) -> str:
         plain = re.sub(r"[^\w.-]", "_", column.strip()).lstrip(".") or "column"
@@ -198,6 +223,7 @@ class _Names:
             number += 1
             name = f"{plain}_{number}"
         self._used[name.lower()] += 1
+        self.by_column[column] = name
         return name
 
 

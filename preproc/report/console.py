@@ -1,4 +1,4 @@
-"""Console output of a run: one line per stage, tables at the end."""
+"""Console output of a run: one line per phase, tables at the end."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -160,7 +160,7 @@ class NumericalRange:
 
 
 class Progress:
-    """Prints a line at the end of each stage, and its progress while it runs: in one line of a terminal, per minute in a log."""
+    """Prints a line at the end of each phase, and its progress while it runs: in one line of a terminal, per minute in a log."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -171,7 +171,7 @@ class Progress:
         return time.perf_counter() - self._started
 
     @contextmanager
-    def stage(self, name: str) -> Iterator["Stage"]:
+    def phase(self, name: str) -> Iterator["Phase"]:
         began = time.perf_counter()
         # A `str` would be read as rich's markup.
         with self.console.status(Text(printable(f"{name} ..."))) as status:
@@ -179,10 +179,10 @@ class Progress:
             def update(text: str) -> None:
                 status.update(Text(printable(text)))
 
-            stage = Stage(name, update if self.console.is_terminal else self.say)
-            yield stage
+            phase = Phase(name, update if self.console.is_terminal else self.say)
+            yield phase
         seconds = time.perf_counter() - began
-        self.console.print(f"{seconds:8.2f} s  {stage.name}", highlight=False, markup=False)
+        self.console.print(f"{seconds:8.2f} s  {phase.name}", highlight=False, markup=False)
 
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}")
@@ -191,8 +191,8 @@ class Progress:
         _line(self.console, text)
 
 
-class Stage:
-    """A running stage; `name` may be extended before its end."""
+class Phase:
+    """A running phase; `name` may be extended before its end."""
 
     def __init__(self, name: str, show: Callable[[str], object]) -> None:
         self.name = name  # text printed at its end

@@ -148,8 +148,8 @@ def _draw_shape(axes: Any, y: int, found: Distribution) -> None:
     x = np.linspace(0, 1, len(found.counts) + 1).repeat(2)[1:-1]
     axes.plot((0, 1), (y + 0.4, y + 0.4), color=LIGHT_BLUE, linewidth=0.8)
     axes.fill_between(x, y + 0.4, y + 0.4 - 0.8 * heights, color=TRAIN, alpha=0.75, linewidth=0)
-    for place, value, side in ((-0.02, found.low, "right"), (1.02, found.high, "left")):
-        _cell(axes, place, y, f"{value:.4g}", ha=side, size=7.5, color=FAINT)
+    for at, value, side in ((-0.02, found.low, "right"), (1.02, found.high, "left")):
+        _cell(axes, at, y, f"{value:.4g}", ha=side, size=7.5, color=FAINT)
 
 
 def _draw_categorical(figure: Any, columns: Columns, facts: ReportFacts) -> None:

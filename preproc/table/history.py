@@ -40,7 +40,7 @@ def timeline(number: int, table: TableConfig, rows: str, split: str) -> str:
 
 
 def first_items(line: str) -> str:
-    """Return a query (who_, first_): the place of every user's first item among the items of all users."""
+    """Return a query (who_, first_): the position of every user's first item among the items of all users."""
     return (
         "SELECT who_, CAST(sum(items_) OVER (ORDER BY who_ ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) "
         f"AS BIGINT) - items_ AS first_ FROM (SELECT who_, count(value) AS items_ FROM {line} GROUP BY who_)"
@@ -48,7 +48,7 @@ def first_items(line: str) -> str:
 
 
 def items(line: str, users: str) -> str:
-    """Return a query (row_, value) of the items of all users; `row_` is their place, from 0."""
+    """Return a query (row_, value) of the items of all users; `row_` is their position, from 0."""
     return (
         f"SELECT u.first_ + t.item_ - 1 AS row_, t.value FROM {line} AS t JOIN {users} AS u "
         "ON t.who_ = u.who_ WHERE t.value IS NOT NULL"

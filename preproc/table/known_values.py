@@ -53,8 +53,7 @@ def refuse_other_numbers(now: Mapping[str, str], fitted: Mapping[str, str]) -> N
     """Raise ValueError for a feature whose numbers are texts of another form than in the fit; `text_of_five` by feature."""
     for name, five in now.items():
         there = fitted.get(name, five)
-        # Fits of earlier versions have 5.00 for a decimal without a whole digit.
-        if there not in (five, f"5{five}" if five.startswith(".") else five):
+        if there != five:
             raise ValueError(
                 f"{shown(name)}: 5 would be the value {shown(five)}, and in the fit it was {shown(there)}, so that no number is "
                 f"known. {AS_IT_WAS}"

@@ -35,8 +35,7 @@ def line_columns(
 ) -> list[str]:
     """Return the names of the columns of a file, of which all lines are read; those that are lists are added to `lists`.
 
-    Raises:
-        ValueError: a line cannot be read; names the file.
+    Raises ValueError: a line cannot be read; names the file.
     """
     try:
         if source.format == "jsonl":

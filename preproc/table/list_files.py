@@ -18,11 +18,11 @@ def write_lists(
     number: int,
     group: SequenceGroup,
     counts: LogCounts,
-    place: Callable[[int], str],
+    where: Callable[[int], str],
 ) -> None:
     """Write numbers, slices and moments of group `number` of lists, whose ids are written, in place of their offsets.
 
-    `place`: of a row of the dataset, for messages. Raises ValueError: a number that float32 does not hold, a time that is
+    `where`: of a row of the dataset, for messages. Raises ValueError: a number that float32 does not hold, a time that is
     not before the moment of its row, or before the one in front of it.
     """
     selected = ["row_", *(f"numbers{number}_{j}_" for j in range(len(group.numbers)))]
@@ -64,7 +64,7 @@ def write_lists(
                     if wrong.any():
                         row = int(np.searchsorted(ends - ends[0], wrong.argmax(), "right")) - 1
                         raise ValueError(
-                            f"{place(first + row)}: {shown(column.name)} {problem}; correct it, oldest event first"
+                            f"{where(first + row)}: {shown(column.name)} {problem}; correct it, oldest event first"
                         )
                     made[j].append(found.astype(column.dtype.newbyteorder("<")))
                 seen.add(stop - start)

@@ -279,7 +279,7 @@ class TableFiles:
         assert hotness is not None
         ids, counts = self._array(items, feature), {}
         back = np.arange(hotness)
-        # Memory of a few arrays of this many places.
+        # Memory of a few arrays of this many items.
         rows_at_once = max(CHUNK_ROWS // hotness, 1)
         for split, rows in self.splits.items():
             nonzero = 0

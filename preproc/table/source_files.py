@@ -13,7 +13,7 @@ from configs.messages import printable, shortened, shown
 from configs.preproc_schema import Layout, PreprocConfig
 from configs.schema import require
 from configs.table_schema import LINE_FORMATS, Source, SplitRule, TableConfig
-from preproc.fitted_state import SOURCE, with_place
+from preproc.fitted_state import SOURCE, with_placeholder
 from preproc.line_blocks import blocks
 from preproc.raw_files import RawFile, find_files, refuse_shared
 from preproc.table.line_formats import line_columns
@@ -262,7 +262,7 @@ def _in_place(files: Any, source: Any, tests: list[str]) -> list[str]:
     """Return `tests` where the files of a source are, or begin with, the option `source`; other files are no tests."""
     found = []
     for part in files if isinstance(files, list) and files != source else [files]:
-        placed = with_place(part, source)
-        if isinstance(placed, str) and placed.startswith(SOURCE):
-            found += [test + placed[len(SOURCE) :] for test in tests]
+        replaced = with_placeholder(part, source)
+        if isinstance(replaced, str) and replaced.startswith(SOURCE):
+            found += [test + replaced[len(SOURCE) :] for test in tests]
     return found

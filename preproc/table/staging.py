@@ -18,6 +18,7 @@ from configs.table_schema import (
     History,
     Label,
     Numerical,
+    RowNumber,
     TableConfig,
 )
 from dataloading.row_sql import COLUMN, KIND, columns_of, unserved
@@ -121,9 +122,8 @@ class Staging:
     ) -> None:
         """Read the sources.
 
-        `fitted`: columns of the fit that is applied to the rows; None if these are fitted themselves, or if it is not
-        known. Raises ValueError: a file cannot be read, or an expression has no meaning; names the file or the
-        expression.
+        `fitted`: columns of the fit that is applied to the rows; None if these are fitted themselves. Raises
+        ValueError: a file cannot be read, or an expression has no meaning; names the file or the expression.
         """
         self._engine = engine
         self.sources = sources  # by name, resolved
@@ -215,20 +215,29 @@ class Staging:
         kinds = {name.lower(): kind.lower() for name, kind in found}
         types: dict[str, str] = {}
         notes = []
-        features: list[Numerical | Categorical] = [*self.table.numerical, *self.table.categorical]
-        for feature in features:
-            sql = (feature.expression or "").strip()
+        logs = [log for log in self.table.logs if not log.source]
+        numbers = [number for log in logs for number in log.numbers]
+        features: list[Numerical | Categorical | RowNumber]
+        features = [*self.table.numerical, *self.table.categorical, *numbers]
+        expressions = [
+            (feature.name, sql, isinstance(feature, Categorical) and feature.list)
+            for feature in features
+            if (sql := (feature.expression or "").strip()) and not COLUMN.fullmatch(sql)
+        ]
+        expressions += [
+            (log.name, sql, False) for log in logs for sql in (log.order_by, log.filter) if sql
+        ]
+        for feature_name, sql, is_list in expressions:
             try:
-                named = [] if not sql or COLUMN.fullmatch(sql) else columns_of(sql)
-                of = {name.lower(): kinds[name.lower()] for name in named}
+                of = {name.lower(): kinds[name.lower()] for name in columns_of(sql)}
                 other = [kind for kind in of.values() if not KIND.fullmatch(kind)]
-                if other or (named and isinstance(feature, Categorical) and feature.list):
+                if other or is_list:
                     raise ValueError(f"of {other[0]}" if other else "a list")
                 types |= {name: kind for name, kind in of.items() if not is_text(kind)}
             except KeyError as error:
-                notes.append(unserved(feature.name, sql, f"no column {error}"))
+                notes.append(unserved(feature_name, sql, f"no column {error}"))
             except ValueError as error:
-                notes.append(unserved(feature.name, sql, error))
+                notes.append(unserved(feature_name, sql, error))
         return types, notes
 
     @property
@@ -548,6 +557,8 @@ class Staging:
                 self._refuse_item(item, f"no column {quoted(item.sql.strip(chr(34)))}")
 
     def _refuse_item(self, item: _Expression, reason: str) -> NoReturn:
+        if re.match("event|numbers", item.column) and item.is_column:
+            reason += " (an expression has a name: {name: bought, expression: \"action = 'buy'\"})"
         raise ValueError(f"{item.where}: got {item.shown}: {reason}{_hint(self._names)}")
 
 

@@ -109,10 +109,10 @@ def stored_lists(
     if hotness is None:
         return ids
     if len(lengths) and lengths.max() > hotness:
-        place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        index = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         if take == "last":
-            place = np.repeat(lengths, lengths) - 1 - place
-        ids = ids[place < hotness]
+            index = np.repeat(lengths, lengths) - 1 - index
+        ids = ids[index < hotness]
     fixed = np.zeros((len(lengths), hotness), ids.dtype)
     fixed[np.arange(hotness) < lengths[:, None]] = ids
     return fixed

@@ -28,7 +28,7 @@ class Column:
     dtype: np.dtype  # of one item
     wrong: Wrong  # function that marks invalid items
     kind: str  # description of such items, such as `ids outside [0, 10)`
-    place: Callable[[int], str]  # index of an item -> its place, for messages
+    where: Callable[[int], str]  # index of an item -> where it is, for messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +148,12 @@ def mistakes(spec: FeatureSpec, column: RowColumn) -> str:
 def _numerical(spec: FeatureSpec) -> Column:
     names = spec.numerical
 
-    def place(index: int) -> str:
+    def where(index: int) -> str:
         row, column = divmod(index, len(names))
         return f"row {row:,} of {names[column]}"
 
     dtype = spec.numerical_dtype.newbyteorder("<")
-    return Column(dtype, lambda items: ~np.isfinite(items), "numericals that are not finite", place)
+    return Column(dtype, lambda items: ~np.isfinite(items), "numericals that are not finite", where)
 
 
 def wrong_ids(feature: CategoricalFeature) -> str:
@@ -172,13 +172,13 @@ def _ids(feature: CategoricalFeature, offsets: np.ndarray | None) -> Column:
         # Viewed as unsigned, a negative id is too large as well.
         return ids.view(f"<u{ids.itemsize}") >= feature.cardinality
 
-    def place(index: int) -> str:
+    def where(index: int) -> str:
         if offsets is None:
             return _row(index // (feature.hotness or 1))
         return _row(int(offsets.searchsorted(index, "right")) - 1)
 
     kind = wrong_ids(feature)
-    return Column(feature.dtype.newbyteorder("<"), wrong, kind, place)
+    return Column(feature.dtype.newbyteorder("<"), wrong, kind, where)
 
 
 def _offsets() -> Column:

@@ -46,19 +46,19 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
     tasks = list(file_tasks(spec))
     total = sum(task.path.stat().st_size for task in tasks)
     num_read, lock = 0, Lock()
-    with progress.stage("verify") as stage:
-        stage.total = total
+    with progress.phase("verify") as phase:
+        phase.total = total
 
         def advance(num_bytes: int) -> None:
             nonlocal num_read
             with lock:
                 num_read += num_bytes
                 rate = num_read / max(progress.seconds, 1e-9) / 1e6
-                stage.detail = f"{num_read / 1e9:,.2f} of {total / 1e9:,.2f} GB, {rate:,.0f} MB/s"
-                stage.update(num_read)
+                phase.detail = f"{num_read / 1e9:,.2f} of {total / 1e9:,.2f} GB, {rate:,.0f} MB/s"
+                phase.update(num_read)
 
         findings = verify(tasks, config.threads or os.cpu_count() or 1, advance)
-        stage.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
+        phase.name = f"verify {len(tasks)} files, {total / 1e6:,.1f} MB"
     root = Path(config.path)
     for name, files in spec.splits.items():
         if spec.labels[0].name in files.absent and not files.parquet:
@@ -78,11 +78,11 @@ def run_verify(config: PreprocConfig, progress: Progress) -> None:
         if files.parquet and written is not None and written != split.rows:
             findings.add(where, f"{split.rows:,} rows, want the {written:,} of the spec")
     if spec.sequences:
-        with progress.stage("read the events of every row"):
+        with progress.phase("read the events of every row"):
             for path, text in event_mistakes(spec):
                 findings.add(path, text)
     if not findings.num_wrong:
-        with progress.stage("compare ids with vocabularies"):
+        with progress.phase("compare ids with vocabularies"):
             for path, text in vocabulary_mistakes(spec, config.fitted):
                 findings.add(path, text)
     for line in sorted(findings.lines):
@@ -159,7 +159,7 @@ def _verify_file(task: FileTask, advance: Callable[[int], None]) -> Findings:
             wrong = column.wrong(items)
             if not num_wrong and wrong.any():
                 at = int(wrong.argmax())
-                first = f"{items[at]} at {column.place(num_items + at)}"
+                first = f"{items[at]} at {column.where(num_items + at)}"
             num_wrong += int(np.count_nonzero(wrong))
             for label in labels.values():
                 label.add(items)

@@ -120,14 +120,14 @@ def scores_of(reply: Reply, num_rows: int) -> dict[str, np.ndarray]:
         raise ServerError(f"the server answers {reply.status}, {reply.message}")
     try:
         length = int(reply.headers.get("inference-header-content-length", len(reply.body)))
-        document, scores, place = decode_json(reply.body[:length]), {}, length
+        document, scores, offset = decode_json(reply.body[:length]), {}, length
         for entry in document["outputs"]:
             size = entry.get("parameters", {}).get("binary_data_size")
             if size is None:
                 values = np.array(entry["data"], np.float32)
             else:
-                values = np.frombuffer(reply.body[place : place + size], "<f4")
-                place += size
+                values = np.frombuffer(reply.body[offset : offset + size], "<f4")
+                offset += size
             scores[entry["name"]] = values.reshape(num_rows)
     except (ValueError, LookupError, TypeError) as error:
         raise ServerError(f"the response is malformed: {error}") from None

@@ -64,16 +64,16 @@ def _draw_row(row: _Row, latency: Any, speed: Any) -> None:
         color = COLORS[number % len(COLORS)]
         found = [result for result in row.results if getattr(result, row.line) == value]
         found.sort(key=lambda result: getattr(result, row.over))
-        places = [getattr(result, row.over) for result in found]
+        xs = [getattr(result, row.over) for result in found]
         latency.plot(
-            places, [r.p99_ms for r in found], color=color, label=f"{value:,g} {NAMES[row.line]}"
+            xs, [r.p99_ms for r in found], color=color, label=f"{value:,g} {NAMES[row.line]}"
         )
-        latency.plot(places, [r.p50_ms for r in found], color=color, marker=".", linestyle=":")
-        speed.plot(places, [r.rows_per_s for r in found], color=color, marker="o")
-        for result, place in zip(found, places, strict=True):
+        latency.plot(xs, [r.p50_ms for r in found], color=color, marker=".", linestyle=":")
+        speed.plot(xs, [r.rows_per_s for r in found], color=color, marker="o")
+        for result, x in zip(found, xs, strict=True):
             is_known = result.requests >= FEWEST_OF_P99
             face = color if is_known else "white"
-            latency.plot(place, result.p99_ms, "o", color=color, markerfacecolor=face, zorder=4)
+            latency.plot(x, result.p99_ms, "o", color=color, markerfacecolor=face, zorder=4)
             for axes, shown in (
                 (latency, f"{result.p99_ms:.3g}"),
                 (speed, _number(round(result.rows_per_s))),
@@ -81,14 +81,14 @@ def _draw_row(row: _Row, latency: Any, speed: Any) -> None:
                 height = result.p99_ms if axes is latency else result.rows_per_s
                 axes.annotate(
                     shown,
-                    (place, height),
+                    (x, height),
                     (0, 7),
                     textcoords="offset points",
                     ha="center",
                     size=8.5,
                     color=color,
                 )
-    places = sorted({getattr(result, row.over) for result in row.results})
+    xs = sorted({getattr(result, row.over) for result in row.results})
     few = any(result.requests < FEWEST_OF_P99 for result in row.results)
     hollow = f"; hollow: of fewer than {FEWEST_OF_P99:,} requests" if few else ""
     latency.set(title=f"latency: p99{hollow}; p50 dotted", ylabel="ms")
@@ -99,7 +99,7 @@ def _draw_row(row: _Row, latency: Any, speed: Any) -> None:
     _set_log(latency.yaxis, [v for r in row.results for v in (r.p50_ms, r.p99_ms)])
     for axes in (latency, speed):
         axes.set_xlabel(NAMES[row.over])
-        _set_log(axes.xaxis, places, at=places)
+        _set_log(axes.xaxis, xs, at=xs)
     legend_above(latency, columns=3)
 
 

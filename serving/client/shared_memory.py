@@ -22,24 +22,24 @@ class SharedInputs:
         self._name = f"serving-{secrets.token_hex(8)}"
         size = sum(array.nbytes for request in requests for array in request.inputs.values())
         self._memory = SharedMemory(self._name, create=True, size=max(size, 1))
-        self._size, place, self.bodies = size, 0, []
+        self._size, offset, self.bodies = size, 0, []
         for request in requests:
             entries = []
             for name, array in request.inputs.items():
-                target = np.ndarray(array.shape, array.dtype, self._memory.buf, place)
+                target = np.ndarray(array.shape, array.dtype, self._memory.buf, offset)
                 target[...] = array
-                entries.append(self._entry(name, array, place))
-                place += array.nbytes
+                entries.append(self._entry(name, array, offset))
+                offset += array.nbytes
             document = {"inputs": entries, "parameters": {"binary_data_output": True}}
             content = json.dumps(document).encode()
             self.bodies.append(Body(content, len(content)))
 
-    def _entry(self, name: str, array: np.ndarray, place: int) -> Mapping[str, object]:
+    def _entry(self, name: str, array: np.ndarray, offset: int) -> Mapping[str, object]:
         datatype = {"f4": "FP32", "i4": "INT32", "i8": "INT64"}[array.dtype.str[1:]]
         parameters = {
             "shared_memory_region": self._name,
             "shared_memory_byte_size": array.nbytes,
-            "shared_memory_offset": place,
+            "shared_memory_offset": offset,
         }
         shape = list(array.shape)
         return {"name": name, "datatype": datatype, "shape": shape, "parameters": parameters}

@@ -124,9 +124,9 @@ def export_aoti(
         with torch.no_grad(), _quiet():
             # Traced on the CPU: on a GPU the layers would call kernels of their own, which cannot be traced.
             # With its index, as tensors have it: the compiler compares them.
-            place = "cuda:0" if device is Device.cuda else "cpu"
-            program = move_to_device_pass(_program(deepcopy(dense), example), place)
-            program.example_inputs = (tuple(tensor.to(place) for tensor in example), {})
+            target = "cuda:0" if device is Device.cuda else "cpu"
+            program = move_to_device_pass(_program(deepcopy(dense), example), target)
+            program.example_inputs = (tuple(tensor.to(target) for tensor in example), {})
             torch._inductor.aoti_compile_and_package(program, package_path=str(directory / AOTI))
     except OSError:
         raise

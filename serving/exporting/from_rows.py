@@ -51,9 +51,9 @@ class FromRows(nn.Module):
         numbers = list(rest)
         of_table: dict[str, list[Tensor]] = {}
         first: dict[tuple[str, str], int] = {}
-        for place, part in parts.items():
-            first[place] = sum(before.shape[0] for before in of_table.get(place[0], []))
-            of_table.setdefault(place[0], []).append(part)
+        for key, part in parts.items():
+            first[key] = sum(before.shape[0] for before in of_table.get(key[0], []))
+            of_table.setdefault(key[0], []).append(part)
         rows = {
             name: torch.cat([*found, found[0].new_zeros(1, found[0].shape[1])])
             for name, found in of_table.items()

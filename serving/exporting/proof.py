@@ -84,7 +84,7 @@ def looked_up_rows(
             np.concatenate(
                 [np.zeros(1, np.int64)]
                 + [
-                    batch.ids[feature].values().numpy().astype(np.int64)
+                    batch.feature(feature).values().numpy().astype(np.int64)
                     for batch in batches
                     for feature in table.feature_names
                 ]
@@ -126,7 +126,7 @@ class TrainingPath:
 
 
 class _CompactModel(RankingModel):
-    """The model with a few rows of each table: ids are replaced by their place among these rows."""
+    """The model with a few rows of each table: ids are replaced by their index among these rows."""
 
     def __init__(
         self,
@@ -142,9 +142,9 @@ class _CompactModel(RankingModel):
     def _ids_of(self, table: str, feature: str, batch: Batch) -> "JaggedTensor":
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
-        ids = batch.ids[feature]
-        places = torch.searchsorted(self._numbers[table], ids.values().long())
-        return JaggedTensor(places, lengths=ids.lengths())
+        ids = batch.feature(feature)
+        positions = torch.searchsorted(self._numbers[table], ids.values().long())
+        return JaggedTensor(positions, lengths=ids.lengths())
 
 
 def prove(
@@ -181,7 +181,7 @@ def compared(pairs: Iterable[tuple[Tensor, Tensor]], split: str, dtype: str, lim
         ):
             is_bad = ~scores.isfinite()
             if is_bad.any():
-                row, task = (int(place) for place in is_bad.nonzero()[0])
+                row, task = (int(index) for index in is_bad.nonzero()[0])
                 raise ValueError(
                     f"row {num_rows + row:,} of split {split} has the score {float(scores[row, task])} by {by}, want a finite "
                     f"number; nothing was written: {remedy}"
@@ -201,13 +201,12 @@ def compared(pairs: Iterable[tuple[Tensor, Tensor]], split: str, dtype: str, lim
 def rows_of(batch: Batch, served: ServedModel) -> Rows:
     """Return a batch as the server gets it."""
     size = len(batch.numerical)
-    fixed = [batch.ids[f.name].values().view(size, -1).long() for f in served.manifest.fixed]
+    fixed = [batch.feature(f.name).values().view(size, -1).long() for f in served.manifest.fixed]
     ids = torch.cat(fixed, dim=1) if fixed else torch.zeros(size, 0, dtype=torch.int64)
     ragged = {
-        feature.name: RaggedIds(
-            batch.ids[feature.name].values().long(), batch.ids[feature.name].lengths().long()
-        )
+        feature.name: RaggedIds(ids.values().long(), ids.lengths().long())
         for feature in served.manifest.ragged
+        for ids in (batch.feature(feature.name),)
     }
     # A batch has those of all groups of the dataset, and so has the manifest if it has any.
     columns = [

@@ -46,16 +46,16 @@ def read_proof_rows(directory: Path, manifest: Manifest) -> tuple[str, Rows]:
     if PROOF_ROWS not in manifest.files:
         return DRAWN, _drawn(manifest)
     path = directory / PROOF_ROWS
-    data, place = read_regular(path), 0
+    data, offset = read_regular(path), 0
 
     def take(dtype: str, *shape: int) -> Tensor:
-        nonlocal place
+        nonlocal offset
         count = int(np.prod(shape, dtype=object))
         size = count * int(dtype[-1])
-        if min(shape) < 0 or size > len(data) - place:
+        if min(shape) < 0 or size > len(data) - offset:
             raise ModelError(f"{path} has {len(data):,} bytes, too few for its rows")
-        found = np.frombuffer(data, dtype, count, place).reshape(shape)
-        place += size
+        found = np.frombuffer(data, dtype, count, offset).reshape(shape)
+        offset += size
         return torch.from_numpy(found.copy())
 
     num_rows, has_rates, *counts = take("<i8", 2 + len(manifest.ragged)).tolist()
@@ -71,12 +71,12 @@ def read_proof_rows(directory: Path, manifest: Manifest) -> tuple[str, Rows]:
         ids_of_events = ragged[sequence.features[0]]
         for name in sequence.numbers:
             numbers[name] = RaggedIds(take("<f4", len(ids_of_events.values)), ids_of_events.lengths)
-    good = place == len(data) and num_rows > 0 and bool(numerical.isfinite().all())
+    good = offset == len(data) and num_rows > 0 and bool(numerical.isfinite().all())
     good &= all(bool(of.values.isfinite().all()) for of in numbers.values())
     good &= rates is None or bool(((rates > 0) & (rates <= 1)).all())
     for feature in manifest.categorical:
         found = ragged.get(feature.name)
-        values = ids[:, manifest.id_places()[feature.name]] if found is None else found.values
+        values = ids[:, manifest.id_slices()[feature.name]] if found is None else found.values
         good &= bool(((values >= 0) & (values < feature.cardinality)).all())
         if found is not None:
             good &= bool((found.lengths >= 0).all()) and int(found.lengths.sum()) == len(values)

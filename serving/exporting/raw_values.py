@@ -6,7 +6,15 @@ from typing import Any
 from urllib.parse import quote
 
 from configs.messages import shown
-from configs.table_schema import Categorical, History, Numerical, transform_of
+from configs.table_schema import (
+    Categorical,
+    EventLists,
+    EventLog,
+    History,
+    Numerical,
+    RowNumber,
+    transform_of,
+)
 from configs.transforms import TRANSFORMS
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import FITTED
@@ -14,6 +22,7 @@ from dataloading.row_sql import COLUMN, columns_of, unserved
 from nn.checkpoint.compatibility import vocabulary_mismatch
 from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, open_fitted, vocabulary_name
 from serving.inference.requests import IDS, NUMERICAL
+from serving.raw_description import FILTER
 from serving.vocabulary import write_vocabulary
 
 BATCH_ROWS = 1 << 17
@@ -56,18 +65,31 @@ def write_raw_values(
         for feature in features.categorical
     ]
     history = [_history(history, by_name, columns) for history in features.history]
-    names = [feature["name"] for feature in [*categorical, *history]]
+    sequences = []
+    for group in features.sequence:
+        if isinstance(group, EventLists) or group.source:
+            raise ValueError(
+                f"the events {shown(group.name)} are {f'of source {shown(group.source)}' if isinstance(group, EventLog) else 'lists'}"
+                ", and a server takes raw values of those that are rows; leave fitted out, and send ids and numbers"
+            )
+        sequences.append(_sequence(group, by_name, sizes, state, columns, types))
+    evented = [feature for of in sequences for feature in of["events"]["categorical"]]
+    names = [feature["name"] for feature in [*categorical, *history, *evented]]
     if names != [feature.name for feature in spec.categorical]:
         raise ValueError(f"fitted={fitted}: its features are not those of its feature spec")
-    clash = {NUMERICAL, IDS} & set(columns)
+    of_events = {f"{of['name']}_{name}" for of in sequences for name in of["events"]["columns"]}
+    clash = ({NUMERICAL, IDS} | of_events) & set(columns) | ({NUMERICAL, IDS} & of_events)
     if clash:
         raise ValueError(
-            f"fitted={fitted}: the column {shown(min(clash))} has the name of the input of features; rename it in the source"
+            f"fitted={fitted}: the column {shown(min(clash))} has the name of the input of features or events; rename it in the "
+            "source"
         )
+    missing = {"missing": features.missing, "empty_items": features.empty_items}
+    for of in sequences:
+        of["events"] |= missing
     return {
         "columns": columns,
-        "missing": features.missing,
-        "empty_items": features.empty_items,
+        **missing,
         "is_text": _text_columns(state, columns, categorical, history),
         "five": _five(state.five, categorical, history),
         "float16": spec.numerical_dtype.name == "float16",
@@ -75,7 +97,49 @@ def write_raw_values(
         "categorical": categorical,
         "history": history,
         **({"types": types} if types else {}),
+        **({"sequences": sequences} if sequences else {}),
     }
+
+
+def _sequence(
+    log: EventLog,
+    by_name: dict[str, Categorical],
+    sizes: dict[str, tuple[str, int]],
+    state: FittedState,
+    columns: dict[str, int],
+    types: dict[str, str],
+) -> dict[str, Any]:
+    """Return the description of a log: of its events as rows of their own, and of the moment, of whose columns `columns` gets."""
+    of_events: dict[str, int] = {}
+    of_types: dict[str, str] = {}
+    features = [
+        _categorical(by_name[of], by_name, sizes, state, of_events, of_types) for of in log.of
+    ]
+    numbers = [
+        {
+            "name": name,
+            **_column(number, state, of_events, of_types),
+            "transforms": [],
+            "fitted": [],
+        }
+        for name, number in zip(log.number_names, log.numbers, strict=False)
+    ]
+    for sql in filter(None, (log.order_by, log.filter)):
+        _add_columns(log.name, sql, state, of_events, of_types)
+    _add_columns(log.name, log.order_by, state, columns, types)
+    events = {
+        "columns": of_events,
+        "is_text": _text_columns(state, of_events, features, []),
+        "five": _five(state.five, features, []),
+        "float16": False,
+        "numerical": numbers,
+        "categorical": [f | {"name": n} for n, f in zip(log.features, features, strict=True)],
+        "history": [],
+        "types": of_types,
+        "times": {log.time_name: log.order_by},
+        FILTER: log.filter,
+    }
+    return {"name": log.name, "length": log.length, "moment": log.order_by, "events": events}
 
 
 def _numerical(
@@ -150,10 +214,8 @@ def _text_columns(
     columns: Mapping[str, int],
     categorical: list[dict[str, Any]],
     history: list[dict[str, Any]],
-) -> dict[str, bool] | None:
-    """Return whether each input was text in the fit; None if the fit is of an earlier version, which does not say."""
-    if state.text_columns is None:
-        return None
+) -> dict[str, bool]:
+    """Return whether each input was text in the fit."""
     kinds = state.text_columns.result
     of = {feature["name"]: feature["column"] for feature in categorical}
     # The values of a cross are of several columns, and those of a history of the column of its feature.
@@ -167,7 +229,7 @@ def _text_columns(
 
 
 def _column(
-    feature: Numerical | Categorical,
+    feature: Numerical | Categorical | RowNumber,
     state: FittedState,
     columns: dict[str, int],
     types: dict[str, str],
@@ -180,29 +242,36 @@ def _column(
     elif COLUMN.fullmatch(expression):
         name = expression[1:-1].replace('""', '"') if expression[0] == '"' else expression
     else:
-        try:
-            named = columns_of(expression)
-            if dimensions == 2:
-                raise ValueError("a list")
-        except ValueError as error:
-            raise ValueError(unserved(feature.name, expression, error)) from None
-        for name in named:
-            is_text = state.text_columns and state.text_columns.result.get(name.lower())
-            kind = "varchar" if is_text else state.types.get(name.lower())
-            if kind is None:
-                reason = f"the fit does not record the type of {name}; fit again"
-                raise ValueError(unserved(feature.name, expression, reason))
-            # SQL ignores case.
-            known = next((one for one in columns if one.lower() == name.lower()), name)
-            types[known] = kind
-            if columns.setdefault(known, 1) != 1:
-                raise ValueError(
-                    f"column {shown(known)} is a list for one feature and none for another"
-                )
+        if dimensions == 2:
+            raise ValueError(unserved(feature.name, expression, "a list"))
+        _add_columns(feature.name, expression, state, columns, types)
         return {"column": None, "expression": expression}
     if columns.setdefault(name, dimensions) != dimensions:
         raise ValueError(f"column {shown(name)} is a list for one feature and none for another")
     return {"column": name}
+
+
+def _add_columns(
+    feature: str, sql: str, state: FittedState, columns: dict[str, int], types: dict[str, str]
+) -> None:
+    """Add the columns that an expression reads, and their types. Raises ValueError: a server does not evaluate it."""
+    try:
+        named = columns_of(sql)
+    except ValueError as error:
+        raise ValueError(unserved(feature, sql, error)) from None
+    for name in named:
+        is_text = state.text_columns.result.get(name.lower())
+        kind = "varchar" if is_text else state.types.get(name.lower())
+        if kind is None:
+            reason = f"the fit does not record the type of {name}; fit again"
+            raise ValueError(unserved(feature, sql, reason))
+        # SQL ignores case.
+        known = next((one for one in columns if one.lower() == name.lower()), name)
+        types[known] = kind
+        if columns.setdefault(known, 1) != 1:
+            raise ValueError(
+                f"column {shown(known)} is a list for one feature and none for another"
+            )
 
 
 def _write(directory: Path, state: FittedState, feature: str) -> tuple[str, int]:

@@ -16,6 +16,7 @@ from nn.build import open_source, stored_key_maps
 from nn.checkpoint.saved import SavedModel
 from nn.deltas.delta import CHAIN
 from nn.embedding.declared_tables import embedding_columns, hands_out_rows
+from nn.models.options import AttentionNorm, HSTUOptions
 from nn.models.registry import declared_tables
 from nn.models.tasks import Task, tasks_of_run
 from nn.saved_config import config_of
@@ -80,10 +81,11 @@ def export_model(options: ModelExportConfig) -> Manifest:
     if options.aoti is not None:
         check_aoti(options.aoti)
     trained = open_trained(Path(options.checkpoint).resolve(), options.data_path)
-    if options.fitted is not None and trained.source.spec.sequences:
+    model = trained.config.model
+    if isinstance(model, HSTUOptions) and model.attention_norm is AttentionNorm.batch_max:
         raise ValueError(
-            f"fitted={options.fitted}: the dataset has the sequence {shown(trained.source.spec.sequences[0].name)}, and requests "
-            "of raw values have no events; leave fitted out, and send ids and numbers"
+            "model.attention_norm=batch_max: a served score would depend on the rows beside it; train with "
+            "model.attention_norm=length or capacity"
         )
     handed_out = [of.name for of in trained.tables if hands_out_rows(of, trained.source.spec)]
     if options.onnx and handed_out:

@@ -26,9 +26,9 @@ class UnroundedTable:
     def update(self, ids: np.ndarray, values: np.ndarray) -> None:
         """Replace rows: numbers int64 [n], values float32 [n, D]."""
         numbers = self._numbers.numpy()
-        places = np.minimum(np.searchsorted(numbers, ids), len(numbers) - 1)
-        is_kept = numbers[places] == ids
-        self._rows[torch.from_numpy(places[is_kept])] = torch.from_numpy(values[is_kept])
+        positions = np.minimum(np.searchsorted(numbers, ids), len(numbers) - 1)
+        is_kept = numbers[positions] == ids
+        self._rows[torch.from_numpy(positions[is_kept])] = torch.from_numpy(values[is_kept])
 
     def rows(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the rows of ids, as `MappedTable.rows`."""
@@ -36,18 +36,18 @@ class UnroundedTable:
 
     def pooled(self, ids: RaggedIds) -> Tensor:
         """Return sums or means of rows, as `MappedTable.pooled`."""
-        places = torch.searchsorted(self._numbers, ids.values)
+        positions = torch.searchsorted(self._numbers, ids.values)
         offsets = ids.lengths.cumsum(0) - ids.lengths
-        return embedding_bag(places, self._rows, offsets, mode=self.declared.pooling)
+        return embedding_bag(positions, self._rows, offsets, mode=self.declared.pooling)
 
 
 def unrounded_tables(directory: Path, manifest: Manifest, rows: Rows) -> dict[str, UnroundedTable]:
     """Return the tables of a model by name, with the rows that `rows` look up."""
-    places, first = manifest.id_places(), torch.zeros(1, dtype=torch.int64)
+    columns, first = manifest.id_slices(), torch.zeros(1, dtype=torch.int64)
 
     def ids(feature: str) -> Tensor:
         found = rows.ragged.get(feature)
-        return rows.ids[:, places[feature]].reshape(-1) if found is None else found.values
+        return rows.ids[:, columns[feature]].reshape(-1) if found is None else found.values
 
     return {
         table.name: UnroundedTable(

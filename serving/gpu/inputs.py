@@ -85,22 +85,22 @@ class InputLayout:
                 rates[first:last].fill_(1)
             first = last
         ids[first:].zero_()
-        place = 0
+        offset = 0
         for name in self.ragged:
             starts = block[self.first_start(name) :][: self.num_rows + 1]
             values = block[self.first_value :]
-            place = _fill_ragged(starts, values, [part.ragged[name] for part in parts], place)
-        return self.first_value + place
+            offset = _fill_ragged(starts, values, [part.ragged[name] for part in parts], offset)
+        return self.first_value + offset
 
 
-def _fill_ragged(starts: Tensor, values: Tensor, parts: Sequence[RaggedIds], place: int) -> int:
-    """Write the ids of a feature from `place` on; return the place behind them."""
-    starts[0] = place
+def _fill_ragged(starts: Tensor, values: Tensor, parts: Sequence[RaggedIds], offset: int) -> int:
+    """Write the ids of a feature from `offset` on; return the offset behind them."""
+    starts[0] = offset
     row = 1
     for ids in parts:
         count, size = len(ids.lengths), len(ids.values)
-        starts[row : row + count].copy_(ids.lengths.cumsum(0) + place)
-        values[place : place + size].copy_(ids.values)
-        row, place = row + count, place + size
-    starts[row:].fill_(place)
-    return place
+        starts[row : row + count].copy_(ids.lengths.cumsum(0) + offset)
+        values[offset : offset + size].copy_(ids.values)
+        row, offset = row + count, offset + size
+    starts[row:].fill_(offset)
+    return offset

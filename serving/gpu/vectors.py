@@ -39,7 +39,7 @@ def vectors_of(
 
     They count from the first table's hot rows, and scales from its scales.
     """
-    places, vectors, out_column = manifest.id_places(), [], 0
+    id_columns, vectors, out_column = manifest.id_slices(), [], 0
     base, scales = tables[0].hot, tables[0].scale
     for table in tables:
         columns, hot_rows = table.declared.columns, len(table.hot)
@@ -51,16 +51,16 @@ def vectors_of(
         if scales is not None and table.scale is not None:
             scale = elements_between(scales, table.scale)
         for name in table.declared.features:
-            place = places.get(name)
+            of_feature = id_columns.get(name)
             # Position of the first id, ids from a sample to the next, ids per vector, position of the starts.
-            if place is None:
+            if of_feature is None:
                 bags = [(layout.first_value, 0, 0, layout.first_start(name))]
             elif table.declared.pooling == "none":
-                columns_of_ids = range(place.start, place.stop)
+                columns_of_ids = range(of_feature.start, of_feature.stop)
                 bags = [(layout.first_id + i, layout.num_ids, 1, -1) for i in columns_of_ids]
             else:
-                hotness = place.stop - place.start
-                bags = [(layout.first_id + place.start, layout.num_ids, hotness, -1)]
+                hotness = of_feature.stop - of_feature.start
+                bags = [(layout.first_id + of_feature.start, layout.num_ids, hotness, -1)]
             is_mean = int(table.declared.pooling == "mean")
             for bag in bags:
                 row = (hot, cold, hot_rows, scale, columns, is_mean, *bag, out_column)

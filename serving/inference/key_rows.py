@@ -55,8 +55,8 @@ class KeyRows:
         """Return the row of every key, int64 in the shape of `keys`; 0 of missing and unknown ones."""
         if not len(self._keys):
             return np.zeros(keys.shape, np.int64)
-        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        return np.where(self._keys[places] == keys, self._rows[places], 0).astype(np.int64)
+        positions = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return np.where(self._keys[positions] == keys, self._rows[positions], 0).astype(np.int64)
 
     def by_row(self, num_rows: int) -> np.ndarray:
         """Return the key of each row, int64 [num_rows]; 0 of rows without one."""

@@ -10,6 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -19,11 +20,13 @@ from torch import Tensor
 
 from configs.messages import shown
 from configs.table_schema import NUMBER, numbers_of, texts_of_no_other_type, transform_of
+from dataloading.dataset.sequences import ages_of, seen_events
 from dataloading.row_sql import RowSql
 from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.requests import InputError, keep_rates
 from serving.manifest import Manifest, ModelError
+from serving.raw_description import FILTER, expressions_of, inputs_of, times_of
 from serving.vocabulary import Vocabulary
 
 FLOATS = re.compile("float|double|decimal")
@@ -53,6 +56,12 @@ class RawValues:
     ) -> None:
         self._manifest = manifest
         self._columns: dict[str, int] = description["columns"]
+        self._inputs = inputs_of(description)
+        # Events are rows of their own.
+        self._sequences = [
+            (of, RawValues(of["events"], manifest, vocabularies, keys))
+            for of in description.get("sequences", [])
+        ]
         self._numerical: list[dict[str, Any]] = description["numerical"]
         self._categorical: list[dict[str, Any]] = description["categorical"]
         self._histories: list[dict[str, Any]] = description["history"]
@@ -68,15 +77,13 @@ class RawValues:
         self._hotness = {feature.name: feature.hotness for feature in manifest.categorical}
         self._by_name = {feature["name"]: feature for feature in self._categorical}
         self._types: Mapping[str, str] = description.get("types", {})
+        self._times, self._filters = times_of(description), bool(description.get(FILTER))
         if self._types:
             self._sql = RowSql(
-                {
-                    feature["name"]: feature["expression"]
-                    for feature in (*self._numerical, *self._categorical)
-                    if feature.get("expression")
-                },
+                expressions_of(description),
                 self._types,
-                [feature["name"] for feature in self._numerical],
+                [FILTER, *(feature["name"] for feature in self._numerical)],
+                self._times,
             )
 
     @classmethod
@@ -88,7 +95,8 @@ class RawValues:
         description = manifest.raw or {}
         try:
             vocabularies = {}
-            for feature in description["categorical"]:
+            of_events = [of["events"]["categorical"] for of in description.get("sequences", [])]
+            for feature in chain(description["categorical"], *of_events):
                 if feature["vocabulary"] is not None:
                     file, size = feature["vocabulary"]
                     if file not in vocabularies:
@@ -103,7 +111,7 @@ class RawValues:
         """Return the inputs of raw values, as metadata lists them."""
         return [
             {"name": name, "datatype": "BYTES", "shape": [-1] * dimensions}
-            for name, dimensions in self._columns.items()
+            for name, dimensions in self._inputs.items()
         ]
 
     def rows(
@@ -115,13 +123,13 @@ class RawValues:
         L] of lists. B is `num_rows`. Raises InputError: a column is missing or unknown, or a value is none that
         preprocessing accepts.
         """
-        for name in set(self._columns) - set(inputs):
-            _refuse(f"there is no column {shown(name)}; want {', '.join(self._columns)}")
-        for name in set(inputs) - set(self._columns) - self._optional:
+        for name in set(self._inputs) - set(inputs):
+            _refuse(f"there is no column {shown(name)}; want {', '.join(self._inputs)}")
+        for name in set(inputs) - set(self._inputs) - self._optional:
             _refuse(
-                f"there is no column {shown(name)} in the model; want {', '.join(self._columns)}"
+                f"there is no column {shown(name)} in the model; want {', '.join(self._inputs)}"
             )
-        for name, dimensions in self._columns.items():
+        for name, dimensions in self._inputs.items():
             shape = shapes[name]
             if dimensions == 1 and shape not in ((num_rows,), (num_rows, 1)):
                 _refuse(f"column {shown(name)} has shape {list(shape)}; want {[num_rows]}")
@@ -129,6 +137,11 @@ class RawValues:
                 _refuse(f"list {shown(name)} has shape {list(shape)}; want [{num_rows}, values]")
         inputs = {**inputs, **self._computed(inputs)}
         ids: dict[str, Any] = {}  # int64 [B * hotness], or `RaggedIds`
+        numbers_of_events: dict[str, RaggedIds] = {}
+        for of, events in self._sequences:
+            ids_of_events, found = events._events(of, inputs, shapes)
+            ids |= ids_of_events
+            numbers_of_events |= found
         lengths = []
         for feature in self._categorical:
             ids[feature["name"]], counts = self._ids(feature, inputs, shapes, num_rows)
@@ -149,10 +162,67 @@ class RawValues:
             torch.cat(fixed, dim=1) if fixed else torch.zeros(num_rows, 0).long(),
             {feature.name: ids[feature.name] for feature in self._manifest.ragged},
             keep_rates(self._manifest, rates, num_rows),
+            numbers_of_events,
         )
 
+    def _events(
+        self,
+        of: Mapping[str, Any],
+        inputs: Mapping[Any, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> tuple[dict[str, RaggedIds], dict[str, RaggedIds]]:
+        """Return the ids by feature, and the numbers, of the events that rows see of those in `inputs`, by the rules of a log.
+
+        An event has a time, a value of the first feature, and a filter that is true; others, and what fills the lists, are none.
+        """
+        first, *others = (f"{of['name']}_{column}" for column in self._columns)
+        for name in others:
+            if shapes[name] != shapes[first]:
+                _refuse(
+                    f"list {shown(name)} has shape {list(shapes[name])}, and {shown(first)} {list(shapes[first])}; want an item "
+                    "per event in each"
+                )
+        flat: dict[Any, Any] = {
+            name: values if isinstance(values, list) else values.reshape(-1)
+            for name in self._columns
+            for values in [inputs[f"{of['name']}_{name}"]]
+        }
+        try:
+            flat |= self._computed(flat)
+            texts = {f["name"]: self._scalars(f, flat) for f in self._categorical}
+            numbers = {f["name"]: self._numbers(f, flat[_input(f)]) for f in self._numerical}
+        except InputError as error:
+            _refuse(f"events of {shown(of['name'])}, counted over all rows: {error}")
+        (time,) = self._times
+        every, values = flat[(time,)], texts[self._categorical[0]["name"]]
+        events = np.array(
+            [
+                event
+                for event, (at, value) in enumerate(zip(every, values, strict=True))
+                if None not in (at, value) and (not self._filters or flat[(FILTER,)][event] == 1)
+            ],
+            np.int64,
+        )
+        times = np.array([every[event] for event in events], np.int64)
+        never = np.iinfo(np.int64).min
+        moments = np.array([never if at is None else at for at in inputs[(of["name"],)]], np.int64)
+        rows = events // max(shapes[first][1], 1)
+        seen, lengths = seen_events(rows, times, moments, of["length"])
+        found = {name: of_events[events[seen]] for name, of_events in numbers.items()}
+        found[time] = ages_of(times[seen], moments, lengths).astype(np.float32)
+        ids = {
+            f["name"]: self._encode(f, [texts[f["name"]][event] for event in events[seen]])
+            for f in self._categorical
+        }
+        counts = torch.from_numpy(lengths)
+
+        def ragged(columns: Mapping[str, np.ndarray]) -> dict[str, RaggedIds]:
+            return {n: RaggedIds(torch.from_numpy(v), counts) for n, v in columns.items()}
+
+        return ragged(ids), ragged(found)
+
     def _computed(self, inputs: Mapping[str, Any]) -> dict[Any, Any]:
-        """Return the values of expressions: texts, or numbers, where a missing one is NaN."""
+        """Return the values of expressions: texts, whole seconds, or numbers, where a missing one is NaN."""
         if not self._types:
             return {}
         texts = [
@@ -164,7 +234,7 @@ class RawValues:
             _refuse(str(error))
         return {
             (name,): found
-            if all(isinstance(value, str | None) for value in found)
+            if name in self._times or all(isinstance(value, str | None) for value in found)
             else np.array([math.nan if value is None else value for value in found])
             for name, found in values.items()
         }
@@ -236,27 +306,28 @@ class RawValues:
         num_rows: int,
     ) -> tuple[Tensor | RaggedIds, np.ndarray]:
         """Return the ids of a feature, and how many of its items every row keeps, float32 [B]."""
-        ones = np.ones(num_rows, np.float32)
-        if feature["cross"]:
-            columns = [self._texts(name, inputs[name]) for name in feature["cross"]]
-            texts = [
-                None if None in values else SEPARATOR.join(values)
-                for values in zip(*columns, strict=True)
-            ]
-            return torch.from_numpy(self._encode(feature, texts)), ones
-        column = _input(feature)
-        texts = self._texts(column, inputs[column])
+        texts = self._scalars(feature, inputs)
         if not feature["separator"] and not feature["list"]:
-            return torch.from_numpy(self._encode(feature, texts)), ones
+            return torch.from_numpy(self._encode(feature, texts)), np.ones(num_rows, np.float32)
         lists: list[list[str | None]]
         if feature["separator"]:
             lists = [[] if text is None else _split(text, feature["separator"]) for text in texts]
         else:
-            width = shapes[column][1]
+            width = shapes[feature["column"]][1]
             lists = [without_end(texts[row * width : (row + 1) * width]) for row in range(num_rows)]
         if self._drops_empty:
             lists = [[value for value in values if value is not None] for values in lists]
         return self._several(feature, lists)
+
+    def _scalars(self, feature: Mapping[str, Any], inputs: Mapping[Any, Any]) -> Texts:
+        """Return the values of the column, expression or cross of a feature."""
+        if not feature["cross"]:
+            return self._texts(_input(feature), inputs[_input(feature)])
+        columns = [self._texts(name, inputs[name]) for name in feature["cross"]]
+        return [
+            None if None in values else SEPARATOR.join(values)
+            for values in zip(*columns, strict=True)
+        ]
 
     def _several(
         self, feature: Mapping[str, Any], lists: list[list[str | None]]
@@ -298,25 +369,20 @@ class RawValues:
 
 
 class _MissingValues:
-    """Values of the inputs that are missing by `table.missing`, as `TableConfig` says.
-
-    Where the description does not say what a column was in the fit, all texts are missing, and no number is.
-    """
+    """Values of the inputs that are missing by `table.missing`, as `TableConfig` says."""
 
     def __init__(self, description: Mapping[str, Any]) -> None:
         texts: list[str] = description["missing"]
         columns: Mapping[str, int] = description["columns"]
         histories = {history["name"] for history in description["history"]}
-        is_text: Mapping[str, bool] | None = description.get("is_text")
+        is_text: Mapping[str, bool] = description["is_text"]
         # Items of a list are not whole fields; those of a history were.
         lists = {name for name, size in columns.items() if size > 1} - histories
-        were_text = {name: is_text is None or is_text[name] for name in columns}
         chosen = {True: frozenset(texts), False: frozenset(texts_of_no_other_type(texts))}
         self._texts = {
-            name: frozenset() if name in lists else chosen[was_text]
-            for name, was_text in were_text.items()
+            name: frozenset() if name in lists else chosen[is_text[name]] for name in columns
         }
-        self._of_numbers = set() if is_text is None else {n for n in columns if is_text[n]} - lists
+        self._of_numbers = {name for name in columns if is_text[name]} - lists
         self._numbers = numbers_of(texts)
 
     def of_texts(self, name: str) -> frozenset[str]:
@@ -365,10 +431,10 @@ def _split(text: str, separator: str) -> list[str | None]:
     return [value or None for value in text.split(separator)]
 
 
-def without_end(values: list[str | None]) -> list[str | None]:
+def without_end(values: Sequence[str | None]) -> list[str | None]:
     """Return a list without the missing values at its end, which fill a tensor."""
-    last = max((place for place, value in enumerate(values, 1) if value is not None), default=0)
-    return values[:last]
+    last = max((number for number, value in enumerate(values, 1) if value is not None), default=0)
+    return list(values[:last])
 
 
 def _bucket(text: str, buckets: int) -> int:

@@ -56,8 +56,8 @@ class IdInputs:
     ) -> None:
         self._keys = keys or {}
         self._keyed = [
-            (place, self._keys[name])
-            for name, place in manifest.id_places().items()
+            (columns, self._keys[name])
+            for name, columns in manifest.id_slices().items()
             if name in self._keys
         ]
         self._manifest = manifest
@@ -115,8 +115,8 @@ class IdInputs:
             _refuse(f"input {IDS} has shape {list(matrix.shape)}; want {list(wanted)}")
         if self._keyed:
             matrix = matrix.astype(np.int64)
-            for place, rows in self._keyed:
-                matrix[:, place] = rows.rows(matrix[:, place])
+            for columns, rows in self._keyed:
+                matrix[:, columns] = rows.rows(matrix[:, columns])
         limits = self._rows[matrix.dtype]
         # Taken as unsigned, negative ids are beyond every table: one comparison for both ends.
         ids = matrix.reshape(-1).view(limits.dtype)
@@ -124,7 +124,7 @@ class IdInputs:
         is_bad = (ids[:whole].reshape(-1, limits.size) >= limits).any()
         if is_bad or (ids[whole:] >= limits[: ids.size - whole]).any():
             most = limits[: wanted[1]]
-            row, column = (int(place) for place in np.argwhere(ids.reshape(wanted) >= most)[0])
+            row, column = (int(index) for index in np.argwhere(ids.reshape(wanted) >= most)[0])
             _refuse_id(self._names[column], row, matrix[row, column], most[column])
         return torch.from_numpy(matrix)
 
@@ -140,7 +140,7 @@ def _ragged_ids(feature: Feature, values: np.ndarray, keys: KeyRows | None) -> R
     # Padding before an id would change nothing of a sum, but is a mistake of the client.
     bad[:, 1:] |= is_id[:, 1:] & ~is_id[:, :-1]
     if bad.any():
-        row, column = (int(place) for place in bad.nonzero()[0])
+        row, column = (int(index) for index in bad.nonzero()[0])
         _refuse_id(feature.name, row, matrix[row, column], feature.cardinality)
     return RaggedIds(matrix[is_id].long(), is_id.sum(1))
 
@@ -212,7 +212,7 @@ def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list
     narrow = _own(values, np.float32)
     is_finite = np.isfinite(narrow)
     if not is_finite.all():
-        row, column = (int(place) for place in np.argwhere(~is_finite)[0])
+        row, column = (int(index) for index in np.argwhere(~is_finite)[0])
         _refuse(
             f"input {shown(name)}, row {row}: {shown(columns[column])} is {values[row, column]}; want a finite number"
         )

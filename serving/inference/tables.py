@@ -44,7 +44,7 @@ class MappedTables:
     def __init__(
         self, directory: Path, manifest: Manifest, instead: "Mapping[str, LookedUp] | None" = None
     ) -> None:
-        places = manifest.id_places()
+        id_columns = manifest.id_slices()
         self._ragged = manifest.handed_out_ragged
         handed_out = {declared.name for declared, _ in manifest.handed_out}
         self._handed_out: list[tuple[LookedUp, str, slice]] = []
@@ -58,12 +58,12 @@ class MappedTables:
                 table = instead[declared.name]
             for name in declared.features:
                 # A ragged feature has no columns among the ids.
-                place = places.get(name, slice(0, 0))
+                own_ids = id_columns.get(name, slice(0, 0))
                 if declared.name in handed_out:
-                    self._handed_out.append((table, name, place))
+                    self._handed_out.append((table, name, own_ids))
                     continue
-                self._lookups.append((table, name, place))
-                count = place.stop - place.start if declared.pooling == "none" else 1
+                self._lookups.append((table, name, own_ids))
+                count = own_ids.stop - own_ids.start if declared.pooling == "none" else 1
                 self._widths.append(declared.columns * count)
 
     def __call__(self, rows: Rows) -> list[Tensor]:
@@ -73,21 +73,23 @@ class MappedTables:
         ids = rows.ids.t().contiguous()
         columns = ids.unbind()
         targets = found.split(self._widths, dim=1)
-        for (table, name, place), target in zip(self._lookups, targets, strict=True):
+        for (table, name, own_ids), target in zip(self._lookups, targets, strict=True):
             if name in rows.ragged:
                 target.copy_(table.pooled(rows.ragged[name]))
-            elif place.stop - place.start == 1:
-                table.rows(columns[place.start], out=target)
+            elif own_ids.stop - own_ids.start == 1:
+                table.rows(columns[own_ids.start], out=target)
             elif table.declared.pooling == "none":
-                target.copy_(table.rows(ids[place].t().reshape(-1)).view(len(rows), -1))
+                target.copy_(table.rows(ids[own_ids].t().reshape(-1)).view(len(rows), -1))
             else:
-                lengths = torch.full((len(rows),), place.stop - place.start)
-                target.copy_(table.pooled(RaggedIds(ids[place].t().reshape(-1), lengths)))
+                lengths = torch.full((len(rows),), own_ids.stop - own_ids.start)
+                target.copy_(table.pooled(RaggedIds(ids[own_ids].t().reshape(-1), lengths)))
         looked_up = [
             table.rows(
-                rows.ragged[name].values if name in rows.ragged else rows.ids[:, place].reshape(-1)
+                rows.ragged[name].values
+                if name in rows.ragged
+                else rows.ids[:, own_ids].reshape(-1)
             )
-            for table, name, place in self._handed_out
+            for table, name, own_ids in self._handed_out
         ]
         lengths_of = [rows.ragged[name].lengths for name in self._ragged]
         return [found, *looked_up, *lengths_of, *(each.values for each in rows.numbers.values())]
@@ -128,8 +130,8 @@ class MappedTable:
             return embedding_bag(ids.values, self._weight, offsets, mode=self.declared.pooling)
         sums = torch.zeros(len(ids.lengths), self.declared.columns)
         samples = torch.repeat_interleave(ids.lengths)
-        for places in torch.arange(len(samples)).split(max(1, GATHERED // self.declared.columns)):
-            sums.index_add_(0, samples[places], self.rows(ids.values[places]))
+        for some in torch.arange(len(samples)).split(max(1, GATHERED // self.declared.columns)):
+            sums.index_add_(0, samples[some], self.rows(ids.values[some]))
         if self.declared.pooling == "mean":
             sums /= ids.lengths.clamp(min=1)[:, None]
         return sums

@@ -175,7 +175,7 @@ class App:
             self.body_bytes -= body.held
 
     async def refuse_connection(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Answer a request on a connection for which there is no place."""
+        """Answer a request on a connection for which there is no room."""
         error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, TOO_MANY, is_last=True)
         with suppress(TimeoutError):
             await self._answer(self.refuse(error), send, _Body(self, receive), is_last=True)
@@ -299,11 +299,11 @@ class _Body:
 
     async def read(self, size: int, first: int) -> memoryview:
         """Return `size` bytes, of which byte `first` is aligned as arrays want it."""
-        body, place = _aligned(size, first), 0
+        body, offset = _aligned(size, first), 0
         while not self._is_complete:
             chunk = await self._next()
-            body[place : place + len(chunk)] = chunk
-            place += len(chunk)
+            body[offset : offset + len(chunk)] = chunk
+            offset += len(chunk)
         return body
 
     async def chunks(self, first: int) -> memoryview:

@@ -98,10 +98,7 @@ def describe_infer(body: bytes | memoryview, headers: Mapping[str, str]) -> "Des
 
 
 def read_inputs(described: "Described", body: bytes | memoryview) -> InferRequest:
-    """Return the request of a body, with its tensors.
-
-    Raises RequestError: a tensor is malformed; the message names the input.
-    """
+    """Return the request of a body, with its tensors; RequestError: a tensor is malformed; the message names the input."""
     inputs: dict[str, Tensor] = {}
     rest = memoryview(body)[described.length :]
     room = JSON_BYTES - described.length
@@ -285,20 +282,20 @@ def _from_json(entry: _Entry) -> Any:
 def _texts(where: str, data: memoryview, count: int) -> list[str | None]:
     """Return the texts of a binary tensor, each after its length in 4 bytes."""
     texts: list[str | None] = []
-    place, end = 0, len(data)
+    offset, end = 0, len(data)
     if count * 4 > end:
         refuse(f"{where} has {end:,} bytes, too few for {count:,} texts")
     for _ in range(count):
-        first = place + 4
-        place = first + int.from_bytes(data[place:first], "little")
-        if place > end:
+        first = offset + 4
+        offset = first + int.from_bytes(data[offset:first], "little")
+        if offset > end:
             refuse(f"{where} ends within a text")
         try:
-            texts.append(str(data[first:place], "utf-8"))
+            texts.append(str(data[first:offset], "utf-8"))
         except UnicodeDecodeError:
             refuse(f"{where} has a text that is not UTF-8")
-    if place != end:
-        refuse(f"{where} has {end - place:,} bytes after its last text")
+    if offset != end:
+        refuse(f"{where} has {end - offset:,} bytes after its last text")
     return texts
 
 

@@ -1,7 +1,7 @@
 """Log of served requests, as rows of JSON lines that preprocessing reads, and what the logged rows say of ids and scores.
 
 A row has the values of a request under the names of their columns, and beside them `served_id`, by which labels are joined
-later, `served_row`, its place in the request, `served_time`, `served_version`, and the score of each output, `served_NAME`.
+later, `served_row`, its position in the request, `served_time`, `served_version`, and the score of each output, `served_NAME`.
 """
 
 import json
@@ -28,6 +28,7 @@ from serving.inference.raw_values import without_end
 from serving.inference.requests import takes_ids
 from serving.inference.versions import Version
 from serving.manifest import IDS, NUMERICAL, PADDING, Manifest
+from serving.raw_description import inputs_of
 from serving.server.http_server import RequestError
 from serving.server.metrics import Metrics
 from serving.server.protocol import TEXT, InferRequest, Tensor, refuse
@@ -225,7 +226,7 @@ def _columns(
         flat = [None if value != value else value for value in flat]
         width = len(flat) // request.num_rows
         rows = [flat[i * width : (i + 1) * width] for i in range(request.num_rows)]
-        if is_raw and (manifest.raw or {})["columns"].get(name) == 2:
+        if is_raw and inputs_of(manifest.raw or {}).get(name) == 2:
             yield name, [without_end(row) for row in rows]
         elif name in scored.numbers:
             lengths = scored.numbers[name].lengths.tolist()

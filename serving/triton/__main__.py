@@ -1,20 +1,15 @@
 """Command `python -m serving.triton`: write a model repository for the Triton inference server."""
 
-from omegaconf import DictConfig
-
-from configs.command_line import NO_OUTPUT, command, errors_end_command
+from configs.command_line import NO_OUTPUT, command
 from configs.messages import on_one_line
-from configs.overrides import place_of, to_config
 from configs.serving_schema import TritonConfig
 
 
-def run(composed: DictConfig) -> None:
-    """Check the composed options and write the repository; report errors in one line."""
-    with errors_end_command(place_of(composed, "output"), interrupted=NO_OUTPUT):
-        config: TritonConfig = to_config(composed)
-        from serving.triton.repository import LOOPBACK, write_repository
+def run(config: TritonConfig) -> None:
+    """Write the repository."""
+    from serving.triton.repository import LOOPBACK, write_repository
 
-        names = write_repository(config)
+    names = write_repository(config)
     print(on_one_line(f"models     {', '.join(names)}"))
     print(
         on_one_line(
@@ -24,4 +19,4 @@ def run(composed: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    command(run, TritonConfig, "serving_triton")
+    command(run, TritonConfig, "serving_triton", interrupted=NO_OUTPUT)

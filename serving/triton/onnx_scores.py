@@ -42,9 +42,9 @@ def write_onnx_scores(directory: Path, manifest: Manifest, path: Path) -> None:
     ]
     del graph.output[:]
     for index, output in enumerate(manifest.outputs):
-        place, column = f"served_place_{index}", f"served_column_{index}"
-        graph.initializer.append(numpy_helper.from_array(np.array([index]), place))
-        nodes.append(helper.make_node("Gather", ["served_shifted", place], [column], axis=1))
+        position, column = f"served_place_{index}", f"served_column_{index}"
+        graph.initializer.append(numpy_helper.from_array(np.array([index]), position))
+        nodes.append(helper.make_node("Gather", ["served_shifted", position], [column], axis=1))
         kind = "Sigmoid" if output.is_binary else "Identity"
         nodes.append(helper.make_node(kind, [column], [output.name]))
         graph.output.append(

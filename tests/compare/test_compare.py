@@ -15,7 +15,7 @@ import yaml
 from matplotlib.image import imread
 
 from compare.run_record import RunRecord, State, differing, find_runs
-from compare.table import labels, names_of, short_keys
+from compare.table import labels, names_of, short_names
 from dataloading.dataset.durable_files import lock_directory
 from tests.helpers.command import Ended, kept_signals
 
@@ -228,13 +228,13 @@ def test_names_are_as_short_as_they_can_be(runs):
     found = [RunRecord.read(path) for path in find_runs([str(runs)])]
     assert labels(found) == ["a", "b", "c", "deep/d"]
     assert differing(found) == ["optimizer.lr"]
-    assert short_keys(["train.batch_size", "eval.batch_size", "optimizer.lr"]) == [
+    assert short_names(["train.batch_size", "eval.batch_size", "optimizer.lr"]) == [
         "train.batch_size",
         "eval.batch_size",
         "lr",
     ]
 
-    assert short_keys(["profile.steps", "optimizer.lr"], ["steps"]) == ["profile.steps", "lr"]
+    assert short_names(["profile.steps", "optimizer.lr"], ["steps"]) == ["profile.steps", "lr"]
 
 
 def test_options_do_not_take_the_place_of_other_columns(runs):

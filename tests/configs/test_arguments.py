@@ -244,3 +244,9 @@ def test_an_empty_path_is_refused(key):
     assert ended.err == (
         f"error: {key} is empty, perhaps from an unset shell variable: name a path, or null\n"
     )
+
+
+def test_a_renamed_option_is_taken_with_one_line(capsys):
+    assert hydra_arguments(["stage=next"], TRAINING) == ["day=next"]
+    warning = "warning: stage is now day; 0.4.0 will refuse stage\n"
+    assert capsys.readouterr() == ("", warning)

@@ -156,12 +156,12 @@ def test_an_extra_is_asked_for_before_heavy_imports(
         monkeypatch.setitem(sys.modules, heavy, None)
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "s.yaml").write_text("{}")
-    places = {
+    paths = {
         "sweep": [],
         "preproc": [f"source={tmp_path}/run.json", f"output={tmp_path}/out"],
         "serving.export": [f"checkpoint={tmp_path}", f"output={tmp_path}/out"],
     }
-    ended = run_module(module, *arguments, *places[module])
+    ended = run_module(module, *arguments, *paths[module])
     assert ended.exit_code == 2
     assert ended.err.startswith(
         f"error: {purpose} needs the package {package}, which is not installed: `uv sync --extra cpu --extra {extra}`"

@@ -16,6 +16,7 @@ from configs.schema import (
     Component,
     Config,
     DataConfig,
+    DayToTrain,
     DecayShape,
     EvalConfig,
     Fp8,
@@ -29,7 +30,6 @@ from configs.schema import (
     SchedulerConfig,
     ShardingConfig,
     ShardingType,
-    StageName,
     SyntheticConfig,
     TaskConfig,
     Tier,
@@ -136,8 +136,8 @@ REFUSED = [
     (
         OptimizerConfig,
         {"embedding_name": "lamb"},
-        "optimizer.embedding_name: Invalid value 'lamb', expected one of [adagrad, adam, ftrl, lion, rowwise_adagrad, sgd], or "
-        "package.module:NAME",
+        "optimizer.embedding_name: Invalid value 'lamb', expected one of [adagrad, adam, ftrl, lion, rowwise_adagrad, sgd, "
+        "sgd_momentum], or package.module:NAME",
     ),
     (OptimizerConfig, {"lr": 0.0}, "optimizer.lr must be positive, got 0.0"),
     (OptimizerConfig, {"lr": float("nan")}, "optimizer.lr must be positive, got nan"),
@@ -153,11 +153,13 @@ REFUSED = [
      "optimizer.nesterov=true without optimizer.momentum does nothing; set optimizer.momentum too, such as 0.9"),
     (OptimizerConfig, {"weight_decay": -1.0}, "optimizer.weight_decay must not be negative, got -1.0"),
     (OptimizerConfig, {"weight_decay": 0.01},
-     "optimizer.weight_decay=0.01 is of adam (AdamW), and optimizer.name=sgd would ignore it; set optimizer.name=adam "
-     "(the tables' optimizer is optimizer.embedding_name), or optimizer.weight_decay=0"),
+     "optimizer.weight_decay=0.01 is of adam (AdamW), lion and lamb, and optimizer.name=sgd would ignore it; set "
+     "optimizer.name=adam (the tables' optimizer is optimizer.embedding_name), or optimizer.weight_decay=0"),
     (OptimizerConfig, {"embedding_l2": -1.0}, "optimizer.embedding_l2 must not be negative, got -1.0"),
     (OptimizerConfig, {"name": "ftrl"},
      "optimizer.name=ftrl: ftrl trains tables only; set optimizer.embedding_name=ftrl, and another optimizer.name"),
+    (OptimizerConfig, {"name": "lamb"},
+     "optimizer.name=lamb trains the dense component only; set optimizer.embedding_name to another one for the tables"),
     (OptimizerConfig, {"ftrl_l1": -1.0}, "optimizer.ftrl_l1 must not be negative, got -1.0"),
     (OptimizerConfig, {"ftrl_beta": 0.0}, "optimizer.ftrl_beta must be positive, got 0.0"),
     (OptimizerConfig, {"embedding_name": "adam", "ftrl_l2": 0.1},
@@ -175,7 +177,8 @@ REFUSED = [
     (SchedulerConfig, {"decay": DecayShape.cosine},
      "scheduler.decay=cosine never begins: set scheduler.decay_start_step and scheduler.decay_steps too"),
     (SchedulerConfig, {"decay": DecayShape.cosine, "decay_start_step": 5, "decay_steps": 5, "decay_power": 1.0},
-     "scheduler.decay_power=1.0 is of scheduler.decay=polynomial, and cosine would ignore it; leave it out"),
+     "scheduler.decay_power=1.0 is of scheduler.decay=polynomial, and scheduler.decay=cosine would ignore it; leave "
+     "it out, or set scheduler.decay=polynomial"),
     (TrainConfig, {"fp8": Fp8.full},
      "train.fp8=full needs train.amp=bf16 for all other operations, got train.amp=off; set train.amp=bf16, or "
      "train.fp8=off"),
@@ -241,8 +244,8 @@ REFUSED = [
     (ShardingConfig, {"tiers": [Tier.device, Tier.disk]},
      "sharding.tiers names disk, which the planner does not choose; name the tables in sharding.tables, as "
      "{cat_0: {tier: disk}}"),
-    (ShardingConfig, {"staged_gib": 0.0},
-     "sharding.staged_gib=0.0 leaves under a KiB for rows of tables with tier: disk"),
+    (ShardingConfig, {"read_ahead_gib": 0.0},
+     "sharding.read_ahead_gib=0.0 leaves under a KiB for rows of tables with tier: disk"),
     (ShardingConfig, {"tables": {"cat_1": {"tier": "host", "cache": "10%"}}},
      "sharding.tables.cat_1: Value '10%' of type 'str' could not be converted to Float; want type, tier, cache or exchange"),
     (ShardingConfig, {"tables": {"cat_1": {"cache": 0.1}}},
@@ -253,9 +256,9 @@ REFUSED = [
     (ShardingConfig, {"tiers": [Tier.host]},
      "sharding.tiers=['host'] must name device; {cat_0: {tier: host}} in sharding.tables puts a table into host memory"),
     (LogConfig, {"every": 0}, "log.every must be positive, got 0"),
-    (Config, {"days": ["data/*"]}, "days names the datasets of several stages; set stage=next, and leave data.path out"),
-    (Config, {"days": ["data/*"], "stage": StageName.next, "mode": Mode.eval},
-     "days is of mode=train, not mode=eval; leave it out"),
+    (Config, {"days": ["data/*"]}, "days names several datasets; set day=next, and leave data.path out"),
+    (Config, {"days": ["data/*"], "day": DayToTrain.next, "mode": Mode.eval},
+     "days=['data/*'] is of mode=train, and mode=eval would ignore it; leave it out, or set mode=train"),
     (Config, {"watch_days": 5.0}, "watch_days=5.0: want seconds above 0, and days; set both, or leave it out"),
 ]
 # fmt: on

@@ -13,6 +13,7 @@ from configs.command_line import composed_command
 from configs.schema import Amp, Config, OptimizerName, SchedulerConfig
 from nn.build import build_plan, open_source, planned_hardware
 from nn.models.registry import typed_config
+from nn.training.lr_scheduler import learning_rate_factor
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import TINY, compose_config, compose_with_hydra
 from tests.helpers.preproc_command import compose_preproc, compose_preproc_with_hydra
@@ -59,6 +60,7 @@ OTHERS = {
     "din_movielens": "python main.py experiment=din_movielens data.path=DIR",
     "deepfm_criteo": "torchrun --nproc-per-node 4 main.py experiment=deepfm_criteo data.path=DIR",
     "embedding_mlp_movielens": "python main.py experiment=embedding_mlp_movielens data.path=DIR",
+    "hstu_mlperf": "torchrun --nproc-per-node 8 main.py experiment=hstu_mlperf data.path=DIR",
     "embedding_mlp_sok": "python main.py experiment=embedding_mlp_sok",
     "wide_deep_criteo": "python main.py experiment=wide_deep_criteo data.path=DIR",
     **{
@@ -219,6 +221,27 @@ def test_the_mlperf_experiment_holds_mlperfs_settings():
     large = [hot for hot, size in zip(hotness, rows, strict=True) if size == 40_000_000]
     assert large == [3, 7, 12, 100, 27]
     assert 4 * sum((h - 1) * n for h, n in zip(hotness, rows, strict=True)) / 2**30 < 21.55
+
+
+def test_the_experiment_of_dlrmv4_holds_mlperfs_settings():
+    """The closed division fixes all but batch and learning rate."""
+    config = compose_experiment("hstu_mlperf")
+    optimizer = config.optimizer
+    assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.95, 0.999, 1e-8)
+    assert (optimizer.name, optimizer.table_name) == (OptimizerName.adam, "rowwise_adagrad")
+    assert (optimizer.lr, optimizer.table_lr, optimizer.weight_decay) == (1e-6, 1e-6, 0)
+    assert config.scheduler == SchedulerConfig(warmup_steps=24_000, first_step=0)
+    # Fact of a published log: the rate of sample 409,600.
+    assert optimizer.lr * learning_rate_factor(49, config.scheduler) == pytest.approx(2.0416667e-9)
+    assert (config.train.batch_size, config.train.clip_norm, config.train.epochs) == (8192, 1.0, 1)
+    assert config.tasks == {"listen_plus": {"weight": 0.2}}
+    assert (config.data.shuffle_block, config.eval.auc_threshold) == (0, 0.75)
+    model = config.model
+    assert (model.width, model.layers, model.heads, model.head_dim) == (512, 3, 4, 128)
+    assert (model.embedding_dim, model.query_time.value) == (512, "last_event")
+    rows = compose_preproc("dataset=yambda").table_rows
+    assert sum(rows) == 293_051_712
+    assert round(sum(rows) * 512 * 4 / 2**30, 2) == 558.95
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,126 +1,128 @@
-"""Batch: its interface for TorchRec, and padding that touches no table.
+"""Batch: one memory laid out for a step, its features as TorchRec has them, and padding that touches no table.
 
 pytest tests/dataloading/test_batch.py
 """
 
-from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dataloading.batch import Batch, fixed_layout, jagged
+from dataloading.batch import Batch
+from dataloading.dataset.batch_layout import NO_ID, BatchLayout, IdCount
+from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.row_columns import RowColumn
+from dataloading.dataset.sequences import EventColumn, SequenceGroup
+from dataloading.dataset.source import Columns
+from dataloading.dataset.split_files import SplitFiles
 
-
-def fixed(num_valid: int = 3, padded_to: int = 4) -> tuple[Tensor, KeyedJaggedTensor]:
-    """Return ids of one one-hot and one two-hot feature."""
-    values = torch.arange(3 * num_valid, dtype=torch.int32)
-    return values, fixed_layout(("a", "b"), (1, 2), num_valid, padded_to, torch.int32).jagged(
-        values
-    )
-
-
-def batch_of(ids: KeyedJaggedTensor, shared: bool) -> Batch:
-    layout = fixed_layout(("a", "b"), (1, 2), 3, 4, torch.int32) if shared else None
-    return Batch(torch.ones(4, 2), torch.zeros(4), ids, num_valid=3, global_valid=5, layout=layout)
-
-
-def test_a_layout_gives_each_row_its_ids_and_padding_none():
-    values, ids = fixed()
-    assert ids.keys() == ["a", "b"]
-    assert ids["a"].lengths().tolist() == [1, 1, 1, 0]
-    assert ids["b"].lengths().tolist() == [2, 2, 2, 0]
-    assert ids["b"].to_dense()[1].tolist() == values[5:7].tolist()
-    assert ids["b"].to_dense()[3].tolist() == []
-
-
-def test_nothing_is_left_for_torchrec_to_read_back():
-    values, ids = fixed()
-    bare = KeyedJaggedTensor(keys=["a", "b"], values=values, lengths=ids.lengths())
-    assert (ids._stride, ids._length_per_key, ids._offset_per_key) == (4, [3, 6], [0, 3, 9])
-    assert ids._offsets.tolist() == bare.offsets().tolist()
-    assert (bare.stride(), bare.length_per_key(), bare.offset_per_key()) == (4, [3, 6], [0, 3, 9])
+SPEC = FeatureSpec(
+    Path("none"),
+    ("n", "m"),
+    np.dtype(np.float32),
+    (RowColumn("label"),),
+    (
+        CategoricalFeature.of("a", 9),
+        CategoricalFeature.of("b", 9, 2),
+        CategoricalFeature("h", 9, np.dtype(np.int8), None, 1.5),
+    ),
+    {"train": SplitFiles(10)},
+    {},
+    weight=RowColumn("weight", dtype=np.dtype(np.float32)),
+    sequences=(SequenceGroup("events", ("h",), 5, (EventColumn("value", np.dtype(np.float32)),)),),
+)
 
 
-def test_offsets_of_ragged_ids_come_from_their_lengths():
-    lengths = torch.tensor([1, 0, 2, 1], dtype=torch.int32)
-    ids = jagged(("a", "b"), torch.arange(4, dtype=torch.int32), lengths, None, [1, 3])
-    assert ids["b"].offsets().tolist() == [0, 2, 3]
-    assert ids.offset_per_key() == [0, 1, 4]
+def batch_of(num_valid: int = 3, rows: int = 4, lengths: tuple[int, ...] = (2, 0, 3)) -> Batch:
+    made: list[Tensor] = []
+
+    def allocate(num_bytes: int) -> np.ndarray:
+        made.append(torch.full((num_bytes,), 85, dtype=torch.uint8))
+        return made[0].numpy()
+
+    num_ids = [num_valid, 2 * num_valid, sum(lengths)]
+    columns = Columns.empty(SPEC, num_valid, rows, num_ids, allocate)
+    columns.numerical[:num_valid] = np.arange(2 * num_valid).reshape(-1, 2)
+    columns.labels[:num_valid] = 1
+    for first, ids in zip((0, 0, 4), columns.ids, strict=True):
+        ids[:] = np.arange(first, first + len(ids)) % 9
+    columns.lengths[2][:num_valid] = lengths
+    columns.events[0][:] = np.arange(len(columns.events[0])) + 0.5
+    columns.weights[:num_valid] = 2
+    return Batch(made[0], columns.layout, num_valid, 5)
 
 
-def test_full_batches_share_one_layout():
-    assert fixed_layout(("a",), (1,), 8, 8, torch.int32) is fixed_layout(
-        ("a",), (1,), 8, 8, torch.int32
-    )
+def contents(batch: Batch) -> list:
+    tensors = (batch.numerical, batch.labels, batch.weights, batch.ids.values(), *batch.events)
+    return [*(tensor.tolist() for tensor in tensors), batch.ids.lengths().tolist()]
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("move", ["to", "pin_memory"])
-def test_a_moved_batch_is_the_same_batch(shared, move):
-    if move == "pin_memory" and not torch.cuda.is_available():
-        pytest.skip("pinning needs a GPU")
-    batch = batch_of(fixed()[1], shared)
-    moved = batch.to(torch.device("cpu")) if move == "to" else batch.pin_memory()
+def test_a_batch_has_its_rows_and_set_padding():
+    batch = batch_of()
+    assert batch.ids.keys() == ["a", "b", "h"]
+    assert batch.numerical.tolist() == [[0, 1], [2, 3], [4, 5], [0, 0]]
+    assert (batch.labels.tolist(), batch.weights.tolist()) == ([1, 1, 1, 0], [2, 2, 2, 0])
+    assert batch.ids["a"].lengths().tolist() == [1, 1, 1, 0]
+    assert batch.ids["b"].to_dense()[1].tolist() == [2, 3]
+    assert batch.ids["h"].lengths().tolist() == [2, 0, 3, 0]
+    assert batch.ids["h"].values().tolist() == [4, 5, 6, 7, 8]
+    assert batch.ids["h"].offsets().tolist() == [0, 2, 2, 5, 5]
+    assert batch.ids.values().dtype == batch.ids.lengths().dtype == torch.int32
+    (values,) = batch.events
+    assert values.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
+
+
+def test_flat_ids_and_events_are_those_of_a_step():
+    batch = batch_of()
+    room = batch.layout.counts["h"].capacity
+    assert batch.layout.counts["b"] == IdCount(2, 8)
+    wanted = [0, 1, 2, 0] + [0, 1, 2, 3, 4, 5, 0, 0] + [4, 5, 6, 7, 8] + [NO_ID] * (room - 5)
+    assert batch.flat_ids.tolist() == [*wanted, 2, 0, 3, 0]
+    assert batch.flat_events[0].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5] + [0] * (room - 5)
+
+
+def test_a_larger_capacity_keeps_the_batch():
+    batch = batch_of()
+    layout = BatchLayout.of(SPEC, 4, 2)
+    larger = batch.in_layout(layout)
+    assert contents(larger) == contents(batch)
+    assert layout.counts["h"].capacity == 4 * batch.layout.counts["h"].capacity
+    assert not larger.flat_events[0][5:].any()
+    more = 3 * batch.layout.counts["h"].capacity
+    flat = batch.flat_ids.tolist()
+    assert larger.flat_ids.tolist() == [*flat[:-4], *[NO_ID] * more, *flat[-4:]]
+
+
+def test_the_layout_grows_with_the_ids():
+    room = batch_of().layout.counts["h"].capacity
+    assert [batch_of(3, 4, (0, 0, count)).layout.doublings for count in (room, room + 1)] == [0, 1]
+
+
+def test_a_moved_batch_is_the_same_batch():
+    batch = batch_of()
+    moved = batch.at(batch.memory.clone())
+    wanted = contents(batch)
+    batch.memory.zero_()
+    assert contents(moved) == wanted
     assert (moved.num_valid, moved.global_valid) == (3, 5)
-    assert torch.equal(moved.numerical, batch.numerical)
-    assert torch.equal(moved.labels, batch.labels)
-    assert torch.equal(moved.ids.values(), batch.ids.values())
-    assert torch.equal(moved.ids.lengths(), batch.ids.lengths())
-    assert moved.ids._length_per_key == [3, 6]
+    assert batch.to(torch.device("meta")).flat_ids.device.type == "meta"
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_batch_moves_to_another_device(shared):
-    moved = batch_of(fixed()[1], shared).to(torch.device("meta"))
-    tensors = (
-        moved.numerical,
-        moved.labels,
-        moved.ids.values(),
-        moved.ids.lengths(),
-        moved.ids.offsets(),
+def test_columns_for_no_step_have_no_padding():
+    columns = Columns.empty(SPEC, 3, None, [3, 6, 5])
+    assert [len(ids) for ids in columns.ids] == [3, 6, 5]
+    assert (columns.numerical.shape, len(columns.lengths[2]), len(columns.events[0])) == (
+        (3, 2),
+        3,
+        5,
     )
-    assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
-def test_a_shared_layout_is_copied_to_a_device_once():
-    first, second = (batch_of(fixed()[1], True).to(torch.device("meta")) for _ in range(2))
-    assert first.ids.lengths() is second.ids.lengths()
-    assert first.ids.values() is not second.ids.values()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_pinned_batch_travels_without_waiting_and_is_recorded(shared):
-    stream = torch.cuda.Stream()
-    batch = batch_of(fixed()[1], shared).pin_memory()
-    assert batch.numerical.is_pinned()
-    assert batch.ids.values().is_pinned()
-    with torch.cuda.stream(stream):
-        moved = batch.to(torch.device("cuda"), non_blocking=True)
-    moved.record_stream(torch.cuda.current_stream())
-    stream.synchronize()
-    assert moved.ids.values().tolist() == batch.ids.values().tolist()
-
-
-@pytest.mark.parametrize("num_numerical", [2, 0])
-def test_a_batch_in_one_memory_moves_with_it(num_numerical):
-    batch = replace(batch_of(fixed()[1], True), weights=torch.rand(4))
-    batch = replace(batch, numerical=torch.rand(4, num_numerical))
-    packed = batch.in_one_memory()
-    moved = packed.at(packed.memory.clone())
-    packed.memory.zero_()
-    assert not packed.labels.any()
-    for copy in (moved, moved.at(batch.packed_as(moved))):
-        assert copy.ids.values().tolist() == batch.ids.values().tolist()
-        for ours, wanted in zip(copy.columns, batch.columns, strict=True):
-            assert torch.equal(ours, wanted)
-
-
-def test_padding_rows_touch_no_table_row():
+@pytest.mark.parametrize("num_valid", [1, 0])
+def test_padding_rows_touch_no_table_row(num_valid):
     tables = [
         EmbeddingBagConfig(
             name=f"t_{name}", embedding_dim=4, num_embeddings=9, feature_names=[name]
@@ -128,12 +130,11 @@ def test_padding_rows_touch_no_table_row():
         for name in "ab"
     ]
     collection = EmbeddingBagCollection(tables=tables)
-    _, ids = fixed(num_valid=1, padded_to=4)
-    pooled = collection(ids).to_dict()
+    pooled = collection(batch_of(num_valid, 4, (0,) * num_valid).ids).to_dict()
     (pooled["a"].sum() + pooled["b"].sum()).backward()
-    assert not pooled["a"][1:].any()
+    assert not pooled["a"][num_valid:].any()
     touched = [
         table.weight.grad.abs().sum(1).nonzero().flatten().tolist()
         for table in collection.embedding_bags.values()
     ]
-    assert touched == [[0], [1, 2]]
+    assert touched == ([[0], [0, 1]] if num_valid else [[], []])

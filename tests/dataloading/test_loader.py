@@ -263,9 +263,7 @@ def test_an_unknown_split_is_named(source):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_for_a_gpu_are_pinned(source):
     batch = next(make_loader(source, "train", batch_size=8, device="cuda").batches(num_steps=1))
-    assert batch.numerical.is_pinned()
-    assert batch.labels.is_pinned()
-    assert batch.ids.values().is_pinned()
+    assert batch.memory.is_pinned()
 
 
 @pytest.mark.gpu
@@ -277,10 +275,9 @@ def test_memory_of_reader_processes_is_reused_once_the_gpu_has_copied_it(source)
     moved = []
     with torch.cuda.stream(torch.cuda.Stream()):
         for batch in loader.batches(num_steps=30):
-            assert batch.numerical.is_pinned()
-            assert batch.ids.values().is_pinned()
+            assert batch.memory.is_pinned()
             torch.cuda._sleep(10_000_000)  # about 5 ms, for which the copies wait
-            moved.append(batch.to(torch.device("cuda"), non_blocking=True))
+            moved.append(batch.at(batch.memory.to("cuda", non_blocking=True)))
     torch.cuda.synchronize()
     loader.close()
     for step, batch in enumerate(moved):

@@ -328,6 +328,7 @@ def test_readers_end_with_the_process_that_forked_them():
 
 def test_the_calling_thread_reads_a_batch_that_fits_in_no_slot(tmp_path, forked, monkeypatch):
     spec = write_ragged(tmp_path / "ragged", lambda row: 90 if 20 <= row < 30 else 1)
+    monkeypatch.setattr("dataloading.batch_reader.SLOT_DOUBLINGS", 0)
     plain = make_loader(BinarySource(spec), "train", batch_size=10)
     loader = forked(BinarySource(spec), "train", batch_size=10)
     assert loader.reader_pids

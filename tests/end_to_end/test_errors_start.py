@@ -38,6 +38,8 @@ EARLY = [
     (["data.path={clicks}", "eval.split=nope"], r"no split 'nope', only train, test"),
     (["data.path={damaged}"], r"damaged/.*item.bin"),
     (["data.path={two}"], r"dlrm predicts one label, and the dataset has 2 \(click, rating\); set .* shared_bottom, mmoe"),
+    (["data.path={clicks}", "model.name=din"], r"din reads a sequence group, and the dataset has none; make one by"),
+    (["data.path={clicks}", "model.name=bst", "model.sequence=x"], r"model.sequence=x is no sequence group of"),
     (["checkpoint.restore=/nope"], r"checkpoint.restore=/nope is not a checkpoint \(there is no such directory\)"),
     (["checkpoint.restore={empty}"], r"is not a checkpoint \(there is no run.json in it\)"),
     (["run_dir={file}"], r"run_dir='.*file': .*/file is not a directory; set run_dir to"),
@@ -61,7 +63,7 @@ EARLY_SERVING = [
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory) -> dict[str, Path]:
+def paths(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("early")
     (root / "empty").mkdir()
     (root / "file").touch()
@@ -73,13 +75,13 @@ def places(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def without_torch(places) -> list[tuple[int | None, str, str, list[str]]]:
+def without_torch(paths) -> list[tuple[int | None, str, str, list[str]]]:
     """Outcomes of all commands of this file that must not import torch, from one process."""
-    commands = [("dlrm", [text.format(**places) for text in texts]) for texts, _ in EARLY]
+    commands = [("dlrm", [text.format(**paths) for text in texts]) for texts, _ in EARLY]
     commands += [(recipe, ["--help"]) for recipe in RECIPES]
     commands += [("dcnv2", ["--cfg=job"])]
     commands += [
-        (f"serving/{name}", [text.format(**places) for text in texts])
+        (f"serving/{name}", [text.format(**paths) for text in texts])
         for name, texts, _ in EARLY_SERVING
     ]
     done = subprocess.run(

@@ -34,6 +34,7 @@ from nn.library.loaded_run import Run
 from nn.observability import run_directory
 from nn.resume import ResumePoint, finished_run, named_resume_point
 from nn.run import run
+from nn.saved_config import config_of
 from nn.session import _complete_results
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import DCNV2, TINY, compose_config
@@ -686,7 +687,7 @@ def test_other_bytes_between_the_samples_are_found(on_files, tmp_path, monkeypat
     ended = run_command(*files)
     assert ended.exit_code == 2
     assert "train/label.bin (another checksum in the spec); restore the same bytes" in ended.err
-    # A checkpoint of an earlier version has samples alone.
+    # A checkpoint of 0.1.0 has samples alone.
     del facts["data_checksums"]
     rewrite_facts(checkpoint, facts)
     assert run_command(*files).exit_code == 0
@@ -817,11 +818,14 @@ def test_evaluation_requires_a_checkpoint(tmp_path):
         named_resume_point(config, open_source(config))
 
 
-def test_a_run_with_the_old_option_threads_resumes(run_dir):
+def test_a_run_with_the_old_names_of_options_resumes(run_dir):
     path = run_dir / "checkpoints" / "step_20" / "run.json"
     facts = json.loads(path.read_text())
     del facts["crc32"]
-    facts["config"]["data"]["threads"] = facts["config"]["data"].pop("workers")
+    config, options = config_of(facts), facts["config"]
+    options["stage"] = options.pop("day")
+    options["sharding"]["staged_gib"] = options["sharding"].pop("read_ahead_gib")
+    assert config_of(facts) == config
     crc32 = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
     path.write_text(json.dumps(facts | {"crc32": crc32}))
     ended = train(run_dir)
@@ -833,7 +837,11 @@ def test_a_run_with_the_old_option_threads_resumes(run_dir):
 def test_a_result_whose_last_checkpoint_is_doubtful_is_not_complete(tmp_path):
     """An error after the rename of a checkpoint, as of its sync, leaves it and a summary that denies it."""
     config = in_state(tmp_path, UNFINISHED["no room for its checkpoint"])
-    start = ResumePoint(tmp_path, {"num_steps": 24, "trainer": {"test": {}}}, is_continuation=True)
+    start = ResumePoint(
+        tmp_path,
+        {"num_steps": 24, "trainer": {"test": {}, "evals_since_best": 0}},
+        is_continuation=True,
+    )
     loader = SimpleNamespace(steps_per_epoch=12)
     assert finished_run(config, loader, ONE_RANK, start) is None
     (tmp_path / "summary.json").write_text('{"steps": 24, "checkpoint_problem": null}')

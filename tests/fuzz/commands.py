@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from configs.command_line import register
+from configs.command_line import checked, register
 from configs.export_schema import ExportConfig, ReplayConfig
 from main import _exit_codes
 from nn import replay as replay_command
@@ -43,12 +43,12 @@ def as_preproc(*overrides: str, **values: object) -> None:
 
 def as_export(**values: object) -> None:
     """Run `python -m nn.export`."""
-    export_command.run(_with_values(ExportConfig, "export", values))
+    checked(export_command.run)(_with_values(ExportConfig, "export", values))
 
 
 def as_replay(**values: object) -> None:
     """Run `python -m nn.replay`."""
-    replay_command.run(_with_values(ReplayConfig, "replay", values))
+    checked(replay_command.run)(_with_values(ReplayConfig, "replay", values))
 
 
 def _with_values(options: type, name: str, values: dict[str, object]) -> DictConfig:

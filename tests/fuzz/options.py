@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
-from configs.command_line import composed_command, end_command
+from configs.command_line import checked, composed_command, end_command
 from configs.export_schema import ExportConfig
 from configs.preproc_schema import PreprocConfig
 from configs.schema import Config, Mode
@@ -232,7 +232,7 @@ def _preproc(_: None, overridden: list[str], room: Path) -> None:
 def _export(_: None, overridden: list[str], room: Path) -> None:
     arguments = ["checkpoint=nothing", f"output={room / 'out'}", *overridden]
     with patch("nn.export.__main__.export_tables", lambda *paths, **options: {"tables": {}}):
-        _command(export_command.run, ExportConfig, "export", arguments, ())
+        _command(checked(export_command.run), ExportConfig, "export", arguments, ())
 
 
 def _command(

@@ -21,7 +21,7 @@ from hydra import compose as compose_files
 from hydra import initialize_config_module
 from omegaconf import DictConfig
 
-from configs.command_line import register
+from configs.command_line import checked, register
 from configs.export_schema import ExportConfig
 from configs.schema import Component
 from dataloading.dataset.dataset_directory import write_dataset
@@ -282,7 +282,7 @@ def export(*overrides: str) -> Callable[[], None]:
     def command() -> None:
         from nn.export.__main__ import run
 
-        run(compose())
+        checked(run)(compose())
 
     PREPARED.append(compose)
     return command
@@ -440,7 +440,7 @@ SCENARIOS: dict[str, Scenario] = {
             train(
                 f"sharding.tables={{cat_0: {{tier: {tier}, cache: 0.16}}}}",
                 *("data.synthetic.cardinalities=[2000,20]", "data.synthetic.exponent=0"),
-                *("sharding.disk_path=work/disk", "sharding.staged_gib=0.00003"),
+                *("sharding.disk_path=work/disk", "sharding.read_ahead_gib=0.00003"),
             ),
             run_differences,
         )
@@ -455,7 +455,7 @@ SCENARIOS: dict[str, Scenario] = {
         keyed_dataset,
     ),
     "training_next_day": Scenario(
-        train("data.path=input/next", "stage=next", *OF_DAYS), run_differences, trained_day
+        train("data.path=input/next", "day=next", *OF_DAYS), run_differences, trained_day
     ),
     "training_mirror": Scenario(train_on_new_machines(), mirror_differences),
     "training_resumed": Scenario(train(), run_differences, resumed_training),

@@ -24,9 +24,9 @@ def resolved(constraints: Path | None = None, *options: str) -> list[str]:
         constraints: file of versions to keep to.
         options: of `uv pip compile`, beside these.
     """
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         # Without the list of pyproject.toml, which would hold all versions.
-        project = Path(place) / "pyproject.toml"
+        project = Path(folder) / "pyproject.toml"
         project.write_text(LIST.sub("", PYPROJECT.read_text()))
         (project.parent / "README.md").touch()
         command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version=3.11"]
@@ -41,7 +41,7 @@ def resolved(constraints: Path | None = None, *options: str) -> list[str]:
         command += ["--no-emit-index-url"]
         command += [f"--constraint={constraints}"] if constraints else []
         done = subprocess.run(
-            [*command, str(project)], capture_output=True, text=True, cwd=place, check=False
+            [*command, str(project)], capture_output=True, text=True, cwd=folder, check=False
         )
     if done.returncode != 0:
         raise SystemExit(done.stderr)

@@ -18,8 +18,8 @@ PYTHONS = ("3.11", "3.12", "3.13")
 
 def pins_of(python: str) -> dict[str, str]:
     """Name -> version for one Python."""
-    place = {"python_full_version": f"{python}.0", "python_version": python}
-    pins = [pin for pin in PINS if pin.marker is None or pin.marker.evaluate(place)]
+    environment = {"python_full_version": f"{python}.0", "python_version": python}
+    pins = [pin for pin in PINS if pin.marker is None or pin.marker.evaluate(environment)]
     assert len({pin.name for pin in pins}) == len(pins)
     return {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
 

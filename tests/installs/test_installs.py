@@ -30,29 +30,29 @@ def checkout(tmp_path) -> Path:
     """The files that git has, as a clone has them: an install writes `build/` into its checkout."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    place = tmp_path / "a checkout"
+    folder = tmp_path / "a checkout"
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, place / name)
-    return place
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
 
 
 @pytest.fixture
 def venv(tmp_path) -> Iterator[Path]:
-    place = tmp_path / "venv"
-    yield place
-    shutil.rmtree(place, ignore_errors=True)
+    folder = tmp_path / "venv"
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
 def elsewhere(tmp_path) -> Path:
     """A directory of a user with modules of their own."""
-    place = tmp_path / "work"
-    (place / "configs").mkdir(parents=True)
+    folder = tmp_path / "work"
+    (folder / "configs").mkdir(parents=True)
     for name in ("main.py", "configs/__init__.py"):
-        (place / name).write_text("raise SystemExit('the module of the user')")
-    return place
+        (folder / name).write_text("raise SystemExit('the module of the user')")
+    return folder
 
 
 def run(

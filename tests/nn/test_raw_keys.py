@@ -191,8 +191,13 @@ def replace_rows(built, config, new: dict[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "sharding"),
-    [(1, []), (2, ["sharding.types=[row_wise]"]), (2, ["sharding.types=[data_parallel]"])],
-    ids=["one rank", "row-wise", "replicated"],
+    [
+        (1, []),
+        (2, ["sharding.types=[row_wise]"]),
+        (2, ["sharding.types=[data_parallel]"]),
+        (2, ["sharding.group_size=1"]),
+    ],
+    ids=["one rank", "row-wise", "replicated", "groups"],
 )
 def test_it_equals_training_on_the_rows_of_a_dictionary(data, ranks, sharding):
     new_rows = torch.load(data / "new_rows.pt")

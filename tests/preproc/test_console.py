@@ -25,9 +25,9 @@ def test_names_reach_the_terminal_as_they_are_written_and_never_raw(is_terminal)
         file=stream, width=400, force_terminal=is_terminal, color_system=None, legacy_windows=False
     )
     progress = Progress(console)
-    with progress.stage(f"counting {HOSTILE}") as stage:
-        stage._shown = 0.0
-        stage.update(1, 1)
+    with progress.phase(f"counting {HOSTILE}") as phase:
+        phase._shown = 0.0
+        phase.update(1, 1)
     column = ColumnSummary(0.0, 1, 1, [], 1)
     split = SplitSummary(1, {HOSTILE: LabelSum()}, {HOSTILE: 0})
     print_columns(console, {HOSTILE: column}, {HOSTILE: split}, HOSTILE)

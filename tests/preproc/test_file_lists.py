@@ -70,7 +70,10 @@ def test_more_files_than_rows_and_other_formats_are_refused(tmp_path):
     with pytest.raises(Refused, match=r"files_per_split=22: split 'test' has 21 rows, and a file"):
         converted(root, tmp_path / "out", "files_per_split=22")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(Refused, match="files_per_split=2 is for mode=convert to=parquet"):
+    with pytest.raises(
+        Refused,
+        match="files_per_split=2 is of mode=convert to=parquet, and to=binary would ignore it",
+    ):
         preproc("mode=convert", f"path={root}", f"output={tmp_path / 'o'}", "files_per_split=2")
 
 

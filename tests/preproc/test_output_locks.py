@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import day_files, recovery, train
 from benchmarks.rows import ROWS
-from dataloading.dataset.durable_files import hold
+from dataloading.dataset.durable_files import exclusive
 from tests.helpers.handwritten import write_handwritten
 from tests.helpers.preproc_command import Refused, preproc, raw_line, write_lines
 from tests.preproc.table.test_pipeline import _hydra
@@ -52,7 +52,7 @@ COMMANDS = {
 @pytest.mark.parametrize("overwrite", ["false", "true"])
 def test_an_output_that_is_being_written_is_refused(tmp_path, inputs, command, overwrite):
     output = tmp_path / "deep" / "out"
-    with hold(output, ""), pytest.raises(Refused) as refused:
+    with exclusive(output, ""), pytest.raises(Refused) as refused:
         preproc(*COMMANDS[command](inputs), f"output={output}", f"overwrite={overwrite}")
     assert refused.value.exit_code == 2
     assert refused.value.message == (
@@ -63,7 +63,7 @@ def test_an_output_that_is_being_written_is_refused(tmp_path, inputs, command, o
 
 def test_runs_to_outputs_of_one_name_do_not_share_a_work_directory(tmp_path, inputs):
     output, work = tmp_path / "deep" / "out", tmp_path / "work" / ".out.preproc"
-    with hold(work, ""), pytest.raises(Refused) as refused:
+    with exclusive(work, ""), pytest.raises(Refused) as refused:
         preproc(f"source={inputs}/raw.tsv", f"output={output}", f"temp_directory={work.parent}")
     assert f"is staging {output} in {work}; wait for it, or choose another" in refused.value.message
 
@@ -76,6 +76,9 @@ def test_benchmarks_refuse_it_too(tmp_path, monkeypatch, benchmark):
         train: [next(iter(ROWS)), f"--out={tmp_path / 'out'}", f"--data={tmp_path}"],
     }
     monkeypatch.setattr(sys, "argv", ["benchmark", *options[benchmark]])
-    with hold(tmp_path / "out", ""), pytest.raises(SystemExit, match=rf"process {os.getpid()} on"):
+    with (
+        exclusive(tmp_path / "out", ""),
+        pytest.raises(SystemExit, match=rf"process {os.getpid()} on"),
+    ):
         benchmark.main()
     assert os.listdir(tmp_path) == []

@@ -176,7 +176,9 @@ def test_mistakes_are_one_line(root, tmp_path):
     saved = json.loads((tmp_path / "fit/preproc.json").read_text())
     del saved["rows"]
     (tmp_path / "fit/preproc.json").write_text(json.dumps(saved))
-    assert "is of an earlier version" in message(fitted=tmp_path / "fit")
+    assert "rows: got None, want a mapping as mode=fit writes it" in message(
+        fitted=tmp_path / "fit"
+    )
 
 
 def test_histories_are_refused(root, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from preproc.criteo import parse, shuffle
 from preproc.dataset_writer import checksum
-from preproc.report.console import Stage
+from preproc.report.console import Phase
 from preproc.table.output_files import TableFiles
 from preproc.work_directory import Work, _read_state, compare
 from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
@@ -125,13 +125,13 @@ def test_a_file_that_is_not_as_recorded_is_named(tmp_path, kind, name):
     else:
         work.state["checked"] |= work.synced_records(path)
         work.state["growing"] = ["file"] * (name == "growing")
-    compare(work, Stage("", print))
+    compare(work, Phase("", print))
     DAMAGE[kind](path)
     if (kind, name) == ("longer", "growing"):
-        compare(work, Stage("", print))
+        compare(work, Phase("", print))
         return
     with pytest.raises(ValueError, match=f"^{path} "):
-        compare(work, Stage("", print))
+        compare(work, Phase("", print))
 
 
 def test_a_part_that_is_being_rewritten_is_not_compared(tmp_path):
@@ -139,25 +139,25 @@ def test_a_part_that_is_being_rewritten_is_not_compared(tmp_path):
     (tmp_path / "file").write_bytes(b"old and kept")
     work.state["checked"]["file"] = [[3, None], [9, zlib.crc32(b" and kept")]]
     (tmp_path / "file").write_bytes(b"new and kept")
-    compare(work, Stage("", print))
+    compare(work, Phase("", print))
     (tmp_path / "file").write_bytes(b"new and lost")
     with pytest.raises(ValueError, match="has changed since it was recorded"):
-        compare(work, Stage("", print))
+        compare(work, Phase("", print))
 
 
-@pytest.mark.parametrize(("job", "stage", "name"), CASES)
+@pytest.mark.parametrize(("job", "phase", "name"), CASES)
 def test_damage_to_the_work_of_a_stopped_run_changes_nothing(
-    tmp_path, monkeypatch, capsys, logs, wanted, job, stage, name
+    tmp_path, monkeypatch, capsys, logs, wanted, job, phase, name
 ):
     command = [*job(logs), f"output={tmp_path / 'out'}"]
     with monkeypatch.context() as patch:
-        stage(patch)
+        phase(patch)
         with pytest.raises(Refused, match="stop"):
             preproc(*command)
     work = tmp_path / ".out.preproc"
     [dataset] = tmp_path.glob(".out.partial-*")
     # The damage of each case is another one, so that all are tried at little cost.
-    kind = list(DAMAGE)[CASES.index((job, stage, name)) % len(DAMAGE)]
+    kind = list(DAMAGE)[CASES.index((job, phase, name)) % len(DAMAGE)]
     DAMAGE[kind](dataset / name[1:] if name[0] == "/" else work / name)
     capsys.readouterr()
     preproc(*command)
@@ -170,13 +170,13 @@ def test_damage_to_the_work_of_a_stopped_run_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("job", "stage"),
+    ("job", "phase"),
     [(raw, within_shuffle), (raw, at_the_end), (any_table, of_a_table)],
 )
-def test_intact_work_is_continued(tmp_path, monkeypatch, capsys, logs, wanted, job, stage):
+def test_intact_work_is_continued(tmp_path, monkeypatch, capsys, logs, wanted, job, phase):
     command = [*job(logs), f"output={tmp_path / 'out'}"]
     with monkeypatch.context() as patch:
-        stage(patch)
+        phase(patch)
         with pytest.raises(Refused, match="stop"):
             preproc(*command)
     # Whatever reads the source again would fail.

@@ -284,7 +284,7 @@ def _check_module(name: str, words: list[str]) -> None:
     ]
     is_of_page = any(f"# {name}\n" in page for page in PAGES.values())
     _require(bool(files) or is_of_page, f"there is no {name}")
-    recipe = next((place for place, word in enumerate(words) if word in ("dlrm", "dcnv2")), None)
+    recipe = next((index for index, word in enumerate(words) if word in ("dlrm", "dcnv2")), None)
     if recipe is not None and any("=" in word for word in words[recipe + 1 :]):
         check_arguments(f"{words[recipe]}.py", words[recipe + 1 :])
         words = words[:recipe]
@@ -408,8 +408,8 @@ def _each(overrides: list[str]) -> Iterator[list[str]]:
         else [text]
         for one, text in zip(parsed, overrides, strict=True)
     ]
-    for place in range(max(map(len, values))):
-        yield [of[min(place, len(of) - 1)] for of in values]
+    for index in range(max(map(len, values))):
+        yield [of[min(index, len(of) - 1)] for of in values]
 
 
 def _composed(command: Command, overrides: tuple[str, ...], table: str | None) -> DictConfig:

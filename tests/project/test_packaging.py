@@ -28,19 +28,19 @@ SCRIPTS = ["main.py", "dlrm.py", "dcnv2.py"]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """The project, built as pip would, outside the checkout: setuptools leaves files where it builds."""
-    place = tmp_path_factory.mktemp("project")
+    folder = tmp_path_factory.mktemp("project")
     for name in [*PACKAGES, NAME]:
-        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in [*SCRIPTS, "setup.py", "pyproject.toml", "README.md"]:
-        shutil.copy(ROOT / name, place)
-    (place / "benchmarks").mkdir()
-    (place / "benchmarks" / "__init__.py").touch()
+        shutil.copy(ROOT / name, folder)
+    (folder / "benchmarks").mkdir()
+    (folder / "benchmarks" / "__init__.py").touch()
     build = "import setuptools.build_meta as backend; backend.build_wheel('out')"
     done = subprocess.run(
-        [sys.executable, "-c", build], cwd=place, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", build], cwd=folder, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    [built] = (place / "out").glob("*.whl")
+    [built] = (folder / "out").glob("*.whl")
     return built
 
 
@@ -79,10 +79,10 @@ def test_the_wheel_says_what_it_is(wheel):
 @pytest.fixture(scope="module")
 def site(wheel) -> Path:
     """An empty folder into which the wheel was installed, with its console scripts in `bin/`."""
-    place = wheel.parent / "site"
-    install = ["uv", "pip", "install", "--quiet", "--offline", "--no-deps", "--target", place]
+    folder = wheel.parent / "site"
+    install = ["uv", "pip", "install", "--quiet", "--offline", "--no-deps", "--target", folder]
     subprocess.run([*install, "--python", sys.executable, wheel], check=True, timeout=120)
-    return place
+    return folder
 
 
 @pytest.fixture

@@ -97,8 +97,8 @@ def test_table_has_means_of_both_libraries_and_repeats_no_run(tmp_path, monkeypa
     monkeypatch.setattr(with_fuxictr, "preprocess", lambda source, out, validate: out / "data")
     monkeypatch.setattr(with_fuxictr, "train_ours", train_ours)
     monkeypatch.setattr(with_fuxictr, "train_peer", train_peer)
-    places = [f"--{name}={tmp_path}" for name in ("source", "out", "python", "zoo")]
-    monkeypatch.setattr(sys, "argv", ["with_fuxictr", "deepfm", *places])
+    paths = [f"--{name}={tmp_path}" for name in ("source", "out", "python", "zoo")]
+    monkeypatch.setattr(sys, "argv", ["with_fuxictr", "deepfm", *paths])
     for _ in range(2):
         with_fuxictr.main()
         row = (
@@ -109,8 +109,8 @@ def test_table_has_means_of_both_libraries_and_repeats_no_run(tmp_path, monkeypa
 
 
 def test_an_unknown_model_is_refused(monkeypatch, capsys):
-    places = [f"--{name}=x" for name in ("source", "out", "python", "zoo")]
-    monkeypatch.setattr(sys, "argv", ["with_fuxictr", "fm", *places])
+    paths = [f"--{name}=x" for name in ("source", "out", "python", "zoo")]
+    monkeypatch.setattr(sys, "argv", ["with_fuxictr", "fm", *paths])
     with pytest.raises(SystemExit):
         with_fuxictr.main()
     assert "got models ['fm'], want some of wide_deep" in capsys.readouterr().err

@@ -24,9 +24,9 @@ PROMISED = {
 
 def test_every_name_is_that_of_its_module():
     assert {*PROMISED, "write_dataset"} <= set(public.__all__)
-    assert set(public.__all__) == set(public.PLACES) == set(dir(public))
-    for name, place in public.PLACES.items():
-        assert getattr(public, name) is getattr(import_module(place), name)
+    assert set(public.__all__) == set(public.MODULES) == set(dir(public))
+    for name, module in public.MODULES.items():
+        assert getattr(public, name) is getattr(import_module(module), name)
     with pytest.raises(AttributeError, match="has no Trainer; it has DenseRule"):
         _ = public.Trainer
 

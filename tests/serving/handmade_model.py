@@ -96,6 +96,7 @@ def write_raw_model(path: Path) -> Path:
     document["raw"] = {
         "columns": {"a": 1, "b": 1} | {feature.name: 1 for feature in FEATURES},
         "missing": [],
+        "is_text": {"a": False, "b": False} | {feature.name: True for feature in FEATURES},
         "float16": False,
         "numerical": [{"name": name, "column": name, **numerical} for name in "ab"],
         "categorical": [

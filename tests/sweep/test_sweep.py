@@ -22,7 +22,7 @@ from rich.console import Console
 
 from compare.run_record import RunRecord, State
 from configs.many_runs_schema import Pruner, Sampler, SweepConfig
-from dataloading.dataset.durable_files import hold
+from dataloading.dataset.durable_files import exclusive
 from nn.models.metric import metric_of_key
 from sweep.__main__ import with_trial_options
 from sweep.driver import StoppedSweepError
@@ -320,7 +320,7 @@ def test_a_signal_stops_the_trials_and_the_same_command_resumes(space, output):
 @pytest.mark.doors
 def test_one_directory_holds_one_sweep_at_a_time_and_one_space(space, output, tmp_path):
     sweep(space, output, trials=1)
-    with hold(output, "is sweeping there"), pytest.raises(ValueError, match="is sweeping in"):
+    with exclusive(output, "is sweeping there"), pytest.raises(ValueError, match="is sweeping in"):
         sweep(space, output)
     with pytest.raises(
         ValueError, match=r"trials with other options \(they differ in train\.epochs=3\)"

@@ -1,8 +1,8 @@
 """Index from 64-bit keys to slots, compiled by Numba: open addressing with linear probing.
 
 A cell of 16 bytes is a key, its slot, and the batch that saw it last, so that seeing a key touches one cache line. Slot 0 is an
-empty cell, since no key has it. Probing starts at a place that depends on a random number of the process, so no data can be made
-whose keys all collide. Which key has which slot does not depend on that number. Places are unsigned, since a signed index may be
+empty cell, since no key has it. Probing starts at a cell that depends on a random number of the process, so no data can be made
+whose keys all collide. Which key has which slot does not depend on that number. Cells are unsigned, since a signed index may be
 negative, which costs a test per access.
 """
 
@@ -30,7 +30,7 @@ def cells_for(num_keys: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @kernel
-def place_of(key, mask, drawn):
+def home_cell(key, mask, drawn):
     """Return the first cell to probe, uint64: SplitMix64's finalizer."""
     mixed = np.uint64(key) ^ drawn
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -40,7 +40,7 @@ def place_of(key, mask, drawn):
 
 @kernel
 def mask_of(cells):
-    """Return the mask of places, uint64."""
+    """Return the mask of cells, uint64."""
     return np.uint64(len(cells) - 1)
 
 
@@ -56,7 +56,7 @@ def cell_of(cells, entries, key, at):
 @kernel
 def find(cells, entries, key, drawn):
     """Return the cell of a key, or the empty cell where it would be."""
-    return cell_of(cells, entries, key, place_of(key, mask_of(cells), drawn))
+    return cell_of(cells, entries, key, home_cell(key, mask_of(cells), drawn))
 
 
 @kernel
@@ -73,7 +73,7 @@ def remove(cells, entries, hole, drawn):
     mask = mask_of(cells)
     at = (hole + np.uint64(1)) & mask
     while entries[at, 2] != 0:
-        distance = (at - place_of(cells[at, 0], mask, drawn)) & mask
+        distance = (at - home_cell(cells[at, 0], mask, drawn)) & mask
         if distance >= ((at - hole) & mask):
             cells[hole, 0] = cells[at, 0]
             cells[hole, 1] = cells[at, 1]

@@ -4,7 +4,7 @@ import numpy as np
 from numba import carray
 
 from dataloading.keys.kernels.compiled import kernel
-from dataloading.keys.kernels.hash_index import cell_of, find, mask_of, place_of, remove
+from dataloading.keys.kernels.hash_index import cell_of, find, home_cell, mask_of, remove
 from dataloading.keys.kernels.layouts import NO_BATCH, Field, pointer
 from dataloading.keys.kernels.mark_kernels import mark
 
@@ -29,9 +29,9 @@ def counts_of(fields):
 
 @kernel
 def see(source, own, table, batch, found, drawn):
-    """Note that a batch has keys, in blocks: first their places, then the keys that stand there, then what differs.
+    """Note that a batch has keys, in blocks: first their cells, then the keys that stand there, then what differs.
 
-    The places are independent addresses, so the processor loads many at once. It does not do that beyond a branch on what it
+    The cells are independent addresses, so the processor loads many at once. It does not do that beyond a branch on what it
     loads that it guesses wrong, so the loads have a loop without branches.
 
     Threads may see parts of a batch at the same time unless sightings are counted. A slot may then stand in `seen` of
@@ -48,26 +48,26 @@ def see(source, own, table, batch, found, drawn):
     num_seen = num_missing = 0
     mask = mask_of(cells)
     block, found_keys = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
-    places = np.empty(BLOCK, np.uint64)
+    cell_numbers = np.empty(BLOCK, np.uint64)
     run, at = _position(runs, begin)
     position, left = begin - first, end - begin
     while left > 0:
         size, run, at = _next_keys(column, runs, run, at, min(BLOCK, left), block)
         for i in range(size):
-            places[i] = place_of(block[i], mask, drawn)
+            cell_numbers[i] = home_cell(block[i], mask, drawn)
         for i in range(size):
-            found_keys[i] = cells[places[i], 0]
+            found_keys[i] = cells[cell_numbers[i], 0]
         for i in range(size):
             # An emptied cell keeps its key. As the first cell to probe it still tells that the key has no slot.
             if found_keys[i] != block[i]:
-                places[i] = cell_of(cells, entries, block[i], places[i])
+                cell_numbers[i] = cell_of(cells, entries, block[i], cell_numbers[i])
         for i in range(max(0, -position), min(size, len(narrow) - position)):
-            narrow[position + i] = entries[places[i], 2]
+            narrow[position + i] = entries[cell_numbers[i], 2]
         for i in range(max(0, -position), min(size, len(wide) - position)):
-            wide[position + i] = entries[places[i], 2]
+            wide[position + i] = entries[cell_numbers[i], 2]
         if batch != NO_BATCH:
             num_seen, num_missing = _note(
-                (block, places, size, position),
+                (block, cell_numbers, size, position),
                 (entries, counts),
                 batch,
                 found,
@@ -80,7 +80,7 @@ def see(source, own, table, batch, found, drawn):
 
 @kernel
 def _position(runs, number):
-    """Return the run and the place in the column of a key by its number."""
+    """Return the run and the position in the column of a key by its number."""
     run = 0
     while run < len(runs) and number >= runs[run, 1] - runs[run, 0]:
         number -= runs[run, 1] - runs[run, 0]
@@ -108,15 +108,15 @@ def _next_keys(column, runs, run, at, most, block):
 @kernel
 def _note(block, table, batch, found, numbers):
     """Stamp and count the keys of a block, and note what was there before; return the numbers of `found`."""
-    keys, places, size, position = block
+    keys, cell_numbers, size, position = block
     entries, counts = table
     seen, missing = found
     num_seen, num_missing = numbers
     is_counted = len(counts) > 0
     is_small = len(entries) <= SMALL_CELLS and not is_counted
     for i in range(size):
-        place = places[i]
-        slot, last = entries[place, 2], entries[place, 3]
+        cell_number = cell_numbers[i]
+        slot, last = entries[cell_number, 2], entries[cell_number, 3]
         if slot == 0:
             missing[num_missing, 0] = keys[i]
             missing[num_missing, 1] = position + i
@@ -129,7 +129,7 @@ def _note(block, table, batch, found, numbers):
         seen[num_seen, 1] = counts[slot] if is_counted else 0
         seen[num_seen, 2] = last
         num_seen += last != batch
-        entries[place, 3] = batch
+        entries[cell_number, 3] = batch
         if is_counted:
             counts[slot] += counts[slot] < MOST_SIGHTINGS
     return num_seen, num_missing
@@ -155,7 +155,7 @@ def insert_keys(new, fields, change, drawn):
         if i % BLOCK == 0:
             # Loads at independent addresses overlap, which those of one insertion after the other do not.
             for j in range(min(BLOCK, len(keys) - i)):
-                touched[j] = entries[place_of(keys[i + j], mask_of(cells), drawn), 2]
+                touched[j] = entries[home_cell(keys[i + j], mask_of(cells), drawn), 2]
         at = find(cells, entries, keys[i], drawn)
         slot = np.int64(entries[at, 2])
         if slot != 0:

@@ -3,15 +3,23 @@
 Every weight of a looked-up row moves by the learning rate, so that takes a third to a tenth of Adam's.
 """
 
+from torch import Tensor
+
 from nn.embedding.optimizer import Group, StateField, States, TableRule, Tensors
 from nn.ops.optional_triton import jit, tl
+
+
+def lion_step(mean: Tensor, gradient: Tensor, group: Group, touched: Tensor) -> Tensor:
+    """Move the mean in place where `touched` is 1, not where it is 0; return the direction of the weights, all of them."""
+    direction = mean.lerp(gradient, 1 - group["beta1"]).sign()
+    mean.lerp_(gradient, touched * (1 - group["beta2"]))
+    return direction
 
 
 def _update(tables: Tensors, gradients: Tensors, states: States, group: Group) -> None:
     for table, gradient, state in zip(tables, gradients, states, strict=True):
         touched = gradient.ne(0).any(dim=1, keepdim=True).to(gradient.dtype)  # [rows, 1], 1 or 0
-        direction = state["momentum1"].lerp(gradient, 1 - group["beta1"]).sign()
-        state["momentum1"].lerp_(gradient, touched * (1 - group["beta2"]))
+        direction = lion_step(state["momentum1"], gradient, group, touched)
         table.sub_(direction * (touched * group["lr"]))
 
 

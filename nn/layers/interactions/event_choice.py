@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.compiler import is_exporting
 
 from nn.layers.sequence import Positions, SamplePositions
-from nn.ops.jagged import offsets, pad, places
+from nn.ops.jagged import offsets, pad, padded_positions
 
 # B: samples, C: positions of the events of all samples, K: most events of a sample that are chosen
 
@@ -48,22 +48,22 @@ def most_similar(scores: Tensor, at: SamplePositions, count: int) -> ChosenEvent
 
 def _compact(starts: Tensor, lengths: Tensor, positions: int, count: int) -> ChosenEvents:
     """Return the first positions from `starts` on, of so many, in `count` positions per sample."""
-    sample, place = (torch.arange(size, device=starts.device) for size in (starts.shape[0], count))
-    index = (starts[:, None] + place).clamp(max=positions - 1).flatten()
+    sample, offset = (torch.arange(size, device=starts.device) for size in (starts.shape[0], count))
+    index = (starts[:, None] + offset).clamp(max=positions - 1).flatten()
     samples = sample[:, None].expand(-1, count).flatten()
     return ChosenEvents(index, Positions(sample * count, lengths, samples, count))
 
 
 def latest_vectors(values: Tensor, at: SamplePositions, count: int) -> Tensor:
     """Return the last `count` vectors of each sample, the last one first, [B, count, D] from [C, D]; zeros where it has fewer."""
-    place = at.lengths[:, None] - 1 - torch.arange(count, device=values.device)
-    index = (at.starts[:, None] + place.clamp(min=0)).clamp(max=values.shape[0] - 1)
+    offset = at.lengths[:, None] - 1 - torch.arange(count, device=values.device)
+    index = (at.starts[:, None] + offset.clamp(min=0)).clamp(max=values.shape[0] - 1)
     found = values.index_select(0, index.flatten()).unflatten(0, index.shape)
-    return torch.where((place >= 0)[:, :, None], found, 0)
+    return torch.where((offset >= 0)[:, :, None], found, 0)
 
 
 def largest(values: Tensor, at: SamplePositions) -> Tensor:
     """Return the largest number of each column over the positions of each sample, [B, D] from [C, D]; zeros without any."""
-    is_inside = places(at)[1]
+    is_inside = padded_positions(at)[1]
     padded = torch.where(is_inside[:, :, None], pad(values, at), torch.finfo(values.dtype).min)
     return torch.where(is_inside[:, :1], padded.amax(1), 0)

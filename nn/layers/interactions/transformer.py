@@ -44,6 +44,7 @@ class EventTokens(nn.Module):
         super().__init__()
         self._time = group.time
         self._names = [column.name for column in group.numbers if column.name != group.time]
+        # Position vectors; parameters are named as checkpoints have them.
         self.places = nn.Parameter(torch.empty(group.max_length, columns))
         self.ages = nn.Parameter(torch.empty(TIME_BUCKETS, columns)) if group.time else None
         self.numbers = nn.Parameter(torch.empty(len(self._names), columns)) if self._names else None

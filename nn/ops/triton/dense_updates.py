@@ -138,11 +138,11 @@ def _sgd_block(
     weight_at = weights + tl.multiple_of(tl.load(entry), ALIGN)
     gradient_at = gradients + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
     count = tl.multiple_of(tl.load(entry + 2 * num_blocks), ALIGN)
-    place = tl.arange(0, BLOCK)
-    inside = place < count
-    gradient = tl.load(gradient_at + place, mask=inside, other=0.0)
-    weight = tl.load(weight_at + place, mask=inside, other=0.0)
-    tl.store(weight_at + place, weight - tl.load(rate) * gradient, mask=inside)
+    offset = tl.arange(0, BLOCK)
+    inside = offset < count
+    gradient = tl.load(gradient_at + offset, mask=inside, other=0.0)
+    weight = tl.load(weight_at + offset, mask=inside, other=0.0)
+    tl.store(weight_at + offset, weight - tl.load(rate) * gradient, mask=inside)
 
 
 @triton.jit
@@ -190,11 +190,11 @@ def _adagrad_block(
     if begins >= 0:
         # The first block of a parameter counts its updates.
         tl.store(steps + begins, tl.load(steps + begins) + 1)
-    place = tl.arange(0, BLOCK)
-    inside = place < count
-    gradient = tl.load(gradient_at + place, mask=inside, other=0.0)
-    total = tl.load(sum_at + place, mask=inside, other=0.0) + gradient * gradient
-    tl.store(sum_at + place, total, mask=inside)
-    weight = tl.load(weight_at + place, mask=inside, other=0.0)
+    offset = tl.arange(0, BLOCK)
+    inside = offset < count
+    gradient = tl.load(gradient_at + offset, mask=inside, other=0.0)
+    total = tl.load(sum_at + offset, mask=inside, other=0.0) + gradient * gradient
+    tl.store(sum_at + offset, total, mask=inside)
+    weight = tl.load(weight_at + offset, mask=inside, other=0.0)
     change = tl.div_rn(gradient * -tl.load(rate), tl.sqrt_rn(total) + eps)
-    tl.store(weight_at + place, weight + change, mask=inside)
+    tl.store(weight_at + offset, weight + change, mask=inside)

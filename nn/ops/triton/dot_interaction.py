@@ -56,16 +56,16 @@ def dot_interaction_of_rows(
     """
     bottom = bottom.contiguous()
     out = bottom.new_empty(len(bottom), num_outputs)
-    columns, num_features = rows.weights.shape[1], rows.places.shape[1]
+    columns, num_features = rows.weights.shape[1], rows.offsets.shape[1]
     alignment = rows.alignment if layout is None else gcd(rows.alignment, layout.alignment)
     shape = _shape(num_features + 1, columns, has_bottom=True, alignment=alignment)
     _dot_forward_of_rows[(len(bottom),)](
         bottom,
         rows.weights,
         rows.ids,
-        rows.places,
+        rows.offsets,
         bottom if kept is None else kept,
-        rows.places if layout is None else layout.table,
+        rows.offsets if layout is None else layout.table,
         out,
         num_outputs,
         KEEPS=kept is not None,
@@ -206,7 +206,7 @@ def _dot_forward_of_rows(
     bottom,
     weights,
     ids,
-    places,
+    offsets,
     kept,
     layout_table,
     out,
@@ -224,10 +224,10 @@ def _dot_forward_of_rows(
     row = tl.arange(0, BLOCK_V)
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = (row >= 1) & (row < V)
-    table = tl.load(places + row - 1, mask=inside, other=0)
-    first_id = tl.load(places + V - 1 + row - 1, mask=inside, other=0)
-    place = tl.load(ids + first_id + sample, mask=inside, other=0).to(tl.int64)
-    start = tl.multiple_of((table + place * D)[:, None], [1, ALIGN])
+    table = tl.load(offsets + row - 1, mask=inside, other=0)
+    first_id = tl.load(offsets + V - 1 + row - 1, mask=inside, other=0)
+    table_row = tl.load(ids + first_id + sample, mask=inside, other=0).to(tl.int64)
+    start = tl.multiple_of((table + table_row * D)[:, None], [1, ALIGN])
     in_row = inside[:, None] & (column < D)
     vectors = tl.load(weights + start + column, mask=in_row, other=0.0).to(kept.dtype.element_ty)
     if KEEPS:

@@ -42,7 +42,7 @@ def apply_mask(
             rows,
             columns,
             *((x, x) if at is None else at),
-            HAS_PLACES=at is not None,
+            HAS_OFFSETS=at is not None,
             **BLOCKS,
         )
     return out
@@ -60,8 +60,8 @@ def _dropout(
     rows,
     columns,
     samples,
-    places,
-    HAS_PLACES: tl.constexpr,
+    offsets,
+    HAS_OFFSETS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -70,10 +70,10 @@ def _dropout(
     of_step = step_bits(key, tl.load(step))
     sample = row
     of_row = column[None, :]
-    if HAS_PLACES:
+    if HAS_OFFSETS:
         sample = tl.load(samples + row, mask=row < rows, other=0).to(tl.int64)
-        place = tl.load(places + row, mask=row < rows, other=0).to(tl.int32)
-        of_row = of_row + place[:, None] * columns
+        event = tl.load(offsets + row, mask=row < rows, other=0).to(tl.int32)
+        of_row = of_row + event[:, None] * columns
     global_row = (tl.load(first_row) + sample).to(tl.uint32)
     row_bits = mix(of_step + global_row * ROW)
     bits = mix(row_bits[:, None] + of_row.to(tl.uint32) * COLUMN)

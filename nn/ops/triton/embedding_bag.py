@@ -122,7 +122,7 @@ def _quotient(number, divisor, reciprocal, BY_PRODUCT: tl.constexpr):
 
 @triton.jit
 def _source(
-    place,
+    origin,
     first_key,
     hotness,
     reciprocal,
@@ -139,11 +139,11 @@ def _source(
 
     SOURCE is `sum` if every table has one lookup that sums, `one` if every table has one lookup, and `listed` otherwise.
     """
-    sample = (place - first_key).to(tl.int32)
+    sample = (origin - first_key).to(tl.int32)
     column = out_column
     if SOURCE == "listed":
-        sample = tl.load(listed_rows + place)
-        column = tl.load(listed_columns + place)
+        sample = tl.load(listed_rows + origin)
+        column = tl.load(listed_columns + origin)
     elif SOURCE == "one":
         # The hotness of a lookup without pooling is stored as a negative number.
         position = sample
@@ -165,18 +165,18 @@ def _group_keys(keys, first, stop, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _group_places(order, counts, first, stop, LEVEL: tl.constexpr, GROUP: tl.constexpr):
-    """Return the places of a group's keys before sorting; of partial sums, whether they exist."""
-    places = counts if LEVEL > 0 else order
+def _group_origins(order, counts, first, stop, LEVEL: tl.constexpr, GROUP: tl.constexpr):
+    """Return the positions of a group's keys before sorting; of partial sums, whether they exist."""
+    origins = counts if LEVEL > 0 else order
     group = ()
     for number in tl.static_range(GROUP):
-        group += (tl.load(places + first + number, mask=first + number < stop, other=0),)
+        group += (tl.load(origins + first + number, mask=first + number < stop, other=0),)
     return group
 
 
 @triton.jit
 def _prefetch(pointers):
-    """Bring what lies at pointers to the second-level cache."""
+    """Bring what lies at pointers to the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -376,14 +376,14 @@ def _segment_update(
         l2 = tl.load(scalars + 4)
     row_step = RowStep(width, rate, scalars, eps, beta1, rest1, beta2, rest2)
 
-    # Keys and places are loaded one group ahead.
+    # Keys and origins are loaded one group ahead.
     next_keys = _group_keys(keys, start, stop, GROUP)
-    next_places = _group_places(order, counts, start, stop, LEVEL, GROUP)
+    next_origins = _group_origins(order, counts, start, stop, LEVEL, GROUP)
     total = tl.zeros((BLOCK_D,), tl.float32)
     has_gradient = False
     for group in range(LENGTH // GROUP):
         first = start + group * GROUP
-        group_keys, places = next_keys, next_places
+        group_keys, origins = next_keys, next_origins
         next_keys = _group_keys(keys, first + GROUP, stop, GROUP)
         all_keys = group_keys + next_keys
         gradients_of_ids = ()
@@ -391,7 +391,7 @@ def _segment_update(
         has_gradients = ()
         for number in tl.static_range(GROUP):
             of_column = gradients + column
-            place, index = places[number], first + number
+            origin, index = origins[number], first + number
             has = index < stop
             if BOUNDED:
                 # The last key of a table is that of ids without a row here.
@@ -399,11 +399,11 @@ def _segment_update(
             factor_of_id = factor
             if LEVEL > 0:
                 # A partial sum has its factors already.
-                has = has & (place != 0)
+                has = has & (origin != 0)
                 source = index.to(tl.int64) * STRIDE
             else:
                 source = _source(
-                    place,
+                    origin,
                     first_key_of_table,
                     hot,
                     reciprocal,
@@ -417,13 +417,13 @@ def _segment_update(
                     STRIDE,
                 )
                 if SOURCE == "listed":
-                    factor_of_id = tl.load(listed_factors + place)
+                    factor_of_id = tl.load(listed_factors + origin)
             of_key = of_column + tl.multiple_of(source, ALIGN)
             gradient = tl.load(of_key, mask=has & in_row, other=0.0)
             gradients_of_ids += (gradient,)
             factors_of_ids += (factor_of_id,)
             has_gradients += (has,)
-        next_places = _group_places(order, counts, first + GROUP, stop, LEVEL, GROUP)
+        next_origins = _group_origins(order, counts, first + GROUP, stop, LEVEL, GROUP)
         if PREFETCHES:
             # The last key of this group, and those of the next one but its last, whose run may continue.
             for number in tl.static_range(GROUP - 1, 2 * GROUP - 1):

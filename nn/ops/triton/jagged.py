@@ -105,9 +105,9 @@ def _pool(values, out, at, count, width, HOW: tl.constexpr, P: tl.constexpr, D: 
     length = tl.load(at[1] + sample).to(tl.int32)
     total = tl.zeros((D,), tl.float32)
     for first in range(tl.maximum(length - 1, 0) if HOW == "last" else 0, length, P):
-        place = first + tl.arange(0, P)[:, None]
-        inside = (place < length) & (column < width)[None, :]
-        rows = tl.load(values + (start + place) * width + column[None, :], mask=inside, other=0.0)
+        event = first + tl.arange(0, P)[:, None]
+        inside = (event < length) & (column < width)[None, :]
+        rows = tl.load(values + (start + event) * width + column[None, :], mask=inside, other=0.0)
         total += tl.sum(rows.to(tl.float32), 0)
     if HOW == "mean":
         total = total / tl.maximum(length, 1).to(tl.float32)
@@ -123,9 +123,9 @@ def _softmax(scores, grad, result, at, heads, BLOCK_P: tl.constexpr, BLOCK_H: tl
     total = tl.zeros((BLOCK_H,), tl.float32)
     for writes in tl.static_range(2):
         for first in range(0, length, BLOCK_P):
-            place = first + tl.arange(0, BLOCK_P)[:, None]
-            offset = (start + place) * heads + head
-            inside = (place < length) & (head < heads)
+            event = first + tl.arange(0, BLOCK_P)[:, None]
+            offset = (start + event) * heads + head
+            inside = (event < length) & (head < heads)
             block = tl.load(scores + offset, mask=inside, other=0.0).to(tl.float32)
             if grad is not None:
                 slope = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
@@ -136,7 +136,7 @@ def _softmax(scores, grad, result, at, heads, BLOCK_P: tl.constexpr, BLOCK_H: tl
             elif writes:
                 block = tl.exp(block - top[None, :]) / total[None, :]
             else:
-                block = tl.where(place < length, block, float("-inf"))
+                block = tl.where(event < length, block, float("-inf"))
                 higher = tl.maximum(top, tl.max(block, 0))
                 total = total * tl.exp(top - higher) + tl.sum(tl.exp(block - higher[None, :]), 0)
                 top = higher

@@ -175,29 +175,31 @@ def _with_rows(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _load(values, place, length, start, stride, head, S: tl.constexpr):
-    """Load a head of places, [places, BLOCK_K]; zeros for those outside of the sample."""
+def _load(values, offset, length, start, stride, head, S: tl.constexpr):
+    """Load a head at some offsets of a sample, [offsets, BLOCK_K]; zeros for those outside of the sample."""
     column = tl.arange(0, S.BLOCK_K)[None, :]
-    inside = ((place >= 0) & (place < length))[:, None]
+    inside = ((offset >= 0) & (offset < length))[:, None]
     if S.K != S.BLOCK_K:
         inside = inside & (column < S.K)
     first = values + start * stride + head * S.K
-    return tl.load(first + place[:, None] * stride + column, mask=inside, other=0.0)
+    return tl.load(first + offset[:, None] * stride + column, mask=inside, other=0.0)
 
 
 @triton.jit
-def _store(out, values, place, length, start, head, S: tl.constexpr):
+def _store(out, values, offset, length, start, head, S: tl.constexpr):
     column = tl.arange(0, S.BLOCK_K)[None, :]
-    inside = (place < length)[:, None] & (column < S.K)
+    inside = (offset < length)[:, None] & (column < S.K)
     first = out + (start * S.H + head) * S.K
-    tl.store(first + place[:, None] * (S.H * S.K) + column, values.to(out.dtype.element_ty), inside)
+    tl.store(
+        first + offset[:, None] * (S.H * S.K) + column, values.to(out.dtype.element_ty), inside
+    )
 
 
 @triton.jit
-def _place(x, sample, head):
-    """Return what `_load` needs of a sample, and the place of its first query among its keys.
+def _of_sample(x, sample, head):
+    """Return what `_load` needs of a sample, and the offset of its first query among its keys.
 
-    Queries have the places of keys, the last one that of the last key; their `start` is where the one of place 0 would be.
+    Queries have the offsets of keys, the last one that of the last key; their `start` is where the one of offset 0 would be.
     """
     length = tl.load(x.lengths + sample).to(tl.int32)
     first = length - tl.load(x.query_lengths + sample).to(tl.int32)
@@ -207,10 +209,10 @@ def _place(x, sample, head):
 
 @triton.jit
 def _block(x, max_length, BLOCK, S: tl.constexpr):
-    """Return `_place` of the program's sample and head, and its block of places: those of a sample lie side by side."""
+    """Return `_of_sample` of the program's sample and head, and its block of offsets: those of a sample lie side by side."""
     num_blocks = tl.cdiv(max_length, BLOCK)
     program = tl.program_id(0) // num_blocks
-    at, first = _place(x, program // S.H, program % S.H)
+    at, first = _of_sample(x, program // S.H, program % S.H)
     return at, first, tl.program_id(0) % num_blocks, num_blocks
 
 
@@ -234,7 +236,7 @@ def _keys(x, j, at, S: tl.constexpr):
 
 @triton.jit
 def _scores(x, a, b, i, j, at, S: tl.constexpr):
-    """Return scores a . b times log2(e) of queries i and keys j, of which one is [places, 1] and the other [1, places]."""
+    """Return scores a . b times log2(e) of queries i and keys j, of which one is [offsets, 1] and the other [1, offsets]."""
     head = at[3]
     scores = tl.dot(a, tl.trans(b), input_precision=S.PRECISION) * (x.scale * LOG2_E)
     if x.position is not None:
@@ -269,7 +271,7 @@ def _slopes(x, pair, slopes, rows, j, at, masked: tl.constexpr, S: tl.constexpr)
     """Return weights and gradients of scores.
 
     `pair`: queries and keys; `slopes`: gradients and values, or in either the second comes first. `rows`: of each query its
-    place, the logarithm of its sum, and the product of its result and gradient.
+    offset, the logarithm of its sum, and the product of its result and gradient.
     """
     i, log_sum, product = rows
     weights = tl.exp2(_scores(x, pair[0], pair[1], i, j, at, S) - log_sum)
@@ -378,15 +380,15 @@ def _bias_sums(x, saved, by_distance, by_time, num_samples, first_band, S: tl.co
     band = first_band + tl.program_id(0)
     of_distances = tl.zeros((2 * W,), tl.float32)
     of_times = tl.zeros((T if x.time is not None else 1,), tl.float32)
-    place = tl.arange(0, W)
+    offset = tl.arange(0, W)
     for sample in range(tl.program_id(1), num_samples, tl.num_programs(1)):
-        at, first = _place(x, sample, tl.program_id(2))
+        at, first = _of_sample(x, sample, tl.program_id(2))
         length = at[2]
         num_blocks = (length - first + W - 1) // W
         # All blocks of queries whose keys are neither before the first one nor behind the last.
         begin = tl.maximum(band - (first + W - 1) // W, 0)
         for block in range(begin, tl.minimum(num_blocks, num_blocks + band)):
-            i = first + block * W + place
+            i = first + block * W + offset
             j = i[None, :] - band * W
             k, v = _keys(x, i - band * W, at, S)
             q, grad, row, log_sum = _queries(x, saved, i, at, S)
@@ -395,7 +397,7 @@ def _bias_sums(x, saved, by_distance, by_time, num_samples, first_band, S: tl.co
             slopes = _slopes(x, (q, k), (grad, v), rows, j, at, True, S)[1]
             if x.position is not None:
                 # Rows are moved until each column has one distance.
-                column = place[:, None] + W - tl.arange(0, 2 * W)[None, :]
+                column = offset[:, None] + W - tl.arange(0, 2 * W)[None, :]
                 moved = tl.gather(slopes, tl.minimum(tl.maximum(column, 0), W - 1), 1)
                 of_distances += tl.sum(tl.where((column >= 0) & (column < W), moved, 0.0), 0)
             if x.time is not None:

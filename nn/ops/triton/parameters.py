@@ -18,7 +18,7 @@ BLOCK = 4096
 NUM_WARPS = 8
 ALIGN = 16
 ALIGNMENT = 128
-"""Elements; matrix products are fastest where matrices begin at such places."""
+"""Elements; matrix products are fastest where matrices begin at such offsets."""
 
 
 class TensorBlocks:
@@ -26,7 +26,7 @@ class TensorBlocks:
 
     `columns`: tensors per argument of the kernel, contiguous; the n-th ones of all columns have the same number of
     elements. `table`: per block the offset from the first tensor of each column, the number of elements, and the tensor
-    that begins there or -1; int64 [columns + 2, blocks]. `num_aligned`: blocks whose places and sizes are multiples of
+    that begins there or -1; int64 [columns + 2, blocks]. `num_aligned`: blocks whose offsets and sizes are multiples of
     `ALIGN`. They come first: a block that begins or ends between two vectors of a thread's registers is read number by
     number, and would slow down all others.
     """
@@ -39,8 +39,8 @@ class TensorBlocks:
             strict=True,
         )
         rows: list[tuple[int, ...]] = [
-            (*(place + begin for place in places), min(size - begin, BLOCK), -1 if begin else index)
-            for index, (places, size) in enumerate(zip(offsets, sizes, strict=True))
+            (*(start + begin for start in starts), min(size - begin, BLOCK), -1 if begin else index)
+            for index, (starts, size) in enumerate(zip(offsets, sizes, strict=True))
             for begin in range(0, size, BLOCK)
         ]
         rows.sort(key=lambda row: not _is_aligned(row))
@@ -49,7 +49,7 @@ class TensorBlocks:
 
 
 def _is_aligned(row: tuple[int, ...]) -> bool:
-    """Return whether all places of a block, and its number of elements, are multiples of `ALIGN`."""
+    """Return whether all offsets of a block, and its number of elements, are multiples of `ALIGN`."""
     return all(value % ALIGN == 0 for value in row[:-1])
 
 
@@ -103,7 +103,7 @@ def _cast_block(source, target, blocks, num_blocks, ALIGN: tl.constexpr, BLOCK: 
     source_at = source + tl.multiple_of(tl.load(entry), ALIGN)
     target_at = target + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
     count = tl.multiple_of(tl.load(entry + 2 * num_blocks), ALIGN)
-    place = tl.arange(0, BLOCK)
-    inside = place < count
-    values = tl.load(source_at + place, mask=inside, other=0.0)
-    tl.store(target_at + place, values.to(target.dtype.element_ty), mask=inside)
+    offset = tl.arange(0, BLOCK)
+    inside = offset < count
+    values = tl.load(source_at + offset, mask=inside, other=0.0)
+    tl.store(target_at + offset, values.to(target.dtype.element_ty), mask=inside)

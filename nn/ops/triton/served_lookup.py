@@ -112,9 +112,9 @@ def _cold_rows(
     for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         index = start + tl.arange(0, ROWS)
         exists = index < count
-        place = tl.load(order + index, mask=exists, other=0)
-        vector = place // num_samples
-        sample = place - vector * num_samples
+        position = tl.load(order + index, mask=exists, other=0)
+        vector = position // num_samples
+        sample = position - vector * num_samples
         row = tl.load(keys + index, mask=exists, other=0) - tl.load(first_key + vector)
         row = row.to(tl.int64)
         width = tl.multiple_of(tl.load(columns + vector), ALIGN)
@@ -122,8 +122,8 @@ def _cold_rows(
         inside = exists[:, None] & (column < width[:, None])
         values = tl.load(weights + offset[:, None] + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_SCALES:
-            place_of_scale = tl.load(scale_offset + vector) + row
-            scale = tl.load(scales + place_of_scale, mask=exists, other=0.0)
+            scale_index = tl.load(scale_offset + vector) + row
+            scale = tl.load(scales + scale_index, mask=exists, other=0.0)
             values *= scale[:, None]
         first_column = tl.multiple_of(tl.load(out_column + vector), ALIGN)
         target = sample * out_stride + first_column

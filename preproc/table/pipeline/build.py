@@ -25,7 +25,7 @@ from preproc.fitted_state import (
     load_fitted,
     with_limits_of,
     with_missing_of,
-    with_place,
+    with_placeholder,
 )
 from preproc.raw_files import RawFile, fingerprint, refuse_copies
 from preproc.report.console import LogCounts, Progress, RowCounts, print_result
@@ -61,8 +61,8 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         load_library()
     fitted = None
     if config.mode in (Mode.transform, Mode.extend):
-        with progress.stage(f"compare the fit in {config.fitted} with its records"):
-            fitted = load_fitted(Path(config.fitted or ""), table, progress.warn)
+        with progress.phase(f"compare the fit in {config.fitted} with its records"):
+            fitted = load_fitted(Path(config.fitted or ""), table)
         table = with_missing_of(fitted, table)
         if config.mode is Mode.extend:
             config = with_limits_of(fitted, config, table)
@@ -119,7 +119,7 @@ def _refuse_same_day(
                     f"{file.path}: its events were read already by {fitted.directory} or a day before it, which carries them "
                     "on, so they would count twice; give the events of the new day"
                 )
-    named = [n for n, (s, _) in sources.items() if SOURCE in str(with_place(s.files, option))]
+    named = [n for n, (s, _) in sources.items() if SOURCE in str(with_placeholder(s.files, option))]
     files = [file for name in named or sources for file in counted[name]]
     known = [file for file in files if fingerprint(file) in fitted.read]
     if known and (len(sources) == 1 or len(known) == len(files)):
@@ -173,13 +173,13 @@ def _identity(
 
 
 def _build(journal: Journal) -> int:
-    """Write everything, stage after stage; return the number of rows."""
+    """Write everything, phase after phase; return the number of rows."""
     config, table, fitted = journal.config, journal.table, journal.fitted
-    with journal.progress.stage(f"stage with {config.engine.name}") as stage:
+    with journal.progress.phase(f"stage with {config.engine.name}") as phase:
         num_bad = stage_rows(journal)
         splits, split_of_row = order_rows(journal)
         num_rows = max(rows.stop for rows in splits.values())
-        stage.name += f": {num_rows:,} rows" + (
+        phase.name += f": {num_rows:,} rows" + (
             f", {num_bad:,} bad ones left out" if num_bad else ""
         )
     # A fit that is only applied counts nothing, and its rows need no training split.
@@ -190,7 +190,6 @@ def _build(journal: Journal) -> int:
     if config.on_bad is OnBad.quarantine:
         write_bad(journal)
     rows_read = num_read(journal)
-    is_text = journal.work.state["is_text"]
     written = WrittenColumns(
         categorical=transformed.categorical,
         files=records,
@@ -208,9 +207,7 @@ def _build(journal: Journal) -> int:
         five=journal.work.state["five"],
         types=journal.work.state["types"],
         vocabularies={} if fitted is None else vocabularies(fitted.limits),
-        text_columns=None
-        if is_text is None
-        else TextColumns.of(is_text, str(journal.work.directory)),
+        text_columns=TextColumns.of(journal.work.state["is_text"], str(journal.work.directory)),
     )
     complete_dataset(written, config, table, journal.work, journal.progress)
     return num_rows
@@ -222,9 +219,9 @@ def _transform(
     """Slice the histories, transform the numericals, and find the ids; `counted` are the rows whose values count."""
     config, table, fitted = journal.config, journal.table, journal.fitted
     if table.history:
-        with journal.progress.stage("order histories"):
+        with journal.progress.phase("order histories"):
             slice_histories(journal, split_of_row)
-    with journal.progress.stage("fit and transform numericals"):
+    with journal.progress.phase("fit and transform numericals"):
         fits = fitted is None or config.refit
         statistics = {} if fits or fitted is None else fitted.statistics
         train = splits.get("train", counted)
@@ -246,7 +243,7 @@ def _transform(
         categorical.append(encoded[history.name].feature(history.name, history.length, shared))
     logs = {group.name: LogCounts(0, 0, 0, 0) for group in table.event_lists}
     if table.logs:
-        with journal.progress.stage("order events"):
+        with journal.progress.phase("order events"):
             for number, log in enumerate(table.logs):
                 logs[log.name] = line_up(journal, values, number, split_of_row)
     by_name = {feature.name: feature for feature in table.categorical}

@@ -1,4 +1,4 @@
-"""Stage of the categorical features: values are counted and ranked, or looked up in an earlier fit, and get ids."""
+"""Phase of the categorical features: values are counted and ranked, or looked up in an earlier fit, and get ids."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,16 +55,16 @@ def encode_features(
         if feature.vocabulary_of is not None:
             groups[feature.vocabulary_of].append(number)
     encoded: dict[str, EncodedFeature] = {}
-    with journal.progress.stage("count, rank and encode categoricals") as stage:
-        stage.total = len(features)
+    with journal.progress.phase("count, rank and encode categoricals") as phase:
+        phase.total = len(features)
         with ThreadPoolExecutor(journal.engine.columns_at_once) as pool:
             results = pool.map(
                 lambda numbers: _encode_group(journal, values, numbers, counted), groups.values()
             )
             for name, result in zip(groups, results, strict=True):
                 encoded |= result
-                stage.detail = name
-                stage.update(len(encoded))
+                phase.detail = name
+                phase.update(len(encoded))
     return {feature.name: encoded[feature.name] for feature in features}
 
 

@@ -1,4 +1,4 @@
-"""Stage of the histories: the earlier rows of its user that each row sees."""
+"""Phase of the histories: the earlier rows of its user that each row sees."""
 
 from configs.table_schema import History
 from preproc.report.console import ColumnSummary

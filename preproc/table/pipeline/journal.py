@@ -1,4 +1,4 @@
-"""The journal of a run: its stages are functions over it, and each relation that they write is recorded once."""
+"""The journal of a run: its phases are functions over it, and each relation that they write is recorded once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

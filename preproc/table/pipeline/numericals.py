@@ -1,4 +1,4 @@
-"""Stage of the numericals: fitted on training rows, or by an earlier fit, and transformed."""
+"""Phase of the numericals: fitted on training rows, or by an earlier fit, and transformed."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from preproc.table.feature_values import rows_of
 from preproc.table.mistakes import SMALLEST_OVERFLOW, overflow
 from preproc.table.output_files import TableFiles
 from preproc.table.pipeline.journal import Journal
-from preproc.table.pipeline.rows import place_of_output
+from preproc.table.pipeline.rows import where_in_output
 from preproc.table.transformation import length_columns, numerical_columns
 
 
@@ -166,4 +166,4 @@ def _refuse_overflow(journal: Journal, relation: str, number: int, feature: Nume
         f"SELECT x.row_, x.{column}, r.{column} FROM {relation} AS x JOIN rows_ AS r "
         f"ON x.row_ = r.row_ WHERE abs(x.{column}) >= {double(SMALLEST_OVERFLOW[dtype])} ORDER BY x.row_ LIMIT 1"
     )
-    raise overflow(place_of_output(journal, row), feature, raw, stored, dtype)
+    raise overflow(where_in_output(journal, row), feature, raw, stored, dtype)

@@ -1,4 +1,4 @@
-"""Stage of the order: the splits one after another, training rows first, shuffled with `shuffle=true`."""
+"""Phase of the order: the splits one after another, training rows first, shuffled with `shuffle=true`."""
 
 from configs.messages import shown
 from configs.preproc_schema import Mode

@@ -1,4 +1,4 @@
-"""Stage of the rows: those of the query are numbered and stored, without the bad ones, which are refused or kept apart."""
+"""Phase of the rows: those of the query are numbered and stored, without the bad ones, which are refused or kept apart."""
 
 from pathlib import Path
 
@@ -55,13 +55,9 @@ def _number_all(journal: Journal, path: Path) -> None:
     )
     staging.refuse_text_order(
         is_fit=journal.fitted is None,
-        is_its_query=journal.fitted is not None
-        and journal.fitted.query in (None, journal.table.query),
+        is_its_query=journal.fitted is not None and journal.fitted.query == journal.table.query,
     )
-    # What an earlier version fitted did not record its columns: those of these rows are not in its place.
-    is_known = journal.fitted is None or journal.fitted.text_columns is not None
-    if is_known:
-        staging.refuse_no_text()
+    staging.refuse_no_text()
     if journal.fitted is not None:
         refuse_other_numbers(staging.five, journal.fitted.five)
     journal.work.state["five"] = staging.five
@@ -79,7 +75,7 @@ def _number_all(journal: Journal, path: Path) -> None:
     if journal.config.mode is Mode.fit:
         for why in unserved:
             journal.progress.say(f"note: raw values cannot be served: {why}")
-    journal.work.state["is_text"] = staging.text_columns.as_json() if is_known else None
+    journal.work.state["is_text"] = staging.text_columns.as_json()
     journal.work.state["columns"] = staging.column_roles
     journal.work.state["absent"] = sorted(
         {*journal.table.row_numbers} - {*staging.table.row_numbers}
@@ -117,12 +113,12 @@ def _refuse_bad(journal: Journal) -> None:
     (row, file, reason), *_ = journal.engine.rows(
         "SELECT row_, file_, bad_ FROM all_ WHERE bad_ IS NOT NULL ORDER BY row_ LIMIT 1"
     )
-    where = _place(journal, row, file)
+    where = _where(journal, row, file)
     journal.work.forget()
     raise bad_row(where, reason, journal.table, is_fit=journal.config.mode is not Mode.transform)
 
 
-def _place(journal: Journal, row: int, file: int) -> str:
+def _where(journal: Journal, row: int, file: int) -> str:
     """Return the file of a row of `all_`, and its number in the file, from 1."""
     if journal.table.query:
         return f"the query's result, row {row + 1}"
@@ -131,13 +127,13 @@ def _place(journal: Journal, row: int, file: int) -> str:
     return f"{files[file].path}, row {row - first + 1}"
 
 
-def place_of_output(journal: Journal, row: int) -> str:
+def where_in_output(journal: Journal, row: int) -> str:
     """Return the file and the number in it of a row of the dataset, `rows_`."""
     for relation, before in (("rows_", "before_"), ("staged_", "all_row_")):
         if relation in journal.work.state["relations"]:
             ((row,),) = journal.engine.rows(f"SELECT {before} FROM {relation} WHERE row_ = {row}")
     ((file,),) = journal.engine.rows(f"SELECT file_ FROM all_ WHERE row_ = {row}")
-    return _place(journal, row, file)
+    return _where(journal, row, file)
 
 
 def write_bad(journal: Journal) -> None:

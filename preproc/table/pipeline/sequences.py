@@ -1,4 +1,4 @@
-"""Stage of the sequence groups: events and rows of each log in one line, user by user, oldest first.
+"""Phase of the sequence groups: events and rows of each log in one line, user by user, oldest first.
 
 `preproc/table/log_files.py` writes events and slices from one pass over it. What a row sees are the events of its user that
 stand in the line before the first one of the row's time; so neither its own event, nor one of the same time, nor a later
@@ -32,7 +32,7 @@ class _Lines:
     who: str
     time: str
     # conditions that a line with a user and a time is an event
-    passes: str
+    is_taken: str
     has_value: str
     found: Sequence[Lookup]
     numbers: Sequence[str]
@@ -44,7 +44,7 @@ class _Lines:
     def query(self) -> str:
         columns = [f"{self.out} AS out_", f"{self.who} AS who_", f"{self.time} AS time_"]
         columns += [f"{self.day} AS day_", "r.row_ AS place_"]
-        columns.append(f"({self.passes} AND {self.has_value}) AS item_")
+        columns.append(f"({self.is_taken} AND {self.has_value}) AS item_")
         for j, found in enumerate(self.found):
             columns += [f"{found.value} AS v{j}", f"{found.id} AS i{j}"]
         columns += [f"{number} AS m{j}" for j, number in enumerate(self.numbers)]
@@ -69,13 +69,13 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
     for _, feature in of:
         first, owner = features[feature.vocabulary_of or feature.name]
         known.append((owner, "" if owner.is_hashed else values_with_id(journal, first, owner)))
-    passes = [f"coalesce(r.past{past}_, false)"] * bool(log.filter and not log.source)
-    passes += ["coalesce(r.name_ = 'train', false)"] * (log.rows == "train")
+    is_taken = [f"coalesce(r.past{past}_, false)"] * bool(log.filter and not log.source)
+    is_taken += ["coalesce(r.name_ = 'train', false)"] * (log.rows == "train")
     rows = _Lines(
         f"(SELECT *, {split} AS name_ FROM staged_)",
         f"r.who{past}_",
         f"r.time{past}_",
-        " AND ".join(passes) or "true",
+        " AND ".join(is_taken) or "true",
         f"r.c{of[0][0]} IS NOT NULL",
         [
             values.look_up(f"c{i}", i, vocabulary, owner)
@@ -83,7 +83,7 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
         ],
         [f"r.event{past}_{j}_" for j in range(len(log.numbers))],
         "p.out_",
-        f"LEFT JOIN {_places(journal)} AS p ON r.row_ = p.before_",
+        f"LEFT JOIN {_dataset_rows(journal)} AS p ON r.row_ = p.before_",
     )
     texts = [look_up(f"r.c{j}", f"v{j}_", ids, owner) for j, (owner, ids) in enumerate(known)]
     events, lines = rows, [rows]
@@ -126,8 +126,8 @@ def sequence_group(of: EventLog | EventLists) -> SequenceGroup:
     return SequenceGroup(of.name, tuple(of.features), of.length, numbers, of.time_name)
 
 
-def _places(journal: Journal) -> str:
-    """Return the relation of the rows of the dataset, `out_`, and their places in `staged_`, `before_`."""
+def _dataset_rows(journal: Journal) -> str:
+    """Return the relation of the rows of the dataset, `out_`, and their row in `staged_`, `before_`."""
     before = "before_" if journal.work.state["rows_in"] == "rows_" else "row_"
     return f"(SELECT row_ AS out_, {before} AS before_ FROM rows_)"
 
@@ -137,8 +137,8 @@ def _counts(journal: Journal, events: _Lines) -> LogCounts:
     is_known = f"{events.who} IS NOT NULL AND {events.time} IS NOT NULL"
     reasons = [
         f"NOT ({is_known})",
-        f"{is_known} AND NOT ({events.passes})",
-        f"{is_known} AND {events.passes} AND NOT ({events.has_value})",
+        f"{is_known} AND NOT ({events.is_taken})",
+        f"{is_known} AND {events.is_taken} AND NOT ({events.has_value})",
     ]
     sums = ", ".join(
         f"CAST(coalesce(sum(CASE WHEN {reason} THEN 1 ELSE 0 END), 0) AS BIGINT)"

@@ -37,8 +37,8 @@ def count_changes(
         selected = ", ".join(f"CAST({count} AS BIGINT)" for count in counts)
         ((*found,),) = journal.engine.rows(f"SELECT {selected} FROM {rows_of(rows)}")
         summary = summaries[split]
-        for place, (_, feature) in enumerate(lists):
-            summary.lists[feature.name] = ListCounts(*found[4 * place : 4 * place + 4])
+        for index, (_, feature) in enumerate(lists):
+            summary.lists[feature.name] = ListCounts(*found[4 * index : 4 * index + 4])
         for (name, kind, _), count in zip(changes, found[4 * len(lists) :], strict=True):
             of_kind = summary.emptied if kind == "emptied" else summary.clipped
             of_kind[name] = of_kind.get(name, 0) + count

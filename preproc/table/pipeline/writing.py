@@ -1,4 +1,4 @@
-"""Stage of the writing: the files of all splits and vocabularies."""
+"""Phase of the writing: the files of all splits and vocabularies."""
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,14 +15,14 @@ from preproc.table.output_files import TableFiles, WrittenIds
 from preproc.table.pipeline.categoricals import EncodedFeature
 from preproc.table.pipeline.journal import Journal
 from preproc.table.pipeline.numericals import Numericals, write_numericals
-from preproc.table.pipeline.rows import place_of_output
+from preproc.table.pipeline.rows import where_in_output
 from preproc.table.pipeline.sequences import sequence_group
 from preproc.table.pipeline.summaries import count_changes, count_unseen
 
 
 @dataclass(frozen=True, slots=True)
 class Transformed:
-    """The rows of the dataset after the other stages."""
+    """The rows of the dataset after the other phases."""
 
     splits: dict[str, range]
     values: FeatureValues
@@ -45,7 +45,7 @@ def write_splits(
     for name in ("vocabulary", *splits):
         (dataset / name).mkdir(parents=True, exist_ok=True)
     with (
-        journal.progress.stage("write"),
+        journal.progress.phase("write"),
         TableFiles(journal.work, dataset, splits) as files,
         ThreadPoolExecutor(threads) as pool,
     ):
@@ -130,7 +130,7 @@ def _write_lists(journal: Journal, of: Transformed, files: TableFiles, number: i
 
     group = sequence_group(journal.table.event_lists[number])
 
-    def place(row: int) -> str:
-        return place_of_output(journal, row)
+    def where(row: int) -> str:
+        return where_in_output(journal, row)
 
-    write_lists(files, number, group, of.logs[group.name], place)
+    write_lists(files, number, group, of.logs[group.name], where)

@@ -20,7 +20,7 @@ from dataloading.dataset.durable_files import (
     append_line,
     clear_leftovers,
     cut_incomplete_line,
-    hold,
+    exclusive,
     lock_directory,
     new_output,
     partial_sibling,
@@ -227,8 +227,8 @@ def test_a_file_system_without_locks_raises_an_error_of_its_own(tmp_path, monkey
 HOLD = """
 import sys, time
 from pathlib import Path
-from dataloading.dataset.durable_files import hold
-with hold(Path(sys.argv[1]), "is writing it"):
+from dataloading.dataset.durable_files import exclusive
+with exclusive(Path(sys.argv[1]), "is writing it"):
     print(flush=True)
     time.sleep(600)
 """
@@ -241,14 +241,17 @@ def test_an_output_is_held_until_its_process_ends_and_names_it(tmp_path):
     )
     other.stdout.readline()
     message = f"process {other.pid} on {socket.gethostname()} is writing it; wait for it, or choose another output"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"), hold(root, "is writing it"):
+    with (
+        pytest.raises(ValueError, match=f"^{re.escape(message)}$"),
+        exclusive(root, "is writing it"),
+    ):
         pass
-    with hold(tmp_path / "new" / "other", "is writing it") as alone:
+    with exclusive(tmp_path / "new" / "other", "is writing it") as alone:
         assert alone
     other.kill()
     other.communicate()
     assert os.listdir(root.parent) == [".out.lock"]
-    with hold(root, "is writing it") as alone:
+    with exclusive(root, "is writing it") as alone:
         assert alone
         assert (
             root.parent / ".out.lock"
@@ -263,7 +266,7 @@ def test_whatever_a_lock_file_holds_the_message_is_one_short_line(tmp_path, text
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with (
         pytest.raises(ValueError, match="is writing") as refused,
-        hold(tmp_path / "out", "is writing"),
+        exclusive(tmp_path / "out", "is writing"),
     ):
         pass
     os.close(descriptor)
@@ -274,7 +277,7 @@ def test_whatever_a_lock_file_holds_the_message_is_one_short_line(tmp_path, text
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("elsewhere", path)])
 def test_a_lock_file_that_is_no_file_blocks_nothing_for_ever(tmp_path, make):
     make(tmp_path / ".out.lock")
-    with suppress(OSError), hold(tmp_path / "out", "is writing"):
+    with suppress(OSError), exclusive(tmp_path / "out", "is writing"):
         pass
     assert not (tmp_path / "elsewhere").exists()
 
@@ -284,7 +287,10 @@ def test_nothing_is_kept_out_without_locks(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with hold(tmp_path / "out", "is writing") as one, hold(tmp_path / "out", "is writing") as two:
+    with (
+        exclusive(tmp_path / "out", "is writing") as one,
+        exclusive(tmp_path / "out", "is writing") as two,
+    ):
         assert not one
         assert not two
     assert os.listdir(tmp_path) == []

@@ -78,7 +78,9 @@ def by_groups(monkeypatch) -> None:
 
 
 def same_columns(got, want) -> None:
-    for name in ("numerical", "labels", "values"):
+    for ours, theirs in zip(got.ids, want.ids, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for name in ("numerical", "labels"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
     for ours, theirs in zip(got.lengths, want.lengths, strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -239,8 +239,8 @@ def test_parquet_names_file_and_row_of_invalid_numbers(tmp_path, name, value):
     table = pq.read_table(path)
     numbers = table.column(name).to_numpy().astype(np.float64)
     numbers[7] = value
-    place = table.schema.names.index(name)
-    pq.write_table(table.set_column(place, name, pa.array(numbers)), path)
+    index = table.schema.names.index(name)
+    pq.write_table(table.set_column(index, name, pa.array(numbers)), path)
     source = open_dataset(FeatureSpec.load(root))
     with pytest.raises(ValueError, match=rf"'{name}' {value} at row 7 of .*part_0.parquet; want "):
         source.read("train", np.array([[0, ROWS]]))

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
 
 from dataloading.dataset import parquet, parquet_writer
@@ -161,7 +160,7 @@ def test_padding_rows_have_no_events(roots):
     lengths = batch.ids.lengths().view(len(FEATURES), -1)
     assert lengths[1, 2] == 0
     assert [len(numbers) for numbers in batch.events] == [lengths[1].sum()] * 2
-    moved = batch.in_one_memory().to(torch.device("cpu"))
+    moved = batch.at(batch.memory.clone())
     assert columns_of(moved) == columns_of(batch)
 
 

@@ -16,9 +16,9 @@ from dataloading.keys.kernels.hash_index import (
     cell_of,
     cells_for,
     fill,
+    home_cell,
     last_batches,
     look_up,
-    place_of,
     remove,
 )
 from dataloading.keys.kernels.layouts import Field
@@ -196,7 +196,7 @@ def test_removed_keys_leave_no_hole_in_the_index():
         fill(cells, entries, keys[:15], last, DRAWN)
         gone = keys[1:15][rng.permutation(14)[: min(left, 14)]]
         for key in gone:
-            remove(cells, entries, cell_of(cells, entries, key, place_of(key, 15, DRAWN)), DRAWN)
+            remove(cells, entries, cell_of(cells, entries, key, home_cell(key, 15, DRAWN)), DRAWN)
         slots = np.empty(15, np.int32)
         look_up(cells, entries, keys[:15], slots, DRAWN)
         expected = np.where(np.isin(keys[:15], gone), 0, np.arange(15))

@@ -33,9 +33,9 @@ class Gateway:
     def start(self) -> None:
         """Start the server and wait until it answers."""
         quiet = ("--no-banner", "--no-usage-report", "--metrics", "127.0.0.1:0")
-        places = ("--cache-dir", f"{self._root}/cache", "--log", f"{self._root}/gateway.log")
+        addresses = ("--cache-dir", f"{self._root}/cache", "--log", f"{self._root}/gateway.log")
         self._server = self._run(
-            "gateway", "--multi-buckets", *quiet, *places, self._volume, self.address
+            "gateway", "--multi-buckets", *quiet, *addresses, self._volume, self.address
         )
         log = self._root / "log"
         seen = log.stat().st_size

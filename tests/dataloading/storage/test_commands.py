@@ -19,8 +19,8 @@ from tests.helpers.composed import TINY
 from tests.helpers.datasets import write_clicks
 from tests.helpers.preproc_command import Refused, preproc
 from tests.helpers.runs import at_step, differences, killed_at, records, summary
-from tests.nn.test_stages import OPTIONS as DAY_OPTIONS
-from tests.nn.test_stages import days  # noqa: F401
+from tests.nn.test_next_day import OPTIONS as DAY_OPTIONS
+from tests.nn.test_next_day import days  # noqa: F401
 
 pytestmark = pytest.mark.doors
 
@@ -89,7 +89,7 @@ def test_days_continue_from_their_mirror_on_a_new_machine(bucket, days, tmp_path
 
     def command(number: int, mirror: str) -> list[str]:
         listed = ",".join(str(path) for path in days[:number])
-        return [*DAY_OPTIONS, f"days=[{listed}]", f"run_dir={run_dir}", "stage=next", mirror]
+        return [*DAY_OPTIONS, f"days=[{listed}]", f"run_dir={run_dir}", "day=next", mirror]
 
     mirror = f"checkpoint.mirror={bucket}/runs/days"
     assert run_command(*command(2, mirror)).exit_code == 0
@@ -118,7 +118,7 @@ def test_the_best_of_the_day_before_is_kept_on_a_new_machine(
     assert (first.exit_code, first.err) == (0, "")
     best = run_dir / "checkpoints" / "best"
     linked = os.readlink(best)
-    next_day = [*options, f"data.path={days[1]}", "stage=next"]
+    next_day = [*options, f"data.path={days[1]}", "day=next"]
     for step in (28, 34):
         # Twice before the evaluation of the second day; the second time on a machine without the files of the first.
         with monkeypatch.context() as patched:
@@ -139,14 +139,14 @@ def test_a_checkpoint_that_is_saved_again_replaces_the_mirrors(bucket, days, tmp
     shorter = run_command(*options, f"data.path={days[0]}", "train.max_steps=12")
     assert (shorter.exit_code, shorter.err) == (0, "")
     shutil.rmtree(run_dir)
-    next_day = run_command(*options, f"data.path={days[1]}", "stage=next")
+    next_day = run_command(*options, f"data.path={days[1]}", "day=next")
     assert (next_day.exit_code, next_day.err) == (0, "")
 
 
 def test_days_finish_a_commit_before_they_look_into_the_mirror(bucket, days, tmp_path):  # noqa: F811
     run_dir = tmp_path / "run"
     options = [*DAY_OPTIONS, f"run_dir={run_dir}", f"checkpoint.mirror={bucket}/runs/commit"]
-    named = [*options, f"days=[{days[0]}]", "stage=next"]
+    named = [*options, f"days=[{days[0]}]", "day=next"]
     assert run_command(*named).exit_code == 0
     checkpoints = run_dir / "checkpoints"
     last = f"step_{summary(run_dir)['steps']}"

@@ -72,8 +72,8 @@ def test_a_server_that_is_killed_and_started_again_gets_every_checkpoint(
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     options = [*OPTIONS, "train.epochs=4"]
     assert run_command(*options, f"data.path={root}", f"run_dir={whole}").exit_code == 0
-    places = ["data.path=s3://bucket/clicks", "checkpoint.mirror=s3://bucket/runs/a"]
-    run = [*options, *places, f"run_dir={run_dir}"]
+    addresses = ["data.path=s3://bucket/clicks", "checkpoint.mirror=s3://bucket/runs/a"]
+    run = [*options, *addresses, f"run_dir={run_dir}"]
     with monkeypatch.context() as patched:
         at_step(patched, 5, server.kill)  # while the checkpoint of step 4 is uploaded
         at_step(patched, 10, server.start)

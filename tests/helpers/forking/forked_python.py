@@ -184,8 +184,8 @@ def _execute(arguments: list[str]) -> None:
     installed = [entry for entry in sys.path if Path(entry).is_relative_to(sys.base_prefix)]
     installed += [entry for entry in sys.path if "site-packages" in entry]
     own = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
-    place = os.getcwd() if first in ("-c", "-m") else str(Path(first).resolve().parent)
-    sys.path[:] = [place, *own, *dict.fromkeys(installed)]
+    first_path = os.getcwd() if first in ("-c", "-m") else str(Path(first).resolve().parent)
+    sys.path[:] = [first_path, *own, *dict.fromkeys(installed)]
     # It looks for the user's modules beside itself, and may be another directory's.
     sys.modules.pop("main", None)
     # It knows the process that started the one which imported it.

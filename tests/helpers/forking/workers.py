@@ -165,10 +165,10 @@ def _work(
     tests = _next_file(files, queue)
     while tests:
         following = []
-        for place, item in enumerate(tests):
-            if place + 1 == len(tests):
+        for index, item in enumerate(tests):
+            if index + 1 == len(tests):
                 following = _next_file(files, queue)
-            next_item = (tests[place + 1 :] or following or [None])[0]
+            next_item = (tests[index + 1 :] or following or [None])[0]
             config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
         tests = following
 

@@ -30,8 +30,16 @@ TRAINER = {
     "loss_steps": 1,
     "test": {"step": 1, "test_auc": 0.5, "test_log_loss": None},
     "untrained_test_auc": None,
+    "restored_test_auc": None,
+    "best_metric": "auc",
+    "best_rows": {},
     "best_auc": 0.5,
     "best_step": 1,
+    "evals_since_best": 0,
+    "last_record": None,
+    "first_step": 0,
+    "other_days": {},
+    "ends_stage": True,
 }
 
 

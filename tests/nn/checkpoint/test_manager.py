@@ -28,7 +28,7 @@ from nn.checkpoint.directory import (
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.staging import StagingBuffer
 from nn.checkpoint.state import facts_of, restore
-from nn.tiers.staged_rows import StagedRows
+from nn.tiers.host_rows import HostRows
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.helpers.rank_processes import wait_until
@@ -118,7 +118,7 @@ def test_a_save_waits_for_the_previous_one(tmp_path, monkeypatch):
 
 def test_the_pause_is_all_the_time_that_training_stood_still(tmp_path, monkeypatch):
     """Without room for a copy it waits for the files. Tables on disk are flushed first, by a delta too."""
-    write_data, flush = DcpWriter.write_data, StagedRows.flush
+    write_data, flush = DcpWriter.write_data, HostRows.flush
 
     def write_slowly(self, plan, planner):
         time.sleep(SLOW_S)
@@ -132,7 +132,7 @@ def test_the_pause_is_all_the_time_that_training_stood_still(tmp_path, monkeypat
     small = ["data.synthetic.cardinalities=[5000,40,7,300,3000]", "train.batch_size=16"]
     on_disk = [
         *(*SHORT, *small, SAVING, "eval.batch_size=32", f"sharding.disk_path={tmp_path / 'disk'}"),
-        *("sharding.tables={cat_0: {tier: disk, cache: 0.04}}", "sharding.staged_gib=0.0001"),
+        *("sharding.tables={cat_0: {tier: disk, cache: 0.04}}", "sharding.read_ahead_gib=0.0001"),
     ]
 
     def saved(name: str, *overrides: str) -> list[dict]:
@@ -146,7 +146,7 @@ def test_the_pause_is_all_the_time_that_training_stood_still(tmp_path, monkeypat
         waited = saved("waited", *SHORT, SAVING)
     assert all(record["paused_s"] >= SLOW_S for record in waited)
     assert all("deltas_paused_s" not in record for record in waited)
-    monkeypatch.setattr(StagedRows, "flush", flush_slowly)
+    monkeypatch.setattr(HostRows, "flush", flush_slowly)
     deltas = "checkpoint.delta_every=2"
     for name, overrides in (("flushed", on_disk), ("with_deltas", [*on_disk, deltas])):
         flushed = saved(name, *overrides)

@@ -86,10 +86,13 @@ GROWN = {"cat_3": 140, "cat_4": 700}
         (1, SHARDING, {"cat_0": 490, "cat_4": 7}),
         (2, SHARDING, GROWN),
         (2, SHARDING.replace("column_wise", "{type: table_wise, exchange: least}"), GROWN),
+        (4, SHARDING, GROWN),
     ],
 )
 def test_a_delta_holds_the_rows_that_were_looked_up(tmp_path, world_size, sharding, grown):
-    options = (f"sharding.tables={{{sharding}}}",)
+    options = [f"sharding.tables={{{sharding}}}"]
+    # Two groups, of which the first writes.
+    options += ["sharding.group_size=2"] * (world_size == 4)
     if world_size == 1:
         write(tmp_path, options, grown)
     else:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from nn.embedding.id_blocks import IdBlock, IdCount, id_blocks
+from dataloading.dataset.batch_layout import IdCount
+from nn.embedding.id_blocks import IdBlock, id_blocks
 
 
 def fixed_blocks(hotness: Mapping[str, int], num_samples: int) -> dict[str, IdBlock]:

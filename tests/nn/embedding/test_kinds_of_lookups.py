@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from configs.schema import OptimizerConfig, OptimizerName
+from dataloading.dataset.batch_layout import NO_ID, IdCount
 from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.id_blocks import NO_ID, IdCount, id_blocks, with_positions
+from nn.embedding.id_blocks import id_blocks, with_positions
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup, Pooling
 from nn.embedding.optimizer import table_rule

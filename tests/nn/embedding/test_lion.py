@@ -88,8 +88,3 @@ def test_options_of_no_rule_are_refused_before_the_run():
     config = compose_config(*TINY, *LION, "optimizer.embedding_options={momentum: 0.9}")
     with pytest.raises(ValueError, match="lion has no option momentum"):
         check_optimizers(config)
-
-
-def test_lion_does_not_train_the_dense_component():
-    with pytest.raises(ValueError, match=r"optimizer.name=lion: lion trains tables only"):
-        OptimizerConfig(name="lion")

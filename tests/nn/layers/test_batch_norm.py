@@ -100,7 +100,7 @@ def test_ranks_together_are_torchs_batch_norm_of_one_process(world_size, shape):
     ranks = run_distributed(outcomes, world_size, batches, gradients)
     for index, wanted in enumerate(reference(batches, gradients)):
         parts = [rank[index] for rank in ranks]
-        whole = [torch.cat([part[place] for part in parts]) for place in (0, 1)]
+        whole = [torch.cat([part[number] for part in parts]) for number in (0, 1)]
         for part in parts:
             for ours, theirs in zip([*whole, *part[2:]], wanted, strict=True):
                 torch.testing.assert_close(ours, theirs.float(), **CLOSE)

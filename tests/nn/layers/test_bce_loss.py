@@ -26,9 +26,9 @@ def compare(device: str) -> None:
     labels = torch.randint(0, 2, (2003,)).float()
     logits[-1] = float("nan")
     results = []
-    for function, place in ((bce_loss_share, "cpu"), (fused_bce_loss_share, device)):
-        leaf = logits.to(place, copy=True).requires_grad_()
-        share = function(leaf, labels.to(place), 2002, 9000)
+    for function, where in ((bce_loss_share, "cpu"), (fused_bce_loss_share, device)):
+        leaf = logits.to(where, copy=True).requires_grad_()
+        share = function(leaf, labels.to(where), 2002, 9000)
         (share * 3).backward()
         results.append((share.detach().cpu(), leaf.grad.cpu()))
     for plain, fused in zip(*results, strict=True):

@@ -41,8 +41,8 @@ def test_one_query_attends_to_all_events_and_weighs_them_by_age():
     wanted = (torch.tensor([3.0, 2, 0]).softmax(0)[:, None, None] * v[:3]).sum(0)
     torch.testing.assert_close(found[0], wanted)
     assert not found[1].any()
-    by_place = ScoreBias(position=torch.tensor([[0.0, 1, 5]]).expand(2, 3))
-    found = attend_once(q, k, v, at, bias=by_place)
+    by_distance = ScoreBias(position=torch.tensor([[0.0, 1, 5]]).expand(2, 3))
+    found = attend_once(q, k, v, at, bias=by_distance)
     wanted = (torch.tensor([5.0, 5, 5, 1, 0]).softmax(0)[:, None, None] * v[4:9]).sum(0)
     torch.testing.assert_close(found[3], wanted)
 

@@ -58,7 +58,7 @@ def batch_of(rows, *, padding=0, weights=True, rates=True):
         num_valid=len(labels),
         weights=padded(weight, 0.0) if weights else None,
         keep_rates=padded(rate, 1.0) if rates else None,
-        ids={"user": SimpleNamespace(values=lambda: groups)},
+        feature=lambda _: SimpleNamespace(values=lambda: groups),
     )
     return padded(logits, math.nan), batch
 

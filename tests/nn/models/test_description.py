@@ -40,7 +40,7 @@ def test_all_models_are_tested():
 def test_a_model_is_built_again_from_its_description(name, two_labels, events, tmp_path):
     if name in OF_EVENTS:
         model = (f"model.name={name}", "model.item_features=[item,genre]", "model.embedding_dim=8")
-        overrides = [*model, f"data.path={events}"]
+        overrides = [*model, "model.sequence=history", f"data.path={events}"]
     else:
         overrides = PLAIN_CASES.get(name) or CASES[name].overrides(two_labels)
     config = compose_config(*overrides, "model.embedding_init=0.5")

@@ -93,6 +93,61 @@ def test_the_mean_is_the_tables_own():
     assert not isinstance(build_dense(options, SPEC), WithPooledEvents)
 
 
+@pytest.mark.parametrize("how", [EventPooling.sum, EventPooling.mean])
+def test_weights_of_events_weigh_their_vectors_and_gradients(how):
+    weights = {"event_weights": {"history": "hist_rating"}, "sequence_pooling": how}
+    options = find_options("deepfm")(name="deepfm", embedding_dim=D, **weights)
+    model = build_dense(options, SPEC).double()
+    data, declared = Data.of(SPEC), declared_tables(options, SPEC)
+    random = torch.Generator().manual_seed(3)
+    for table in declared:
+        shape = table.num_embeddings, table.embedding_dim
+        rows = torch.randn(shape, generator=random, dtype=torch.float64)
+        data.tables[table.name] = rows.requires_grad_()
+    data.numbers["hist_rating"][1] = [0.0] * len(data.numbers["hist_rating"][1])
+    handed = {table.name for table in declared if table.pooling.name == "NONE"}
+    assert handed == {
+        f"{prefix}{name}" for name in ("item", "kind", "hist_action") for prefix in ("", "weight_")
+    }
+    seen = []
+    model.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    model.eval()(data.numerical, data.embeddings(declared))
+    (found,) = seen
+    found = found if torch.is_tensor(found) else found.matrix()
+    columns = 0
+    for table in declared:
+        weight, width = data.tables[table.name], table.embedding_dim
+        for of in table.feature_names:
+            if of.startswith("hist_"):
+                plain = torch.stack(
+                    [
+                        (torch.tensor(w).view(-1, 1) * weight[ids]).sum(0)
+                        / (1 if how is EventPooling.sum else sum(w) or 1)
+                        for w, ids in zip(data.numbers["hist_rating"], data.ids[of], strict=True)
+                    ]
+                )
+                pooled = found[:, columns : columns + width].double()
+                torch.testing.assert_close(pooled, plain, rtol=1e-6, atol=1e-6)
+                pair = [
+                    torch.autograd.grad(x.square().sum(), weight, retain_graph=True)[0]
+                    for x in (pooled, plain)
+                ]
+                torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
+            columns += width
+
+
+def test_a_negative_weight_has_no_result():
+    weights = {"event_weights": {"history": "hist_rating"}}
+    options = find_options("deepfm")(name="deepfm", embedding_dim=D, **weights)
+    model, data = build_dense(options, SPEC).double().eval(), Data.of(SPEC)
+    declared = declared_tables(options, SPEC)
+    for table in declared:
+        data.tables[table.name] = torch.ones(table.num_embeddings, table.embedding_dim).double()
+    data.numbers["hist_rating"][-1][0] = -0.5
+    is_lost = model(data.numerical, data.embeddings(declared)).isnan()
+    assert is_lost.tolist() == [False] * (B - 1) + [True]
+
+
 SHARED = replace(
     spec_of(feature("item"), feature("past", 50, None, "item"), feature("tags", 50, None, "item")),
     sequences=(SequenceGroup("history", ("past",), 5),),
@@ -108,6 +163,22 @@ REFUSALS = {
         "sequence group, or give it a table of its own",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"event_weights": {"past": "w"}}, "model.event_weights names 'past', which the dataset lacks; it has history"),
+        ({"event_weights": {"cart": "w"}}, "model.event_weights.cart names 'w', which the dataset lacks; it has none"),
+        (
+            {"event_weights": {"history": "hist_rating"}, "sequence_pooling": EventPooling.last},
+            "model.event_weights weighs sums and means, and model.sequence_pooling=last is none",
+        ),
+    ],
+)  # fmt: skip
+def test_weights_that_are_missing_are_refused(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_model(find_options("deepfm")(name="deepfm", **changes), SPEC)
 
 
 @pytest.mark.parametrize(("spec", "message"), REFUSALS.values(), ids=REFUSALS)

@@ -40,6 +40,7 @@ from nn.models.options import (
     PLEOptions,
     RankMixerOptions,
     SharedBottomOptions,
+    STAROptions,
     WideDeepOptions,
     WuKongOptions,
     XDeepFMOptions,
@@ -48,6 +49,7 @@ from nn.models.pepnet import PEPNet
 from nn.models.ple import PLE
 from nn.models.rankmixer import RankMixer
 from nn.models.shared_bottom import SharedBottom
+from nn.models.star import STAR
 from nn.models.wide_deep import WideDeep
 from nn.models.wukong import WuKong
 from nn.models.xdeepfm import XDeepFM
@@ -294,6 +296,17 @@ CASES = {
         [D] * F,
         {"tasks": 2, "domain": [1], "prior": [3, 0]},
     ),
+    "star": Case(
+        "star",
+        lambda: STAR(
+            STAROptions(
+                embedding_dim=D, domain="I1", domains=3, hidden=[7, 5], auxiliary_hidden=[6]
+            ),
+            sized_spec(N, F, 2),
+        ),
+        [D] * F,
+        {"tasks": 2, "domain": 1},
+    ),
     "cgc": Case(
         "ple", of_tasks(PLE, PLEOptions, 2, **{**LEVELS, "levels": 1}), [D] * F, {"tasks": 2}
     ),
@@ -337,6 +350,8 @@ def inputs_of(case: Case, size: int = B) -> tuple[torch.Tensor, list[torch.Tenso
     numerical = torch.randn(size, case.num_numerical, generator=generator)
     if case.plain.get("length") is not None:
         numerical[:, case.plain["length"]] = torch.tensor([0, L, 1, 4, 2] * 9)[:size].float()
+    if case.name == "star":
+        numerical[:, case.plain["domain"]] = torch.tensor([0, 2, 0, 1, 2, 2, 0] * 9)[:size].float()
     return numerical, [torch.randn(size, width, generator=generator) for width in case.widths]
 
 
@@ -360,6 +375,14 @@ def test_logits_and_gradients_equal_the_plain_formula(case):
     for name, gradient, right in zip(names, gradients, expected, strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-6, atol=1e-6, msg=f"gradient of {name}")
         assert right.any() or "attention.layers.2.bias" in name, f"{name} is not used"
+
+
+def test_a_row_of_an_unknown_domain_has_no_score():
+    model = built(CASES["star"]).eval()
+    numerical, lookups = inputs_of(CASES["star"])
+    numerical[1, 1], numerical[3, 1] = 3, 0.5
+    is_lost = model(numerical, torch.cat(lookups, 1)).isnan()
+    assert is_lost.tolist() == [[False] * 2, [True] * 2, [False] * 2, [True] * 2, [False] * 2]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -21,6 +21,7 @@ from dataloading.dataset.sequences import SequenceGroup
 from nn.embedding.declared_tables import embedding_columns, hands_out_rows
 from nn.layers.mlp import MLP
 from nn.models.features import suggested_columns
+from nn.models.numerical_features import encoded_spec
 from nn.models.options import DLRMOptions
 from nn.models.registry import (
     build_dense,
@@ -50,6 +51,7 @@ CRITEO = spec_of(
 ON_CRITEO: dict[str, dict[str, Any]] = {
     "din": {"item_features": ["C1"], "history_features": ["C2"], "history_length": None},
     "pepnet": {"domain_features": ["C1"], "prior_features": ["C2", "C3"]},
+    "star": {"domain": "I1"},
 }
 HISTORY = {"item_features": ["item"], "history_features": ["history"]}
 
@@ -72,7 +74,9 @@ CRITEO_EVENTS = replace(
     ),
     sequences=(SequenceGroup("history", ("C2",), 100),),
 )
-OF_EVENTS = [name for name, kind in OPTIONS.items() if getattr(kind(), "sequence", None)]
+OF_EVENTS = [
+    name for name, kind in OPTIONS.items() if name != "din" and hasattr(kind(), "sequence")
+]
 ON_CRITEO |= {name: {"item_features": ["C1"]} for name in OF_EVENTS}
 
 
@@ -237,6 +241,7 @@ OTHER_VALUES: dict[str, Any] = {
     "token_dim": 32,
     "active_experts": 0.5,
     "domain_features": ["item"],
+    "domain": "history_length",
     "prior_features": ["item"],
     "feature_order": ["kinds", "age"],
     "sequence": "kinds",
@@ -251,17 +256,29 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dcnv2": BOTTOM,
     "din": HISTORY,
     "pepnet": {"domain_features": ["kind"], "prior_features": ["user"]},
+    "star": {"domain": "age"},
     "wide_deep.deep_features": {"wide_features": ["kind", "kinds"]},
     "rankmixer.active_experts": {"experts": 2},
     "masknet.hidden": {"structure": "parallel"},
-    **{name: {"item_features": ["item"], "embedding_dim": 20} for name in OF_EVENTS},
+    **{
+        name: {"item_features": ["item"], "sequence": "history", "embedding_dim": 20}
+        for name in OF_EVENTS
+    },
     "transact.recent": {"recent": 2},
     "sim.found": {"found": 2},
     "sim.recent": {"recent": 2},
     "sim.search": {"found": 1},
     "sim.hash_bits": {"search": "hash", "found": 1},
-    "onetrans": {"item_features": ["item"], "token_dim": 40},
-    "hstu": {"item_features": ["item"], "width": 8, "input_hidden": 8, "layers": 1, "positions": 9},
+    **{f"{name}.numerical_size": {"numerical_encoding": "buckets"} for name in MODELS},
+    "onetrans": {"item_features": ["item"], "sequence": "history", "token_dim": 40},
+    "hstu": {
+        "item_features": ["item"],
+        "sequence": "history",
+        "width": 8,
+        "input_hidden": 8,
+        "layers": 1,
+        "positions": 9,
+    },
 }
 # What changes with an option.
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -276,7 +293,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
 
 # Rows that a table hands out are float32; what hstu computes once changes nothing, and other options need numbers of events.
 # Tests of their own show these.
-ELSEWHERE = {(name, "embedding_dtype") for name in OF_EVENTS} | {
+ELSEWHERE = {(name, "embedding_dtype") for name in OF_EVENTS}
+ELSEWHERE |= {(name, "numerical_sigma") for name in MODELS}  # of initial weights alone
+ELSEWHERE |= {
     ("hstu", name)
     for name in (
         "action",
@@ -312,9 +331,10 @@ def of_each_option() -> Iterator[tuple[str, str, Any]]:
                     for below in fields(default)
                     for value in changed(getattr(default, below.name))
                 )
-            # The pooling of events has tests of its own.
+            # The pooling of events and vectors of files have tests of their own.
             elif (
-                item.name not in ("name", "sequence_pooling") and (name, item.name) not in ELSEWHERE
+                item.name not in ("name", "sequence_pooling", "event_weights", "pretrained")
+                and (name, item.name) not in ELSEWHERE
             ):
                 other = OTHER_VALUES.get(item.name)
                 values = [other] if item.name in OTHER_VALUES else changed(default)
@@ -413,6 +433,16 @@ REFUSALS = {
         {"domain_features": ["page"], "prior_features": ["user"]},
         "model.domain_features names 'page', which the dataset lacks; it has user, item, history, kind",
     ),
+    "no number of a domain": (
+        "star",
+        {},
+        "model.name=star needs model.domain, the numerical feature with the number of a row's domain; name one of ",
+    ),
+    "a number of a domain that is not there": (
+        "star",
+        {"domain": "page"},
+        "model.domain names 'page', which the dataset lacks; it has ",
+    ),
     "no prior": (
         "pepnet",
         {"domain_features": ["kind"]},
@@ -421,8 +451,8 @@ REFUSALS = {
     "no history": (
         "din",
         {},
-        "model.name=din needs a history per item feature, got model.item_features=[] and model.history_features=[]; name "
-        "features of user, item, history, kind",
+        "model.name=din reads a sequence group, and the dataset has none; make one by table.sequence, or set "
+        "model.history_features",
     ),
     "an item without a history": (
         "din",
@@ -495,3 +525,16 @@ def test_histories_of_different_lengths_are_refused():
         ValueError, match="history 'old' has 3 positions and 'new' 4; all must be equal"
     ):
         declared_tables(options_of("din", **options), spec)
+
+
+def test_numbers_that_an_option_names_are_not_encoded():
+    options = options_of("din", **HISTORY, numerical_encoding="periodic", embedding_dim=4)
+    assert encoded_spec(options, PAIRS).numerical == (
+        "history_length",
+        *(f"age.{column}" for column in range(4)),
+    )
+    without = spec_of(*PAIRS.categorical, numerical=("history_length",))
+    with pytest.raises(
+        ValueError, match="the dataset has no numerical feature to encode; leave it"
+    ):
+        build_meta(options, without)

@@ -1,5 +1,6 @@
 """The models beside DLRM and DCNv2, trained: one and two ranks against plain PyTorch, plans, memory, resuming and export."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.helpers.composed import build, compose_config, losses_of_cases, ranks
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import NUM_STEPS, ON_GPU, worlds
 from tests.helpers.runs import stored_bytes, summary
-from tests.plain_models import LOSSES, PLAIN, bce, pooled
+from tests.plain_models import LOSSES, PLAIN, bce, encoded, pooled
 
 STEPS = 3
 DATA = [
@@ -189,6 +190,70 @@ CASES = {
         ],
         {"tasks": 2, "domain": [3], "prior": [0, 1]},
     ),
+    "deepfm of widths": Case(
+        "deepfm",
+        ["embedding_dim=8", "hidden=[8]", "dropout=0", "embedding_dims={kind:3,page:16}"],
+        layout="sharding.tables={kind:row_wise,page:column_wise}",
+    ),
+    "shared_bottom of periodic numbers": Case(
+        "shared_bottom",
+        [
+            "hidden=[8,6]",
+            "tower_hidden=[5]",
+            "embedding_dim=4",
+            "numerical_encoding=periodic",
+            "numerical_size=3",
+        ],
+        {"tasks": 2},
+    ),
+    "wide_deep of buckets": Case(
+        "wide_deep",
+        [
+            "embedding_dim=4",
+            "hidden=[8]",
+            "dropout=0",
+            "numerical_encoding=buckets",
+            "numerical_size=3",
+        ],
+        {"num_wide": 5},
+    ),
+    "autoint of buckets": Case(
+        "autoint",
+        [
+            "embedding_dim=4",
+            "layers=2",
+            "head_dim=4",
+            "hidden=[6]",
+            "numerical_encoding=buckets",
+            "numerical_size=3",
+        ],
+        {"heads": 2},
+    ),
+    "din of widths": Case(
+        "din",
+        [
+            "embedding_dim=4",
+            "item_features=[item]",
+            "history_features=[items]",
+            "history_length=null",
+            "attention_hidden=[6]",
+            "hidden=[8]",
+            "embedding_dims={item:6}",
+        ],
+        {"pairs": 1, "length": None},
+        HISTORY,
+    ),
+    "star of two tasks": Case(
+        "star",
+        [
+            "embedding_dim=4",
+            "hidden=[6,5]",
+            "auxiliary_hidden=[5]",
+            "domain=num_2",
+            "domains=3",
+        ],
+        {"tasks": 2, "domain": 2},
+    ),
     "rankmixer of experts": Case("rankmixer", [*MIXER, "experts=3"], {"experts": 3, "tasks": 2}),
 }
 
@@ -225,9 +290,9 @@ def write_two_labels(root: Path) -> Path:
                 for name, (size, hotness) in sizes.items()
             }
             labels = np.stack([ids["user"] % 2, ids["kind"] % 3 == 0], axis=1)
-            dataset[split].append(
-                numerical=generator.normal(size=(rows, 3)), labels=labels, ids=ids
-            )
+            numerical = generator.normal(size=(rows, 3))
+            numerical[:, 2] = ids["item"][:, 0] % 3  # the number of a domain
+            dataset[split].append(numerical=numerical, labels=labels, ids=ids)
     return root
 
 
@@ -249,11 +314,13 @@ def train_both(case: Case, two_labels: Path, num_steps: int = STEPS) -> Trained:
     plain_losses = []
     for numerical, labels, ids in batches:
         lookups = [
-            pooled(copies[table.name][ids[feature]], table.pooling.name.lower())
+            pooled(projected(table.name, ids[feature], copies), table.pooling.name.lower())
             for table in tables
             for feature in table.feature_names
         ]
-        dense = {name: copies[name] for name in parameters}
+        dense = {name.removeprefix("model."): copies[name] for name in parameters}
+        if "numbers.first" in dense:
+            numerical = torch.cat(encoded(dense, "numbers", numerical), 1)
         if case.name in LOSSES:
             loss = LOSSES[case.name](dense, numerical, lookups, labels, **case.plain)
         else:
@@ -267,6 +334,12 @@ def train_both(case: Case, two_labels: Path, num_steps: int = STEPS) -> Trained:
     after = {shard.table: shard.weight for shard in built.step.tables.shards()} | parameters
     built.step.close()
     return Trained(losses, after, plain_losses, copies)
+
+
+def projected(table: str, ids: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """Return rows of a table [B, L, D], projected if the model has a projection of it."""
+    rows, key = weights[table][ids], f"projections.{table}.weight"
+    return rows @ weights[key].T if key in weights else rows
 
 
 def ids_of(batch) -> dict[str, Tensor]:
@@ -311,6 +384,35 @@ def two_ranks(two_labels) -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_plain_pytorch(trained, two_ranks, name):
     np.testing.assert_allclose(two_ranks[name], trained[name].plain_losses, rtol=1e-6, atol=1e-6)
+
+
+def extra_losses_of(overrides: list[str]) -> tuple[float, dict[str, float], float]:
+    """Return the loss of one step, the further losses that its record has, and the penalties of this rank's routers."""
+    with ranks_of_cpu():
+        built = build(compose_config(*overrides))
+        (loss,) = built.train(0, 1)
+        logged = built.step.extra_losses()
+        routers = [block.router for block in built.step.dense.blocks]
+        share = sum(router.penalty().item() for router in routers)
+        built.step.close()
+    return loss, logged, share
+
+
+def test_further_losses_are_logged_as_sums_over_ranks(two_labels, tmp_path):
+    case = CASES["rankmixer of experts"].overrides(two_labels)
+    loss, logged, share = extra_losses_of(case)
+    assert logged == {"extra_loss.router": pytest.approx(share, rel=1e-6)}
+    both = run_distributed(extra_losses_of, 2, case)
+    assert share == pytest.approx(sum(own for *_, own in both), rel=1e-5)
+    for loss_there, logged_there, _ in both:
+        assert loss_there == pytest.approx(loss, rel=1e-6)
+        assert logged_there == {"extra_loss.router": pytest.approx(share, rel=1e-5)}
+    command = [*case, f"run_dir={tmp_path / 'run'}", "train.max_steps=2", "log.every=1"]
+    assert run_command(*command).exit_code == 0
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    found = [record["extra_loss.router"] for record in map(json.loads, lines) if "loss" in record]
+    assert len(found) == 2
+    assert found[0] == pytest.approx(share, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -358,6 +460,10 @@ def test_captured_steps_equal_launched_ones_and_plain_pytorch(
         "xdeepfm",
         "esmm",
         "pepnet of two tasks",
+        "deepfm of widths",
+        "star of two tasks",
+        "shared_bottom of periodic numbers",
+        "autoint of buckets",
     ],
 )
 def test_the_model_is_planned_with_its_memory(name, two_labels):
@@ -374,7 +480,17 @@ def test_the_model_is_planned_with_its_memory(name, two_labels):
 
 
 # Tables of two widths, without pooling, of two tasks, and with a layer's own state.
-@pytest.mark.parametrize("name", ["wide_deep", "din", "rankmixer of experts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wide_deep",
+        "din",
+        "rankmixer of experts",
+        "star of two tasks",
+        "deepfm of widths",
+        "autoint of buckets",
+    ],
+)
 def test_a_run_resumes_bit_by_bit_and_exports_its_tables(name, two_labels, tmp_path):
     case = CASES[name]
     for run, steps in (("complete", [4]), ("resumed", [2, 4])):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import yaml
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from nn.models.description import describe_model
 from nn.models.hstu import HSTU
 from nn.models.registry import build_meta, check_model, model_options
 from nn.ops.hstu_attention import may_see
+from tests.helpers.command import ROOT
 from tests.helpers.composed import losses_of_cases
 from tests.helpers.distributed import run_distributed
 from tests.helpers.specs import feature, spec_of
@@ -47,6 +49,7 @@ OPTIONS = {
     "time_buckets": 100,
     "input_dropout": 0.0,
     "dropout": 0.0,
+    "attention_norm": "batch_max",
 }
 RESEARCH = {"silu_all": True, "concat": False, "relative_bias": True}
 ACTIONS = [0, 1, 2, 3, 4, 5, 6, 7, 8]
@@ -228,20 +231,10 @@ def test_logits_and_gradients_are_those_of_the_formulas(num_candidates, num_task
 
 
 def test_the_published_model_has_its_size():
-    options = options_of(
-        **{
-            "embedding_dim": 512,
-            "item_features": ["item", "artist", "album"],
-            "input_hidden": 256,
-            "width": 512,
-            "layers": 3,
-            "heads": 4,
-            "head_dim": 128,
-            "positions": 8192,
-            "time_buckets": 2048,
-        },
-    )
+    experiment = yaml.safe_load((ROOT / "configs/experiment/hstu_mlperf.yaml").read_text())
     items = [*ITEMS, "album"]
+    names = {"name": OPTIONS["name"], "item_features": items, "hour": "hour"}
+    options = options_of(**experiment["model"] | names | {"time_buckets": 2048})
     spec = spec_of(
         *(feature(f"cross_{number}") for number in range(8)),
         *(feature(name) for name in items),

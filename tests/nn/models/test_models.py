@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch import nn
 from configs.built_in import MODELS
 from configs.option_values import plain_values
 from configs.overrides import WrittenOption
-from dataloading.batch import Batch, jagged
+from dataloading.batch import Batch
+from dataloading.dataset.batch_layout import BatchLayout
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.synthetic import SyntheticSource
@@ -75,19 +77,12 @@ STRUCTURES = [("dlrm", STACKED), *(("dcnv2", structure) for structure in CrossSt
 def batch_of(spec, size=6):
     """Return a one-hot batch."""
     generator = torch.Generator().manual_seed(0)
-    ids = [
-        torch.randint(0, f.cardinality, (size,), generator=generator, dtype=torch.int32)
-        for f in spec.categorical
-    ]
-    keys = [f.name for f in spec.categorical]
-    lengths = torch.ones(size * len(keys), dtype=torch.int32)
-    return Batch(
-        numerical=torch.randn(size, len(spec.numerical), generator=generator),
-        labels=torch.zeros(size),
-        ids=jagged(keys, torch.cat(ids), lengths, None, [size] * len(keys)),
-        num_valid=size,
-        global_valid=size,
-    )
+    layout = BatchLayout.of(spec, size)
+    batch = Batch(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout, size, size)
+    for feature in spec.categorical:
+        batch.feature(feature.name).values().random_(feature.cardinality, generator=generator)
+    batch.numerical.normal_(generator=generator)
+    return batch
 
 
 def model_of(config, spec=SPEC):
@@ -206,16 +201,21 @@ def test_a_parallel_structure_without_hidden_layers_is_refused():
 def test_ids_are_found_by_feature_name():
     model = model_of(config_of("dlrm"))
     batch = batch_of(SPEC)
-    wanted = model(batch)
-    batch.ids = batch.ids.permute([2, 0, 1])
-    torch.testing.assert_close(model(batch), wanted)
+    other = batch_of(replace(SPEC, categorical=SPEC.categorical[::-1]))
+    other.numerical.copy_(batch.numerical)
+    for feature in SPEC.categorical:
+        other.feature(feature.name).values().copy_(batch.feature(feature.name).values())
+    torch.testing.assert_close(model(other), model(batch))
 
 
 def test_bags_are_summed_and_empty_bags_are_zero():
     spec = spec_of("a", num_numerical=0)
+    ragged = replace(spec.categorical[0], hotness=None, mean_hotness=3)
     model = RankingModel(declared_tables(config_of("dcnv2"), spec), nn.Identity())
-    batch = batch_of(spec, 2)
-    batch.ids = jagged(["a"], torch.tensor([1, 2, 2]), torch.tensor([3, 0]), None, [3])
+    layout = BatchLayout.of(replace(spec, categorical=(ragged,)), 2)
+    batch = Batch(torch.zeros(layout.num_bytes, dtype=torch.uint8), layout, 2, 2)
+    batch.flat_ids[:3] = torch.tensor([1, 2, 2])
+    batch.flat_ids[-2] = 3
     pooled = model.embeddings(batch)
     weight = model.tables["a"]
     torch.testing.assert_close(pooled[0], weight[1] + 2 * weight[2])
@@ -369,7 +369,8 @@ def deepfm_of_a_user(folder: Path) -> None:
         (["model.name=masknet", "model.batch_norm=true"], "model.batch_norm is an option of dlrm, dcnv2,"),
         (["model.name=wukong", "model.batch_norm=true"], "and model.name=wukong has none of this name"),
         (["model.name=din", "model.batch_norm=true"], "and model.name=din has none of this name"),
-        (["model.embedding_dims={cat_0: 64}"], "model.embedding_dims.cat_0 is an option of embedding_mlp, and"),
+        (["model.numerical_size=8"], "model.numerical_size has no effect: model.numerical_encoding=plain"),
+        (["model.pooling=mean"], "model.pooling is an option of embedding_mlp, and"),
         (["experiment=deepfm_criteo", "model.top_mlp=[8,1]"], "and model.name=deepfm has none of this"),
         (["model.name=masknet", "model.hidden=[8]"], "model.hidden has no effect: the hidden layers are those"),
         (["model.top_mlp=[1]", "model.dropout=0.1"], "model.dropout has no effect: the model has no hidden"),

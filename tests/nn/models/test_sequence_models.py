@@ -279,8 +279,8 @@ def transact(p: Parameters, of: Sample, *, recent: int, outputs: int, heads: int
         ages = None if of.ages is None else of.ages[-recent:]
         kinds = {"residual": "post_norm", "causal": False, "activation": torch.relu}
         x = transformer(p, x, ages, heads=heads, **kinds)
-        for place in range(min(outputs, len(x))):
-            last[place] = x[-1 - place]
+        for position in range(min(outputs, len(x))):
+            last[position] = x[-1 - position]
         last[-1] = torch.stack([column.max() for column in x.T])
         mean = of.events.mean(0)
     last[-1] = linear(p, "maximum", last[-1][None])[0]
@@ -294,21 +294,21 @@ def onetrans(p: Parameters, of: Sample, *, tokens: int, heads: int = 4) -> Tenso
     def of_token(name: str, token: int, x: Tensor) -> Tensor:
         return x @ p[f"{name}.weight"][token] + p[f"{name}.bias"][token, 0]
 
-    places = {f"tokens.{key[7:]}": value for key, value in p.items() if key.startswith("places.")}
+    own = {f"tokens.{key[7:]}": value for key, value in p.items() if key.startswith("places.")}
     read = replace(of, events=linear(p, "events", of.events))
     features = linear(p, "features", torch.cat([of.item, of.others])[None])[0].chunk(tokens)
-    x = [*event_tokens(places, read), *features]
+    x = [*event_tokens(own, read), *features]
     first = len(of.events)
     for number in range(sum(key.endswith("token_attended.weight") for key in p)):
         name = f"blocks.{number}"
         is_last = f"{name}.hidden.weight" not in p
         projected = []
-        for place, vector in enumerate(x):
+        for position, vector in enumerate(x):
             normed = rms(f"{name}.attention_norm", vector)
-            if place < first:
+            if position < first:
                 projected.append(linear(p, f"{name}.projections", normed[None])[0])
             else:
-                projected.append(of_token(f"{name}.token_projections", place - first, normed))
+                projected.append(of_token(f"{name}.token_projections", position - first, normed))
         q, k, v = torch.stack(projected).chunk(3, 1)
         mask = torch.full((len(x), len(x)), -math.inf, dtype=q.dtype).triu(1)
         found = []
@@ -318,18 +318,18 @@ def onetrans(p: Parameters, of: Sample, *, tokens: int, heads: int = 4) -> Tenso
             scores = one @ other.T / math.sqrt(one.shape[1]) + mask
             found.append(torch.softmax(scores, 1) @ values)
         attended = torch.cat(found, 1)
-        for place in range(first if is_last else 0, len(x)):
-            vector, token = attended[place], place - first
+        for position in range(first if is_last else 0, len(x)):
+            vector, token = attended[position], position - first
             if token < 0:
-                z = x[place] + linear(p, f"{name}.attended", vector[None])[0]
+                z = x[position] + linear(p, f"{name}.attended", vector[None])[0]
                 hidden = linear(p, f"{name}.hidden", rms(f"{name}.network_norm", z)[None])
-                x[place] = z + linear(p, f"{name}.output", gelu(hidden))[0]
+                x[position] = z + linear(p, f"{name}.output", gelu(hidden))[0]
                 continue
-            z = x[place] + of_token(f"{name}.token_attended", token, vector)
+            z = x[position] + of_token(f"{name}.token_attended", token, vector)
             network = f"{name}.token_network"
             hidden = rms(f"{name}.network_norm", z) @ p[f"{network}.up"][token]
             hidden = gelu(hidden + p[f"{network}.up_bias"][token, 0])
-            x[place] = (
+            x[position] = (
                 z + hidden @ p[f"{network}.down"][token] + p[f"{network}.down_bias"][token, 0]
             )
     return mlp(p, "top", torch.cat(x[first:])[None])[0, 0]
@@ -612,7 +612,8 @@ def test_what_does_not_fit_is_refused_on_one_line(options, message):
     if "heads" in options:
         without = tuple(of for of in SHARED.categorical if of.name != "tags")
         spec = replace(SHARED, categorical=without)
-    typed = find_options("bst")(**{"name": "bst", "item_features": ["item"], **options})
+    given = {"name": "bst", "sequence": "history", "item_features": ["item"]}
+    typed = find_options("bst")(**given | options)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         check_model(typed, spec)
     assert "\n" not in str(error.value)

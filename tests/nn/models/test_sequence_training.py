@@ -48,7 +48,10 @@ OPTIONS |= {
     "dcnv2": ["bottom_mlp=[8]", "top_mlp=[8,1]", "sequence_pooling=attention"],
     "deepfm": ["hidden=[8]", "sequence_pooling=last"],
     "wide_deep": ["hidden=[8]", "sequence_pooling=mean"],
+    "masknet": ["blocks=[8]", "event_weights={history:hist_rating}"],
+    "finalmlp": ["hidden_1=[8]", "hidden_2=[8]", "gate_hidden=[8]", "heads=2"],
 }
+OPTIONS["finalmlp"] += ["sequence_pooling=mean", "event_weights={history:hist_rating}"]
 # The longest sample of a batch is another on two ranks, and in its parts.
 OPTIONS["hstu"] = ["width=8", "input_hidden=4", "layers=2", "head_dim=4", "attention_norm=capacity"]
 CHUNKS = "train.accumulate=3"

@@ -263,8 +263,8 @@ def test_the_head_tells_versions_that_exist_and_the_devices():
 def test_the_head_tells_the_gpus():
     console = console_of(120)
     gpus = {"gpu": "NVIDIA H200", "gpu_driver": "580.65", "world_size": 16, "num_hosts": 2}
-    places = [{"numa_node": gpu // 4, "peers": []} for gpu in range(8)]
-    print_header(console, ENVIRONMENT | gpus | {"gpus": places}, {})
+    nodes = [{"numa_node": gpu // 4, "peers": []} for gpu in range(8)]
+    print_header(console, ENVIRONMENT | gpus | {"gpus": nodes}, {})
     assert "16 x NVIDIA H200 on 2 hosts, driver 580.65, 2 CPU cores" in printed(console)
     assert "GPUs      NUMA node 0: GPU 0-3, 1: GPU 4-7; no peer access (first host)" in printed(
         console

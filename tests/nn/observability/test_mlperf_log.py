@@ -15,10 +15,12 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.rcp_checker import rcp_checker
 
 from configs.schema import Config
-from nn.observability.mlperf_log import settings_of
+from nn.observability.mlperf_log import MlperfLog, now_ms, settings_of
 from nn.run import run
+from nn.training.limits import EvalSteps
 from tests.helpers.command import ROOT
 from tests.helpers.composed import compose_config
+from tests.helpers.preproc_command import preproc
 from tests.helpers.runs import jsonl, killed_at
 
 # 128 steps of 64 rows; an evaluation after every sixth or seventh.
@@ -48,10 +50,10 @@ def start(run_dir: Path, *overrides: str, kill_at: int | None = None) -> str:
     return printed.getvalue()
 
 
-def complaints(path: Path) -> list[str]:
+def complaints(path: Path, ruleset: str = "6.0.0") -> list[str]:
     """Return what the compliance checker says of a log, warnings included."""
-    checker = mlp_compliance.make_checker("training", "6.0.0", quiet=False, werror=True)
-    mlp_compliance.main(str(path), "training_6.0.0/common.yaml", checker)
+    checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=True)
+    mlp_compliance.main(str(path), f"training_{ruleset}/common.yaml", checker)
     return [*checker.overwritable.values(), *checker.not_overwritable, *checker.warnings.values()]
 
 
@@ -185,7 +187,9 @@ def test_settings_that_differ_from_the_benchmark_reach_the_log():
         *("optimizer.embedding_name=rowwise_adagrad", "optimizer.embedding_lr=0.1"),
         *("train.amp=off", "scheduler.warmup_steps=5", "log.mlperf_platform=two hosts"),
     )
-    found = settings_of(config, machine="1x1xCPU", train_rows=1, eval_rows=1, on_gpu=True)
+    found = settings_of(
+        config, machine="1x1xCPU", train_rows=1, eval_rows=1, on_gpu=True, num_ranks=1
+    )
     assert found["opt_name"] == "adagrad/rowwise_adagrad"
     assert (found["opt_base_learning_rate"], found["opt_sparse_base_learning_rate"]) == (0.05, 0.1)
     assert found["opt_learning_rate_warmup_steps"] == 5
@@ -206,6 +210,91 @@ def test_a_run_that_cannot_be_the_benchmark_is_refused(options, message):
         config_of(*options)
 
 
-def test_the_log_is_dcnv2s():
-    with pytest.raises(ValueError, match=r"which wants model\.name=dcnv2, got dlrm"):
+def test_the_log_is_hstus_or_dcnv2s():
+    with pytest.raises(ValueError, match=r"which wants model\.name=hstu or dcnv2, got dlrm"):
         compose_config("log.mlperf=true", "eval.auc_threshold=0.7")
+
+
+# Batch, rate, and the samples at which the rules have the first evaluation.
+DLRMV4 = {
+    8192: ([], 57_344_000),
+    16384: (["optimizer.lr=2e-6", "eval.every=140", "eval.first_step=4340"], 71_106_560),
+    32768: (["optimizer.lr=4e-6", "eval.every=70", "eval.first_step=2870"], 94_044_160),
+}
+TRAIN_ROWS, EVAL_ROWS = 2_290_835_423, 2_058_204
+
+
+def write_dlrmv4(path: Path, batch_size: int, options: list[str], num_evaluations: int) -> None:
+    """Write the log of a closed run of hstu_mlperf that reaches its target at an evaluation."""
+    batch = [f"train.batch_size={batch_size}", *options]
+    config = compose_config("experiment=hstu_mlperf", *batch, recipe="dlrm")
+    steps = -(-TRAIN_ROWS // batch_size)
+    rows = {"train_rows": TRAIN_ROWS, "eval_rows": EVAL_ROWS}
+    settings = settings_of(config, machine="1x8xH100", on_gpu=True, num_ranks=8, **rows)
+    evaluated = EvalSteps.of(config, steps)
+    steps_of = [step for step in range(1, 20_000) if step in evaluated][:num_evaluations]
+    with MlperfLog(path, settings, steps_per_epoch=steps, target=0.75) as log:
+        log.start(now_ms(), is_cache_cleared=True)
+        for step in steps_of:
+            log.start_evaluation(step)
+            is_last = step == steps_of[-1]
+            log.stop_evaluation(0.7591 if is_last else 0.62, ends_run=is_last)
+
+
+@pytest.mark.parametrize("batch_size", DLRMV4)
+def test_the_checker_accepts_dlrmv4_in_the_closed_division(tmp_path, batch_size):
+    options, first = DLRMV4[batch_size]
+    path = tmp_path / "result_0.txt"
+    write_dlrmv4(path, batch_size, options, 6)
+    assert complaints(path, "6.1.0") == []
+    counts = [
+        line["metadata"]["samples_count"] for line in lines(path) if line["key"] == "eval_accuracy"
+    ]
+    assert counts == [first + 2_293_760 * number for number in range(6)]
+    assert rcp_checker.read_submission_file(path, "6.1.0", False) == (
+        0,
+        counts[-1],
+        batch_size,
+        "dlrmv4",
+    )
+
+
+def test_the_rcp_checker_accepts_ten_runs_of_dlrmv4_as_long_as_the_references(tmp_path):
+    for number in range(10):
+        write_dlrmv4(tmp_path / f"result_{number}.txt", 8192, [], 6 + number % 2)
+    arguments = (str(tmp_path), "training", "6.1.0", False, False, None, "pruned_rcps")
+    assert rcp_checker.check_directory(*arguments)[0]
+
+
+def test_what_the_rules_of_dlrmv4_fix_is_complained_of(tmp_path):
+    path = tmp_path / "mlperf.log"
+    wrong = ["optimizer.beta1=0.9", "scheduler.first_step=1", "eval.first_step=6720"]
+    write_dlrmv4(path, 8192, wrong, 2)
+    found = " ".join(complaints(path, "6.1.0"))
+    for key in ("opt_adam_beta_1", "opt_learning_rate_warmup_start_lr", "first_eval_samples"):
+        assert key in found
+
+
+def test_a_run_of_hstu_writes_the_log(tmp_path):
+    log = ["yambda.users=40", "yambda.mean_events=150", "yambda.history=60"]
+    sizes = "table_rows=[500,50,150,41,300,200,200,200,100,90,82]"
+    preproc("dataset=yambda", *log, sizes, f"output={tmp_path / 'data'}")
+    tiny = ["width=8", "layers=1", "heads=2", "head_dim=4", "embedding_dim=4", "input_hidden=4"]
+    config = compose_config(
+        *("experiment=hstu_mlperf", "device=cpu", "train.amp=off", "train.batch_size=64"),
+        *(f"model.{option}" for option in tiny),
+        *("log.mlperf=true", "log.mlperf_division=open", "log.loggers=[]", "eval.every=2"),
+        *("eval.first_step=5", "train.max_steps=8", "eval.auc_threshold=0.01"),
+        *(f"data.path={tmp_path / 'data'}", f"run_dir={tmp_path / 'run'}"),
+        recipe="dlrm",
+    )
+    with patch("nn.observability.run_directory.draw_curves"), redirect_stdout(io.StringIO()):
+        run(config, "")
+    found = lines(tmp_path / "run" / "mlperf.log")
+    assert found[-1]["metadata"]["status"] == "success"
+    [accuracy] = [line for line in found if line["key"] == "eval_accuracy"]
+    assert accuracy["metadata"]["samples_count"] == 6 * 64
+    # A smaller log, its rate and its AUC are all that the open division complains of.
+    complained = complaints(tmp_path / "run" / "mlperf.log", "6.1.0")
+    keys = ("train_samples", "eval_samples", "learning_rate", "eval_accuracy")
+    assert all(any(key in text for key in keys) for text in complained), complained

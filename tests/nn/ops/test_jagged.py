@@ -86,11 +86,11 @@ def of_one_sample(q, k, v, causal, scale, position, time, query_times, times) ->
     """Attention pair by pair."""
     rows = []
     for i in range(len(q)):
-        scores, place = [], i + len(k) - len(q)
-        keys = range(place + 1 if causal else len(k))
+        scores, offset = [], i + len(k) - len(q)
+        keys = range(offset + 1 if causal else len(k))
         for j in keys:
             centre = 0 if causal else position.shape[1] // 2
-            column = min(max(place - j + centre, 0), position.shape[1] - 1)
+            column = min(max(offset - j + centre, 0), position.shape[1] - 1)
             bucket = time_bucket((query_times[i] - times[j]).float(), time.shape[1])
             scores.append((q[i] * k[j]).sum(-1) * scale + position[:, column] + time[:, bucket])
         weights = torch.stack(scores).softmax(0)

@@ -81,6 +81,7 @@ def run() -> None:
         ("*fp16", "rowwise_adagrad", 0, "sum"),
         ("*bf16", "ftrl", 1, "listed"),
         ("*fp32", "lion", 0, "sum"),
+        ("*fp32", "sgd_momentum", 0, "one"),
     ):
         branch = branch_of(table_rule(name))
         dtypes = {"weights": weights, "factors": "*fp32", "num_rows": "*i64"}
@@ -152,7 +153,7 @@ def run() -> None:
         build(_relu_backward, {"columns": "i32"}, **MLP_BLOCKS, SCALE=scale)
     logit = {"columns": "i32", "weight": "*bf16", "bias": "*bf16", "logits": "*fp32"}
     build(_logit_forward, logit, BLOCK_B=32, BLOCK_C=128)
-    of_rows = {"num_outputs": "i32", "places": "*i64", "layout_table": "*i64"}
+    of_rows = {"num_outputs": "i32", "offsets": "*i64", "layout_table": "*i64"}
     shape = {"V": 27, "D": 128, "HAS_BOTTOM": True, "BLOCK_V": 32, "BLOCK_D": 128}
     for weights, kept, bottom in (("*fp32", "*bf16", "*bf16"), ("*bf16", "*fp32", "*fp16")):
         dtypes = {"weights": weights, "kept": kept, "bottom": bottom, "out": bottom, **of_rows}
@@ -170,8 +171,8 @@ def run() -> None:
         build(batch_norm._normalise, matrices, **batch_norm.BLOCKS)
         build(batch_norm._input_gradient, matrices, **batch_norm.BLOCKS)
         pointers = {"x": dtype, "out": dtype, "step": "*i64", "first_row": "*i64"}
-        pointers |= {"samples": "*i32", "places": "*i32", "columns": "i32", "scale": "fp32"}
-        build(_dropout, pointers, HAS_PLACES=True, **DROPOUT_BLOCKS)
+        pointers |= {"samples": "*i32", "offsets": "*i32", "columns": "i32", "scale": "fp32"}
+        build(_dropout, pointers, HAS_OFFSETS=True, **DROPOUT_BLOCKS)
 
     build_fp8()
     build_jagged()

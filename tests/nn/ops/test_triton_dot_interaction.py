@@ -127,7 +127,7 @@ def test_the_interaction_that_takes_rows_itself_equals_lookup_and_interaction(dt
     if bags._kernels is None:
         # Plain torch takes no rows; the kernel is interpreted.
         assert bags.rows(ids) is None
-        vars(bags).pop("_row_places")
+        vars(bags).pop("_row_offsets")
         bags._kernels = SimpleNamespace()
     assert torch.equal(dot_interaction_of_rows(bottom, bags.rows(ids), num_outputs), wanted)
     # In training it leaves the vectors for the backward pass.

@@ -21,7 +21,7 @@ ON_DISK = [
     *("data.synthetic.cardinalities=[20000,40,7,300,1000]", "data.synthetic.exponent=0"),
     *("eval.batch_size=64", "optimizer.embedding_name=adagrad"),
     "sharding.tables={cat_0: {tier: disk, cache: 0.1}}",
-    f"sharding.staged_gib={5000 * 64 / GIB}",
+    f"sharding.read_ahead_gib={5000 * 64 / GIB}",
 ]
 NEED = DiskNeed(3 * GIB, GIB)
 
@@ -51,7 +51,7 @@ def test_the_journal_has_the_rows_that_change_between_two_saves():
     never = ("checkpoint.save_every=8", "checkpoint.save=false")
     assert need_of(*never) == need_of()
     # Host memory has room for all rows.
-    assert need_of("sharding.staged_gib=1").journal_bytes == 0
+    assert need_of("sharding.read_ahead_gib=1").journal_bytes == 0
 
 
 def test_the_fullest_node_counts():

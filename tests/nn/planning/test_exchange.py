@@ -5,9 +5,11 @@ from math import prod
 import pytest
 import torch.distributed as dist
 
+from configs.schema import ShardingConfig
 from nn.build import build_plan, hardware_of, open_source, planned_hardware
 from nn.planning.exchange import RankExchange, busiest_links, planned_exchange
 from nn.planning.plan import Hardware, TablePlan
+from tests.helpers.command import run_command
 from tests.helpers.composed import Built, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 
@@ -31,6 +33,8 @@ LAYOUTS = {
     "rows of whole tables": ["sharding.types=[table_wise]", "sharding.exchange=rows"],
     "least": ["sharding.types=[table_wise]", "sharding.exchange=least", SEVERAL_IDS],
     "a replica in rows": ["sharding.tables={cat_1: {type: data_parallel, exchange: rows}}"],
+    "groups": ["sharding.group_size=1", SEVERAL_IDS],
+    "rows of groups": ["sharding.group_size=1", "sharding.exchange=rows"],
     "both": ["sharding.tables={cat_0: {type: row_wise}, cat_1: {type: data_parallel}}"],
 }
 
@@ -44,6 +48,12 @@ def sent_by_a_step(overrides: list[str]) -> dict[str, list[int]]:
 def _sent_by_a_step(built: Built, world_size: int) -> dict[str, list[int]]:
     sent: dict[str, list[int]] = {"all_to_all": [0] * world_size, "all_reduce": [0]}
     own_all_to_all, own_all_reduce = dist.all_to_all_single, dist.all_reduce
+    own_all_gather = dist.all_gather_into_tensor
+
+    def all_gather(gathered, vectors, **options):
+        for other in range(world_size):
+            sent["all_to_all"][other] += vectors.numel() * vectors.element_size()
+        return own_all_gather(gathered, vectors, **options)
 
     def all_to_all(output, vectors, output_sizes=None, input_sizes=None, **options):
         sizes = input_sizes or [len(vectors) // world_size] * world_size
@@ -61,10 +71,12 @@ def _sent_by_a_step(built: Built, world_size: int) -> dict[str, list[int]]:
     built.step.train(0, prefetcher)
     # From here on: the ids of the batch after the next, and the vectors of the next one.
     dist.all_to_all_single, dist.all_reduce = all_to_all, all_reduce
+    dist.all_gather_into_tensor = all_gather
     try:
         built.step.train(1, prefetcher)
     finally:
         dist.all_to_all_single, dist.all_reduce = own_all_to_all, own_all_reduce
+        dist.all_gather_into_tensor = own_all_gather
     built.step.close()
     return sent
 
@@ -98,7 +110,7 @@ def test_the_collectives_send_what_is_planned(layout):
 def test_all_bytes_of_nodes_with_one_rank_pass_between_nodes():
     one_node, two_nodes = (planned(SMALL, 2, local) for local in (2, 1))
     assert [rank.between for rank in two_nodes] == [rank.within for rank in one_node]
-    [fast], [slow] = busiest_links(one_node), busiest_links(two_nodes)
+    [fast], [slow] = (busiest_links(way, ShardingConfig()) for way in (one_node, two_nodes))
     assert (fast.name, slow.name) == ("within a node", "between nodes")
     assert slow.num_bytes == fast.num_bytes == max(sum(rank.within.values()) for rank in one_node)
     assert slow.ms == pytest.approx(fast.ms * 394 / 50)
@@ -133,4 +145,40 @@ def test_nothing_is_sent_alone():
     _, rows = build_plan(config, source, hardware)
     [alone] = planned_exchange(config, source.spec, rows, hardware)
     assert not any([*alone.within.values(), *alone.between.values()])
-    assert busiest_links([alone]) == []
+    assert busiest_links([alone], config.sharding) == []
+
+
+def test_owners_of_one_shard_exchange_gradients_between_groups():
+    config = compose_config(*SMALL, "device=cuda", "sharding.hbm_gib=1", "train.amp=bf16")
+    table = TablePlan("cat_0", 5000, 8, 1, "table_wise", "fused", (1,), (160_000,))
+    hardware = Hardware("cuda", 4, 2, 2**30, 2**30, group_size=2)
+    first, second, third, _ = planned_exchange(config, open_source(config).spec, [table], hardware)
+    batch, size = 64, 2 * 8
+    assert second.within["embeddings"] == batch * size
+    assert second.between["embeddings"] == second.within["gradients"] == 0
+    assert second.between["gradients"] == 2 * batch * size
+    assert first.within["gradients"] == third.within["gradients"] == batch * size
+    assert first.between["gradients"] == third.between["gradients"] == 0
+    assert first.within["ids"] == first.between["ids"] == 4 * batch
+
+
+def test_the_plan_of_several_nodes_compares_one_group_with_a_group_a_node():
+    nodes = ["sharding.world_size=4", "sharding.local_world_size=2", "sharding.between_gb_s=1"]
+    ended = run_command(*SMALL, "mode=plan", *nodes)
+    lines = dict(line.split("  ", 1) for line in ended.out.splitlines() if "  " in line)
+    sent = {way: lines[way].split() for way in ("one group", "groups of 2")}
+    for words in sent.values():
+        assert words[1:5] == ["MB", "within", "a", "node"]
+    assert lines["less"].split()[:2] == ["one", "group,"]
+    alone = run_command(*SMALL, "mode=plan", "sharding.world_size=2")
+    assert "one group" not in alone.out
+
+
+def test_least_bytes_of_groups_of_one_rank_are_those_of_rows():
+    config = compose_config(*SMALL, "sharding.group_size=1", "sharding.exchange=least")
+    source = open_source(config)
+    for world_size, wanted in ((1, {"vectors"}), (2, {"rows"})):
+        hardware = hardware_of(config, "cpu", world_size, world_size)
+        _, rows = build_plan(config, source, hardware)
+        # The ids of the largest table hardly repeat.
+        assert {row.exchange for row in rows if row.num_embeddings <= 40} == wanted

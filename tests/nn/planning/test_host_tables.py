@@ -16,16 +16,16 @@ from configs.schema import Config
 from dataloading.randomness import power_law
 from nn.build import build_plan, open_source, planned_hardware
 from nn.planning.host_tables import (
+    disk_read_bytes,
     fetched_bytes,
     journal_row_bytes,
     link_ms,
-    staged_row_bytes,
 )
 from nn.planning.plan import TablePlan
 from nn.tiers.host_tier import DiskSettings, HostTier, TieredShard, ring_slots
 from nn.tiers.look_ahead import LookAhead
+from nn.tiers.read_ahead import READ_AHEAD_BATCHES, Need
 from nn.tiers.slot_map import SlotMap, TierIds
-from nn.tiers.stager import READ_AHEAD_BATCHES, Need
 from nn.tiers.traffic import (
     LIVE_BATCHES,
     Classes,
@@ -49,11 +49,11 @@ TWO_IN_HOST = "sharding.tables={cat_0: {tier: host, cache: 0.1}, cat_2: {tier: h
 ONE_WHOLE = "sharding.tables={cat_0: {tier: host, type: table_wise}}"
 ON_DISK = [
     "sharding.tables={cat_0: {tier: disk, cache: 0.1}}",
-    *("sharding.staged_gib=0.0035", "sharding.disk_path=/tables"),
+    *("sharding.read_ahead_gib=0.0035", "sharding.disk_path=/tables"),
 ]
 BOTH_ON_DISK = [
     "sharding.tables={cat_0: {tier: disk, cache: 0.1}, cat_2: {tier: disk, cache: 0.1}}",
-    *("sharding.staged_gib=0.0001", "sharding.disk_path=/tables"),
+    *("sharding.read_ahead_gib=0.0001", "sharding.disk_path=/tables"),
 ]
 LARGE_CACHE = "sharding.tables={cat_0: {tier: disk, cache: 0.9}}"
 
@@ -92,12 +92,12 @@ def test_the_planner_moves_the_largest_tables_where_a_gpu_has_too_little_memory(
             r"^host memory is too small: .*\(tier: device\), choose an optimizer with less state .*, store weights in 16 "
             r"bits .*, or use hosts with more memory \(sharding.host_gib",
         ),
-        # A table on disk takes 8 bytes per row beside the rows that are staged.
+        # A table on disk takes 8 bytes per row beside the rows that are read ahead.
         (
             [*ON_DISK, "sharding.hbm_gib=1", f"sharding.host_gib={4 / 1024}"],
             r"take 0.0 GiB of it \(cat_0 0.0 GiB\), and .* less sharding.reserve=0.1 and, per rank, "
-            r"sharding.staged_gib=0.0035 for rows of tables on disk\). Either leave tables on the GPUs "
-            r"\(tier: device\), lower sharding.staged_gib, or use hosts with more memory",
+            r"sharding.read_ahead_gib=0.0035 for rows of tables on disk\). Either leave tables on the GPUs "
+            r"\(tier: device\), lower sharding.read_ahead_gib, or use hosts with more memory",
         ),
         # Each of two ranks has room for half of a table.
         (
@@ -117,7 +117,7 @@ def test_the_planner_moves_the_largest_tables_where_a_gpu_has_too_little_memory(
         # The rows that a table on disk keeps on the device are too many.
         (
             [
-                *("sharding.hbm_gib=0.001", "sharding.host_gib=1", "sharding.staged_gib=0.01"),
+                *("sharding.hbm_gib=0.001", "sharding.host_gib=1", "sharding.read_ahead_gib=0.01"),
                 *("sharding.disk_path=/tables", LARGE_CACHE),
             ],
             r"^the tables do not fit: .*, keep cat_2 on disk .*, lower cache of cat_0 in sharding.tables, or raise",
@@ -206,13 +206,13 @@ def test_the_expected_rows_are_those_that_the_slot_map_fetches(exponent, drawn):
     assert sum(expected_fetches(classes, ring)) == pytest.approx(np.mean(fetched[40:]), rel=0.05)
 
 
-@pytest.mark.parametrize(("exponent", "drawn", "places"), READS)
-def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, places, tmp_path):
+@pytest.mark.parametrize(("exponent", "drawn", "buffer_rows"), READS)
+def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, buffer_rows, tmp_path):
     rows, slots, ids = 20_000, 4000, 128 * (1 + drawn)
     live_rows = LIVE_BATCHES * ids
     shard = TieredShard(rows, 4, torch.float32, slots, live_rows, is_on_disk=True)
     cpu = torch.device("cpu")
-    tier = HostTier([shard], [], cpu, DiskSettings(tmp_path, places * 16))
+    tier = HostTier([shard], [], cpu, DiskSettings(tmp_path, buffer_rows * 16))
     tier.reload()
     bounds = torch.tensor([[0], [rows], [0]], dtype=torch.int32).repeat(1, ids)
     group = TierIds(0, torch.arange(ids), *bounds)
@@ -232,7 +232,7 @@ def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, places, tmp_pat
             return tier.announce(batch.ids, [group])
 
         def read_ahead(self, needs: Sequence[Need]) -> None:
-            tier.stager.read_ahead(needs)
+            tier.read_ahead.start(needs)
 
     read, live = [], []
     for batch, need in LookAhead((Batch() for _ in range(900)), Announcer(), cpu):
@@ -244,7 +244,7 @@ def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, places, tmp_pat
     ring = max(ring_slots(slots), live_rows)
     traffic = IdTraffic(power_law_share(rows, exponent), rows, drawn)
     classes = [row_classes(traffic, 0, rows, slots - ring, 128)]
-    (expected,) = expected_reads(classes, ring, places, READ_AHEAD_BATCHES)
+    (expected,) = expected_reads(classes, ring, buffer_rows, READ_AHEAD_BATCHES)
     assert expected == pytest.approx(np.mean(read[400:-32]), rel=0.1)
 
 
@@ -291,14 +291,14 @@ def test_the_link_moves_all_bytes_and_finds_all_rows_both_ways():
 def test_rows_on_disk_have_the_bytes_of_their_shards():
     whole = tiered("whole", 8, (0,), 10, host_bytes_per_rank=(), tier="disk", staged_rows=160)
     whole = replace(whole, disk_bytes_per_rank=(64_000,), journal_rows=30)
-    assert staged_row_bytes(whole) == 160 * 64
+    assert disk_read_bytes(whole) == 160 * 64
     assert journal_row_bytes(whole) == 30 * 64
     assert fetched_bytes(whole) == 10 * 64
     halves = replace(
         whole, sharding="column_wise", ranks=(0, 1), disk_bytes_per_rank=(32_000, 32_000)
     )
-    assert staged_row_bytes(halves) == 160 * 32
-    assert staged_row_bytes(tiered("host", 8, (0,), 10)) == 0
+    assert disk_read_bytes(halves) == 160 * 32
+    assert disk_read_bytes(tiered("host", 8, (0,), 10)) == 0
 
 
 def test_the_plan_has_the_ring_and_the_places_of_the_tier(tmp_path, monkeypatch):
@@ -313,18 +313,20 @@ def test_the_plan_has_the_ring_and_the_places_of_the_tier(tmp_path, monkeypatch)
     ]
     seen: list[tuple[int, int]] = []
 
-    def see(classes: Sequence[Classes], ring: int, places: int, group_batches: int) -> list[float]:
-        seen.append((ring, places))
+    def see(
+        classes: Sequence[Classes], ring: int, buffer_rows: int, group_batches: int
+    ) -> list[float]:
+        seen.append((ring, buffer_rows))
         return [0.0] * len(classes)
 
     def config_with(gib: float) -> Config:
-        return compose_config(*on_disk, f"sharding.staged_gib={gib}")
+        return compose_config(*on_disk, f"sharding.read_ahead_gib={gib}")
 
     # 14,000 rows of 64 bytes. 64 rows train while two times 128 are scored: 320 of each table in the ring, and live.
     small = config_with(5e-5)
     message = (
-        r"^sharding.staged_gib=5e-05 has room for 838 rows of cat_0 and others with tier: disk, and the device and the batches "
-        r"at work may need 1,280; set sharding.staged_gib=0.0001 or more, or lower cache"
+        r"^sharding.read_ahead_gib=5e-05 has room for 838 rows of cat_0 and others with tier: disk, and the device and the "
+        r"batches at work may need 1,280; set sharding.read_ahead_gib=0.0001 or more, or lower cache"
     )
     with pytest.raises(ValueError, match=message):
         build_plan(small, open_source(small), planned_hardware(small))
@@ -335,7 +337,7 @@ def test_the_plan_has_the_ring_and_the_places_of_the_tier(tmp_path, monkeypatch)
         built.step.close()
     (group,) = tier._groups
     assert seen == [(640, 1677)]
-    assert len(group.disk_store.staged.items[0]) == 1677
+    assert len(group.disk_store.host_rows.items[0]) == 1677
     # The first rows that keep their slots are rounded down for each table.
     assert group.map.num_ring in (640, 641)
 
@@ -348,7 +350,10 @@ def test_a_run_moves_what_its_plan_expects(tmp_path):
         *TINY,
         *("data.synthetic.cardinalities=[20000,40,7,300,9000]", "optimizer.embedding_name=adagrad"),
         "sharding.tables={cat_0: {tier: disk, cache: 0.15}, cat_4: {tier: host, cache: 0.1}}",
-        *(f"sharding.disk_path={tmp_path / 'disk'}", f"sharding.staged_gib={5000 * 64 / 2**30}"),
+        *(
+            f"sharding.disk_path={tmp_path / 'disk'}",
+            f"sharding.read_ahead_gib={5000 * 64 / 2**30}",
+        ),
         *("data.synthetic.train_rows=51200", "log.every=100", "eval.per_epoch=1"),
         *("data.multi_hot.hotness=[3,1,1,1,1]", "checkpoint.save=false", "log.loggers=[]"),
         f"run_dir={run}",

@@ -94,13 +94,31 @@ def test_each_term_is_what_its_shapes_say():
     levels = update_bytes(64 * 2, 4) + update_bytes(64 * 3, 8) + update_bytes(32, 8)
     assert first.update == pytest.approx(16 * ids + update_bytes(64, 8) + levels, abs=2)
     assert second.update == pytest.approx(16 * (ids - 64) + levels, abs=2)
-    # 3 numbers and a label, 8 ids of 5 features per row
-    assert first.batches == 32 * (3 * (4 * 4 + 4 * 8) + 8 * 5 + 12 * 8) + (12 + 12) * ids
+    # 3 numbers, a label and 8 ids per row, each aligned to 256 bytes
+    assert first.batches == 3 * (512 + 256 + 1024) + 32 * 12 * 8 + (12 + 12) * ids
     # the inputs of all layers, and two gradients of the widest
     assert first.dense_pass == (8 + 16 + 24 + 16 + 2 * 24) * 32 * 4
     # twice as many rows, local and sent; its widest layer takes less than the dense pass
     assert first.evaluation == 2 * (local + 4 * elements + 3 * 8 * ids)
     assert first.total == sum(asdict(first).values())
+
+
+def test_a_group_looks_up_for_its_own_ranks_and_updates_with_all():
+    config = compose_config(*TINY, "train.amp=off")
+    spec = open_source(config).spec
+    tables = [TablePlan("cat_0", 500, 8, 1.0, "table_wise", "fused", (0,), (1000,))]
+    (flat, _), four = (
+        plan_memory(config, spec, tables, 2, 1),
+        plan_memory(config, spec, tables, 4, 1),
+    )
+    config.sharding.group_size = 2
+    first, second = plan_memory(config, spec, tables, 4, 1)
+    assert first.tables == 1000
+    # 16 rows here: 32 of the group are sent and returned, and gradients of all 64 arrive
+    local = 16 * 5 * 8 * 4
+    assert first.lookups - local == 4 * 8 * (2 * 32 + 64)
+    assert (four[0].lookups - local, second.lookups) == (4 * 8 * 2 * 64, local)
+    assert first.update == four[0].update == flat.update
 
 
 def test_layers_that_keep_more_than_inputs_are_counted():
@@ -202,11 +220,11 @@ def test_the_update_takes_what_the_launcher_allocates(overrides):
         built.step.close()
     assert planned.update - 16 * keys == pytest.approx(allocated, rel=0.02)
     assert planned.tables == sum(weights) + sum(states)
-    # Twelve ids per row: 3 batches, and the graph's input. Replicated tables need an exchange, once per group of tables:
+    # Twelve ids per row: 2 batches, and the graph's input. Replicated tables need an exchange, once per group of tables:
     # its copy and positions, and 3 arrived.
     has_replicas = "data_parallel" in "".join(overrides)
     assert ids == batch_size * (18 if has_replicas else 12)
-    row = 3 * (4 * (3 + 1) + 4 * 12) + 8 * 5 + has_replicas * 12 * 12
+    row = 3 * (4 * (3 + 1) + 4 * 12) + has_replicas * 12 * 12
     assert planned.batches == batch_size * row + (12 if has_replicas else 4) * ids
     assert (keys > ids) == (config.model.name != "dlrm")
 

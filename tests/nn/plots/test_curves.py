@@ -115,8 +115,8 @@ def test_a_single_record_has_its_value_beside_it(draw):
 
 def test_points_outside_the_frame_are_marked_with_their_range(draw):
     records = records_of(40, 0)
-    for place, record in enumerate(records):
-        record["loss"] = 34.5 if place == 0 else 0.45 + 0.001 * (place % 7)
+    for index, record in enumerate(records):
+        record["loss"] = 34.5 if index == 0 else 0.45 + 0.001 * (index % 7)
     loss = draw(records).axes[0]
     assert loss.get_ylim()[1] < 1
     assert loss.get_title(loc="right") == "▲ up to 34.5"

@@ -53,10 +53,10 @@ def test_labels_have_a_row_each_and_rare_ones_logarithmic_axes(draw):
         *("click: calibration", "", "gain", "lift"),
         *("buy: calibration", "", "gain", "lift"),
     ]
-    assert [figure.axes[place].get_xscale() for place in (0, 4)] == ["linear", "log"]
+    assert [figure.axes[index].get_xscale() for index in (0, 4)] == ["linear", "log"]
     # The histogram below shares the axis.
-    assert [figure.axes[place].get_xlim() for place in (0, 4)] == [
-        figure.axes[place].get_xlim() for place in (1, 5)
+    assert [figure.axes[index].get_xlim() for index in (0, 4)] == [
+        figure.axes[index].get_xlim() for index in (1, 5)
     ]
     assert (
         figure.texts[0].get_text() == "deepfm on shop   ·   predictions of split test after step 8"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nn.embedding.id_blocks import NO_ID, IdCount
+from dataloading.dataset.batch_layout import NO_ID, IdCount
 from nn.embedding.local_tables import LocalTable
 from nn.embedding.lookups import Lookup
 from nn.sharding.placement import ColumnShard, RequestedTables, RowShard

@@ -65,9 +65,9 @@ def test_scattered_embeddings_make_one_matrix_and_their_gradients_go_back(prefix
     (matrix * weight).sum().backward()
     columns = weight[:, first:]
     back, _ = scattered(5, prefix_columns)
-    # The value at each place in memory names the element that lies there.
-    for place, element in enumerate(back.tolist()):
-        if not (prefix_columns and place % (prefix_columns + 12) < prefix_columns):
-            assert leaf.grad[place] == columns.flatten()[int(element)]
+    # The value at each offset in memory names the element that lies there.
+    for offset, element in enumerate(back.tolist()):
+        if not (prefix_columns and offset % (prefix_columns + 12) < prefix_columns):
+            assert leaf.grad[offset] == columns.flatten()[int(element)]
     if has_head:
         assert torch.equal(head.grad, weight[:, :2])

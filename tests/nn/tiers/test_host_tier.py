@@ -93,7 +93,7 @@ REQUESTED = (
 )
 
 # Host memory in GiB that has room for the rows of the device and of a few batches: rows leave it, and return.
-STAGED = {"one-hot": 0.00003, "kinds": 0.00015, "rows": 0.00002}
+HOST_GIB = {"one-hot": 0.00003, "kinds": 0.00015, "rows": 0.00002}
 
 
 def on_disk(
@@ -101,7 +101,7 @@ def on_disk(
 ) -> tuple[list[str], str, str]:
     """Return a case with its tables in host memory on disk, and all ids alike."""
     base, without, with_host = case
-    disk = [f"sharding.disk_path={directory / 'disk'}", f"sharding.staged_gib={gib}"]
+    disk = [f"sharding.disk_path={directory / 'disk'}", f"sharding.read_ahead_gib={gib}"]
     with_disk = with_host.replace("tier: host", "tier: disk")
     return [*base, *disk, MORE_ROWS, "data.synthetic.exponent=0"], without, with_disk
 
@@ -159,7 +159,7 @@ def test_requested_rows_of_two_ranks_train_alike(tmp_path):
 @pytest.mark.parametrize("name", ["one-hot", "kinds"])
 def test_tables_on_disk_train_alike(name, tmp_path):
     with ranks_of_cpu():
-        results = trained_both_ways(*on_disk(CASES[name], STAGED[name], tmp_path), tmp_path)
+        results = trained_both_ways(*on_disk(CASES[name], HOST_GIB[name], tmp_path), tmp_path)
     assert_alike(results)
 
 
@@ -173,7 +173,7 @@ def test_a_gpu_trains_alike(case, tmp_path):
 
 @needs_one_gpu
 def test_a_gpu_trains_alike_with_tables_on_disk(tmp_path):
-    base, *ways = on_disk(CASES["one-hot"], STAGED["one-hot"], tmp_path)
+    base, *ways = on_disk(CASES["one-hot"], HOST_GIB["one-hot"], tmp_path)
     (result,) = run_distributed(on_gpu, 1, [*base, *ON_GPU], *ways, tmp_path)
     assert_alike(result)
 
@@ -234,7 +234,7 @@ def on_gpu(base: list[str], without: str, with_host: str, directory: Path) -> di
 def every_sharded_case(directory: Path) -> list[dict]:
     with ranks_of_cpu():
         found = [trained_both_ways(*case, directory / name) for name, case in SHARDED.items()]
-        disk = on_disk(SHARDED["rows"], STAGED["rows"], directory)
+        disk = on_disk(SHARDED["rows"], HOST_GIB["rows"], directory)
         return [*found, trained_both_ways(*disk, half=LONG_HALF_ON_DISK)]
 
 

@@ -66,7 +66,7 @@ def test_several_programs_of_several_steps_map_alike(device, monkeypatch):
     monkeypatch.setattr(slot_kernels, "BLOCK", 128)
     monkeypatch.setattr(slot_kernels, "BLOCK_WORDS", 32)
     monkeypatch.setattr(slot_kernels, "MOST_WORD_PROGRAMS", 3)
-    monkeypatch.setattr(slot_kernels, "MOST_PLACE_PROGRAMS", 2)
+    monkeypatch.setattr(slot_kernels, "MOST_RING_PROGRAMS", 2)
     compare_maps(device, torch.int32, 200 if IS_COMPILED else 7)
 
 

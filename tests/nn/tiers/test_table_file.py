@@ -106,7 +106,7 @@ def test_a_process_that_ends_without_finalizers_has_removed_its_files(tmp_path, 
     monkeypatch.setattr("nn.tiers.host_tier.TierDirectory", Kept)
     on_disk = [
         *(*TINY, "log.loggers=[]", "train.max_steps=2", f"sharding.disk_path={tmp_path / 'disk'}"),
-        *("train.batch_size=16", "eval.batch_size=32", "sharding.staged_gib=0.0001"),
+        *("train.batch_size=16", "eval.batch_size=32", "sharding.read_ahead_gib=0.0001"),
         "sharding.tables={cat_4: {tier: disk, cache: 0.2}}",
     ]
     assert run_command(*on_disk, f"run_dir={tmp_path / 'run'}").exit_code == 0

@@ -83,11 +83,50 @@ MOMENTUM = ["optimizer.name=sgd", "optimizer.lr=0.05", "optimizer.momentum=0.9"]
 NESTEROV = [*MOMENTUM, "optimizer.nesterov=true"]
 DECAY = ["optimizer.name=adam", "optimizer.lr=0.005", "optimizer.eps=0.01"]
 DECAY += ["optimizer.weight_decay=0.5", "optimizer.embedding_name=sgd"]
+LION = ["optimizer.name=lion", "optimizer.lr=0.001", "optimizer.beta2=0.99"]
+LION += ["optimizer.weight_decay=0.5", "optimizer.embedding_name=sgd"]
+LAMB = ["optimizer.name=lamb", "optimizer.lr=0.005", "optimizer.eps=0.01"]
+LAMB += ["optimizer.weight_decay=0.5", "optimizer.embedding_name=sgd"]
+# No layer has padding, whose weights the run's norms count and the reference lacks.
+LAMB += ["data.synthetic.num_numerical=8", "model.embedding_dim=9", "model.bottom_mlp=[16,9]"]
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Program 2 of the paper."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        for weight in group["params"]:
+            mean = self.state[weight].get("mean", 0)
+            direction = torch.sign(0.9 * mean + 0.1 * weight.grad)
+            weight -= group["lr"] * (direction + 0.5 * weight)
+            self.state[weight]["mean"] = 0.99 * mean + 0.01 * weight.grad
+
+
+class PlainLAMB(torch.optim.Optimizer):
+    """Algorithm 2 of the paper."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        for weight in group["params"]:
+            mean, square, count = self.state[weight].get("moments", (0, 0, 0))
+            mean, square = 0.9 * mean + 0.1 * weight.grad, 0.999 * square + 0.001 * weight.grad**2
+            count += 1
+            self.state[weight]["moments"] = mean, square, count
+            root = (square / (1 - 0.999**count)).sqrt() + 0.01
+            ratio = mean / (1 - 0.9**count) / root + 0.5 * weight
+            weight -= group["lr"] * weight.norm() / ratio.norm() * ratio
+
+
 # options of the run, torch's optimizer of the dense component, its arguments
 CASES = {
     "momentum": (MOMENTUM, torch.optim.SGD, {"momentum": 0.9}),
     "nesterov": (NESTEROV, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "weight decay": (DECAY, torch.optim.AdamW, {"eps": 0.01, "weight_decay": 0.5}),
+    "lion": (LION, lambda dense, lr: PlainLion(dense, {"lr": lr}), {}),
+    "lamb": (LAMB, lambda dense, lr: PlainLAMB(dense, {"lr": lr}), {}),
 }
 
 
@@ -145,7 +184,14 @@ def trained_in_pass(config: OptimizerConfig, *, on_gpu: bool) -> list[torch.Tens
     return [*(weight.detach() for weight in weights), *state]
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"name": "adam"}, {"name": "adagrad"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        *({"name": name, "embedding_name": "sgd"} for name in ("adam", "adagrad", "lion", "lamb")),
+    ],
+)
 def test_an_update_that_is_a_part_of_the_pass_skips_what_is_not_finite(options):
     """As on a GPU, where learning rate and permission are read from the device."""
     name = OptimizerName[options.get("name", "sgd")]

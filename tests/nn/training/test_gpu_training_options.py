@@ -19,6 +19,15 @@ CASES = [
         "optimizer.weight_decay=0.1",
         *SHARED,
     ],
+    *(
+        [
+            *case("dlrm", "multi_hot", "sgd", "table_wise"),
+            *(f"optimizer.name={name}", "optimizer.lr=0.001", "optimizer.beta2=0.99"),
+            *("optimizer.weight_decay=0.1", "optimizer.embedding_name=sgd_momentum"),
+            *("optimizer.embedding_lr=0.05", "optimizer.embedding_options={nesterov: 1}"),
+        ]
+        for name in ("lion", "lamb")
+    ),
 ]
 
 

@@ -1,10 +1,10 @@
-"""The state of the training loop: a checkpoint holds it whole, and checkpoints of earlier versions are read."""
+"""The state of the training loop: a checkpoint holds it whole."""
 
 import json
 import math
 
 from nn.models.metric import AUC, METRICS
-from nn.training.limits import Stage
+from nn.training.limits import Day
 from nn.training.loop_state import LoopState, Origin
 
 SCORED = {"split": "test", "rows": 256, "group": None}
@@ -20,13 +20,13 @@ def trained() -> LoopState:
 
 
 def test_a_state_is_the_same_after_saving_and_loading():
-    facts = json.loads(json.dumps(trained().facts(ends_stage=False)))
-    loaded = LoopState.of_facts(facts, 12, Stage(), began_restored=False)
+    facts = json.loads(json.dumps(trained().facts(ends_day=False)))
+    loaded = LoopState.of_facts(facts, 12, Day())
     assert loaded.origin is Origin.RESUMED
     assert loaded.compare_by(AUC, SCORED) is None
     assert (loaded.num_steps, loaded.best_step, loaded.best_value) == (12, 12, 0.7)
-    assert loaded.facts(ends_stage=False) == facts
-    assert list(loaded.facts(ends_stage=False)) == list(facts)
+    assert loaded.facts(ends_day=False) == facts
+    assert list(loaded.facts(ends_day=False)) == list(facts)
 
 
 def test_the_choice_of_the_best_starts_over_with_another_metric_or_other_rows():
@@ -40,27 +40,8 @@ def test_the_choice_of_the_best_starts_over_with_another_metric_or_other_rows():
         assert (state.test == {}) == (scored != SCORED)
 
 
-def test_the_facts_of_earlier_versions_are_read():
-    facts = trained().facts(ends_stage=True)
-    later = (
-        "best_metric",
-        "best_rows",
-        "evals_since_best",
-        "first_step",
-        "other_days",
-        "ends_stage",
-    )
-    old = {name: value for name, value in facts.items() if name not in later}
-    old["untrained_test_auc"] = 0.5
-    del old["restored_test_auc"]
-    state = LoopState.of_facts(old, 12, Stage(), began_restored=True)
-    assert state.first_auc == {"untrained_test_auc": None, "restored_test_auc": 0.5}
-    assert state.compare_by(AUC, SCORED) is None
-    assert (state.best_step, state.ends_stage, state.first_step) == (12, None, 0)
-
-
 def test_a_new_day_starts_without_evaluations_and_sums():
-    facts = trained().facts(ends_stage=True)
-    day = LoopState.of_facts(facts, 12, Stage(number=1, is_new=True), began_restored=False)
+    facts = trained().facts(ends_day=True)
+    day = LoopState.of_facts(facts, 12, Day(number=1, is_new=True))
     assert (day.test, day.best_step, day.loss_steps, day.other_days) == ({}, None, 0, {})
     assert (day.first_step, day.last_record) == (4, 10)

@@ -10,12 +10,13 @@ from torch import nn
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from configs.schema import ModelConfig, TableDtype
+from dataloading.dataset import batch_layout
+from dataloading.dataset.batch_layout import NO_ID, IdCount
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from nn.distributed.process_group import Ranks
-from nn.embedding import declared_tables
 from nn.embedding.declared_tables import embedding_columns, one_table_per_feature
-from nn.embedding.id_blocks import NO_ID, IdCount, id_blocks, with_positions
+from nn.embedding.id_blocks import id_blocks, with_positions
 from nn.layers.pooled_embeddings import join
 from nn.models.model import Model
 from nn.sharding import request_capacity
@@ -122,7 +123,7 @@ def wanted(dataset) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
 
 
 def sharded_with(capacity: float, spread: float, cases: list[list[str]]) -> list:
-    declared_tables.CAPACITY, declared_tables.SPREAD = capacity, spread
+    batch_layout.CAPACITY, batch_layout.SPREAD = capacity, spread
     # The same share of the rows of row-wise tables that a batch asks for.
     request_capacity.RESERVE, request_capacity.SPREAD = capacity, spread
     return sharded(cases)
@@ -165,10 +166,12 @@ def test_positions_tell_where_samples_begin_and_whose_an_id_is():
 
 
 def test_a_batch_beyond_the_capacity_is_reported(dataset, monkeypatch):
-    monkeypatch.setattr(declared_tables, "CAPACITY", 0.1)
-    monkeypatch.setattr(declared_tables, "SPREAD", 0.0)
+    monkeypatch.setattr(batch_layout, "CAPACITY", 0.1)
+    monkeypatch.setattr(batch_layout, "SPREAD", 0.0)
     reasons: list[str] = []
-    monkeypatch.setattr("nn.training.batch_ids.SlowBatchWarning", lambda ranks: reasons.append)
+    monkeypatch.setattr(
+        "nn.training.shared_capacity.SlowBatchWarning", lambda ranks: reasons.append
+    )
     sharded([overrides_of(dataset, "adagrad", "planned")])
     assert set(reasons) == {
         "a batch has more ids of ragged features than the captured step has room for"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
@@ -397,6 +398,7 @@ class Graph:
     """Stands for `CudaGraph` where there is no GPU: calls the function at each replay, and counts."""
 
     made: ClassVar[list["Graph"]] = []
+    is_replayed: ClassVar[bool] = False
 
     def __init__(self, function, *inputs, stream=None, warm_up=None, beside=None):
         self.function, self.inputs = function, [each.clone() for each in inputs]
@@ -412,10 +414,12 @@ class Graph:
 
     def replay(self):
         self.replays += 1
+        Graph.is_replayed = True
         outputs = self.function(*self.inputs)
         if self.stream is not None:
             for mine, new in zip(self.outputs, outputs, strict=True):
                 mine.copy_(new)
+        Graph.is_replayed = False
         return outputs
 
     def close(self):
@@ -445,12 +449,56 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(request)
         built.step.close()
     exchange, training = graphs
     assert [len(each) for each in exchange.inputs] == [64 * 5]
-    assert [len(each) for each in training.inputs] == [64 * 4, 64, 64, 64]
+    assert [len(each) for each in training.inputs[1:]] == [64 * 4, 64]
+    assert training.inputs[0].dtype == torch.uint8
     assert (exchange.replays, training.replays) == (6, 6)
     assert training.warms_up, "the passes before the recording would train"
     # NCCL waits for recordings when its groups are closed.
     assert exchange.is_closed
     assert training.is_closed
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that a host would launch: neither views, nor what a recording has."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count += not (Graph.is_replayed or function.is_view)
+        return function(*arguments, **(keywords or {}))
+
+
+def launches_of_a_step(root: Path, num_features: int) -> int:
+    """Return the launches that take a full batch of so many ragged features through the step, with its copy to the device."""
+    names = [f"list_{index}" for index in range(num_features)]
+    features = [CategoricalFeature.of(name, 50, None) for name in names]
+    lengths = np.arange(256) % 4
+    with write_dataset(root, categorical=features, splits=["train"]) as dataset:
+        dataset["train"].append(
+            labels=np.arange(256) % 2,
+            ids=dict.fromkeys(names, np.arange(lengths.sum()) % 50),
+            lengths=dict.fromkeys(names, lengths),
+        )
+    built = build(
+        compose_config(*TINY, f"data.path={root}", "eval.split=train", "model.name=deepfm")
+    )
+    counted = 0
+    for batch in built.train_loader.batches(0, 3):
+        built.step.path.prepare_update(0, 0.1)
+        with Launches() as launches:
+            batch.to(torch.device("meta"))
+            built.step.path.forward_backward(*built.step.path.start(batch))
+        counted = launches.count
+    built.step.close()
+    return counted
+
+
+@pytest.mark.usefixtures("graphs")
+def test_the_launches_of_a_step_do_not_grow_with_the_ragged_features(tmp_path):
+    """The copy of the batch to the device, of the ids to the exchange, and of batch and ids to the recorded pass."""
+    with ranks_of_cpu():
+        counts = [launches_of_a_step(tmp_path / str(number), number) for number in (2, 9)]
+    assert counts == [1 + 1 + 3] * 2
 
 
 def test_the_ids_of_a_recorded_pass_are_released_before_it_is_replayed(graphs):

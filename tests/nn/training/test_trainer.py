@@ -279,6 +279,9 @@ def test_the_last_record_has_an_auc_however_far_the_next_would_be(tmp_path, monk
 
 def test_evaluations_come_every_so_many_steps_over_all_epochs(tmp_path):
     assert [step for step in range(30) if step in EvalSteps(25, 10, 3, every=8)] == [8, 16, 24, 25]
+    late = EvalSteps(25, 10, 3, every=8, first=16)
+    assert [step for step in range(30) if step in late] == [16, 24, 25]
+    assert [late.remaining(step) for step in (1, 16, 17, 25)] == [3, 3, 2, 1]
     short = ["data.synthetic.train_rows=500", "train.epochs=2", "eval.every=5", "eval.max_steps=1"]
     run = Run(tmp_path / "run", *short, "eval.at_start=false")
     assert [each["step"] for each in run.test] == [5, 10, 15, 16]

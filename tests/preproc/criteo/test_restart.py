@@ -20,7 +20,7 @@ from preproc.criteo import parse, shuffle
 from preproc.criteo import pipeline as criteo
 from preproc.criteo.hash_table import Lookup
 from preproc.criteo.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
-from preproc.report.console import Stage
+from preproc.report.console import Phase
 from preproc.work_directory import Work
 from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
 from tests.preproc.table.test_pipeline import _hydra
@@ -185,13 +185,13 @@ def test_recorded_and_complete_files_are_synced(tmp_path, monkeypatch, job):
             need(run.directory / "origin.i64")
         save(run)
 
-    def place(dataset, root):
+    def put(dataset, root):
         need(dataset, *dataset.rglob("*"))
         put_in_place(dataset, root)
 
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(Work, "save", record)
-    monkeypatch.setattr(output_module, "put_in_place", place)
+    monkeypatch.setattr(output_module, "put_in_place", put)
     source = write_lines(tmp_path / "raw.tsv", [*noise(300), "bad"])
     options = ["shuffle=true", "on_bad=quarantine", f"output={tmp_path / 'out'}"]
     # Both jobs draw with the same function; a picture takes longer than the rest.
@@ -215,11 +215,11 @@ def test_other_options_restart(tmp_path, monkeypatch):
     assert all_files(output) == all_files(tmp_path / "wanted")
 
 
-def stopped_at(stage: str, monkeypatch, *options: str) -> None:
-    """Run the command up to function `stage` of the job, which fails as on a full disk."""
+def stopped_at(phase: str, monkeypatch, *options: str) -> None:
+    """Run the command up to function `phase` of the job, which fails as on a full disk."""
     with monkeypatch.context() as patch:
         patch.setattr(
-            f"preproc.criteo.pipeline.{stage}", lambda *_: (_ for _ in ()).throw(OSError("stop"))
+            f"preproc.criteo.pipeline.{phase}", lambda *_: (_ for _ in ()).throw(OSError("stop"))
         )
         with pytest.raises(Refused):
             preproc(*options)
@@ -371,11 +371,11 @@ def test_the_random_order_over_buckets_is_a_permutation_that_looks_uniform(tmp_p
     column = StoredColumn(tmp_path / "rows", "<i4")
     np.arange(10_500, dtype="<i4").tofile(column.path)
     work = Work(tmp_path, tmp_path / "dataset", {})
-    shuffle.shuffle_rows([column], 10_000, 5, 2, work, Stage("", print))
+    shuffle.shuffle_rows([column], 10_000, 5, 2, work, Phase("", print))
     rows = column.read(0, 10_500)
     assert (rows[10_000:] == np.arange(10_000, 10_500)).all()
     assert (np.sort(rows[:10_000]) == np.arange(10_000)).all()
-    # Correlation of place and row, and fixed points: about 0 (sd 0.01) and about 1.
+    # Correlation of position and row, and fixed points: about 0 (sd 0.01) and about 1.
     assert abs(np.corrcoef(np.arange(10_000), rows[:10_000])[0, 1]) < 0.05
     assert (rows[:10_000] == np.arange(10_000)).sum() < 8
 
@@ -390,7 +390,7 @@ def test_a_thread_that_shuffles_stays_within_its_memory_estimate(tmp_path, monke
     columns = [labels, numericals]
     work = Work(tmp_path, tmp_path / "dataset", {})
     tracemalloc.start()
-    shuffle.shuffle_rows(columns, 50_000, 5, 1, work, Stage("", print))
+    shuffle.shuffle_rows(columns, 50_000, 5, 1, work, Phase("", print))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 0.7 < peak / shuffle.worker_bytes(columns, 50_000) < 1.05
@@ -434,10 +434,10 @@ def test_merging_partial_counts_does_not_change_the_counts(seen_twice, tmp_path,
     assert all_files(tmp_path / "merged") == seen_twice[1]
 
 
-def test_a_stage_shows_its_rate_and_the_time_left():
-    stage = Stage("parse", print)
-    stage.total, stage.detail = 400.0, "day_3"
-    stage.update(100.0)
-    text = stage.describe(200.0, 60.0, rows=6_000_000)
+def test_a_phase_shows_its_rate_and_the_time_left():
+    phase = Phase("parse", print)
+    phase.total, phase.detail = 400.0, "day_3"
+    phase.update(100.0)
+    text = phase.describe(200.0, 60.0, rows=6_000_000)
     assert text == "parse: day_3, 6,000,000 rows (100,000 rows/s), 50.0 %, 0:02:00 left"
-    assert re.search(r"0:01:00 left", stage.describe(250.0, 60.0))
+    assert re.search(r"0:01:00 left", phase.describe(250.0, 60.0))

@@ -197,6 +197,22 @@ def test_times_order_the_rows_and_grades_become_labels(tmp_path, capsys):
     assert other["label"]["name"] == "user_id_token"
 
 
+@pytest.mark.parametrize("names", ["user,item,category,time", "customerId,SKU,brand,created_at"])
+def test_the_suggested_sequence_of_users_items_and_times_works_as_written(names, tmp_path):
+    rows = (
+        f"u{i % 7},i{i % 11},c{i % 3},2026-03-01 00:{i % 60:02}:{i // 60:02},{i % 2}"
+        for i in range(ROWS)
+    )
+    source = lines(tmp_path / "log.csv", [f"{names},clicked", *rows])
+    assert "sequence" not in described(source, tmp_path)["table"]
+    text = (tmp_path / "written.yaml").read_text()
+    _, suggested = text.split("for models of sequences (docs/sequences.md):\n")
+    with_it = text.replace(suggested, suggested.replace("  #", "  ", 2))
+    spec = built(source, yaml.safe_load(with_it), tmp_path / "data")
+    (group,) = spec.sequences
+    assert (group.name, len(group.features), group.time) == ("seen", 2, "seen_time")
+
+
 def test_names_that_no_file_has_tell_nothing(tmp_path):
     rows = (f"{i + 0.5},{i * 37 % 101},{'abc'[i % 3]},{int(i == 7)},{i % 2}" for i in range(200))
     table = described(lines(tmp_path / "a.csv", rows), tmp_path)["table"]

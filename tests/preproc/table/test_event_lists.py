@@ -160,8 +160,8 @@ def test_a_bad_row_is_named(tmp_path, change, message, is_text):
         ({"lists": []}, "table.sequence[0]: got lists [], want a list of categorical features"),
         ({"time": "when"}, "'past': got time 'when', want one of the numbers"),
         ({"time": ""}, "'past': time, of an event, and order_by, the moment of a row, belong together; set both, or none"),
-        ({"length": 0}, "'past': got length 0, want a whole number, 1 to 1,048,576"),
-        ({"numbers": ["y"], "time": "", "order_by": ""}, "table: feature ['y'] is named twice"),
+        ({"length": 0}, "'past': length: got 0, want a whole number, 1 to 1,048,576"),
+        ({"numbers": ["y"], "time": "", "order_by": ""}, "table: 'y' is named twice: a number of 'past' and a label"),
         (
             {"numbers": [{"name": "n", "expression": "length(items)"}], "time": "", "order_by": ""},
             "'past': numbers: 'n': got 'length(items)', which is bigint; want a list of numbers",

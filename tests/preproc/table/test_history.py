@@ -323,22 +323,22 @@ def test_a_history_is_written_in_pieces(tmp_path, monkeypatch):
         ({"of": "rating"}, "of: got 'rating', which is a numerical feature; want"),
         ({"of": "tags"}, "of: got 'tags', which is a list; want"),
         ({"of": "past"}, "of: got 'past', which is a history; want"),
-        ({"of": ["item"]}, "of: got ['item'], which is no feature; want"),
-        ({"order_by": None}, "'past': got order_by None, want SQL, such as a column"),
-        ({"by": ""}, "'past': got by '', want SQL, such as a column"),
+        ({"of": ["item"]}, "of: got ['item'], want text"),
+        ({"order_by": None}, "table.history[0]: got no order_by; want at least name, of, by, order_by, length"),
+        ({"by": ""}, "'past': by: got '', want SQL, such as a column"),
         ({"by": "nobody"}, "table.history: 'past': by: got 'nobody': no column \"nobody\"; correct it; the columns are"),
         ({"order_by": '"time"'}, "'past': order_by '\"time\"' is varchar, want a number, a date or a timestamp"),
         ({"order_by": "CAST(time AS HUGEINT)"}, "is hugeint, want a number, a date or a timestamp"),
         ({"filter": "rating"}, "'past': filter 'rating' is varchar, want a condition that is true or false"),
         ({"filter": "stars > 3"}, "table.history: 'past': filter: got 'stars > 3': no column \"stars\""),
         ({"filter": 3}, "'past': filter: got 3, want text"),
-        ({"length": 0}, "'past': got length 0, want a whole number, 1 to 2,048"),
-        ({"length": 2049}, "'past': got length 2049, want a whole number, 1 to 2,048"),
-        ({"length": True}, "'past': got length True, want a whole number, 1 to 2,048"),
-        ({"rows": "test"}, "'past': got rows 'test', want one of all, train"),
+        ({"length": 0}, "'past': length: got 0, want a whole number, 1 to 2,048"),
+        ({"length": 2049}, "'past': length: got 2049, want a whole number, 1 to 2,048"),
+        ({"length": True}, "'past': length: got True, want a whole number, 1 to 2,048"),
+        ({"rows": "test"}, "'past': rows: got 'test', want one of all, train"),
         ({"last": 3}, "table.history[0].last: no such key; want one of name, of, by, order_by, length, filter, rows"),
-        ({"name": "item"}, "table: feature ['item'] is named twice"),
-        ({"name": "rating"}, "table: feature ['rating'] is named twice"),
+        ({"name": "item"}, "table: 'item' is named twice: a categorical feature and a history; rename one"),
+        ({"name": "rating"}, "table: 'rating' is named twice: a history and a numerical feature; rename one"),
         ({"name": "numerical"}, "table.history: 'numerical' would share a file with the numericals; rename it"),
         ({"name": "a/b"}, "table: feature 'a/b' cannot name a file"),
     ],
@@ -356,12 +356,14 @@ def test_a_mistake_in_a_history_is_named(tmp_path, change, message):
 def test_a_history_without_a_time_is_refused(tmp_path):
     table = described(write_rows(tmp_path / "t.csv", random_rows(0, 8)))
     del table["history"][0]["order_by"]
-    with pytest.raises(Refused, match=r"table\.history\[0\]: missing 1 required .*'order_by'"):
+    with pytest.raises(
+        Refused, match=r"table\.history\[0\]: got no order_by; want at least name, of, by, "
+    ):
         build(tmp_path / "out", table)
 
 
 def test_a_length_has_a_name_of_its_own(tmp_path):
     table = described(write_rows(tmp_path / "t.csv", random_rows(0, 8)))
     table["numerical"] = [{"name": "past_length", "expression": "rating"}]
-    with pytest.raises(Refused, match=re.escape("feature ['past_length'] is named twice")):
+    with pytest.raises(Refused, match="'past_length' is named twice"):
         build(tmp_path / "out", table)

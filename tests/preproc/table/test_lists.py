@@ -189,7 +189,7 @@ def test_values_in_several_writings_have_a_note(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
-        ({"take": "middle"}, "got take 'middle', want one of first, last"),
+        ({"take": "middle"}, "take: got 'middle', want one of first, last"),
         (
             {"hotness": None, "take": "last"},
             "take and length are for lists that are cut and filled",

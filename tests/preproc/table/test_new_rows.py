@@ -235,10 +235,10 @@ def test_mistakes_are_one_line(root, tmp_path, changes, options, message):
     pq.write_table(lists.set_column(2, "tags", lists["more"]), tmp_path / "tags.parquet")
     files = table["sources"]
     for source in files.values():
-        places = {"LISTS": tmp_path / "lists.parquet", "LACKS": tmp_path / "lacks.csv"}
-        places["TAGS"] = tmp_path / "tags.parquet"
+        paths = {"LISTS": tmp_path / "lists.parquet", "LACKS": tmp_path / "lacks.csv"}
+        paths["TAGS"] = tmp_path / "tags.parquet"
         if isinstance(source["files"], str):
-            source["files"] = str(places[source["files"]])
+            source["files"] = str(paths[source["files"]])
     with pytest.raises(Refused) as refused:
         new_rows(root, tmp_path / "out", table, *options)
     assert message in refused.value.message

@@ -407,7 +407,10 @@ def test_lines_with_other_columns_or_no_utf8_are_bad(tmp_path, people):
             {"categorical": [{"name": "a/b", "expression": "city"}]},
             "table: feature 'a/b' cannot name a file: no slash.*",
         ),
-        ({"categorical": ["bought"]}, r"table: feature \['bought'\] is named twice"),
+        (
+            {"categorical": ["bought"]},
+            "table: 'bought' is named twice: a categorical feature and a label; rename one.*",
+        ),
         ({"split": {"by": "day"}}, "table.split.by: got 'day', want one of .*"),
         ({"split": {"by": "column", "expression": "city"}}, "table.split: got split 'Köln.*"),
         ({"split": {"train": 0.001}}, "table.split: no rows are left for train of 8.*"),

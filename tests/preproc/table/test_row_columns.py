@@ -97,10 +97,10 @@ def test_a_bad_value_is_named_with_its_row(tmp_path, column, value, message):
     [
         (
             {"label": [{"name": "x", "kind": "ordinal"}]},
-            "table.label.kind: got 'ordinal', want binary or",
+            "table.label: 'x': kind: got 'ordinal', want one of binary,",
         ),
         ({"label": []}, None),
-        ({"label": [{"name": "user"}]}, "feature .'user'. is named twice"),
+        ({"label": [{"name": "user"}]}, "'user' is named twice: a categorical feature and a label"),
         (
             {"label": ["x", "numerical"], "numerical": ["n"]},
             "table.label: 'numerical' would share a file",

@@ -356,7 +356,10 @@ def test_new_rows_see_events_of_their_own_sources(tmp_path):
     assert not (tmp_path / "out/latest").exists()
     with pytest.raises(Refused, match="fitted on other features"):
         build(tmp_path / "x", described(tmp_path / "new.csv", length=4), *options)
-    with pytest.raises(ValueError, match="the history 'past' of a row takes all rows before it"):
+    with pytest.raises(
+        ValueError,
+        match=r"a row sees the events 'past' of the days before, too; make .* with mode=extend fitted=",
+    ):
         open_transformed_rows(tmp_path / "fit", [tmp_path / "new.csv"])
 
 
@@ -433,27 +436,29 @@ def test_the_events_of_movielens_are_those_of_one_pass_in_the_order_of_time(tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"of": "item"}, "table.sequence[0]: got of 'item', want a list of categorical features"),
+        ({"of": "item"}, "table.sequence: 'past': of: got 'item', want a list of texts"),
         ({"of": ["film"]}, "table.sequence: 'past': of: got 'film', which is no feature; want a categorical feature"),
         ({"of": ["tags"]}, "of: got 'tags', which is a list; want"),
-        ({"of": ["item", "item"]}, "table: feature ['past_item'] is named twice"),
-        ({"numbers": ["stars"]}, "table.sequence: 'past': numbers: 'stars': got '\"stars\"': no column \"stars\""),
+        ({"of": ["item", "item"]}, "table: 'past_item' is named twice: a feature of 'past' and a feature of 'past'; rename one"),
+        ({"numbers": ["stars"]}, "table.sequence: 'past': numbers: 'stars': got '\"stars\"': no column \"stars\" (an"),
+        ({"numbers": ["item = 'a'"]}, "an expression has a name: {name: bought, expression: \"action = 'buy'\"}); correct"),
+        ({"numbers": [{"expression": "item = 'a'"}]}, "table.sequence: 'past': numbers[0]: got no name; want at least name"),
         (
             {"numbers": [{"name": "r", "expression": "item"}]},
             "row 1: table.sequence: 'past': numbers: 'r' is a, wanted a number that float32 holds",
         ),
         ({"numbers": [{"name": "r", "expression": "1e39"}]}, "numbers: 'r' is 1e+39, wanted a number that float32 holds"),
-        ({"numbers": ["time"]}, "table: feature ['past_time'] is named twice"),
-        ({"numbers": "rating"}, "table.sequence[0].numbers: got 'rating', want a list"),
-        ({"by": ""}, "'past': got by '', want SQL, such as a column"),
+        ({"numbers": ["time"]}, "'past_time' is named twice: the time of an event of 'past' and the time of an event"),
+        ({"numbers": "rating"}, "table.sequence: 'past': numbers: got 'rating', want a list"),
+        ({"by": ""}, "'past': by: got '', want SQL, such as a column"),
         ({"order_by": '"time"'}, "table.sequence: 'past': order_by '\"time\"' is varchar, want a number, a date or a"),
         ({"filter": "rating"}, "'past': filter 'rating' is varchar, want a condition that is true or false"),
-        ({"length": 0}, "'past': got length 0, want a whole number, 1 to 1,048,576"),
-        ({"rows": "test"}, "'past': got rows 'test', want one of all, train"),
+        ({"length": 0}, "'past': length: got 0, want a whole number, 1 to 1,048,576"),
+        ({"rows": "test"}, "'past': rows: got 'test', want one of all, train"),
         ({"source": "views"}, "table.sequence: 'past': got source 'views', want one of 't'"),
         ({"source": "t", "rows": "train"}, "'past': rows: train is for events that are rows of the dataset"),
         ({"last": 3}, "table.sequence[0].last: no such key; want one of name, of, by"),
-        ({"name": "item"}, "table: feature ['item'] is named twice"),
+        ({"name": "item"}, "table: 'item' is named twice: a categorical feature and a sequence; rename one, and"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_log_is_named(tmp_path, change, message):

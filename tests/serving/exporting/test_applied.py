@@ -92,9 +92,9 @@ def test_rows_of_a_proof_that_are_not_of_the_model_are_refused(tmp_path):
     model = ServedModel.load(path)
     assert model.scores(found).equal(model.scores(rows))
     numbers = np.fromfile(path / PROOF_ROWS, "<i8")
-    for place, value in ((0, 10), (0, 2**40), (1, 0), (2, -1), (4, 40), (5, -1), (5 + 9 * 7, 2)):
+    for index, value in ((0, 10), (0, 2**40), (1, 0), (2, -1), (4, 40), (5, -1), (5 + 9 * 7, 2)):
         changed = numbers.copy()
-        changed[place] = value
+        changed[index] = value
         changed.tofile(path / PROOF_ROWS)
         with pytest.raises(ModelError, match=r"proof_rows.bin has"):
             read_proof_rows(path, manifest)

@@ -225,8 +225,17 @@ def test_what_takes_no_rows_of_tables_says_so(cases, tmp_path):
             write_repository(config)
     with pytest.raises(ValueError, match=r"^onnx=true: .* ONNX lacks"):
         export(cases.run("din")[0], tmp_path / "model", onnx=True)
-    with pytest.raises(ValueError, match=r"^fitted=.*requests of raw values have no events"):
-        export(cases.run("din")[0], tmp_path / "model", fitted=str(tmp_path))
+
+
+def test_scores_that_depend_on_the_rows_beside_them_are_not_exported(cases, tmp_path):
+    options = [*overrides("hstu", cases.data), "model.attention_norm=batch_max"]
+    with ranks_of_cpu():
+        checkpoint, _ = save_run(tmp_path / "run", options, 1)
+    with pytest.raises(
+        ValueError,
+        match=r"^model.attention_norm=batch_max: .*; train with model.attention_norm=length or",
+    ):
+        export(checkpoint, tmp_path / "model")
 
 
 def test_triton_gets_the_inputs_of_events(cases, tmp_path):

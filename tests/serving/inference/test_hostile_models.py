@@ -31,10 +31,10 @@ def edited(model: Path, target: Path, edit: Callable[[Path, dict], None]) -> Pat
     return write_manifest(target, document)
 
 
-def in_file(name: str, dtype: str, place: int, value: float) -> Callable[[Path, dict], None]:
+def in_file(name: str, dtype: str, index: int, value: float) -> Callable[[Path, dict], None]:
     def edit(directory: Path, _: dict) -> None:
         size = np.dtype(dtype).itemsize
-        np.memmap(directory / name, dtype, "r+", size * place, 1)[0] = value
+        np.memmap(directory / name, dtype, "r+", size * index, 1)[0] = value
 
     return edit
 
@@ -97,7 +97,7 @@ HOSTILE = {
     "keys without a file": (in_manifest("c[4]['is_key'] = True"), "'raw keys', want a file of"),
     "a column of 7 dimensions": (in_manifest("raw['columns']['a'] = 7"), "want 1, or 2 of a list"),
     "a column of no feature": (
-        in_manifest("raw['columns']['x'] = 1"),
+        in_manifest("raw['columns']['x'] = 1; raw['is_text']['x'] = True"),
         "columns: got .'x'., want the columns that",
     ),
     "a cross of no columns": (

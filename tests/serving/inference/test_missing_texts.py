@@ -162,8 +162,8 @@ def scored(raw: RawValues, columns: dict) -> dict[str, list]:
     }
     rows = raw.rows(flat, shapes, len(next(iter(columns.values()))))
     found = {name: rows.numerical[:, i].tolist() for i, name in enumerate(raw._manifest.numerical)}
-    for name, place in raw._manifest.id_places().items():
-        ids = rows.ids[:, place]
+    for name, own in raw._manifest.id_slices().items():
+        ids = rows.ids[:, own]
         found[name] = ids[:, 0].tolist() if ids.shape[1] == 1 else ids.tolist()
     return found | {n: parted(r.values.numpy(), r.lengths.numpy()) for n, r in rows.ragged.items()}
 
@@ -324,37 +324,6 @@ def test_items_of_lists_are_no_fields_and_those_of_a_history_were(tmp_path):
     assert scored(raw, sent | {"past_code": codes}) == wanted
     assert 0 not in {i for ids in wanted["tags"] for i in ids}
     assert {len(ids) for ids in wanted["tags"]} == {0, 1, 2}
-
-
-def forget_columns(root: Path) -> Path:
-    """Make a fit one of an earlier version, which did not record which columns were text."""
-    saved = json.loads((root / "preproc.json").read_text())
-    del saved["is_text"]
-    (root / "preproc.json").write_text(json.dumps(saved))
-    record_again(root, "preproc.json")
-    return root
-
-
-@pytest.mark.parametrize("kind", WRITERS)
-def test_a_fit_of_an_earlier_version_takes_columns_as_they_come(kind, tmp_path, capsys):
-    train = WRITERS[kind](tmp_path / f"train.{kind}", values(300, 0))
-    build(tmp_path / "data", described(train), *OPTIONS)
-    kept = features_of(tmp_path / "data", "train")
-    root = forget_columns(tmp_path / "data")
-    columns, lines = values(300, 0), []
-    # Rows of the kind of the fit are as before, also at the server; the others are by their own kind.
-    with open_transformed_rows(root, [train], warn=lines.append) as batches:
-        found = features_of_table(pa.Table.from_batches([batch.features for batch in batches]))
-    assert {name: of[:225] for name, of in found.items()} == kept
-    assert len(lines) == 1
-    assert "did not record which columns were text" in lines[0]
-    raw = served(root, tmp_path / "model")
-    texts = inputs_of(as_texts(columns))
-    numbers = arrays(columns, code=np.int64, count=np.int64, amount=np.float64)
-    assert scored(raw, texts if kind == "csv" else texts | numbers) == found
-    hashed = scored(raw, texts)["hashed"], scored(raw, texts | numbers)["hashed"]
-    assert [i == 0 for i in hashed[0]] == [text in MISSING for text in texts["code"]]
-    assert 0 not in hashed[1]
 
 
 def test_what_is_no_record_of_columns_is_refused(tmp_path):

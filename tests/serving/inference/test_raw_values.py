@@ -126,7 +126,7 @@ def test_served_values_are_those_of_preprocessing(fitted, raw):
     assert np.unique(wanted.numerical[:, 0]).size > 5
     for feature, ids, lengths in zip(spec.categorical, wanted.ids, wanted.lengths, strict=True):
         if lengths is None:
-            found = got.ids[:, raw._manifest.id_places()[feature.name]].flatten()
+            found = got.ids[:, raw._manifest.id_slices()[feature.name]].flatten()
         else:
             found = got.ragged[feature.name].values
         np.testing.assert_array_equal(found.numpy(), ids, err_msg=feature.name)
@@ -341,7 +341,7 @@ def matches(raw: RawValues, data: Path, columns: dict, count: int) -> None:
     for feature, ids, lengths in zip(spec.categorical, wanted.ids, wanted.lengths, strict=True):
         found = got.ragged[feature.name].values if lengths is not None else None
         if found is None:
-            found = got.ids[:, raw._manifest.id_places()[feature.name]].flatten()
+            found = got.ids[:, raw._manifest.id_slices()[feature.name]].flatten()
         np.testing.assert_array_equal(found.numpy(), ids, err_msg=feature.name)
         assert len(np.unique(ids)) > 1
 

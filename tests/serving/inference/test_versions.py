@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from configs.serving_schema import ApplyConfig, RollbackConfig
-from serving.apply import places
+from serving.apply import directories
 from serving.inference.versions import Versions
 from serving.manifest import MANIFEST, Manifest
 from serving.versions import (
@@ -211,7 +211,7 @@ def test_a_rollback_returns_to_the_version_that_served_before(put, tmp_path):
 def test_deltas_are_applied_to_the_version_that_serves(put, tmp_path):
     put("1"), put("2", "cost")
     config = ApplyConfig(model=str(tmp_path / "models"), deltas=["deltas"])
-    assert places(config) == (tmp_path / "models/1", tmp_path / "models/3")
+    assert directories(config) == (tmp_path / "models/1", tmp_path / "models/3")
 
 
 def test_an_export_says_what_will_not_serve(put, tmp_path):
@@ -303,7 +303,7 @@ def test_a_withdrawn_number_is_not_given_again(put, tmp_path):
     models = tmp_path / "models"
     withdraw(models, 1)
     config = ApplyConfig(model=str(models), deltas=["deltas"])
-    assert places(config) == (models / "1", models / "4")
+    assert directories(config) == (models / "1", models / "4")
 
 
 @pytest.fixture(scope="module")

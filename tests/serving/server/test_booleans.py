@@ -79,13 +79,13 @@ def test_library_and_server_read_booleans_as_the_fit_did(trained):
     # Without the fit: features, of which numericals may be boolean, and ids may not.
     features = run.raw.transformed(rows)
     assert set(features["member"].to_pylist()) == {0.0, 1.0}
-    place = features.column_names.index("member")
+    index = features.column_names.index("member")
     plain = Run.load(root / "run")
-    booleans = features.set_column(place, "member", rows["member"])
+    booleans = features.set_column(index, "member", rows["member"])
     np.testing.assert_allclose(plain.predict(booleans)["score"], wanted, atol=1e-9)
-    place = features.column_names.index("active")
+    index = features.column_names.index("active")
     with pytest.raises(ValueError, match=r"column 'active'.*bool.*integers"):
-        plain.predict(features.set_column(place, "active", rows["member"]))
+        plain.predict(features.set_column(index, "active", rows["member"]))
     with serving(root / "models") as client:
         numbers = [number for number, value in enumerate(texts) if value is not None]
         columns = rows.take(numbers).to_pydict()

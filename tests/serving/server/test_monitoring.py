@@ -102,10 +102,10 @@ def test_the_panels_have_places_of_their_own_and_queries(board):
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
     for panel in panels:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= WIDTH
-        columns = range(place["x"], place["x"] + place["w"])
-        cells = {(x, y) for x in columns for y in range(place["y"], place["y"] + place["h"])}
+        box = panel["gridPos"]
+        assert box["x"] + box["w"] <= WIDTH
+        columns = range(box["x"], box["x"] + box["w"])
+        cells = {(x, y) for x in columns for y in range(box["y"], box["y"] + box["h"])}
         assert not cells & taken, panel["title"]
         taken |= cells
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])

@@ -46,21 +46,21 @@ def preprocess(source: Path, output: Path, *overrides: str, **changes) -> None:
     build(output, described(source) | changes, "frequency_limit=2", "plot=false", *overrides)
 
 
-def training_score(row: dict[str, str], checkpoint: str, place: Path) -> float:
+def training_score(row: dict[str, str], checkpoint: str, folder: Path) -> float:
     """Return the score of a raw row by preprocessing and the training path."""
-    with (place / "new.csv").open("w", newline="") as stream:
+    with (folder / "new.csv").open("w", newline="") as stream:
         lines = csv.writer(stream)
         lines.writerow(["bought", *row])
         lines.writerows([[number % 2, *row.values()] for number in range(8)])
     halves = {"by": "fraction", "train": 0.5}
-    fit = ["mode=transform", f"fitted={place / 'data/shop'}"]
-    preprocess(place / "new.csv", place / "data/new", *fit, split=halves)
-    trained = open_trained(Path(checkpoint).resolve(), str(place / "data/new"))
+    fit = ["mode=transform", f"fitted={folder / 'data/shop'}"]
+    preprocess(folder / "new.csv", folder / "data/new", *fit, split=halves)
+    trained = open_trained(Path(checkpoint).resolve(), str(folder / "data/new"))
     (batch,) = proof_batches(trained.source, "test", 1)
     numbers = looked_up_rows(trained.tables, [batch])
-    (place / "rows").mkdir()
-    tables = Manifest.read(place / "models/1").tables
-    rows = write_tables(place / "rows", tables, trained.saved.index, "fp32", numbers)
+    (folder / "rows").mkdir()
+    tables = Manifest.read(folder / "models/1").tables
+    rows = write_tables(folder / "rows", tables, trained.saved.index, "fp32", numbers)
     dense = load_dense(trained.config, trained.source.spec, trained.saved)
     return TrainingPath(trained.tables, numbers, rows, dense, trained.tasks).scores(batch).item()
 

@@ -154,7 +154,7 @@ def test_the_configuration_names_every_tensor(repositories):
         ({"output": "there"}, "exists; name a new directory"),
         ({"name": "a/b"}, "name=a/b: want letters"),
         ({"model": "nowhere"}, "is no model directory"),
-        ({"dense_dtype": DenseType.bf16}, "dense_dtype is of layout=monolithic device=cuda"),
+        ({"dense_dtype": DenseType.bf16}, "dense_dtype=bf16 is of layout=monolithic device=cuda"),
         (
             {"layout": Layout.ensemble, "device": Device.cuda, "dense_format": DenseFormat.pytorch},
             "must be of dense_format=onnx",

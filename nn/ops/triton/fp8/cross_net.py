@@ -107,8 +107,8 @@ def _add_product(
         word = first + block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
         inside = (word * 4 < num_rows) & (column < num_columns)
         packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-        for place in tl.static_range(4):
-            offset = (word * 4 + place) * num_columns + column
+        for byte in tl.static_range(4):
+            offset = (word * 4 + byte) * num_columns + column
             u = tl.load(factor_of_x0 + offset, mask=inside, other=0.0).to(tl.float32)
             value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
             value += tl.load(x0 + offset, mask=inside, other=0.0).to(tl.float32) * u
@@ -118,7 +118,7 @@ def _add_product(
             # The 8 bits are those of the 16-bit result, as without this fusion.
             value = rounded.to(tl.float32)
             largest, packed = store_rounded(
-                value, largest, packed, rows, offset, inside, scale, LIMIT, place
+                value, largest, packed, rows, offset, inside, scale, LIMIT, byte
             )
         if words is not None:
             store_words(packed, words, word, column, num_rows, inside)
@@ -157,8 +157,8 @@ def _cross_backward(
         word = first + block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
         inside = (word * 4 < num_rows) & (column < num_columns)
         packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-        for place in tl.static_range(4):
-            offset = (word * 4 + place) * num_columns + column
+        for byte in tl.static_range(4):
+            offset = (word * 4 + byte) * num_columns + column
             grad_u, grad_x0 = layer_gradients(
                 grad, products, x0, factors, offset, inside, layer, INDEX, NUM_LAYERS
             )
@@ -170,7 +170,7 @@ def _cross_backward(
                 tl.store(wide + offset, rounded, mask=inside)
             value = rounded.to(tl.float32)
             largest, packed = store_rounded(
-                value, largest, packed, rows, offset, inside, scale, LIMIT, place
+                value, largest, packed, rows, offset, inside, scale, LIMIT, byte
             )
         if words is not None:
             store_words(packed, words, word, column, num_rows, inside)

@@ -121,8 +121,8 @@ def _quantise(
         word = first + block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
         inside = (word * 4 < num_rows) & (column < num_columns)
         packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-        for place in tl.static_range(4):
-            offset = (word * 4 + place) * num_columns + column
+        for byte in tl.static_range(4):
+            offset = (word * 4 + byte) * num_columns + column
             value = tl.load(x + offset, mask=inside, other=0.0)
             if activation is not None:
                 # Like torch, the kernel passes the gradient where the activation is NaN.
@@ -134,7 +134,7 @@ def _quantise(
             if partial_sums is not None:
                 total += value
             largest, packed = store_rounded(
-                value, largest, packed, rows, offset, inside, scale, LIMIT, place
+                value, largest, packed, rows, offset, inside, scale, LIMIT, byte
             )
         if words is not None:
             store_words(packed, words, word, column, num_rows, inside)
@@ -155,18 +155,18 @@ def store_rounded(
     inside,
     scale,
     LIMIT: tl.constexpr,
-    place: tl.constexpr,
+    byte: tl.constexpr,
 ):
     """Store float32 values in 8 bits; return the largest absolute values and the words with these values too."""
     scaled = tl.clamp(value * scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     small = scaled.to(rows.dtype.element_ty)
     tl.store(rows + offset, small, mask=inside)
-    return tl.maximum(largest, tl.abs(value)), packed | bits_of_word(small, place)
+    return tl.maximum(largest, tl.abs(value)), packed | bits_of_word(small, byte)
 
 
 @triton.jit
-def bits_of_word(small, place: tl.constexpr):
-    """Return 8-bit values as the byte `place` of words, int32.
+def bits_of_word(small, byte: tl.constexpr):
+    """Return 8-bit values as byte number `byte` of words, int32.
 
     The bits are those of 16-bit floats, which hold them exactly: ptxas 12.8 crashes on bytes of vectors that are stored too.
     """
@@ -178,7 +178,7 @@ def bits_of_word(small, place: tl.constexpr):
         half = half * 0.00390625
         bits = half.to(tl.int16, bitcast=True).to(tl.int32)
         bits = ((bits >> 8) & 0x80) | ((bits >> 7) & 0x7F)
-    return (bits & 0xFF) << (8 * place)
+    return (bits & 0xFF) << (8 * byte)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The next stage of a run: whether its data follow those of the run, and the evaluations on other days than the trained one."""
+"""The next day of a run: whether its data follow those of the run, and the evaluations on other days than the trained one."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import Config, StageName
+from configs.schema import Config, DayToTrain
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_data
 from dataloading.dataset.source import Source
@@ -16,61 +16,51 @@ from dataloading.known_ids_source import KnownIdsSource
 from dataloading.lineage import VOCABULARY, Lineage
 from dataloading.storage.local_copy import local_path
 from nn.build import open_source
+from nn.checkpoint.run_facts import ENDS_DAY
 from nn.checkpoint.tensor_index import read_index
 from nn.distributed.process_group import Ranks
 from nn.embedding.declared_tables import table_of_feature, tables_of_feature
 from nn.models.registry import declared_tables
-from nn.observability.records import SUMMARY
-from nn.training.limits import Stage
-from nn.training.loop_state import ENDS_STAGE
+from nn.training.limits import Day
 from nn.training.lr_scheduler import has_ended
 
 RETIRED = "retired"
 """Column of a later day's vocabulary (`preproc/table/extension.py`)."""
 
 CHANGES = ("scheduler.",)
-"""Settings that may change at the start of a stage."""
+"""Settings that may change at the start of a day."""
 
 
-def stage_to_train(
+def day_to_train(
     config: Config, spec: FeatureSpec, facts: Mapping[str, Any], now: Mapping[str, Any]
-) -> Stage:
-    """Return the stage that a run trains from a checkpoint of its own.
+) -> Day:
+    """Return the day that a run trains from a checkpoint of its own.
 
-    Raises:
-        ValueError: with `stage=next`, the dataset does not follow that of the checkpoint, or the checkpoint's stage is not
-            complete.
+    Raises ValueError: with `day=next`, the dataset does not follow that of the checkpoint, or the checkpoint's day is not
+    complete.
     """
-    before = Stage.of_facts(facts)
-    if config.stage is not StageName.next or not changed_data(facts, now):
+    before = Day.of_facts(facts)
+    if config.day is not DayToTrain.next or not changed_data(facts, now):
         return before
     path = facts["config"]["data"]["path"]
     lineage = Lineage.of(spec.metadata)
     if not config.checkpoint.allow_changes:
         _check_follows(config, before, lineage, path)
-    if not _has_ended(config, facts):
+    if not facts["trainer"][ENDS_DAY]:
         raise ValueError(
-            f"run_dir={config.run_dir} has not finished the stage of data.path={path}, step {facts['num_steps']:,} is its "
+            f"run_dir={config.run_dir} has not finished the day of data.path={path}, step {facts['num_steps']:,} is its "
             "latest checkpoint; run that to its end first, with its data.path"
         )
     first = facts["num_steps"]
     if has_ended(first, config.scheduler):
         raise ValueError(
-            f"the schedule has ended before step {first:,}, so that stage=next would train with a learning rate of 0; set "
+            f"the schedule has ended before step {first:,}, so that day=next would train with a learning rate of 0; set "
             "scheduler.decay_start_step=null, or a later one"
         )
-    return Stage(before.number + 1, first, lineage.identity, path, is_new=True)
+    return Day(before.number + 1, first, lineage.identity, path, is_new=True)
 
 
-def _has_ended(config: Config, facts: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint is the last one of its stage; of an older version, the run's summary says it."""
-    ends = facts["trainer"].get(ENDS_STAGE)
-    if ends is None and config.run_dir is not None:
-        return (Path(config.run_dir) / SUMMARY).exists()
-    return bool(ends)
-
-
-def _check_follows(config: Config, before: Stage, now: Lineage, path: str | None) -> None:
+def _check_follows(config: Config, before: Day, now: Lineage, path: str | None) -> None:
     """Refuse a dataset whose ids do not continue those of the run."""
     where = f"data.path={config.data.path}"
     may_allow = "or checkpoint.allow_changes=true if the ids that both have mean the same"
@@ -89,21 +79,21 @@ def _check_follows(config: Config, before: Stage, now: Lineage, path: str | None
 def next_day_hint(config: Config, spec: FeatureSpec, facts: Mapping[str, Any]) -> str:
     """Return the remedy for data that follow those of the run; empty for others."""
     parent = Lineage.of(spec.metadata).parent
-    if config.stage is None and parent is not None and parent == Stage.of_facts(facts).identity:
+    if config.day is None and parent is not None and parent == Day.of_facts(facts).identity:
         return (
-            f"data.path={config.data.path} is the day after that of run_dir={config.run_dir}; set stage=next to train it, "
+            f"data.path={config.data.path} is the day after that of run_dir={config.run_dir}; set day=next to train it, "
             "or data.path to the dataset that the run was trained on"
         )
     return ""
 
 
-def first_stage(source: Source) -> Stage:
-    """Return the stage of a run that starts from nothing of its own."""
-    return Stage(identity=Lineage.of(source.spec.metadata).identity)
+def first_day(source: Source) -> Day:
+    """Return the day of a run that starts from nothing of its own."""
+    return Day(identity=Lineage.of(source.spec.metadata).identity)
 
 
 def as_known(config: Config, source: Source, checkpoint: Path) -> Source:
-    """Return the rows of a new stage as the model of a checkpoint sees them: values that are new have id 0."""
+    """Return the rows of a new day as the model of a checkpoint sees them: values that are new have id 0."""
     tensors = read_index(checkpoint).tensors
     tables = table_of_feature(declared_tables(config.model, source.spec))
     known = {name: tensors[f"tables.{table}.weight"].size[0] for name, table in tables.items()}
@@ -128,16 +118,18 @@ def retired_rows(config: Config, spec: FeatureSpec) -> dict[str, np.ndarray]:
     return found
 
 
-def open_previous_day(config: Config, stage: Stage, ranks: Ranks, logger: Logger) -> Source | None:
-    """Open the dataset of the day before; None, with a note, if it is gone, and on the first day."""
-    path = stage.previous
+def open_previous_day(
+    config: Config, day: Day, spec: FeatureSpec, ranks: Ranks, logger: Logger
+) -> Source | None:
+    """Open the dataset of the day before, for a step of `spec`; None, with a note, if it is gone, and on the first day."""
+    path = day.previous
     if path is None:
         return None
     problem = ranks.run_on_rank0(lambda: _problem(path))
     if problem is not None:
-        logger.info(f"note: no evaluation on day {stage.number - 1}: {problem}")
+        logger.info(f"note: no evaluation on day {day.number - 1}: {problem}")
         return None
-    return open_source(replace(config, data=replace(config.data, path=path)))
+    return open_source(replace(config, data=replace(config.data, path=path)), spec)
 
 
 def _problem(path: str) -> str | None:

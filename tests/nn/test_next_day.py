@@ -1,4 +1,4 @@
-"""Stages: days of a run whose tables grow; kills and other numbers of ranks in between change nothing."""
+"""Days of a run whose tables grow; kills and other numbers of ranks in between change nothing."""
 
 import io
 import logging
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from configs.schema import StageName
+from configs.schema import DayToTrain
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.directory import read_facts, step_of
 from nn.checkpoint.tensor_index import blocks, read_index
@@ -81,13 +81,13 @@ def days(tmp_path_factory) -> list[Path]:
 def train(data: Path, run_dir: Path, kill_at: int | None, *options: str) -> None:
     """Train a day, the first or the next of a run; `kill_at` is a step of the run."""
     config = compose_config(*OPTIONS, *options)
-    stage = None if data.name == "day_0" else StageName.next
+    day = None if data.name == "day_0" else DayToTrain.next
     placed = replace(config.data, path=str(data))
     with (
         nullcontext() if kill_at is None else killed_at(kill_at),
         redirect_stdout(io.StringIO()),
     ):
-        run(replace(config, run_dir=str(run_dir), data=placed, stage=stage), "")
+        run(replace(config, run_dir=str(run_dir), data=placed, day=day), "")
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_a_shortened_day_is_followed_by_the_next_one(days, tmp_path):
     shorter = [*options, f"data.path={days[0]}", "train.max_steps=12"]
     assert run_command(*shorter).err == ""
     assert "nothing to do" in run_command(*shorter).out
-    next_day = run_command(*options, f"data.path={days[1]}", "stage=next")
+    next_day = run_command(*options, f"data.path={days[1]}", "day=next")
     assert (next_day.exit_code, next_day.err) == (0, "")
     assert summary(tmp_path / "run")["steps"] == 12 + STEPS_PER_DAY
 
@@ -251,7 +251,7 @@ def test_a_run_is_loaded_at_its_latest_day(tmp_path):
     assert run_command(*options, f"data.path={days[0]}").err == ""
     best = Run.load(tmp_path / "run").num_steps
     with killed_at(2 * STEPS_PER_DAY - 1):
-        run_command(*options, f"data.path={days[1]}", "stage=next")
+        run_command(*options, f"data.path={days[1]}", "day=next")
     assert Run.load(tmp_path / "run").num_steps > STEPS_PER_DAY >= best
     assert Run.load(tmp_path / "run", checkpoint="best").num_steps == best
 
@@ -263,7 +263,7 @@ def test_the_best_of_the_day_before_stays_until_a_day_has_one(days, tmp_path):
     assert run_command(*options, f"data.path={days[0]}").exit_code == 0
     best = run_dir / "checkpoints/best"
     before = os.readlink(best)
-    next_day = [*options, f"data.path={days[1]}", "stage=next"]
+    next_day = [*options, f"data.path={days[1]}", "day=next"]
     with killed_at(STEPS_PER_DAY + 1):
         run_command(*next_day)
     with pytest.raises(ValueError, match="while it trains another day, wait for its first"):
@@ -333,7 +333,7 @@ def test_what_is_no_next_day_is_refused_in_one_line(days, tmp_path):
     with pytest.raises(ValueError, match="which has no checkpoint"):
         train(days[1], run_dir, None)
     train(days[0], run_dir, 12)
-    with pytest.raises(ValueError, match="has not finished the stage"):
+    with pytest.raises(ValueError, match="has not finished the day"):
         train(days[1], run_dir, None)
     train(days[0], run_dir, None)
     with pytest.raises(ValueError, match="day 2 after another fit than that of"):
@@ -343,7 +343,7 @@ def test_what_is_no_next_day_is_refused_in_one_line(days, tmp_path):
     with pytest.raises(ValueError, match=r"other settings: optimizer.lr=0.01 instead of 0.02"):
         train(days[1], run_dir, None, "optimizer.lr=0.02")
     other = compose_config(*OPTIONS)
-    with pytest.raises(ValueError, match=r"is the day after that of .*set stage=next"):
+    with pytest.raises(ValueError, match=r"is the day after that of .*set day=next"):
         run(replace(other, run_dir=str(run_dir), data=replace(other.data, path=str(days[1]))), "")
     train(days[1], run_dir, None)
     with pytest.raises(ValueError, match="tables can only grow, not shrink"):
@@ -359,16 +359,16 @@ def test_what_is_no_next_day_is_refused_in_one_line(days, tmp_path):
         (["run_dir=r", "data.path=d", "data.multi_hot.hotness=[2,2]"], "leave one of them out"),
     ],
 )
-def test_a_stage_that_cannot_be_is_refused(options, problem):
-    with pytest.raises(ValueError, match=f"stage=next .*{problem}$"):
-        compose_config("stage=next", *options)
+def test_a_day_that_cannot_be_is_refused(options, problem):
+    with pytest.raises(ValueError, match=f"day=next .*{problem}$"):
+        compose_config("day=next", *options)
 
 
 def test_days_of_a_pattern_are_trained_in_their_order(days, uninterrupted, tmp_path):
     """The days of a run are found by their parents, also after some of them and with one that appears later."""
     (tmp_path / "data").mkdir()
     run_dir = tmp_path / "run"
-    options = [*OPTIONS, f"days=[{tmp_path}/data/*]", f"run_dir={run_dir}", "stage=next"]
+    options = [*OPTIONS, f"days=[{tmp_path}/data/*]", f"run_dir={run_dir}", "day=next"]
     # Names say nothing of the order.
     for name, day in (("c", days[0]), ("a", days[1])):
         (tmp_path / "data" / name).symlink_to(day)

@@ -1,4 +1,4 @@
-"""Staging of rows: those that some batches need are read ahead from disk into host memory while the batches before train.
+"""The rows that some batches need are read ahead from disk into host memory while the batches before train.
 
 A batch is announced when its ids are known. The rows of a group of announced batches are read by a thread, each row once and in
 ascending order. A batch whose rows are not all there when its turn comes waits until they are read: nothing but speed depends
@@ -25,13 +25,13 @@ Rows = Mapping[int, np.ndarray]
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Need:
-    """Rows that a batch needs in host memory; `staging` reads them, once its group is read."""
+    """Rows that a batch needs in host memory; `reading` is done, once its group is read."""
 
     rows: Rows
-    staging: "Future[None] | None" = None
+    reading: "Future[None] | None" = None
 
 
-class Stager:
+class ReadAhead:
     """Reader of the rows of read-ahead groups; `resident` returns those of a group that may return from the device."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Stager:
         self._stores = stores
         self._resident = resident
         self._pending: weakref.WeakSet[Need] = weakref.WeakSet()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stager")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self._last: Future[None] | None = None
         self.wait_ms = 0.0
 
@@ -48,12 +48,12 @@ class Stager:
         """Return the need of a batch whose ids are known; its rows are not dropped before `ready` or its deletion."""
         stores = self._stores
         need = Need(
-            {group: stores[group].staged.without_kept(some) for group, some in rows.items()}
+            {group: stores[group].host_rows.without_kept(some) for group, some in rows.items()}
         )
         self._pending.add(need)
         return need
 
-    def read_ahead(self, needs: Sequence[Need]) -> None:
+    def start(self, needs: Sequence[Need]) -> None:
         """Start to read the rows of some batches, in their order, once those of the group before are read."""
         started = time.perf_counter()
         self.drain()
@@ -63,31 +63,31 @@ class Stager:
             group: [self._resident(group), *(need.rows[group] for need in self._pending)]
             for group in self._stores
         }
-        self._last = self._thread.submit(self._stage, [need.rows for need in needs], staying)
+        self._last = self._thread.submit(self._read, [need.rows for need in needs], staying)
         for need in needs:
-            need.staging = self._last
+            need.reading = self._last
 
     def ready(self, need: Need) -> None:
         """Wait until a batch's rows are in host memory, where they stay while the device has them; RankError without room."""
         started = time.perf_counter()
-        if need.staging is not None:
-            need.staging.result()
+        if need.reading is not None:
+            need.reading.result()
         self._pending.discard(need)
         for group, rows in need.rows.items():
             store = self._stores[group]
-            if store.staged.lacks(rows):
+            if store.host_rows.lacks(rows):
                 self.drain()
-                if not store.stage(rows, [self._resident(group)]):
+                if not store.read(rows, [self._resident(group)]):
                     raise RankError(
                         f"a batch needs {len(rows):,} rows of tables with tier: disk, for which host memory has no room beside "
-                        "those on the device; raise sharding.staged_gib"
+                        "those on the device; raise sharding.read_ahead_gib"
                     )
             store.tell_device()
         self.wait_ms += (time.perf_counter() - started) * 1e3
 
     def change(self, need: Need) -> None:
         for group, rows in need.rows.items():
-            self._stores[group].staged.change(rows)
+            self._stores[group].host_rows.change(rows)
 
     def drain(self) -> None:
         """Wait until nothing is read; RankError if the disk is full."""
@@ -95,7 +95,7 @@ class Stager:
             self._last.result()
         self._last = None
 
-    def _stage(self, needs: Sequence[Rows], staying: Mapping[int, Sequence[np.ndarray]]) -> None:
+    def _read(self, needs: Sequence[Rows], staying: Mapping[int, Sequence[np.ndarray]]) -> None:
         """Read the rows of as many of the first batches as there is room for."""
         for group, store in self._stores.items():
             count = len(needs)
@@ -103,6 +103,6 @@ class Stager:
                 # numpy's `unique` uses a hash table, which takes ten times as long.
                 rows = np.sort(np.concatenate([need[group] for need in needs[:count]]))
                 rows = rows[np.diff(rows, prepend=-1) != 0]
-                if store.stage(rows, staying[group]):
+                if store.read(rows, staying[group]):
                     break
                 count //= 2

@@ -6,7 +6,7 @@ from torch import nn
 
 from nn.distributed.process_group import Ranks
 from nn.layers.mlp import MLP
-from nn.ops.gradient_place import take_place
+from nn.ops.gradient_buffer import take_buffer
 from nn.training.gradient_bucket import GradientBucket
 
 pytest.importorskip("triton")
@@ -37,7 +37,7 @@ def model(width: int) -> Twice:
     return Twice(width).to(DEVICE)
 
 
-# With 64 columns all matrices begin at places for products; with 24 some do not, and are copied.
+# With 64 columns all matrices begin at offsets for products; with 24 some do not, and are copied.
 @pytest.mark.parametrize("width", [64, 24])
 def test_the_bucket_has_the_gradients_of_plain_torch(width):
     fused, plain = model(width), model(width)
@@ -72,10 +72,10 @@ def test_a_place_is_taken_once_and_not_behind_the_pass():
     weight = nn.Parameter(torch.ones(64, 64, device=DEVICE))
     bucket = GradientBucket([weight])
     bucket.clear()
-    place = take_place(weight)
-    assert place is not None
-    assert place.data_ptr() == bucket.vector.data_ptr()
-    assert take_place(weight) is None
+    buffer = take_buffer(weight)
+    assert buffer is not None
+    assert buffer.data_ptr() == bucket.vector.data_ptr()
+    assert take_buffer(weight) is None
     bucket.clear()
     bucket.sum(RANKS)
-    assert take_place(weight) is None
+    assert take_buffer(weight) is None

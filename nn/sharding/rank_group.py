@@ -1,0 +1,94 @@
+"""Groups of ranks: the ranks of a group share the tables, and the groups hold the same ones.
+
+A rank sends its ids to the owners of all groups, and gets vectors and rows from those of its own. Gradients go to the owners of
+its group, and from there to the same shards of the other groups. So every owner of a shard sums the gradients of the
+global batch in the same order, and the groups keep the same bits. With one group nothing is sent twice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nn.distributed.process_group import Ranks, open_channel
+from nn.embedding.id_blocks import IdBlock
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The `size` ranks that share the tables with this one, which has `rank` among them, of `count` groups."""
+
+    size: int
+    rank: int
+    number: int
+    count: int
+
+    @classmethod
+    def of(cls, ranks: Ranks, size: int) -> "RankGroup":
+        """Return this rank's group, where as many ranks in a row are one."""
+        return cls(size, ranks.rank % size, ranks.rank // size, ranks.world_size // size)
+
+    @property
+    def first_rank(self) -> int:
+        """Number of the group's first rank over all groups."""
+        return self.number * self.size
+
+    def open_channels(
+        self, ranks: Ranks
+    ) -> "tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]":
+        """Open the communicators of embeddings: within this group, and between the owners of one shard, None without others."""
+        if self.count == 1:
+            return open_channel(ranks, "embeddings"), None
+        firsts = range(0, ranks.world_size, self.size)
+        groups = [list(range(first, first + self.size)) for first in firsts]
+        owners = [list(ranks_of_shard) for ranks_of_shard in zip(*groups, strict=True)]
+        is_alone = self.size == 1
+        within = None if is_alone else open_channel(ranks, f"embeddings of {self.size}", groups)
+        return within, open_channel(ranks, f"gradients of {self.size}", owners)
+
+
+def of_all_groups(gradients: Tensor, owners: dist.ProcessGroup | None) -> Tensor:
+    """Return the gradients [n, ...] that the `owners` of one shard have, one after the other in the order of the ranks."""
+    if owners is None or not gradients.numel():
+        return gradients
+    gathered = gradients.new_empty(owners.size() * len(gradients), *gradients.shape[1:])
+    dist.all_gather_into_tensor(gathered, gradients.contiguous(), group=owners)
+    return gathered
+
+
+class GroupIds:
+    """Picks the ids of a group's samples from those of all samples.
+
+    `blocks` are the positions of each feature's in the result, those given of all samples; ragged ones begin with the group.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, IdBlock], group: RankGroup, device: torch.device
+    ) -> None:
+        self.blocks: dict[str, IdBlock] = {}
+        positions, shifts, first = [], [], 0
+        for feature, block in blocks.items():
+            count, num_samples = block.count // group.count, block.num_samples // group.count
+            own = IdBlock(first, count, num_samples, block.is_ragged)
+            # Where the numbers of all samples begin, how many the group has, and what counts from the first sample.
+            parts = [(block.first, count, 0)]
+            if block.is_ragged:
+                parts += [
+                    (block.first_start, num_samples, count),
+                    (block.first_length, num_samples, 0),
+                    (block.first_sample, count, num_samples),
+                ]
+            for start, size, before in parts:
+                positions.append(torch.arange(size) + start + group.number * size)
+                shifts.append(torch.full((size,), group.number * before, dtype=torch.int32))
+            self.blocks[feature] = own
+            first += own.size
+        empty = torch.empty(0, dtype=torch.int32)
+        self._positions = torch.cat([empty.long(), *positions]).to(device)
+        self._shifts = torch.cat([empty, *shifts]).to(device)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the ids of the group, with starts and samples that count from its own."""
+        return ids.index_select(0, self._positions) - self._shifts
