@@ -44,12 +44,23 @@ class Batches:
 
 
 def read_columns(root: Path, split: str) -> dict[str, torch.Tensor]:
-    """Read a split of a split binary with one label, in the order of the spec's channels."""
+    """Read a split of a split binary with one label, in the order of the spec's channels.
+
+    Events of a sequence group are int64 [N, max_length], oldest first, with id 0 behind the last one, as in FuxiCTR's padding.
+    """
     spec = yaml.safe_load((root / "feature_spec.yaml").read_text())
-    features = spec["feature_spec"]
+    features, longest = spec["feature_spec"], lengths_of(spec)
     columns = {}
     for chunk in spec["source_spec"][split]:
         names = chunk["features"]
+        if names[0] in longest:
+            events = np.fromfile(root / chunk["files"][0], features[names[0]]["dtype"])
+            starts, ends = np.fromfile(root / chunk["files"][1], np.int64).reshape(-1, 2).T
+            place = starts[:, None] + np.arange(longest[names[0]])
+            found = events[place.clip(max=len(events) - 1)]
+            columns[names[0]] = np.where(place < ends[:, None], found, 0)
+        if len(chunk["files"]) > 1 or names[0] not in features:
+            continue  # an event's number, or the moments of rows
         dtypes = {np.dtype(features[name]["dtype"]) for name in names}
         values = np.fromfile(root / chunk["files"][0], dtypes.pop()).reshape(-1, len(names))
         columns |= {name: values[:, position] for position, name in enumerate(names)}
@@ -62,6 +73,12 @@ def read_columns(root: Path, split: str) -> dict[str, torch.Tensor]:
         name: torch.from_numpy(columns[name].astype(np.int64)) for name in channels["categorical"]
     }
     return ordered | {LABEL: torch.from_numpy(columns[channels["label"][0]].astype(np.float32))}
+
+
+def lengths_of(spec: dict[str, Any]) -> dict[str, int]:
+    """Return the most events of a row, by the features of sequence groups."""
+    groups = spec.get("sequence_spec", {}).values()
+    return {name: group["max_length"] for group in groups for name in group["features"]}
 
 
 def feature_map(root: Path, embedding_dim: int) -> Any:
@@ -80,6 +97,9 @@ def feature_map(root: Path, embedding_dim: int) -> Any:
     for name in channels["categorical"]:
         rows = features[name]["cardinality"]
         described.features[name] = {"source": "", "type": "categorical", "vocab_size": rows}
+    for name, longest in lengths_of(spec).items():
+        shared = {"share_embedding": features[name]["table"], "padding_idx": 0, "max_len": longest}
+        described.features[name] |= {"type": "sequence", "feature_encoder": None} | shared
     described.num_fields = described.get_num_fields()
     described.set_column_index()
     return described

@@ -52,6 +52,7 @@ class Pair:
     settings: tuple[str, ...]
     peer_settings: dict[str, Any] = field(default_factory=dict)
     batch_size: int = BATCH_SIZE
+    epochs: int = EPOCHS
 
 
 PAIRS = {
@@ -191,7 +192,7 @@ def train_peer(
 ) -> dict[str, float]:
     """Train one of FuxiCTR's models; return AUC and log loss of the test split after the last epoch."""
     arguments = [str(folder), pair.model_class, str(data), json.dumps(settings)]
-    arguments += [str(EPOCHS), str(pair.batch_size), str(seed)]
+    arguments += [str(pair.epochs), str(pair.batch_size), str(seed)]
     printed = _run([str(python), "-m", "benchmarks.peers.fuxictr_job", *arguments])
     last = json.loads(printed.splitlines()[-1])
     return {"auc": last["AUC"], "log_loss": last["logloss"]}

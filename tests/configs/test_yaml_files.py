@@ -63,6 +63,10 @@ OTHERS = {
     "hstu_mlperf": "torchrun --nproc-per-node 8 main.py experiment=hstu_mlperf data.path=DIR",
     "embedding_mlp_sok": "python main.py experiment=embedding_mlp_sok",
     "wide_deep_criteo": "python main.py experiment=wide_deep_criteo data.path=DIR",
+    **{
+        f"{model}_movielens_events": f"python main.py experiment={model}_movielens_events data.path=DIR"
+        for model in ("din", "sasrec", "hstu", "bst", "transact", "onetrans", "sim")
+    },
 }
 
 
