@@ -56,7 +56,7 @@ WRONG: dict[Any, list[str]] = {
 MAY_BE_ZERO = {
     *("data.synthetic.num_numerical", "data.synthetic.exponent", "data.multi_hot.seed", "seed"),
     *("data.shuffle_block", "optimizer.beta1", "optimizer.beta2", "scheduler.warmup_steps"),
-    "scheduler.first_step",
+    *("scheduler.first_step", "eval.first_step"),
     *("scheduler.decay_steps", "inference.warmup_steps", "sharding.reserve", "model.dropout"),
     *("profile.steps", "frequency_limit", "optimizer.momentum", "optimizer.weight_decay"),
     *("optimizer.embedding_l2", "optimizer.ftrl_l1", "optimizer.ftrl_l2"),
