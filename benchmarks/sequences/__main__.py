@@ -5,9 +5,9 @@
 
 `--source` has `ratings.csv` and `movies.csv` (or .gz) of ml-latest-small for `liked`, and the files of the other datasets
 (`datasets.py`, which says what they and their variants are). A model has the settings of its experiment
-`MODEL_movielens_events`; `--validate` with `--set` is for choosing them on validation rows. Every run is a process on one core, or
-on the GPU that all share; a finished one is a file in `--out`/results, and is not run again. `--fuxictr` trains FuxiCTR's model
-of the same name on the same rows too, by the Python of an environment that has it.
+`MODEL_movielens_events`; `--validate` with `--set` is for choosing them on validation rows. Every run is a process on one
+core, or on the GPU that all share; a finished one is a file in `--out`/results, and is not run again. `--fuxictr` trains
+FuxiCTR's model of the same name on the same rows too, by the Python of an environment that has it.
 """
 
 import argparse
