@@ -53,7 +53,8 @@ def does_not_fit(
         # The total may fit so many ranks although a single table does not fit any of them.
         enough = max(math.ceil(total / max(usable, 1)), hardware.table_ranks + 1)
         if enough <= MOST_RANKS:
-            more = "set sharding.group_size to" if hardware.group_size else "start"
+            may_grow = hardware.group_size and enough <= hardware.world_size
+            more = "set sharding.group_size to" if may_grow else "start"
             remedies.append(f"{more} {enough} ranks or more")
     if several and forbidden:
         remedies.append(f"add {' or '.join(forbidden)} to sharding.types")

@@ -90,11 +90,14 @@ class Prefetcher:
                 self._buffers.previous_is_used()
             self._path.wait_for(self._stream)
             rows.record_stream(current)
+            if batch.layout.doublings:
+                batch.memory.record_stream(current)
         return batch, rows
 
     def _on_device(self, batch: Batch) -> Batch:
         """Return a copy on the device, on the current stream."""
-        if self._stream is None:
+        # Batches beyond the capacity are rare, and may be so large that no buffer should keep their size.
+        if self._stream is None or batch.layout.doublings:
             return batch.to(self._device)
         if self._buffers is None or not self._buffers.fit(batch.memory):
             self._buffers = _Buffers(batch.memory, self._device)
