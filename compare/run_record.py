@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from configs.schema import Mode
+from configs.schema import RENAMED, Mode
 from dataloading.dataset.documents import read_json, read_yaml
 from nn.loggers.run_logger import flat_options
 from nn.models.metric import METRIC_FACTS, Metric, best_of, metric_of_key, metrics_of_facts
@@ -53,7 +53,7 @@ class State(StrEnum):
 class RunRecord:
     """A run directory, read once.
 
-    `options` are by dotted name, as in config.yaml, and empty if that is missing or damaged; `header` is the first line of
+    `options` of config.yaml are by their dotted names now, and empty if that is missing or damaged; `header` is the first line of
     metrics.jsonl; `message` says why the run was stopped or has failed.
     """
 
@@ -81,7 +81,7 @@ class RunRecord:
             path,
             _state(path, summary, ended),
             str(ended.get("message", "")),
-            dict(flat_options(_mapping(path / CONFIG))),
+            {RENAMED.get(option, option): v for option, v in flat_options(_mapping(path / CONFIG))},
             header,
             records,
             summary,

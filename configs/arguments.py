@@ -149,8 +149,9 @@ def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str |
 
 
 def _is_option(option: str, choices: Choices) -> bool:
-    """Return whether a dotted name is an option, or lies in an open section."""
-    is_known = option in option_names(choices.schema) or option in choices.groups
+    """Return whether a dotted name is an option, or was one, or lies in an open section."""
+    known = {*option_names(choices.schema), *choices.groups}
+    is_known = option in known or RENAMED.get(option) in known
     return is_known or any(is_below(option, opened) for opened in _below(choices.schema))
 
 
@@ -160,7 +161,7 @@ def _override(argument: str, options: Mapping[str, Any], choices: Choices, may_s
     match = re.match(r"(~|\+{1,2})?(.*)", name, re.DOTALL)
     assert match is not None
     sign, option = match[1] or "", match[2]
-    if option in RENAMED and option not in options:
+    if option not in options and RENAMED.get(option) in options:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(
                 f"warning: {option} is now {RENAMED[option]}; 0.4.0 will refuse {option}",

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.messages import printable, shortened, shown
 from configs.option_values import check_values, expand_home
-from configs.schema import open_sections, option_names, replaced_options, type_hints
+from configs.schema import RENAMED, open_sections, option_names, replaced_options, type_hints
 
 
 class WrittenOption(NamedTuple):
@@ -159,7 +159,8 @@ def no_option(name: str, options: Sequence[str]) -> ValueError:
     # An option of section `train` first if `name` names no section.
     names = {} if "." in name else {option: option.rpartition(".")[2] for option in options}
     close = get_close_matches(name, names.values(), n=1, cutoff=0.75)
-    candidates = [option for option, last in names.items() if last in close]
+    candidates = [option for option in options if option == RENAMED.get(name)]
+    candidates = candidates or [option for option, last in names.items() if last in close]
     candidates = candidates or get_close_matches(name, options, n=1, cutoff=0.75)
     likely = max(candidates, key=lambda option: option.startswith("train."), default=None)
     hint = "" if likely is None else f"did you mean {likely}? "
@@ -189,6 +190,8 @@ def one_line(error: Exception) -> str:
     text = re.sub(r"^field '[^']*' is not Optional$", "got null, want a value", text)
     text = re.sub(r"^Key '.*' (is )?not in .*$", "there is no such option", text)
     text = re.sub(r"^ValueError raised while resolving interpolation: ", "", text)
+    if option in RENAMED and text == "there is no such option":
+        text += f"; it is {RENAMED[option]} now"
     if option and option.startswith("table.") and text == "there is no such option":
         text += f"; to add a key to the description of a table, write +{option}=..."
     # OmegaConf's word for a list.

@@ -56,7 +56,6 @@ from nn.training.lr_scheduler import has_ended
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
 FREE = (
     *("run_dir", "config", "mode", "day", "device", "data.path", "data.prefetch", "data.workers"),
-    *RENAMED,  # in older checkpoints
     *("train.epochs", "train.max_steps", "train.compile", "train.capture", "train.tf32"),
     "train.batch_size_per_rank",  # train.batch_size has the global batch that it results in
     *("eval.", "inference.", "sharding.", "checkpoint.", "log.", "profile.", "predict.", "output"),
@@ -428,5 +427,6 @@ def _flat(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _complete(before: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Return recorded options by dotted name; those of later versions have their default, which changes nothing."""
-    return default_values(config) | _flat(before)
+    """Return recorded options by their dotted names now; those of later versions have their default, which changes nothing."""
+    recorded = {RENAMED.get(option, option): value for option, value in _flat(before).items()}
+    return default_values(config) | recorded

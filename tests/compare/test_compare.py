@@ -237,6 +237,12 @@ def test_names_are_as_short_as_they_can_be(runs):
     assert short_names(["profile.steps", "optimizer.lr"], ["steps"]) == ["profile.steps", "lr"]
 
 
+def test_an_option_is_the_same_under_its_old_name(tmp_path):
+    names = ("staged_gib", "read_ahead_gib")
+    found = [write_run(tmp_path / n, [0.5], options={"sharding": {n: 1.0}}) for n in names]
+    assert differing(map(RunRecord.read, found)) == []
+
+
 def test_options_do_not_take_the_place_of_other_columns(runs):
     for name, steps in (("a", 0), ("b", 99)):
         path = runs / name / "config.yaml"

@@ -152,6 +152,7 @@ REFUSED = [
     (PREPROCESSING, "threads=x(", "threads: got 'x(', which Hydra's grammar cannot read; want an integer or null"),
     (PREPROCESSING, "table.query=SELECT 'a' FROM t", "and a text in quotes"),
     (EXPORT, "tables=cat_0,cat_1", "tables: got several values, and only --multirun of a training makes a run"),
+    (EXPORT, "stage=next", "there is no option stage; --help lists them all"),
     (EXPORT, "formt=npy", "there is no option formt; did you mean format?"),
 ]  # fmt: skip
 
@@ -186,6 +187,7 @@ FILES = [
     ("run_dir: " + "[" * 500 + "]" * 500, "an option or a yaml file is nested too deeply"),
     ("train: {epochs: [1", "mine.yaml', line "),
     ("train: {epoch: 2}", "experiment/mine.yaml: train.epoch: there is no such option"),
+    ("sharding: {staged_gib: 2}", "there is no such option; it is sharding.read_ahead_gib now"),
     ("train: {epochs: two}", "experiment/mine.yaml: train.epochs: Value 'two' of type 'str'"),
     (
         "mode: trian",
@@ -246,7 +248,8 @@ def test_an_empty_path_is_refused(key):
     )
 
 
-def test_a_renamed_option_is_taken_with_one_line(capsys):
-    assert hydra_arguments(["stage=next"], TRAINING) == ["day=next"]
+@pytest.mark.parametrize("written", ["stage=next", "--stage=next"])
+def test_a_renamed_option_is_taken_with_one_line(written, capsys):
+    assert hydra_arguments([written], TRAINING) == ["day=next"]
     warning = "warning: stage is now day; 0.4.0 will refuse stage\n"
     assert capsys.readouterr() == ("", warning)

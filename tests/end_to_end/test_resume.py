@@ -274,10 +274,17 @@ def test_records_of_another_run_are_not_written_over(tmp_path, state):
         finished_run(config, None, ONE_RANK, ResumePoint())
 
 
-def test_a_finished_run_without_checkpoints_is_not_repeated(tmp_path):
+def with_old_names(options):
+    options["stage"] = options.pop("day")
+    options["sharding"]["staged_gib"] = options["sharding"].pop("read_ahead_gib")
+    return options
+
+
+@pytest.mark.parametrize("recorded", [lambda options: options, with_old_names])
+def test_a_finished_run_without_checkpoints_is_not_repeated(tmp_path, recorded):
     config = in_state(tmp_path, {})
     config = replace(config, checkpoint=replace(config.checkpoint, save=False))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain_values(config)))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recorded(plain_values(config))))
     for name in ("summary.json", "metrics.jsonl"):
         (tmp_path / name).write_text("{}\n")
     message = finished_run(config, None, ONE_RANK, ResumePoint())
@@ -822,9 +829,8 @@ def test_a_run_with_the_old_names_of_options_resumes(run_dir):
     path = run_dir / "checkpoints" / "step_20" / "run.json"
     facts = json.loads(path.read_text())
     del facts["crc32"]
-    config, options = config_of(facts), facts["config"]
-    options["stage"] = options.pop("day")
-    options["sharding"]["staged_gib"] = options["sharding"].pop("read_ahead_gib")
+    config = config_of(facts)
+    with_old_names(facts["config"])
     assert config_of(facts) == config
     crc32 = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
     path.write_text(json.dumps(facts | {"crc32": crc32}))

@@ -376,6 +376,7 @@ def test_data_that_changed_end_a_sweep(space, output, tmp_path):
     ("content", "message"),
     [
         ("optimizer.lrr: [1, 2]", "there is no option optimizer.lrr; did you mean optimizer.lr?"),
+        ("sharding.staged_gib: [1]", "no option sharding.staged_gib; did you mean sharding.read_ahead_gib?"),
         ("model.dropuot: [0.1]", "there is no option model.dropuot; did you mean model.dropout?"),
         ("model.hidden: [[8], [9]]", "space: model.hidden is an option of wide_deep, deepfm, "),
         ("model.name: [dlrm, dcnv2]\nmodel.hidden: [[8]]", "model.hidden is an option of wide_deep, "),

@@ -310,17 +310,6 @@ def test_a_recipe_of_one_model_can_select_another():
     assert type(compose_config("model.name=dcnv2").model) is DCNv2Options
 
 
-def test_an_older_run_with_the_options_of_all_models_is_accepted(tmp_path):
-    config = compose_config(*TINY, "model.name=dlrm")
-    before = plain_values(config)
-    before["model"]["cross"] = {"num_layers": 3, "projection_dim": 512, "structure": "stacked"}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(before))
-    assert can_restart(tmp_path, config)
-    before["model"]["top_mlp"] = [8, 1]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(before))
-    assert not can_restart(tmp_path, config)
-
-
 def test_an_older_run_without_an_option_had_its_default(tmp_path):
     before = plain_values(compose_config(*TINY))
     del before["optimizer"]["beta1"], before["train"]["freeze"], before["model"]["name"]
