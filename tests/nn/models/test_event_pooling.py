@@ -184,7 +184,7 @@ def test_weights_that_are_missing_are_refused(changes, message):
 def test_weights_of_a_group_that_the_model_reads_itself_are_refused():
     options = find_options("sasrec")(name="sasrec", event_weights={"history": "hist_rating"})
     with pytest.raises(
-        ValueError, match="has no effect on 'history': no table of model.name=sasrec sums"
+        ValueError, match=r"has no effect on 'history': no table of model\.name=sasrec sums"
     ):
         pooled_tables([], options, SPEC)
 
