@@ -123,6 +123,8 @@ class RowSql:
         numbers: Sequence[str],
         times: Container[str] = (),
     ) -> None:
+        for sql in expressions.values():
+            columns_of(sql)
         quoted = ['"' + name.replace('"', '""') + '"' for name in types]
         read = ", ".join(f"unnest(?::VARCHAR[]) AS {name}" for name in quoted)
         typed = ", ".join(

@@ -73,7 +73,7 @@ class RawTables:
         names = [name for of_log in lists for name in of_log]
         found = self._features(described, own, rows.drop_columns(names))
         for number, (log, of_log) in enumerate(zip(self._logs, lists, strict=True)):
-            moments = found[f"time{number}_"].combine_chunks()
+            moments = found[f"/time{number}_"].combine_chunks()
             for name, column in self._events(log, of_log, moments).items():
                 found = found.append_column(name, column)
         return found
@@ -124,14 +124,14 @@ class RawTables:
             raise ValueError(
                 f"events of {shown(log.name)}, counted over all rows: {error}"
             ) from None
-        is_event = pc.and_(made["time0_"].is_valid(), made["c0"].is_valid())
+        is_event = pc.and_(made["/time0_"].is_valid(), made["/c0"].is_valid())
         if log.filter:
-            is_event = pc.and_(is_event, pc.fill_null(made["past0_"], False))
+            is_event = pc.and_(is_event, pc.fill_null(made["/past0_"], False))
         made, row_of = made.filter(is_event), row_of[np.asarray(is_event)]
         ends = np.where(moments.is_valid(), moments.fill_null(0), np.iinfo(np.int64).min)
-        seen, counts = seen_events(row_of, np.asarray(made["time0_"]), ends, log.length)
+        seen, counts = seen_events(row_of, np.asarray(made["/time0_"]), ends, log.length)
         offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
-        columns = [*log.of, *(f"event0_{j}_" for j in range(len(log.numbers))), "time0_"]
+        columns = [*log.of, *(f"/event0_{j}_" for j in range(len(log.numbers))), "/time0_"]
         return {log.name: moments.fill_null(0)} | {
             name: pa.ListArray.from_arrays(offsets, made[column].combine_chunks().take(seen))
             for name, column in zip([*log.features, *log.number_names], columns, strict=True)

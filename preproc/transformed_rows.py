@@ -207,7 +207,8 @@ class TransformedRows:
         self._cursor.unregister(ROWS)
         if self._table.logs:
             staged = filter(OF_LOG.fullmatch, batch.schema.names)
-            columns |= {name: batch.column(name) for name in staged}
+            # No feature has a slash in its name.
+            columns |= {f"/{name}": batch.column(name) for name in staged}
         kept = [batch.column(f"keep{i}_") for i in range(len(self._table.keep))]
         return RowBatch(
             pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns)),

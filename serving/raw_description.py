@@ -11,7 +11,9 @@ from configs.table_schema import EMPTY_ITEMS, TAKE, check_transform, is_number, 
 from dataloading.row_sql import KIND, columns_of
 
 FILTER = "filter"
-"""Key of the condition that a line is an event, and of its value."""
+"""Key of the condition that a line is an event."""
+CONDITION = "filter/"
+"""Name of its value beside those of features, which have no slash."""
 
 
 def inputs_of(raw: Mapping[str, Any]) -> dict[str, int]:
@@ -25,7 +27,7 @@ def inputs_of(raw: Mapping[str, Any]) -> dict[str, int]:
 def expressions_of(raw: Mapping[str, Any]) -> dict[str, str]:
     """Return the SQL of features, of times and moments, and of the condition of events."""
     features = [f for f in (*raw["numerical"], *raw["categorical"]) if f.get("expression")]
-    condition = {FILTER: raw[FILTER]} if raw.get(FILTER) else {}
+    condition = {CONDITION: raw[FILTER]} if raw.get(FILTER) else {}
     return {f["name"]: f["expression"] for f in features} | times_of(raw) | condition
 
 
@@ -98,6 +100,7 @@ def _check_events(
     """Return the features of a sequence, whose events are rows of their own."""
     name, length, events = of["name"], of["length"], of["events"]
     where = f"sequence {shown(name)}"
+    _require(not events.get("sequences"), where, events, "events without sequences of their own")
     _require(type(length) is int and length > 0, where, length, "a positive length")
     own = [feature["name"] for feature in events["categorical"]]
     hotness = [features[feature][1] for feature in own]

@@ -27,7 +27,7 @@ from nn.checkpoint.directory import (
     unfinished,
 )
 from nn.checkpoint.mirror import CheckpointMirror
-from nn.checkpoint.staging import StagingBuffer, State, num_copied_bytes, stored_bytes
+from nn.checkpoint.staging import StagingBuffer, State, num_bytes, stored_bytes
 from nn.checkpoint.state import TRAINER, Trained, incomplete_tensors, restore, write
 from nn.distributed.errors import SharedError
 from nn.distributed.preemption import Heartbeat
@@ -293,7 +293,7 @@ class CheckpointManager:
     def _fits(self, state: State) -> bool:
         """Return whether every node has memory for the copies; checked once, before any rank allocates them."""
         if self._has_room is None:
-            copied = num_copied_bytes(state)
+            copied = num_bytes(state, with_files=False)
             needed = copied * self._ranks.local_world_size
             with open("/proc/meminfo") as stream:  # the file cache included
                 (line,) = [line for line in stream if line.startswith("MemAvailable:")]

@@ -84,10 +84,10 @@ def in_file(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None
 
 
-def num_copied_bytes(state: State) -> int:
-    """Return the bytes of this rank's shards and tensors that are not in mapped files."""
+def num_bytes(state: State, *, with_files: bool = True) -> int:
+    """Return the bytes of this rank's shards and tensors, with or without those in mapped files."""
     return sum(
-        tensor.nbytes * (not in_file(tensor))
+        tensor.nbytes * (with_files or not in_file(tensor))
         for value in state.values()
         for tensor in (
             [shard.tensor for shard in value.local_shards()]

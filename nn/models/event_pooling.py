@@ -37,7 +37,7 @@ def pooled_tables(
     group_of = {name for group in spec.sequences for name in group.features}
     weighed = _weighed_features(options, spec)
     single = {feature.name for feature in spec.categorical if feature.hotness == 1}
-    found = []
+    found, pooled_here = [], set[str]()
     for table in tables:
         names = {*table.feature_names}
         is_weighed = bool(names & weighed)
@@ -48,6 +48,7 @@ def pooled_tables(
                     f"model.sequence_pooling={how.value}: feature {shown(name)} shares table {shown(table.name)} with events and "
                     "has several ids per row; make it a sequence group, or give it a table of its own"
                 )
+            pooled_here |= names
             is_mean = how is EventPooling.mean and not is_weighed
             pooling = PoolingType.MEAN if is_mean else PoolingType.NONE
             table = replace(table, pooling=pooling)
@@ -56,6 +57,12 @@ def pooled_tables(
         raise ValueError(
             f"model.sequence_pooling={how.value} has no effect: no table sums a feature of a sequence group; leave it out"
         )
+    for group in spec.sequences:
+        if group.name in options.event_weights and not pooled_here & {*group.features}:
+            raise ValueError(
+                f"model.event_weights={options.event_weights} has no effect on {shown(group.name)}: no table of "
+                f"model.name={options.name} sums a feature of it; leave it out"
+            )
     return found
 
 

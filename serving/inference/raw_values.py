@@ -26,7 +26,7 @@ from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.requests import InputError, keep_rates
 from serving.manifest import Manifest, ModelError
-from serving.raw_description import FILTER, expressions_of, inputs_of, times_of
+from serving.raw_description import CONDITION, FILTER, expressions_of, inputs_of, times_of
 from serving.vocabulary import Vocabulary
 
 FLOATS = re.compile("float|double|decimal")
@@ -82,7 +82,7 @@ class RawValues:
             self._sql = RowSql(
                 expressions_of(description),
                 self._types,
-                [FILTER, *(feature["name"] for feature in self._numerical)],
+                [CONDITION, *(feature["name"] for feature in self._numerical)],
                 self._times,
             )
 
@@ -199,7 +199,7 @@ class RawValues:
             [
                 event
                 for event, (at, value) in enumerate(zip(every, values, strict=True))
-                if None not in (at, value) and (not self._filters or flat[(FILTER,)][event] == 1)
+                if None not in (at, value) and (not self._filters or flat[(CONDITION,)][event] == 1)
             ],
             np.int64,
         )

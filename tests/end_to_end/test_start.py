@@ -64,9 +64,9 @@ def lines_on_terminal(columns: int, *arguments: str) -> list[str]:
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_first_line_on_a_terminal_stays_whole(columns):
-    first, second = lines_on_terminal(columns, "model.top_mlp=[8]")
+    first, second = lines_on_terminal(columns, "sharding.tables={nope: {tier: host}}")
     assert first == "loading torch and TorchRec ..."
-    assert second.startswith("error: model.top_mlp must end in 1")
+    assert second.startswith("error: sharding.tables names nope")
 
 
 def test_trials_are_forks_of_one_process_that_has_imported_what_they_need(tmp_path, monkeypatch):

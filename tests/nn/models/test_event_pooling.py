@@ -9,7 +9,7 @@ import torch
 from configs.schema import EventPooling
 from dataloading.dataset.sequences import SequenceGroup
 from nn.layers.initialization import initialise_dense
-from nn.models.event_pooling import WithPooledEvents
+from nn.models.event_pooling import WithPooledEvents, pooled_tables
 from nn.models.registry import build_dense, check_model, declared_tables, find_options
 from tests.helpers.specs import feature, spec_of
 from tests.nn.models.test_sequence_models import SPEC, B, D, Data
@@ -179,6 +179,14 @@ REFUSALS = {
 def test_weights_that_are_missing_are_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_model(find_options("deepfm")(name="deepfm", **changes), SPEC)
+
+
+def test_weights_of_a_group_that_the_model_reads_itself_are_refused():
+    options = find_options("sasrec")(name="sasrec", event_weights={"history": "hist_rating"})
+    with pytest.raises(
+        ValueError, match=r"has no effect on 'history': no table of model\.name=sasrec sums"
+    ):
+        pooled_tables([], options, SPEC)
 
 
 @pytest.mark.parametrize(("spec", "message"), REFUSALS.values(), ids=REFUSALS)

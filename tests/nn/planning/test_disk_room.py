@@ -125,7 +125,7 @@ def test_a_plan_and_a_start_are_refused_before_anything_is_written(tmp_path, mon
     disk.mkdir()
     command = [*ON_DISK, f"sharding.disk_path={disk}", f"run_dir={tmp_path / 'run'}"]
     fits = run_command(*command, "mode=plan")
-    assert f"disk room  {disk} has " in fits.out
+    assert f"disk room   {disk} has " in fits.out
     assert fits.exit_code == 0
     shutil.rmtree(tmp_path / "run")
     with_free(monkeypatch, 1e-3)

@@ -46,7 +46,7 @@ DENSE_ONLY = [
     *("wide_deep", "deepfm", "embedding_mlp of positions", "finalmlp", "parallel masknet"),
     *("wukong", "shared_bottom of two tasks", "ple of two tasks"),
     *("rankmixer of experts", "fcn", "autoint", "xdeepfm", "esmm"),
-    "pepnet of two tasks",
+    *("pepnet of two tasks", "star of two tasks"),
 ]
 
 

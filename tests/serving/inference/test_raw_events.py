@@ -22,7 +22,7 @@ from tests.serving.raw_manifest import raw_manifest
 COLUMNS = ["click", "user", "item", "shop", "price", "action", "time"]
 TABLE = """{
   sources: {logs: {files: '%s'}}, missing: [NA], label: {name: click},
-  categorical: [user, {name: item, frequency_limit: 3}, {name: place, cross: [shop, item], buckets: 40},
+  categorical: [{name: c0, expression: user}, {name: item, frequency_limit: 3}, {name: place, cross: [shop, item], buckets: 40},
     {name: kind, expression: 'lower(shop)'}],
   sequence: [
     {name: seen, of: [item, place, kind], by: user, order_by: 'CAST(time AS DOUBLE)', length: 5,
@@ -192,6 +192,10 @@ def test_bad_events_are_refused_on_one_line(change, message, raw):
         ({"events.filter": "getenv(action)"}, "function getenv"),
         ({"events.columns": {"item": 1}}, "'shop'"),
         ({"events.categorical": []}, "want ragged features"),
+        (
+            {"events.sequences": [{"moment": "1) AS v0; SELECT (1"}]},
+            "want events without sequences of their own",
+        ),
         ({"name": "other"}, "sequences: got ['bought', 'other'], want all of the model"),
     ],
 )
