@@ -153,8 +153,8 @@ class PreprocConfig(Section):
     )
     table_rows: list[int] | None = option(
         None,
-        "rows per table with dataset=criteo_mlperf, one entry per category, with dataset=yambda, and with mode=convert of ids "
-        "that are hashes, one entry per table; ids are taken modulo",
+        "rows per table with dataset=criteo_mlperf, one entry per category, and with mode=convert of ids that are hashes, one "
+        "entry per table, where ids are taken modulo; and with dataset=yambda, where only those of crosses are",
         most=2**31 - 1,
         gt=0,
     )

@@ -28,31 +28,33 @@ class FileRows:
         """Return the file's rows. Raises ValueError: it cannot be read, or is no matrix of floats."""
         key = f"model.pretrained.{self.feature}={self.path}"
         try:
-            rows = np.load(self.path, mmap_mode="r")
+            rows = np.lib.format.open_memmap(self.path, mode="r")  # reads no archive and no pickle
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{key} cannot be read ({error}); want a .npy file of floats"
             ) from None
-        if rows.ndim != 2 or rows.dtype.kind != "f":
+        if rows.ndim != 2 or rows.dtype not in ("float16", "float32", "float64"):
             raise ValueError(
                 f"{key} holds {list(rows.shape)} {rows.dtype}; want a .npy file [rows, columns] of floats"
             )
         return rows
 
     def __call__(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
-        """Fill a shard of the table [rows, columns]. Raises ValueError: a number is not finite."""
+        """Fill a shard of the table [rows, columns]. Raises ValueError: a number is not finite in the table's type."""
         columns = slice(first_column, first_column + weight.shape[1])
         for first, part in zip(
             range(0, len(weight), ROWS_AT_ONCE), weight.split(ROWS_AT_ONCE), strict=True
         ):
             begin = first_row + first
             block = np.array(self.opened()[begin : begin + len(part), columns])
-            if not np.isfinite(block).all():
-                row = begin + int((~np.isfinite(block)).any(1).argmax())
+            rows = torch.from_numpy(block).to(part.dtype)
+            if not rows.isfinite().all():
+                row = begin + int((~rows.isfinite()).any(1).int().argmax())
                 raise ValueError(
-                    f"model.pretrained.{self.feature}={self.path}: row {row} is not finite; correct the file"
+                    f"model.pretrained.{self.feature}={self.path}: row {row} is not finite in the table's {part.dtype}; "
+                    "correct the file"
                 )
-            part.copy_(torch.from_numpy(block))
+            part.copy_(rows)
 
 
 def check_pretrained(tables: Sequence["EmbeddingBagConfig"], optimizer: OptimizerConfig) -> None:

@@ -27,8 +27,9 @@ def encoded_spec(options: ModelConfig, spec: FeatureSpec) -> FeatureSpec:
 
 
 def named_numbers(options: ModelConfig, spec: FeatureSpec) -> tuple[str, ...]:
-    """Return the numbers with a meaning of their own, such as a length: an option has their name."""
-    values = [getattr(options, declared.name) for declared in fields(options)]
+    """Return the numbers with a meaning of their own, such as a length: a `numerical` option names them."""
+    naming = [declared.name for declared in fields(options) if declared.metadata.get("numerical")]
+    values = [getattr(options, name) for name in naming]
     return tuple(name for name in spec.numerical if name in values)
 
 

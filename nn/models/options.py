@@ -278,6 +278,7 @@ class DINOptions(ModelConfig):
         "history_length",
         "numerical feature with the number of items in the history; the positions behind are padding; "
         "null: all histories are full",
+        numerical=True,
     )
     history_positions: int | None = option(
         None,
@@ -533,7 +534,9 @@ class STAROptions(ModelConfig):
 
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     domain: str | None = option(
-        None, "numerical feature with the number of a row's domain, from 0 to domains - 1"
+        None,
+        "numerical feature with the number of a row's domain, from 0 to domains - 1",
+        numerical=True,
     )
     domains: int = option(2, "number of domains, each with a network of its own", most=1024, gt=0)
     hidden: list[int] = widths([256, 128, 64], "widths of the hidden layers of every domain")
@@ -584,6 +587,7 @@ class HSTUOptions(ModelConfig):
     hour: str | None = option(
         None,
         "numerical feature with the query's time in whole hours, for the hour of its day and its day of the week; null: none",
+        numerical=True,
     )
     query_time: QueryTime = option(
         QueryTime.last_event,

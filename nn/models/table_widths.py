@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.messages import shown
-from configs.schema import ModelConfig
+from configs.schema import SUGGESTED, ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import hands_out_rows, lookups_of, table_name
 from nn.embedding.pretrained import FileRows
@@ -32,6 +32,8 @@ def tables_of_widths(
 ) -> list[EmbeddingBagConfig]:
     """Return the tables with the columns that `model.embedding_dims` gives to those of features' vectors.
 
+    Its `suggested` leaves tables whose rows the model takes as they are.
+
     Raises ValueError: it names a feature that the dataset lacks, or one whose rows the model takes; or two widths of a table.
     """
     if not options.embedding_dims:
@@ -42,8 +44,11 @@ def tables_of_widths(
         for of in spec.categorical
         if of.name in options.pretrained
     }
+    is_suggested = options.embedding_dims == SUGGESTED
     found = [
-        replace(
+        table
+        if is_suggested and hands_out_rows(table, spec)
+        else replace(
             table,
             embedding_dim=widths.get(table.name, table.embedding_dim),
             init_fn=files.get(table.name, table.init_fn),

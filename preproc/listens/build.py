@@ -46,8 +46,8 @@ def build_listens(config: PreprocConfig, progress: Progress) -> None:
             maps = synthetic_maps(sizes)
             chunks = synthetic_listens(options, sizes, config.seed)
         else:
-            maps = read_maps(Path(config.source), sizes.items)
-            chunks = read_listens(config, Path(work))
+            maps = read_maps(Path(config.source), sizes)
+            chunks = read_listens(config, sizes, Path(work))
         unsorted, position = Path(work) / "rows", 0
         with progress.phase("write the events"), unsorted.open("wb") as stream:
             for events in chunks:

@@ -55,12 +55,11 @@ def parts_of(path: Path) -> Iterator[np.ndarray]:
 
 
 def split_windows(path: Path, work: Path) -> list[Path]:
-    """Return files of the rows of each window that has some, in time; rows keep their order."""
-    first = min((int(part["time"].min()) for part in parts_of(path)), default=None)
-    if first is None:
-        raise ValueError(
-            "no listen has yambda.history earlier events of its user; lower it, or take a longer log"
-        )
+    """Return files of the rows of each window that has some, in time; rows keep their order.
+
+    Raises ValueError: fewer than two windows have rows.
+    """
+    first = min((int(part["time"].min()) for part in parts_of(path)), default=0)
     windows = set()
     for part in parts_of(path):
         of_row = (part["time"] - first) // DAY
@@ -68,6 +67,11 @@ def split_windows(path: Path, work: Path) -> list[Path]:
             with (work / f"window_{number}").open("ab") as stream:
                 part[of_row == number].tofile(stream)
             windows.add(int(number))
+    if len(windows) < 2:
+        raise ValueError(
+            f"listens with yambda.history earlier events of their user are of {len(windows)} windows of a day; want 2 or more, "
+            "the last one to evaluate on: lower yambda.history, or take a longer log"
+        )
     return [work / f"window_{number}" for number in sorted(windows)]
 
 

@@ -3,8 +3,11 @@
 pytest tests/preproc/test_listens.py
 """
 
+import shutil
+
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet as pq
 import pytest
 
@@ -179,7 +182,10 @@ def test_a_synthetic_log_is_like_yambda_and_the_same_again(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["yambda.users=2", "yambda.mean_events=5"], "no listen has yambda.history earlier events"),
+        (
+            ["yambda.users=2", "yambda.mean_events=5"],
+            "yambda.history earlier events of their user are of 0 windows of a day; want 2 or more",
+        ),
         (["table_rows=[5,5]"], "dataset=yambda needs table_rows, 11 positive numbers"),
         (["mode=extend", "fitted=DIR"], "mode=extend is for raw logs with vocabularies"),
     ],
@@ -187,4 +193,44 @@ def test_a_synthetic_log_is_like_yambda_and_the_same_again(tmp_path, monkeypatch
 def test_what_cannot_be_is_refused(tmp_path, options, message):
     with pytest.raises(Refused, match=message):
         preproc("dataset=yambda", f"output={tmp_path / 'out'}", SIZES, *options)
+    assert not (tmp_path / "out").exists()
+
+
+def changed(column, value):
+    """Return a change of a table: its first value in a column; the column goes where that is `...`."""
+
+    def change(table):
+        number = table.column_names.index(column)
+        if value is ...:
+            return table.remove_column(number)
+        values = pa.array([value, *table[column].to_pylist()[1:]], pa.int64())
+        return table.set_column(number, column, values)
+
+    return change
+
+
+EVENTS, ARTISTS = "flat/5b/multi_event.parquet", "artist_item_mapping.parquet"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (EVENTS, changed("item_id", 60), r"1 rows have no item_id from 0 to 59 \(table_rows\); corr"),
+        (EVENTS, changed("item_id", None), r"event.parquet: 1 rows have no item_id from 0 to 59"),
+        (EVENTS, changed("uid", -1), "1 rows have no uid from 0 to 39"),
+        (EVENTS, changed("timestamp", None), "1 rows have no timestamp; correct the file"),
+        (EVENTS, changed("is_organic", ...), r'"is_organic" not found .*; want Yambda\'s file'),
+        (EVENTS, changed("played_ratio_pct", ...), '"played_ratio_pct" not found'),
+        (ARTISTS, changed("item_id", ...), r'mapping.parquet cannot be read .*"item_id" not found'),
+        (ARTISTS, changed("artist_id", 20), "1 rows have no artist_id from 0 to 19"),
+        (EVENTS, lambda table: table.filter(pa.compute.less(table["timestamp"], 86_400)), "1 windows of a day"),
+    ],
+)  # fmt: skip
+def test_files_that_are_not_yambdas_are_refused(source, tmp_path, name, change, message):
+    root = shutil.copytree(source[0], tmp_path / "yambda")
+    pq.write_table(change(pq.read_table(root / name)), root / name)
+    options = f"source={root}", f"output={tmp_path / 'out'}", SIZES, "yambda.history=3"
+    with pytest.raises(Refused, match=message) as refused:
+        preproc("dataset=yambda", *options)
+    assert "\n" not in refused.value.message
     assert not (tmp_path / "out").exists()

@@ -76,6 +76,7 @@ def test_a_run_trains_with_options_from_the_command_line():
         ({"ftrl_l1": 0.1}, "lion has no option ftrl_l1, expected one of eps, beta1, beta2"),
         ({"beta2": 1.0}, r"embedding_options.beta2 must lie in \[0, 1\), got 1.0"),
         ({"beta2": "high"}, "embedding_options.beta2 must be a number, got high"),
+        ({"nesterov": 0.5}, "embedding_options.nesterov must be 0 or 1, got 0.5"),
         ([0.9], "embedding_options must be a mapping such as {beta2: 0.98}, got"),
     ],
 )

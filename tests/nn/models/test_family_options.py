@@ -21,7 +21,7 @@ from dataloading.dataset.sequences import SequenceGroup
 from nn.embedding.declared_tables import embedding_columns, hands_out_rows
 from nn.layers.mlp import MLP
 from nn.models.features import suggested_columns
-from nn.models.numerical_features import encoded_spec
+from nn.models.numerical_features import encoded_spec, named_numbers
 from nn.models.options import DLRMOptions
 from nn.models.registry import (
     build_dense,
@@ -202,6 +202,20 @@ def test_columns_are_suggested_as_in_the_movielens_example():
     assert suggested_columns(1000) == 77
     columns = [columns for *_, columns, _ in tables_of("embedding_mlp", embedding_dims="suggested")]
     assert columns == [16, 16, 16]
+    # din takes the rows of `item`, as wide as it wants them.
+    options = options_of(
+        "din",
+        embedding_dims="suggested",
+        embedding_dim=4,
+        sequence="history",
+        item_features=["item"],
+    )
+    assert {of.name: of.embedding_dim for of in declared_tables(options, RAGGED_PAIRS)} == {
+        "item": 4,
+        "user": 16,
+        "kind": 16,
+    }
+    build_meta(options, RAGGED_PAIRS)
 
 
 def test_widths_of_single_tables_are_those_of_the_option():
@@ -528,6 +542,8 @@ def test_histories_of_different_lengths_are_refused():
 
 
 def test_numbers_that_an_option_names_are_not_encoded():
+    spec = spec_of(feature("item"), numerical=("sum", "plain", "fcn"))
+    assert named_numbers(options_of("fcn"), spec) == ()
     options = options_of("din", **HISTORY, numerical_encoding="periodic", embedding_dim=4)
     assert encoded_spec(options, PAIRS).numerical == (
         "history_length",

@@ -80,24 +80,31 @@ def test_a_run_resumes_bit_by_bit(vectors, tmp_path):
         ((39, 12), [], "holds 39 vectors of 12 columns, and table 'item' has 40 of 12"),
         ((12,), [], "holds [12] float64; want a .npy file [rows, columns] of floats"),
         (None, [], "cannot be read ([Errno 2] No such file or directory"),
+        (b"", [], "cannot be read (EOF: reading magic string"),
+        (b"PK\x03\x04 an .npz", [], "cannot be read (the magic string is not correct"),
         ((40, 12), ["optimizer.embedding_l2=0.1"], "would move weights without a gradient"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run(rows, more, message, tmp_path):
     path = tmp_path / "rows.npy"
-    if rows is not None:
+    if isinstance(rows, bytes):
+        path.write_bytes(rows)
+    elif rows is not None:
         np.save(path, np.zeros(rows))
     with pytest.raises(ValueError, match=re.escape(message)):
         open_checked(compose_config(*options_of(path, *more)))
 
 
-def test_a_vector_that_is_not_finite_is_named(tmp_path):
-    rows = np.zeros((40, 12), np.float32)
-    rows[17, 3] = np.nan
+@pytest.mark.parametrize("number", [np.nan, 1e39])
+def test_a_vector_that_is_not_finite_is_named(number, tmp_path):
+    rows = np.zeros((40, 12), np.float64)
+    rows[17, 3] = number
     np.save(tmp_path / "rows.npy", rows)
     with (
         ranks_of_cpu(),
-        pytest.raises(ValueError, match=r"rows.npy: row 17 is not finite; correct the file"),
+        pytest.raises(
+            ValueError, match=r"rows.npy: row 17 is not finite in the table's torch.float32; corr"
+        ),
     ):
         build(compose_config(*options_of(tmp_path / "rows.npy")))
 
