@@ -265,6 +265,6 @@ ROWS = {
         DIN, overrides=(*DIN.overrides, *BF16), synthetic=(("hotness", "[1,1,10,100]"),)
     ),
     "din_1_bf16_events": DIN_EVENTS,
-    "sasrec_1_events": replace(DIN, overrides=SASREC, synthetic=LONG, train_rows=512_000),
+    "sasrec_1_events": replace(DIN, overrides=SASREC, synthetic=LONG, train_rows=614_400),
     "din_1_bf16": replace(DIN, overrides=(*DIN.overrides, *BF16)),
 }

@@ -103,6 +103,7 @@ def prepare(args: argparse.Namespace, config: Config, folder: Path) -> tuple[Gpu
         None,
         max(*args.batches, CHECKED_ROWS),
         dtype,
+        {},
     )
     print(
         f"{args.experiment}: {len(tables)} tables of {args.dtype}, {num_bytes / 2**30:.1f} GiB, {sum(counts):,} of "

@@ -62,7 +62,8 @@ def training_score(row: dict[str, str], checkpoint: str, folder: Path) -> float:
     tables = Manifest.read(folder / "models/1").tables
     rows = write_tables(folder / "rows", tables, trained.saved.index, "fp32", numbers)
     dense = load_dense(trained.config, trained.source.spec, trained.saved)
-    return TrainingPath(trained.tables, numbers, rows, dense, trained.tasks).scores(batch).item()
+    path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks, trained.source.spec)
+    return path.scores(batch).item()
 
 
 def predicted_score(row: dict[str, str]) -> float:
