@@ -41,12 +41,13 @@ class FileRows:
 
     def __call__(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
         """Fill a shard of the table [rows, columns]. Raises ValueError: a number is not finite in the table's type."""
+        of_file = self.opened()
         columns = slice(first_column, first_column + weight.shape[1])
         for first, part in zip(
             range(0, len(weight), ROWS_AT_ONCE), weight.split(ROWS_AT_ONCE), strict=True
         ):
             begin = first_row + first
-            block = np.array(self.opened()[begin : begin + len(part), columns])
+            block = np.array(of_file[begin : begin + len(part), columns])
             rows = torch.from_numpy(block).to(part.dtype)
             if not rows.isfinite().all():
                 row = begin + int((~rows.isfinite()).any(1).int().argmax())

@@ -34,7 +34,7 @@ def test_the_dataset_holds_the_rows_of_the_stream(tmp_path, monkeypatch):
         assert written.num_rows(split) == num_rows
         assert np.array_equal(got.labels, want.labels)
         assert np.array_equal(got.numerical, want.numerical)
-        assert all(map(np.array_equal, got.ids, want.ids))
+        assert all(np.array_equal(*ids) for ids in zip(got.ids, want.ids, strict=True))
 
 
 def test_the_number_of_threads_changes_nothing(tmp_path, monkeypatch):
