@@ -133,7 +133,6 @@ def command(config_name: str) -> Callable[[], None]:
 
 
 def _model_options(model: DictConfig) -> type:
-    """Return the class of the model's options, for the help."""
     from nn.models.registry import find_options
 
     return find_options(model.name)

@@ -51,7 +51,6 @@ def recipe_of(run: RunRecord) -> str:
 
 
 def recipes_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Return the runs of each recipe, in their order."""
     recipes: dict[str, list[RunRecord]] = {}
     for run in runs:
         recipes.setdefault(recipe_of(run), []).append(run)
@@ -244,7 +243,6 @@ def _width(columns: dict[str, list[str]]) -> int:
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Return rows with the same columns as CSV with a header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()

@@ -183,7 +183,6 @@ def written_options(
 
 
 def _names_of(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the dotted names of the options that overrides set."""
     for text in overrides:
         name, _, value = text.lstrip("+").partition("=")
         if value.startswith("{"):

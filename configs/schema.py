@@ -139,7 +139,6 @@ SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "most": "<="}
 
 
 def _in_words(bounds: Mapping[str, float]) -> str:
-    """Return what an option must do by its bounds."""
     match list(bounds.items()):
         case [("gt", 0), ("lt", most)]:
             return f"lie between 0 and {most}"
@@ -1087,7 +1086,6 @@ def _type_of(table: str, kind: Any) -> ShardingType:
 
 
 def _table_override(table: str, values: dict[Any, Any]) -> TableOverride:
-    """Return the override of a table that is written as a mapping."""
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TableOverride), values)
         override: Any = OmegaConf.to_object(merged)

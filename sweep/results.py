@@ -85,7 +85,6 @@ def print_trials(console: Console, rows: Sequence[dict[str, Any]], space: Space,
 
 
 def write_table(directory: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write `trials.csv`."""
     replace_text(directory / TABLE, as_csv(rows), directory / f".{TABLE}.tmp")
 
 

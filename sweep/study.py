@@ -89,7 +89,6 @@ class Study:
         self._study.tell(trial, value, state=state)
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials in some states, or all, by number."""
         return self._study.get_trials(deepcopy=False, states=states or None)
 
     def best(self) -> FrozenTrial | None:

@@ -299,7 +299,6 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
 
 
 def _group(group: SequenceGroup) -> dict[str, Any]:
-    """Return an entry of `sequence_spec`."""
     numbers, pools = [column.name for column in group.numbers], group.pools
     return {
         "features": list(group.features),
@@ -326,8 +325,6 @@ def _nvidia_reads(spec: FeatureSpec, root: Path) -> bool:
 
 
 def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, Any]]:
-    """Return one split's `source_spec`."""
-
     def chunk(features: Sequence[str], *paths: Path) -> dict[str, Any]:
         names = [path.relative_to(root).as_posix() for path in paths]
         return {"type": "split_binary", "features": list(features), "files": names}

@@ -67,7 +67,6 @@ def sync_tree(directory: Path) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a small text file, synced."""
     with _errors_name(path), path.open("w", encoding="utf-8") as stream:
         stream.write(text)
         sync_stream(stream)

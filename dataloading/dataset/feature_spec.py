@@ -136,7 +136,6 @@ class FeatureSpec:
         return tuple(column for group in self.sequences for column in group.numbers)
 
     def group_of(self, name: str) -> SequenceGroup | None:
-        """Return the group of a feature."""
         return next((group for group in self.sequences if name in group.features), None)
 
     def with_means_of(self, other: "FeatureSpec") -> "FeatureSpec":
@@ -158,7 +157,6 @@ class FeatureSpec:
 
     @property
     def row_columns(self) -> tuple[RowColumn, ...]:
-        """Labels, weight and keep rate, in this order."""
         more = tuple(column for column in (self.weight, self.keep_rate) if column is not None)
         return self.labels + more
 

@@ -170,7 +170,6 @@ class ParquetSource(TimedSource):
 
 
 def joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> SplitColumns:
-    """Return row groups as the columns of one split."""
     numerical = None
     if spec.numerical:
         columns = [np.concatenate(c) for c in zip(*(g.numerical for g in groups), strict=True)]

@@ -195,7 +195,6 @@ def vectors_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) 
 
 
 def embedding_columns(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> int:
-    """Return the columns of all embeddings of a sample, T."""
     vectors = vectors_per_sample(tables, spec)
     return round(sum(table.embedding_dim * vectors[table.name] for table in tables))
 

@@ -68,7 +68,6 @@ class BatchNorm(PassLayer):
         torch._foreach_lerp_(running, list(self._latest.unbind()), self.momentum)
 
     def extra_repr(self) -> str:
-        """Return columns, eps and momentum."""
         return f"{len(self.weight)}, eps={self.eps:g}, momentum={self.momentum:g}"
 
     @torch.compiler.disable

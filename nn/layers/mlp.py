@@ -74,7 +74,6 @@ class MLP(nn.Module):
         self.fp8 = Fp8Linear(weight_gradients=weight_gradients)
 
     def fp8_products(self) -> list[nn.Linear]:
-        """Return the first layer."""
         return [self.layers[0]]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,7 +113,6 @@ class MLP(nn.Module):
         return x
 
     def _activate(self, x: Tensor, index: int) -> Tensor:
-        """Apply what follows the linear layer `index`."""
         if index == len(self.layers) - 1 and not self.final_activation:
             return x
         x = torch.relu(self.norms[index](x) if self.norms else x)

@@ -109,7 +109,6 @@ class SequencePooling(nn.Module):
             self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all weights from a CPU generator."""
         if self.how == "attention":
             initialise_linear_(self.hidden, generator)
             normal_(self.score.weight, generator)

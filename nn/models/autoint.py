@@ -33,7 +33,6 @@ class InteractingLayer(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weights from a CPU generator."""
         bound = math.sqrt(6 / sum(self.projections.shape[1:]))
         uniform_(self.projections, -bound, bound, generator)
 

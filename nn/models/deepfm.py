@@ -47,7 +47,6 @@ class DeepFM(Model):
 
     @classmethod
     def tables(cls, options: DeepFMOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return the tables of the vectors, and those of the weights."""
         return [
             *one_table_per_feature(options, spec),
             *one_table_per_feature(options, spec, columns=1, prefix="weight_"),

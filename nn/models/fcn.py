@@ -95,7 +95,6 @@ class FCN(Model):
         return Activations(backward_columns=(1 + 2 * self._layers) * self.vectors.columns)
 
     def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the losses of both networks."""
         return self.tri_bce.share(share, share_of)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:

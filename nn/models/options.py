@@ -24,12 +24,10 @@ SMALL_INIT = 0.01
 
 
 def widths(default: list[int], meaning: str, *, filled: bool = False) -> Any:
-    """Declare the widths of layers."""
     return option(default, meaning, most=MOST_WIDTH, gt=0, filled=filled)
 
 
 def rate(default: float, meaning: str) -> Any:
-    """Declare the rate of a dropout."""
     return option(default, meaning, ge=0, lt=1)
 
 

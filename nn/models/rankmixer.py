@@ -98,7 +98,6 @@ class RankMixer(Model):
         )
 
     def extra_losses(self) -> dict[str, Tensor]:
-        """Return the penalties of all routers."""
         routers = [block.router for block in self.blocks if block.router is not None]
         penalties = [router.penalty() for router in routers]
         return {"router": torch.stack(penalties).sum()} if routers else {}

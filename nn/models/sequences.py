@@ -126,7 +126,6 @@ class SequenceInput:
         return declared
 
     def read(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> SequenceParts:
-        """Return the inputs of a batch."""
         assert isinstance(embeddings, PooledEmbeddings), "a table hands out rows"
         events = embeddings.sequence(self.group.name)
         return SequenceParts(

@@ -38,7 +38,6 @@ class StarLayer(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the shared weight from a CPU generator."""
         truncated_normal_(self.weight, (2 / sum(self.weight.shape)) ** 0.5, generator)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -76,7 +76,6 @@ class Projection(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weight from a CPU generator."""
         normal_(self.weight, generator)
 
 

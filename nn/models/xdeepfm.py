@@ -77,7 +77,6 @@ class XDeepFM(Model):
 
     @classmethod
     def tables(cls, options: XDeepFMOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return the tables of the vectors, and those of the weights."""
         return [
             *one_table_per_feature(options, spec),
             *one_table_per_feature(options, spec, columns=1, prefix="weight_"),

@@ -56,7 +56,6 @@ EVALUATED_ROW = 1 / 3
 
 
 def train(config: Config, config_yaml: str) -> None:
-    """Train, or resume the training in `run_dir`."""
     started_ms = now_ms()
     with open_session(config, config_yaml) as session:
         if session is None:

@@ -173,7 +173,6 @@ class RunDirectory:
             write_plan(self.run_dir, rows, memory)
 
     def write_model(self, description: Mapping[str, Any]) -> None:
-        """Write `model.json`."""
         if self._metrics is not None:
             write_model(self.run_dir, description)
 
@@ -263,7 +262,6 @@ class RunDirectory:
 
 
 def write_model(directory: Path, description: Mapping[str, Any]) -> None:
-    """Write `model.json` to an existing directory."""
     _write_json(directory / MODEL, description)
 
 

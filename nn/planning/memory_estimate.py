@@ -298,7 +298,6 @@ class _SparseWork:
 def _ids_of_tables(
     declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, batch_size: int
 ) -> dict[str, dict[str, _Ids]]:
-    """Return table -> feature -> ids per sample."""
     ids = {}
     for name, count in id_counts(spec, batch_size).items():
         keys = count.capacity / batch_size

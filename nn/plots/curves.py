@@ -62,7 +62,6 @@ class RunRecords:
 
     @property
     def num_days(self) -> int:
-        """Return the number of days."""
         return 1 + max((record.get("day", 0) for record in self.records), default=0)
 
     @property

@@ -175,7 +175,6 @@ class Evaluator:
         return self._ranks.broadcast_object(problem)
 
     def _largest_number(self, row: int) -> str:
-        """Return the largest numerical value of a row, for a message."""
         source = self._loader.source
         if not source.spec.numerical:
             return ""

@@ -338,7 +338,6 @@ class ForwardBackward:
     def _update_tables(
         self, vectors: _Vectors, returned: OwnedGradients | None, verdict: _Verdict
     ) -> None:
-        """Update the tables that are not replicated, on their stream."""
         if vectors.owned is not None and returned is not None:
             with self._tables.launches():
                 self._lookup.update(vectors.owned, returned, verdict.is_good)
@@ -388,7 +387,6 @@ class Forward:
 
     @torch.no_grad()
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
-        """Return the logits."""
         rows = self._lookup.rows(ids)
         # Of a kernel that takes rows itself, nothing is looked up before.
         values = self._lookup.look_up(ids) if rows is None else None

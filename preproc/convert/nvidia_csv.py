@@ -133,7 +133,6 @@ class CsvRows:
             expect(same, here, sorted(listed), "every feature of channel_spec, once")
 
     def _tables(self, split: str) -> Iterator[pa.Table]:
-        """Yield rows with the columns of all chunks."""
         readers = [self._batches(chunk) for chunk in self._sources[split]]
         waiting = [next(reader, None) for reader in readers]
         while True:

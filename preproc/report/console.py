@@ -85,7 +85,6 @@ class RowEvents:
     longest: int = 0  # events of a row
 
     def add(self, lengths: np.ndarray) -> None:
-        """Add rows by their numbers of events."""
         self.without_events += int(np.count_nonzero(lengths == 0))
         self.events += int(lengths.sum())
         self.longest = max(self.longest, int(lengths.max(initial=0)))

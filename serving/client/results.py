@@ -82,7 +82,6 @@ def line(result: LoadResult) -> str:
 
 
 def write_csv(results: Sequence[LoadResult], path: Path) -> None:
-    """Write one line per load."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(LoadResult)])
     writer.writeheader()

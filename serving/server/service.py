@@ -74,7 +74,6 @@ class Service:
 
     @property
     def title(self) -> str:
-        """The model and the versions that serve."""
         names = " and ".join(version.name for version in self._versions.serving)
         return f"model {self._versions.current.model.manifest.name}, version {names}"
 

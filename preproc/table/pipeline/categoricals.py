@@ -39,7 +39,6 @@ class EncodedFeature:
     is_dynamic: bool = False  # whether its values are keys
 
     def feature(self, name: str, hotness: int | None, table: str | None) -> CategoricalFeature:
-        """Return the feature as the dataset has it."""
         make = CategoricalFeature.of_keys if self.is_dynamic else CategoricalFeature.of
         return make(name, self.num_embeddings, hotness, table)
 
@@ -134,7 +133,6 @@ def _note_values(journal: Journal, first: int, owner: Categorical) -> None:
 
 
 def values_with_id(journal: Journal, first: int, owner: Categorical) -> str:
-    """Return the relation (value, id) that values are looked up in."""
     name = f"vocabulary_{first}"
     return live_values(name) if _has_days(journal, owner) else name
 
@@ -208,7 +206,6 @@ def _hashed(
     owner: Categorical,
     counted: range,
 ) -> EncodedFeature:
-    """Find the hashes of the values."""
     values.hash_ids(number, owner)
     ((seen, distinct),) = journal.engine.rows(
         f"SELECT CAST(sum(count) AS BIGINT), count(*) FROM ({values.counts(number, counted)})"
