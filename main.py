@@ -139,7 +139,6 @@ def _model_options(model: DictConfig) -> type:
 
 
 def _saved_options(path: Path) -> dict[str, Any]:
-    """Return the options of an earlier run as the content of a yaml file of `configs/`."""
     from nn.saved_config import read_saved_config
 
     return {"defaults": ["base", "_self_"], **read_saved_config(path)}

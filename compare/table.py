@@ -226,7 +226,6 @@ def _columns(
 
 
 def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
-    """Return the columns that have a value and fit beside each other into `width` characters."""
     shown = {title: texts for title, texts in columns.items() if any(texts)}
     for title in ("at step", "steps", "GPU GiB", "samples/s", "time"):
         if _width(shown) > width:
@@ -235,7 +234,6 @@ def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
 
 
 def _width(columns: dict[str, list[str]]) -> int:
-    """Return the characters that columns need at least."""
     return sum(
         LEAST_FOLDED if title in (RUN, DIFFERS) else 3 + max(len(title), *map(len, texts))
         for title, texts in columns.items()

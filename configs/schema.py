@@ -109,7 +109,6 @@ def _check_only(options: Any, section: str, written: str, only: Mapping[str, str
 
 @cache
 def _bounds_of(section: type) -> dict[str, tuple[Any, dict[str, float]]]:
-    """Return the types and bounds of the options that have bounds, by their names."""
     found: dict[str, tuple[Any, dict[str, float]]] = {}
     for declaring in reversed(section.__mro__):
         for declared in declaring.__dict__.get("__dataclass_fields__", {}).values():

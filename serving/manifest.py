@@ -476,7 +476,6 @@ def _count(value: Any, most: int = 2**48 - 1) -> None:
 
 
 def _are_finite(value: Any) -> bool:
-    """Return whether all numbers of a part of a document are finite."""
     if isinstance(value, dict):
         return all(map(_are_finite, value.values()))
     return not isinstance(value, float) or math.isfinite(value)

@@ -219,7 +219,6 @@ def _any_overlap(chunks: Sequence[Chunk]) -> bool:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    """Return a list of integers that are not negative as a tuple."""
     if not isinstance(values, list) or not all(
         type(value) is int and 0 <= value < MAX_NUMBER for value in values
     ):

@@ -120,7 +120,6 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def _ops(x: Tensor) -> ModuleType:
-    """Return the module with the arithmetic for a tensor."""
     if not x.is_cuda or x.dtype not in FUSED_DTYPES:
         return plain
     # Only CUDA builds of torch include Triton.

@@ -100,7 +100,6 @@ class MLP(nn.Module):
         return self._rest_plain(x, 0)
 
     def _rest(self, x: Tensor, start: int) -> Tensor:
-        """Compute the layers from `start` on."""
         layers = self.layers[start:]
         if layers and not self.norms and can_fuse(x, layers[0].weight):
             return self._forward_fused(as_autocast(x), start)

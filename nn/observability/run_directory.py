@@ -287,7 +287,6 @@ def _draw_curves(run_dir: Path, logger: Logger) -> None:
 
 
 def _draw_predictions(run_dir: Path, logger: Logger) -> None:
-    """Draw the predictions of the latest evaluation, if there are any."""
     source, path = run_dir / PREDICTIONS, run_dir / PREDICTIONS_PNG
     if source.exists():
         _try_to_draw(path, lambda: draw_predictions(read_json(source), path), logger)

@@ -258,7 +258,6 @@ def _bytes_of_batches(
 
 
 def _events(spec: FeatureSpec, batch: int) -> dict[str, int]:
-    """Return the events of each sequence group that a rank's batch has room for."""
     counts = id_counts(spec, batch)
     return {group.name: counts[group.features[0]].capacity for group in spec.sequences}
 

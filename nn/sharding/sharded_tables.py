@@ -110,7 +110,6 @@ class ShardedTables:
         }
 
     def _fill(self) -> None:
-        """Fill the weights with the seed's, or a file's."""
         for shard in self.shards():
             declared = self._tables[shard.table].declared
             if isinstance(declared.init_fn, FileRows):

@@ -145,7 +145,6 @@ class Evaluator:
         return torch.from_numpy(columns.ids[names.index(str(self._group))].astype(np.int64))
 
     def _available(self, max_steps: int | None) -> int:
-        """Return the number of batches to score."""
         available = self._loader.steps_per_epoch
         return available if max_steps is None else min(max_steps, available)
 

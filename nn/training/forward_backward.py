@@ -315,7 +315,6 @@ class ForwardBackward:
         return self._context.dense.add_losses(share_of(logits), share_of)
 
     def _check_loss(self, total: Tensor) -> _Verdict:
-        """Add up the loss over ranks, on the tables' stream."""
         self._tables.wait_for_main()
         with self._tables.launches():
             loss = self._context.ranks.all_reduce_sum(total.clone())
@@ -411,7 +410,6 @@ class Forward:
 
 
 def _rows(values: Tensor, chunk: _Chunk) -> Tensor:
-    """Return a column of a batch, or the rows of a chunk of it."""
     return values if len(values) == chunk.end - chunk.first else values[chunk.first : chunk.end]
 
 

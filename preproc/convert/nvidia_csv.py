@@ -193,7 +193,6 @@ def _section(document: object, where: str, key: str) -> Mapping[str, Any]:
 
 
 def _cardinality(features: Mapping[str, Any], where: str, name: str) -> int | str:
-    """Return the rows of a table, or `auto`."""
     entry = features.get(name)
     rows = entry.get("cardinality") if isinstance(entry, Mapping) else None
     is_count = isinstance(rows, int) and not isinstance(rows, bool) and rows >= 1

@@ -414,7 +414,6 @@ class DuckDBEngine:
 
 
 def _emptied(path: Path) -> Path:
-    """Return the path of an empty directory."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path

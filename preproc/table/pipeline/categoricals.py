@@ -113,7 +113,6 @@ def _encode_group(
 
 
 def _rows_with_value(journal: Journal, values: FeatureValues, number: int, counted: range) -> int:
-    """Return how many of the rows `counted` have a value of a categorical feature."""
     ((seen,),) = journal.engine.rows(values.num_rows(number, counted))
     return seen
 
@@ -186,13 +185,11 @@ def _keeps_rare(journal: Journal, owner: Categorical) -> bool:
 
 
 def _limit(journal: Journal, owner: Categorical) -> int:
-    """Return the count from which on a value has an id."""
     limit = owner.frequency_limit
     return journal.config.frequency_limit if limit is None else limit
 
 
 def _has_days(journal: Journal, owner: Categorical) -> bool:
-    """Tell whether the vocabulary of a feature has the columns of a later day."""
     if journal.config.mode is Mode.extend:
         return True
     return journal.fitted is not None and journal.fitted.has_days(owner.name)
