@@ -44,7 +44,6 @@ COMMANDS = {
     "synthetic": lambda at: ["dataset=synthetic", "data.synthetic.cardinalities=[5]"],
     "convert": lambda at: ["mode=convert", f"path={at}/nvidia"],
     "convert to parquet": lambda at: ["mode=convert", f"path={at}/nvidia", "to=parquet"],
-    "convert to csv": lambda at: ["mode=convert", f"path={at}/nvidia", "to=csv"],
 }
 
 
