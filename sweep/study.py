@@ -148,7 +148,7 @@ def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:
     now = json.loads(json.dumps(settings))
 
     def write(content: dict[str, Any]) -> None:
-        replace_text(path, json.dumps(content, indent=2) + "\n", directory / f".{SETTINGS}.tmp")
+        replace_text(path, json.dumps(content, indent=2) + "\n")
 
     if not path.exists():
         require(

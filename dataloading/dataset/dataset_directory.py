@@ -295,7 +295,7 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
         },
     }
     text = yaml.dump(document, Dumper=YamlDumper, sort_keys=False)
-    replace_text(root / SPEC_NAME, text, root / f".{SPEC_NAME}.partial")
+    replace_text(root / SPEC_NAME, text)
 
 
 def _group(group: SequenceGroup) -> dict[str, Any]:

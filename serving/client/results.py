@@ -87,4 +87,4 @@ def write_csv(results: Sequence[LoadResult], path: Path) -> None:
     writer.writeheader()
     for result in results:
         writer.writerow(asdict(result))
-    replace_bytes(path, text.getvalue().encode(), path.with_name(f".{path.name}.tmp"))
+    replace_bytes(path, text.getvalue().encode())
