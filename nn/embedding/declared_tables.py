@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     # TorchRec takes seven seconds to import; models import this file, and `--help` models.
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+Tables = list["EmbeddingBagConfig"]
+"""Tables that a model declares."""
+
 
 def one_table_per_feature(
     options: ModelConfig,

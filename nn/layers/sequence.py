@@ -4,8 +4,6 @@
 have zeros in all of them. Nothing reads the device; shapes depend on no data; sums have one order.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AutoInt+: self-attention over the features' vectors, beside an MLP (arXiv:1810.11921)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """FCN, first named DCNv3: an exponential and a linear cross network (arXiv:2407.13349)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import cast
 

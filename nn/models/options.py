@@ -5,7 +5,7 @@ The options of any other model are in the module of the model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Any
 
 from configs.schema import (
@@ -71,11 +71,8 @@ class DLRMOptions(_TwoMLPOptions):
         )
 
 
-class CrossStructure(Enum):
-    """Composition of DCNv2's cross and deep networks (DCNv2 paper, figure 1)."""
-
-    stacked = "stacked"
-    parallel = "parallel"
+CrossStructure = StrEnum("CrossStructure", "stacked parallel")
+"""Composition of DCNv2's cross and deep networks (DCNv2 paper, figure 1)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,12 +138,8 @@ class DeepFMOptions(_DeepOptions):
     dropout: float = option(0.5, "rate of the dropout after every hidden layer")
 
 
-class Pooling(Enum):
-    """Pooling of the embeddings of a feature's ids."""
-
-    sum = "sum"
-    mean = "mean"
-    none = "none"
+Pooling = StrEnum("Pooling", "sum mean none")
+"""Pooling of the embeddings of a feature's ids."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -187,11 +180,8 @@ class FinalMLPOptions(ModelConfig):
         )
 
 
-class MaskStructure(Enum):
-    """Order of MaskNet's blocks (figure 3)."""
-
-    serial = "serial"
-    parallel = "parallel"
+MaskStructure = StrEnum("MaskStructure", "serial parallel")
+"""Order of MaskNet's blocks (figure 3)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -243,19 +233,10 @@ class WuKongOptions(ModelConfig):
     dropout: float = rate(0.0, "rate of the dropout after the hidden layers of blocks and top")
 
 
-class AdaptiveActivation(Enum):
-    """Learned activations of DIN's MLP (section 5.2)."""
-
-    prelu = "prelu"
-    dice = "dice"
-
-
-class AttentionPooling(Enum):
-    """Normalization of DIN's attention weights."""
-
-    sum = "sum"
-    mean = "mean"
-    softmax = "softmax"
+AdaptiveActivation = StrEnum("AdaptiveActivation", "prelu dice")
+"""Learned activations of DIN's MLP (section 5.2)."""
+AttentionPooling = StrEnum("AttentionPooling", "sum mean softmax")
+"""Normalization of DIN's attention weights."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -486,15 +467,10 @@ class AutoIntOptions(_DeepOptions):
 
 
 @dataclass(kw_only=True, slots=True)
-class XDeepFMOptions(_DeepOptions):
+class XDeepFMOptions(DeepFMOptions):
     """Options of xDeepFM."""
 
-    embedding_dim: int = option(
-        10, "columns of every feature's vector; its weight is one more", most=MOST_COLUMNS
-    )
-    embedding_init: float | None = option(
-        SMALL_INIT, "bound of the tables' initial weights; null: 1/sqrt(rows) of each table"
-    )
+    dropout: float = option(0.0, "rate of the dropout after every hidden layer")
     cross_layers: list[int] = option(
         [16, 16, 16],
         "vectors of every layer of compressed interactions",
@@ -541,27 +517,12 @@ class STAROptions(ModelConfig):
     auxiliary_hidden: list[int] = widths([64], "widths of the auxiliary network's hidden layers")
 
 
-class ItemMLPs(Enum):
-    """Inputs of the MLPs of HSTU's items."""
-
-    position = "position"
-    row = "row"
-    item = "item"
-
-
-class AttentionNorm(Enum):
-    """Divisor of HSTU's attention."""
-
-    batch_max = "batch_max"
-    capacity = "capacity"
-    length = "length"
-
-
-class QueryTime(Enum):
-    """Moment from which the times of HSTU's events count back."""
-
-    last_event = "last_event"
-    sample = "sample"
+ItemMLPs = StrEnum("ItemMLPs", "position row item")
+"""Inputs of the MLPs of HSTU's items."""
+AttentionNorm = StrEnum("AttentionNorm", "batch_max capacity length")
+"""Divisor of HSTU's attention."""
+QueryTime = StrEnum("QueryTime", "last_event sample")
+"""Moment from which the times of HSTU's events count back."""
 
 
 @dataclass(kw_only=True, slots=True)

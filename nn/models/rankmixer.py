@@ -1,7 +1,5 @@
 """RankMixer: tokens of features, mixed without parameters, each with a network of its own (arXiv:2507.15551)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

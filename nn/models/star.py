@@ -1,7 +1,5 @@
 """STAR: a network per domain, each the product of shared weights and its own (arXiv:2101.11427)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
