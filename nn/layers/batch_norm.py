@@ -67,6 +67,9 @@ class BatchNorm(PassLayer):
         running = [self.running_mean, self.running_var]
         torch._foreach_lerp_(running, list(self._latest.unbind()), self.momentum)
 
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps:g}, momentum={self.momentum:g}"
+
     @torch.compiler.disable
     def _normalise(self, x: Tensor, state: PassState) -> Tensor:
         matrix = x.reshape(-1, x.shape[-1])

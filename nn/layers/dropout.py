@@ -50,6 +50,9 @@ class Dropout(PassLayer):
             return x
         return self._drop(x, None if at is None else (at.samples, offsets(at)[0]))
 
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:g}"
+
     @torch.compiler.disable
     def _drop(self, x: Tensor, at: tuple[Tensor, Tensor] | None) -> Tensor:
         return _Dropout.apply(x, self.mask, at)

@@ -5,7 +5,7 @@ The options of any other model are in the module of the model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any
 
 from configs.schema import (
@@ -235,8 +235,14 @@ class WuKongOptions(ModelConfig):
 
 AdaptiveActivation = StrEnum("AdaptiveActivation", "prelu dice")
 """Learned activations of DIN's MLP (section 5.2)."""
-AttentionPooling = StrEnum("AttentionPooling", "sum mean softmax")
-"""Normalization of DIN's attention weights."""
+
+
+class AttentionPooling(Enum):
+    """Normalization of DIN's attention weights."""
+
+    sum = "sum"
+    mean = "mean"
+    softmax = "softmax"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -517,8 +523,14 @@ class STAROptions(ModelConfig):
     auxiliary_hidden: list[int] = widths([64], "widths of the auxiliary network's hidden layers")
 
 
-ItemMLPs = StrEnum("ItemMLPs", "position row item")
-"""Inputs of the MLPs of HSTU's items."""
+class ItemMLPs(Enum):
+    """Inputs of the MLPs of HSTU's items."""
+
+    position = "position"
+    row = "row"
+    item = "item"
+
+
 AttentionNorm = StrEnum("AttentionNorm", "batch_max capacity length")
 """Divisor of HSTU's attention."""
 QueryTime = StrEnum("QueryTime", "last_event sample")

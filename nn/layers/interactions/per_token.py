@@ -118,3 +118,6 @@ class ReluRouter(PassLayer):
     def update(self) -> None:
         """Queue the change of lambda by the share of open gates in the latest pass."""
         self.strength.mul_(STRENGTH_FACTOR ** torch.sign(self._open - self.active))
+
+    def extra_repr(self) -> str:
+        return f"active={self.active:g}"
