@@ -80,7 +80,6 @@ class Service:
 
     @property
     def title(self) -> str:
-        """The models and the versions that serve."""
         serving = [
             f"model {of.name}, version {' and '.join(version.name for version in of.serving)}"
             for of in self._models
