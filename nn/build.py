@@ -61,6 +61,7 @@ def open_source(config: Config, trained: FeatureSpec | None = None) -> Source:
     source: Source
     if data.path is not None:
         spec = FeatureSpec.load(local_path(data.path), data.feature_spec)
+        spec = spec.with_event_weights(config.model.event_weights)
         source = open_dataset(spec if trained is None else spec.with_means_of(trained))
     else:
         source = SyntheticSource.of(data.synthetic, config.seed)

@@ -147,6 +147,11 @@ class FeatureSpec:
         )
         return replace(self, categorical=tuple(categorical))
 
+    def with_event_weights(self, weights: Mapping[str, str]) -> "FeatureSpec":
+        """Return the spec with the number that weighs the events of a group, by group."""
+        groups = (replace(group, weight=weights.get(group.name)) for group in self.sequences)
+        return replace(self, sequences=tuple(groups))
+
     @property
     def names(self) -> list[str]:
         """Names of all columns: labels, weight, keep rate, numericals, categorical features, numbers of events and moments."""
