@@ -814,6 +814,15 @@ class TaskConfig:
     keep_rate: float | None = option(
         None, "kept fraction of the negatives, for which predictions are corrected", gt=0, le=1
     )
+    teacher: str | None = option(
+        None, "column of the dataset with a teacher's scores, from which it learns too; null: none"
+    )
+    teacher_weight: float = option(
+        0.5, "w: the loss is (1 - w) that of the label + w that of the teacher's score", ge=0, le=1
+    )
+    teacher_temperature: float = option(
+        1.0, "divisor of the logit of the teacher's score; above 1 it is softer", gt=0
+    )
 
     @property
     def changes_cross_entropy(self) -> bool:
@@ -824,7 +833,7 @@ class TaskConfig:
     @property
     def changes_loss(self) -> bool:
         """Return whether the loss of a row differs from the plain one."""
-        return self.loss is not None or self.changes_cross_entropy
+        return self.loss is not None or self.changes_cross_entropy or self.teacher is not None
 
     @classmethod
     def of(cls, where: str, values: Any) -> "TaskConfig":
@@ -852,6 +861,16 @@ class TaskConfig:
             made.focal_alpha is None or made.positive_weight == 1,
             f"{where}: focal_alpha and positive_weight both weigh positive rows; set one of them",
         )
+        require(
+            made.teacher is None or (made.positive_weight, made.keep_rate) == (1, None),
+            f"{where}: a teacher's scores are probabilities, and positive_weight and keep_rate let logits be others; leave one "
+            "of the two out",
+        )
+        for name in ("teacher_weight", "teacher_temperature"):
+            require(
+                made.teacher is not None or name not in values,
+                f"{where}.{name} has no effect without {where}.teacher, the column of a teacher's scores",
+            )
         return made
 
 
@@ -1302,7 +1321,7 @@ class Config(Section):
     tasks: Any = option(
         None,
         "options per label, such as {click: {weight: 2}}: weight, loss, label_smoothing, focal_gamma, focal_alpha, "
-        "positive_weight, keep_rate (docs/tasks_and_metrics.md)",
+        "positive_weight, keep_rate, teacher, teacher_weight, teacher_temperature (docs/tasks_and_metrics.md)",
     )
     inference: InferenceConfig = MISSING
     predict: PredictConfig = MISSING

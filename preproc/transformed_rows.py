@@ -95,6 +95,8 @@ class TransformedRows:
     """Iterator over the batches of rows, in the order of the files; close it, or use it in a `with` statement."""
 
     def __init__(self, spec: FeatureSpec, table: TableConfig, state: FittedState) -> None:
+        # New rows need no scores of a teacher.
+        table = replace(table, teacher=[])
         self.spec = spec  # features of the fitted dataset, without splits
         self._state = state
         self._directory = TemporaryDirectory(prefix="transformed-rows-")

@@ -32,6 +32,8 @@ class Columns:
     keep_rates: np.ndarray | None  # float32 [B], 1 of padding rows; None without such a column
     # float32 [events of the group], by `FeatureSpec.event_columns`
     events: list[np.ndarray]
+    # float32 [B] each, 0 of padding rows, by `FeatureSpec.teachers`
+    teachers: list[np.ndarray]
 
     @classmethod
     def empty(
@@ -90,13 +92,14 @@ class Columns:
             None if layout.weights is None else padded(layout.weights),
             None if layout.keep_rates is None else padded(layout.keep_rates, 1),
             events,
+            [padded(column) for column in layout.teachers.values()],
         )
 
     def row_columns(self, spec: FeatureSpec) -> list[tuple[RowColumn, np.ndarray]]:
         """Return each of `spec.row_columns` with its numbers, a view [B] that may be filled."""
         labels = [self.labels] if self.labels.ndim == 1 else [*self.labels.T]
         single = [numbers for numbers in (self.weights, self.keep_rates) if numbers is not None]
-        return list(zip(spec.row_columns, [*labels, *single], strict=True))
+        return list(zip(spec.row_columns, [*labels, *single, *self.teachers], strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ ROLES = {
         "label": "label",
         "weight": "weight",
         "keep_rate": "keep rate",
+        "teacher": "teacher",
         "n": "feature",
         "c": "feature",
     },
@@ -286,7 +287,7 @@ class Staging:
             )
 
     def _without_absent(self, base: str) -> TableConfig:
-        """Return the description without the row numbers whose columns do not exist, if no label has its columns."""
+        """Return the description without the row numbers whose columns do not exist, as `TableConfig.without` leaves them out."""
         absent = set()
         for item in self._expressions[: len(self.table.row_numbers)]:
             if item.is_other_value(self._column_names):
@@ -592,6 +593,7 @@ def _number(name: str, key: str, title: str) -> tuple[str, list[str]]:
             "a finite number that is not negative",
         ),
         "keep_rate": (f"{number} > 0 AND {number} <= 1", "a number above 0 and at most 1"),
+        "teacher": (f"{number} BETWEEN 0 AND 1", "a number from 0 to 1"),
     }[key]
     return number, [
         f"WHEN coalesce(CAST({name} AS STRING), '') = '' THEN {text(f'{title} is missing')}",
