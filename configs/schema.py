@@ -223,6 +223,8 @@ class Evict(Enum):
 
 Tier = StrEnum("Tier", "device host disk")
 """Memory that holds all rows of a table: the device's, or the host's or a disk with an arena of rows on the device."""
+DrawRule = StrEnum("DrawRule", "frequency uniform")
+"""Rules that items of negatives are drawn by."""
 Component = StrEnum("Component", "dense tables")
 """The two components of a model: the data-parallel dense layers and the model-parallel tables."""
 CheckpointPart = StrEnum("CheckpointPart", "dense tables optimizer")
@@ -365,6 +367,45 @@ class DynamicConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
+class NegativesConfig(Section):
+    """Negatives that the loader adds behind every row."""
+
+    section = "data.negatives"
+
+    per_row: int = option(
+        0,
+        "negatives behind every row, which have another item and the label 0; 0: none",
+        most=1024,
+        ge=0,
+    )
+    features: list[str] = option(
+        [], "features of the item, the item itself first; all others are those of the row"
+    )
+    rule: DrawRule = option(
+        DrawRule.frequency,
+        "frequency: the item of another row, so as often as it occurs; uniform: any id of the table, for one feature",
+    )
+    history: str | None = option(
+        None, "feature with items that negatives of the row must not have; null: none"
+    )
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        require(
+            bool(self.per_row) == bool(self.features),
+            f"data.negatives.per_row={self.per_row} and data.negatives.features={self.features}: set both, or none",
+        )
+        require(
+            bool(self.per_row) or self.history is None,
+            f"data.negatives.history={self.history} has no effect without data.negatives.per_row; leave it out",
+        )
+        require(
+            self.rule is DrawRule.frequency or len(self.features) == 1,
+            f"data.negatives.rule=uniform draws ids of one feature, got features={self.features}; set rule=frequency",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class DataConfig(Section):
     """Source of the rows, and how they are read."""
 
@@ -397,6 +438,7 @@ class DataConfig(Section):
         lt=1,
     )
     dynamic: DynamicConfig = MISSING
+    negatives: NegativesConfig = MISSING
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
 
@@ -1341,7 +1383,11 @@ class Config(Section):
             f"tasks must map labels to options, such as {{click: {{weight: 2}}}}, got {self.tasks}",
         )
         self.tasks = self.tasks or None
-        _ = self.task_options  # which checks them
+        taught = [name for name, of in self.task_options.items() if of.teacher is not None]
+        require(
+            not (taught and self.data.negatives.per_row),
+            f"tasks.{', '.join(taught)}.teacher has scores of the rows of the dataset, and data.negatives adds others; leave one out",
+        )
         self._check_day()
         require(
             self.eval.patience is None or self.checkpoint.save,

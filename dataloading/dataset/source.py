@@ -132,6 +132,8 @@ class Source(ABC):
     """Source of rows: a dataset directory, a synthetic stream, or another source with a difference."""
 
     spec: FeatureSpec  # of the dataset
+    # whether a row differs by epoch: `read` is given `EPOCH_ROWS` more per epoch
+    draws_anew = False
 
     def num_rows(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
@@ -183,6 +185,7 @@ class DerivedSource(Source):
 
     def __init__(self, source: Source) -> None:
         self.spec = source.spec
+        self.draws_anew = source.draws_anew
         self._source = source
 
     def num_rows(self, split: str) -> int:

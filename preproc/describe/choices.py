@@ -218,7 +218,9 @@ def _ids_of(column: Column, by_name: dict[str, Column]) -> Column | None:
     """Return the list that a list of numbers weighs, by its name: `tags` of `tag_weights`."""
     found = re.fullmatch(r"(.+?)s?_(weight|value|score)s?", column.name.strip())
     names = (found[1], f"{found[1]}s") if found else ()
-    return next((by_name[name] for name in names if name in by_name and by_name[name].is_list), None)
+    return next(
+        (by_name[name] for name in names if name in by_name and by_name[name].is_list), None
+    )
 
 
 def _with_ids(choice: Choice, choices: list[Choice]) -> Choice:

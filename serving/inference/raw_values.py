@@ -250,20 +250,21 @@ class RawValues:
         seen = np.arange(counts.sum()) >= np.repeat(ends - of["length"], counts)
         lengths = np.minimum(counts, of["length"])
         for name in of["features"]:
-            ids[name] = RaggedIds(ids[name].values[torch.from_numpy(seen)], torch.from_numpy(lengths))
+            ids[name] = RaggedIds(
+                ids[name].values[torch.from_numpy(seen)], torch.from_numpy(lengths)
+            )
         found = {}
         for number in of["numbers"]:
             rows = self._number_lists(number, of["separator"], inputs, shapes, counts)
             require_counts(number["name"], [*map(len, rows)])
             with np.errstate(over="ignore"):
                 values = np.array([x for row in rows for x in row], np.float32)[seen]
-            group = self._groups.get(of["name"])
-            for column in group.numbers if group is not None else ():
-                if column.name == number["name"]:
-                    try:
-                        group.checked(column, values, lengths, None, lambda row: f"row {row}")
-                    except ValueError as error:
-                        _refuse(str(error))
+            if (group := self._groups.get(of["name"])) is not None:
+                (column,) = (column for column in group.numbers if column.name == number["name"])
+                try:
+                    group.checked(column, values, lengths, None, lambda row: f"row {row}")
+                except ValueError as error:
+                    _refuse(str(error))
             found[number["name"]] = RaggedIds(torch.from_numpy(values), torch.from_numpy(lengths))
         return found
 

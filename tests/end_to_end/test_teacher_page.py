@@ -33,14 +33,18 @@ def test_a_student_learns_from_scores_of_the_training_rows(tmp_path, monkeypatch
         rows.write("order,bought,city,item\n")
         for order in range(3000):
             city, item = draw.randrange(6), draw.randrange(40)
-            rows.write(f"{order},{int(draw.random() < 0.15 + 0.6 * ((city + item) % 2))},c{city},i{item}\n")
+            rows.write(
+                f"{order},{int(draw.random() < 0.15 + 0.6 * ((city + item) % 2))},c{city},i{item}\n"
+            )
     (_, commands), (_, description) = re.findall(
         r"^```(\w+)\n(.*?)^```", SECTION, flags=re.MULTILINE | re.DOTALL
     )
     Path("mine/dataset").mkdir(parents=True)
     Path("mine/dataset/taught.yaml").write_text(description)
     lines = [line for line in description.splitlines() if "teacher" not in line]
-    plain = "\n".join(lines).replace("SELECT o.*, s.score FROM orders o JOIN scores s USING (\"order\")", "FROM orders")
+    plain = "\n".join(lines).replace(
+        'SELECT o.*, s.score FROM orders o JOIN scores s USING ("order")', "FROM orders"
+    )
     plain = plain.replace(", scores: {files: scores.parquet}", "")
     Path("mine/dataset/plain.yaml").write_text(plain)
     fit = "-m preproc --config-dir mine dataset=plain source=orders.csv output=data/plain"

@@ -27,7 +27,9 @@ def write_lines(path: str, rows: int, seed: int) -> list[list[tuple[int, float]]
     draw, written = random.Random(seed), []
     with open(path, "w") as lines:
         for _ in range(rows):
-            items = [(draw.randrange(30), round(draw.random(), 2)) for _ in range(draw.randint(1, 4))]
+            items = [
+                (draw.randrange(30), round(draw.random(), 2)) for _ in range(draw.randint(1, 4))
+            ]
             label = int(sum(w if i % 2 else -w for i, w in items) > 0)
             tags = " ".join(f"3:{i}:{w}" for i, w in items)
             lines.write(f"{label} {tags} 4:{draw.randrange(5)}:1\n")

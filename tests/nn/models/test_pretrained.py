@@ -106,8 +106,8 @@ BAD_FILES = [
 @pytest.mark.parametrize(("ids", "rows", "message"), BAD_FILES)
 def test_parquet_without_a_vector_per_id_is_refused(ids, rows, message, tmp_path):
     pq.write_table(pa.table({"id": ids, "vector": rows}), tmp_path / "rows.parquet")
+    config = compose_config(*options_of(tmp_path / "rows.parquet"))
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        config = compose_config(*options_of(tmp_path / "rows.parquet"))
         open_checked(config)
     assert "\n" not in str(refused.value)
 
@@ -117,7 +117,9 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     for content in (None, b"PAR1", b""):
         if content is not None:
             path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"^model.pretrained.item=.*rows.parquet cannot be read"):
+        with pytest.raises(
+            ValueError, match=r"^model.pretrained.item=.*rows.parquet cannot be read"
+        ):
             open_checked(compose_config(*options_of(path)))
 
 

@@ -163,7 +163,8 @@ def test_a_score_outside_0_and_1_is_named(tmp_path, value):
     scores.tofile(root / "train/old_buy.bin")
     source = open_dataset(FeatureSpec.load(root))
     with pytest.raises(
-        ValueError, match=r"^teacher 'old_buy' .* at row 7 of .*old_buy.bin; want a number from 0 to 1"
+        ValueError,
+        match=r"^teacher 'old_buy' .* at row 7 of .*old_buy.bin; want a number from 0 to 1",
     ):
         source.read("train", np.array([[0, 229]]))
     root = write_rows(tmp_path / "other", file_format="parquet")

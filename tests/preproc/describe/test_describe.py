@@ -336,7 +336,8 @@ def test_values_of_libffm_weigh_their_ids(tmp_path):
     [group] = FeatureSpec.load(tmp_path / "data").sequences
     assert group.columns == ("f0", "f0_value")
     weights = np.fromfile(tmp_path / "data/train/f0_value.bin", "<f4").reshape(-1, 2)
-    assert (weights[:, 0] == 0.5).all() and len(np.unique(weights[:, 1])) == 9
+    assert (weights[:, 0] == 0.5).all()
+    assert len(np.unique(weights[:, 1])) == 9
 
 
 def test_a_list_of_weights_in_parquet_is_found_by_its_name(tmp_path):

@@ -72,7 +72,7 @@ def test_new_rows_may_lack_the_scores_of_teachers(tmp_path):
     )
     spec = FeatureSpec.load(tmp_path / "new")
     assert spec.splits["test"].absent == {"old"}
-    with pytest.raises(Refused, match="table.teacher: 'click_score'.* no column"):
+    with pytest.raises(Refused, match=r"table.teacher: 'click_score'.* no column"):
         build(tmp_path / "more", rows | teacher | {"keep_rate": None})
 
 
