@@ -372,15 +372,12 @@ class NegativesConfig(Section):
 
     section = "data.negatives"
 
-    per_row: int = option(
-        0,
-        "negatives behind every row, which have another item and the label 0; 0: none",
-        most=1024,
-        ge=0,
-    )
     features: list[str] = option(
-        [], "features of the item, the item itself first; all others are those of the row"
+        [],
+        "features of the item, itself the first, that negatives have of another one, with the label 0; all others are the "
+        "row's; []: no negatives",
     )
+    per_row: int = option(4, "negatives behind every row", most=1024, gt=0)
     rule: DrawRule = option(
         DrawRule.frequency,
         "frequency: the item of another row, so as often as it occurs; uniform: any id of the table, for one feature",
@@ -391,14 +388,11 @@ class NegativesConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        require(
-            bool(self.per_row) == bool(self.features),
-            f"data.negatives.per_row={self.per_row} and data.negatives.features={self.features}: set both, or none",
-        )
-        require(
-            bool(self.per_row) or self.history is None,
-            f"data.negatives.history={self.history} has no effect without data.negatives.per_row; leave it out",
-        )
+        for declared in fields(self)[1:]:
+            require(
+                bool(self.features) or getattr(self, declared.name) == declared.default,
+                f"data.negatives.{declared.name} has no effect without data.negatives.features, the features of the item",
+            )
         require(
             self.rule is DrawRule.frequency or len(self.features) == 1,
             f"data.negatives.rule=uniform draws ids of one feature, got features={self.features}; set rule=frequency",
@@ -1385,8 +1379,9 @@ class Config(Section):
         self.tasks = self.tasks or None
         taught = [name for name, of in self.task_options.items() if of.teacher is not None]
         require(
-            not (taught and self.data.negatives.per_row),
-            f"tasks.{', '.join(taught)}.teacher has scores of the rows of the dataset, and data.negatives adds others; leave one out",
+            not (taught and self.data.negatives.features),
+            f"tasks.{', '.join(taught)}.teacher has scores of the rows of the dataset, and data.negatives adds others; leave "
+            "one of them out",
         )
         self._check_day()
         require(

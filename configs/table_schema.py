@@ -365,7 +365,7 @@ class TableConfig:
         return named | {f"teacher{i}_": ("teacher", of) for i, of in enumerate(self.teacher)}
 
     def without(self, absent: Collection[str]) -> "TableConfig":
-        """Return the description of rows without the columns `absent` of `row_numbers`: all teachers, or all labels and others."""
+        """Return the description of rows without the columns `absent` of `row_numbers`, if all teachers or labels are."""
         keys = {name: key for name, (key, _) in self.row_numbers.items()}
         has_teacher = any(key == "teacher" and n not in absent for n, key in keys.items())
         of_rows = self if has_teacher else replace(self, teacher=[])

@@ -15,10 +15,9 @@ import torch
 from dataloading.batch import Batch
 from dataloading.batch_memory import Slots
 from dataloading.batch_reader import BatchReader
-from dataloading.dataset.source import Source
+from dataloading.dataset.source import EPOCH_ROWS, Source
 from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.pipeline import KeyPipeline
-from dataloading.negatives_source import EPOCH_ROWS
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
 from dataloading.reader_processes import ReaderProcesses
 

@@ -5,12 +5,17 @@ import numpy as np
 from configs.messages import shown
 from configs.schema import DrawRule, NegativesConfig
 from dataloading.dataset.batch_layout import Allocate
-from dataloading.dataset.source import Columns, DerivedSource, Keys, Source, own_memory
+from dataloading.dataset.source import (
+    EPOCH_ROWS,
+    Columns,
+    DerivedSource,
+    Keys,
+    Source,
+    own_memory,
+)
 from dataloading.gather import expand
 from dataloading.randomness import stream_key, uniform
 
-EPOCH_ROWS = 1 << 44
-"""Added to the rows of every later epoch, whose negatives are drawn anew."""
 DRAWS = 64
 """Draws of one negative until it is another item, and none of the row's history."""
 
@@ -40,7 +45,7 @@ class NegativesSource(DerivedSource):
             feature = self.spec.categorical[by_name[name]]
             if feature.hotness != 1 or feature.is_dynamic or feature.cardinality < 3:
                 raise ValueError(
-                    f"data.negatives.features: {shown(name)} has raw keys, several ids per row or a table of less than 3 rows; want "
+                    f"data.negatives.features: {shown(name)} has raw keys, several ids per row or a table below 3 rows; want "
                     "features of the item with one id of a vocabulary"
                 )
         numbers = [label.name for label in self.spec.labels if not label.is_binary]

@@ -66,7 +66,7 @@ def open_source(config: Config, trained: FeatureSpec | None = None) -> Source:
         source = open_dataset(spec if trained is None else spec.with_means_of(trained))
     else:
         source = SyntheticSource.of(data.synthetic, config.seed)
-    if data.negatives.per_row and config.mode is not Mode.predict:
+    if data.negatives.features and config.mode is not Mode.predict:
         source = NegativesSource(source, data.negatives, config.seed)
     fraction = data.validation_fraction
     scores_others = config.mode is Mode.predict and config.predict.split != VALIDATION

@@ -351,7 +351,7 @@ def _recorder(
 
 def _negatives_fact(config: Config) -> dict[str, str]:
     options = config.data.negatives
-    if not options.per_row:
+    if not options.features:
         return {}
     avoided = f", none of them in {options.history}" if options.history else ""
     return {

@@ -162,8 +162,9 @@ def write_dataset(
     together. `splits`: at least one of `train`, `test` and `validation`, and any other. `metadata`: plain yaml values;
     `rows` and `files` are added. `teacher`: names of scores of other models. `absent`: per split, names of the labels,
     the weight, the keep rate and the teachers that it lacks: all labels, teachers alone, or nothing. `part_rows`: of a
-    dataset in Parquet, the rows of each file per split; a file list then names the files. `sequences`: groups of ragged features of `categorical`. Raises ValueError: at the start, if `root`
-    cannot be written or the features contradict each other; at the end, if the columns of a split hold different rows.
+    dataset in Parquet, the rows of each file per split; a file list then names the files. `sequences`: groups of ragged
+    features of `categorical`. Raises ValueError: at the start, if `root` cannot be written or the features contradict
+    each other; at the end, if the columns of a split hold different rows.
     """
     root = check_output(root, overwrite)
     if numerical_dtype not in NUMERICAL_DTYPES:

@@ -155,7 +155,7 @@ class FeatureSpec:
 
     @property
     def names(self) -> list[str]:
-        """Names of all columns: labels, weight, keep rate, teachers, numericals, categorical features, numbers of events and moments."""
+        """Names of all columns: `row_columns`, numericals, categorical features, numbers of events and moments."""
         single = [column.name for column in self.row_columns]
         features = [feature.name for feature in self.categorical]
         events = [column.name for column in self.event_columns]

@@ -129,7 +129,8 @@ class SequenceGroup:
         """Return numbers of the events of rows for a batch, float32.
 
         `moments`: of the rows, int64 [rows], for the ages of times; None if `values` are ages. `where`: of a row, for messages.
-        Raises ValueError: a number is not finite, a weight is negative, or an event is not earlier than its row and not later than the one before.
+        Raises ValueError: a number is not finite, a weight is negative, or an event is not earlier than its row and not later
+        than the one before.
         """
         if column.name == self.time:
             ages = values if moments is None else ages_of(values, moments, lengths)

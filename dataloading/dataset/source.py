@@ -11,6 +11,9 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.sequences import SequenceGroup
 
+EPOCH_ROWS = 1 << 44
+"""Added to the rows of every later epoch, where a source draws them anew."""
+
 
 def own_memory(num_bytes: int) -> np.ndarray:
     return np.empty(num_bytes, np.uint8)
@@ -132,7 +135,7 @@ class Source(ABC):
     """Source of rows: a dataset directory, a synthetic stream, or another source with a difference."""
 
     spec: FeatureSpec  # of the dataset
-    # whether a row differs by epoch: `read` is given `EPOCH_ROWS` more per epoch
+    # whether a row differs by epoch: `read` is given rows with `EPOCH_ROWS` more per epoch
     draws_anew = False
 
     def num_rows(self, split: str) -> int:

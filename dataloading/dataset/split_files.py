@@ -60,8 +60,8 @@ class SplitFiles:
     # Parquet files that hold all columns, in order; the files above do not exist then
     parquet: tuple[Path, ...] = ()
     lists: tuple[Path, ...] = ()  # file lists that name the Parquet files
-    # names of the labels, the weight, the keep rate and the teachers that it lacks, and of groups without moments, whose times are
-    # ages: rows to be scored have no labels
+    # names of the labels, the weight, the keep rate and the teachers that it lacks, and of groups without moments, whose
+    # times are ages: rows to be scored have no labels
     absent: frozenset[str] = frozenset()
     # by sequence group: int64 [N, 2], first event of each row and the one after its last, in the files of the
     # group's ids and numbers, which splits may share

@@ -89,10 +89,10 @@ class SplitWriter:
         `numerical`: numbers [n, num_numerical]. `labels`: [n], or [n, labels] of several; bool, or 0 and 1, of a binary
         label. `weights`: numbers [n], not negative. `keep_rates`: numbers [n] above 0, at most 1. `teachers`: numbers [n]
         from 0 to 1, by column. `ids`: integers by feature: [n], [n, hotness], or flat for a ragged feature. `lengths`:
-        ids per row, [n], for each ragged feature in `ids`, and events per row for each group. `events`: numbers of events by column, flat as the ids of a group.
-        `moments`: by group with a time, in whole seconds, int64 [n]. `slices`: by group whose events
-        `DatasetWriter.append_events` has taken, first event of each row and the one after its last, int64 [n, 2].
-        Raises ValueError: a value that the file cannot hold; the message names feature, value and row.
+        ids per row, [n], for each ragged feature in `ids`, and events per row for each group. `events`: numbers of events
+        by column, flat as the ids of a group. `moments`: by group with a time, in whole seconds, int64 [n]. `slices`: by
+        group whose events `DatasetWriter.append_events` has taken, first event of each row and the one after its last,
+        int64 [n, 2]. Raises ValueError: a value that the file cannot hold; the message names feature, value and row.
         """
         ids, lengths, events = ids or {}, lengths or {}, events or {}
         moments, slices = moments or {}, slices or {}

@@ -150,7 +150,8 @@ class FileRows:
             if (sizes != width).any():
                 at = int((sizes != width).argmax())
                 raise ValueError(
-                    f"{self.key}: the vector of id {ids[at]} has {sizes[at]} columns, and the first one {width}; want equally many"
+                    f"{self.key}: the vector of id {ids[at]} has {sizes[at]} columns, and the first one {width}; want "
+                    "equally many"
                 )
             flat = lists.flatten()
             if flat.null_count:
@@ -166,6 +167,6 @@ def check_pretrained(tables: Sequence["EmbeddingBagConfig"], optimizer: Optimize
         table.init_fn.check(table.num_embeddings, table.embedding_dim, table.name)
         if optimizer.embedding_l2 or optimizer.table_name == "ftrl":
             raise ValueError(
-                f"model.pretrained.{table.init_fn.feature}: optimizer.embedding_l2 and the tables' optimizer ftrl would move weights without a gradient, and these "
-                "are not trained; set optimizer.embedding_l2=0 and another optimizer.embedding_name"
+                f"{table.init_fn.key}: optimizer.embedding_l2 and the tables' optimizer ftrl would move weights without a "
+                "gradient, and these are not trained; set optimizer.embedding_l2=0 and another optimizer.embedding_name"
             )

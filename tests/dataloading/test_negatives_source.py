@@ -11,7 +11,8 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.row_columns import RowColumn
-from dataloading.negatives_source import DRAWS, EPOCH_ROWS, NegativesSource
+from dataloading.dataset.source import EPOCH_ROWS
+from dataloading.negatives_source import DRAWS, NegativesSource
 from dataloading.randomness import stream_key, uniform
 from nn.checks import open_checked
 from nn.library.loaded_run import Run
@@ -219,8 +220,8 @@ def test_a_run_shows_its_rows_and_scores_those_of_the_dataset(data, tmp_path, mo
 
 
 REFUSED = [
-    (["data.negatives.per_row=3"], "data.negatives.per_row=3 and data.negatives.features=[]: set both, or none"),
-    ([HISTORY], "data.negatives.history=past has no effect without data.negatives.per_row"),
+    ([ITEM[0]], "data.negatives.per_row has no effect without data.negatives.features, the features"),
+    ([HISTORY], "data.negatives.history has no effect without data.negatives.features, the features"),
     ([*ITEM, "data.negatives.rule=uniform"], "data.negatives.rule=uniform draws ids of one feature, got"),
     ([*ITEM, "data.negatives.history=user"], "data.negatives.history: 'user' has the table 'user', and 'item' 'item'"),
     ([*ITEM, "data.negatives.history=cart"], "data.negatives names 'cart', which the dataset lacks; it has user,"),
