@@ -349,6 +349,16 @@ def _recorder(
     return made[0] if made else make(run_dir, loggers=None, kept=None)
 
 
+def _negatives_fact(config: Config) -> dict[str, str]:
+    options = config.data.negatives
+    if not options.features:
+        return {}
+    avoided = f", none of them in {options.history}" if options.history else ""
+    return {
+        "negatives": f"{options.per_row} of {1 + options.per_row} rows, {', '.join(options.features)} by {options.rule}{avoided}"
+    }
+
+
 def _header_facts(
     config: Config, source: Source, run_dir: Path, start: ResumePoint
 ) -> dict[str, str]:
@@ -359,6 +369,7 @@ def _header_facts(
         "data": f"{config.data.path or SYNTHETIC}, "
         f"{source.num_rows(TRAIN_SPLIT):,} training rows, "
         f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
+        **_negatives_fact(config),
         "seed": str(config.seed),
         "run_dir": str(run_dir),
     }

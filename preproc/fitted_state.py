@@ -40,7 +40,7 @@ from preproc.vocabulary_file import check_vocabulary, has_days
 SOURCE = "${source}"
 ROWS_KEYS = (
     *("sources", "query", "order_by", "missing", "label", "weight", "keep_rate", "split", "keep"),
-    "empty_items",
+    *("teacher", "empty_items"),
 )
 IS_TEXT = "is_text"
 """Key of `TextColumns` in preproc.json."""

@@ -101,6 +101,7 @@ class Sequence:
     numbers: list[str]
     time: str | None  # which of `numbers` is the age of an event in seconds
     max_length: int
+    weight: str | None = None  # which of `numbers` weighs the vectors of its events
 
     @property
     def group(self) -> SequenceGroup:
@@ -110,7 +111,12 @@ class Sequence:
             for name in self.numbers
         ]
         return SequenceGroup(
-            self.name, tuple(self.features), self.max_length, tuple(columns), self.time
+            self.name,
+            tuple(self.features),
+            self.max_length,
+            tuple(columns),
+            self.time,
+            weight=self.weight,
         )
 
 

@@ -121,7 +121,8 @@ class WithPooledEvents(Wrapper):
             else:
                 events, found = embeddings.sequence(group), as_autocast(rows.by_id())
                 # Events may have a spare position, which the rows of a further table have not.
-                found = nn.functional.pad(found, (0, 0, 0, len(events.samples) - len(found)))
+                spare = events.samples.shape[0] - found.shape[0]
+                found = nn.functional.pad(found, (0, 0, 0, spare))
                 if group in self._weights:
                     weights = events.numbers[self._weights[group]]
                     weighed = pool_weighted(found, weights, events, is_mean=self._is_mean)

@@ -616,9 +616,9 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
         hidden = options.top_mlp[:-1]
     elif isinstance(options, _DeepOptions | MaskNetOptions | DINOptions):
         hidden = options.hidden
-    if isinstance(options, DINOptions) and options.sequence is not None:
+    if isinstance(options, DINOptions) and not (options.history_features and not options.sequence):
         for name in ("history_features", "history_length", "history_positions"):
-            found[name] = "the history is that of model.sequence"
+            found[name] = "the history is that of a sequence group"
     if isinstance(options, SIMOptions) and options.search is not Search.hash:
         found["hash_bits"] = "only model.search=hash hashes"
     if isinstance(options, RankMixerOptions) and options.experts == 1:

@@ -310,6 +310,7 @@ class ForwardBackward:
                 self._global_valid,
                 None if weights is None else _rows(weights, chunk),
                 vectors.total_weight,
+                {name: _rows(scores, chunk) for name, scores in batch.teachers.items()},
             )
 
         return self._context.dense.add_losses(share_of(logits), share_of)

@@ -199,6 +199,7 @@ def _manifest(trained: Trained, options: ModelExportConfig, tables: list[Table])
                 numbers=[column.name for column in group.numbers],
                 time=group.time,
                 max_length=group.max_length,
+                weight=group.weight,
             )
             for group in spec.sequences
             if any(hands_out_rows(table, spec) for table in trained.tables)

@@ -69,6 +69,11 @@ SUBPACKAGES = {
     "dataloading.held_out_source": {"dataloading.dataset"},
     "dataloading.id_counts": {"dataloading.dataset"},
     "dataloading.permuted_source": {"dataloading.dataset", "dataloading.gather"},
+    "dataloading.negatives_source": {
+        "dataloading.dataset",
+        "dataloading.gather",
+        "dataloading.randomness",
+    },
     "dataloading.arrow_table": {"dataloading.dataset"},
     "dataloading.batch_reader": {
         "dataloading.batch",

@@ -159,6 +159,7 @@ def _stage_events(journal: Journal, number: int) -> str:
         label=[],
         weight=None,
         keep_rate=None,
+        teacher=[],
         numerical=[],
         categorical=[features[name] for name in log.of],
         history=[],

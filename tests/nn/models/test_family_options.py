@@ -545,6 +545,11 @@ def test_numbers_that_an_option_names_are_not_encoded():
         "history_length",
         *(f"age.{column}" for column in range(4)),
     )
+    # The length of padded histories means nothing beside a sequence group, named or the only one.
+    every = [f"{name}.{column}" for name in PAIRS.numerical for column in range(4)]
+    for group in ({"sequence": "history"}, {}):
+        of_group = options_of("din", **group, numerical_encoding="periodic", embedding_dim=4)
+        assert encoded_spec(of_group, PAIRS).numerical == (*every,)
     without = spec_of(*PAIRS.categorical, numerical=("history_length",))
     with pytest.raises(
         ValueError, match="the dataset has no numerical feature to encode; leave it"
