@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +20,10 @@ import pytest
 import torch
 
 from nn.checkpoint.directory import list_checkpoints, step_of
+from nn.checkpoint.tensor_index import read_index
 from tests.helpers.composed import TINY
 from tests.helpers.rank_processes import start
-from tests.helpers.runs import differences, records
+from tests.helpers.runs import differences, records, summary
 from tests.helpers.slurm_cluster import INSTALL, NODES, Cluster, missing_commands, slurm_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -344,6 +346,30 @@ def stopped_at(job: Job, start: int, name: str) -> int:
     until(lambda: bool(lines()), job.log, 60)
     assert "; a checkpoint was saved" in lines()[0]
     return int(lines()[0].removeprefix(prefix).split(";")[0])
+
+
+@pytest.mark.parametrize("group_size", [4, 2])
+def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_node(submit, tmp_path, group_size):
+    """With all ranks in one group, and with a group a node."""
+    options = [*OPTIONS, f"sharding.group_size={group_size}", "sharding.tables={cat_4: row_wise}"]
+    job = submit("dlrm.py", *options, f"run_dir={tmp_path}/nodes", RANKS_PER_NODE="2")
+    assert job.end() == ("COMPLETED", "0:0", "0"), job.log()
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "dlrm.py")
+    one_node = [sys.executable, *torchrun, *options, f"run_dir={tmp_path}/one"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(one_node, cwd=ROOT, env=environment, check=True, capture_output=True)
+    for name, num_hosts in (("nodes", 2), ("one", 1)):
+        first = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        assert (first["world_size"], first["num_hosts"]) == (4, num_hosts)
+    one, nodes = tmp_path / "one", tmp_path / "nodes"
+    assert (records(nodes), summary(nodes)) == (records(one), summary(one))
+    # Tables of one group may lie on other ranks, since the planner knows the nodes.
+    stored, wanted = (
+        read_index(run / "checkpoints" / f"step_{STEPS_PER_EPOCH}").tensors for run in (nodes, one)
+    )
+    assert stored.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert stored[name].array().tobytes() == tensor.array().tobytes(), name
 
 
 def test_tasks_of_an_array_in_paths_with_spaces_train_and_are_requeued_alone(
