@@ -58,6 +58,13 @@ def print_hardware(console: Console, config: Config, hardware: Hardware) -> None
     print_columns(console, grid(lines))
 
 
+def print_rates(console: Console, within: float | None, between: float | None) -> None:
+    """Print measured rates of the links in GB/s, as options."""
+    rates = {"sharding.within_gb_s": within, "sharding.between_gb_s": between}
+    options = " ".join(f"{name}={rate:.3g}" for name, rate in rates.items() if rate is not None)
+    print_columns(console, grid({"measured": f"{options}, by an all-to-all of these ranks"}))
+
+
 def _lines(tables: Sequence[TablePlan]) -> Iterator[tuple[str, list[TablePlan]]]:
     """Yield name and tables of each line: a table, or of many the largest, and the others of each sharding and kernel."""
     if len(tables) <= MOST_LINES:
