@@ -15,8 +15,8 @@ REPEATS = 5
 def measured_rates(ranks: Ranks) -> tuple[float | None, float | None]:
     """Return the GB/s that a rank sends to others of its node, and to other nodes; None where there are no such ranks.
 
-    Every rank sends equally much to each of them. Of each size the slowest rank counts, and of all sizes the fastest; so all ranks
-    return the same.
+    Every rank sends equally much to each of them. Of each size the slowest rank counts, and of all sizes the fastest. So all
+    ranks return the same.
     """
     node = ranks.rank // ranks.local_world_size
     is_here = [rank // ranks.local_world_size == node for rank in range(ranks.world_size)]

@@ -11,7 +11,7 @@ import torch
 
 from configs.schema import Config
 from dataloading.dataset.source import Source
-from nn.build import checked_plan, id_share, model_spec, planned_hardware
+from nn.build import checked_plan, id_share, model_spec, planned_hardware, without_a_node
 from nn.checks import open_checked
 from nn.distributed.link_rates import measured_rates
 from nn.distributed.process_group import (
@@ -58,7 +58,8 @@ def show_plan(config: Config, config_yaml: str) -> None:
         floor_ms = floor.ms
     links = planned_links(config, source.spec, rows, hardware)
     has_gpus = hardware.device_type == "cuda"
-    beside = BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups)
+    less = without_a_node(config, source, hardware)
+    beside = BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups, less)
     print_plan(console, rows, hardware.table_ranks, beside)
     if hardware.world_size > hardware.local_world_size:
         print_ways(console, _ways(config, source, hardware, links))

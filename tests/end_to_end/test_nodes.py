@@ -127,6 +127,23 @@ def test_the_plan_for_absent_nodes_equals_that_of_running_ones():
     assert absent == measured.sub("", running)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "the tables fit 4 x cpu, on which the run would resume"),
+        (["sharding.world_size=2"], None),
+        (["sharding.group_size=6"], "the run cannot go on: sharding.group_size=6 does not divide"),
+        (["sharding.host_gib=0.00004"], "the run cannot go on: the tables do not fit"),
+        (["train.batch_size=6"], "the run cannot go on: train.batch_size=6 must be divisible by 4"),
+    ],
+)
+def test_a_plan_of_several_nodes_says_whether_one_less_suffices(options, says):
+    nodes = ["sharding.world_size=6", "sharding.local_world_size=2", "train.batch_size=48"]
+    out = run_command(*case("sgd", "row_wise"), "mode=plan", *nodes, *options).out
+    assert ("less a node" in out) == (says is not None)
+    assert says is None or says in " ".join(out.split())
+
+
 @pytest.fixture(scope="module")
 def losses() -> dict[str, dict]:
     """Losses of one process by optimizer, where no table is sharded, and of two nodes by case."""
