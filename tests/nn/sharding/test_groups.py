@@ -86,7 +86,8 @@ def trained(tmp_path_factory, ragged):
         "sharding.tables={genres: table_wise, pair: row_wise, item: table_wise}",
         "sharding.exchange=vectors",
     ]
-    of_kinds["sequences"] = sequence_models.overrides("din", data)
+    # Less, and a gradient near zero moves a weight by the rounding of its sign.
+    of_kinds["sequences"] = [*sequence_models.overrides("din", data), "optimizer.eps=0.01"]
     groups = [(kind, size) for kind in of_kinds for size in (None, 2)]
     groups += [("sgd", 1), ("adam", 1), ("sequences", 1)]
     # The tail of an epoch ends it, and rounding has no state.
@@ -145,7 +146,7 @@ def test_groups_train_as_one_group_and_as_one_process(trained, kind, size):
         assert losses == pytest.approx(wanted_losses, rel=1e-6)
         assert first.keys() == wanted.keys()
         for name, weight in wanted.items():
-            torch.testing.assert_close(first[name], weight, rtol=0, atol=5e-5, msg=name)
+            torch.testing.assert_close(first[name], weight, rtol=0, atol=2e-5, msg=name)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("bf16", 2), ("adam", 1), ("sequences", 1)])
@@ -193,7 +194,7 @@ def test_a_checkpoint_resumes_with_other_groups(trained, kind, origin, size):
     if size == origin:
         assert_same_bits(moved, stayed)
     for name, weight in stayed.items():
-        torch.testing.assert_close(moved[name], weight, rtol=0, atol=5e-5, msg=name)
+        torch.testing.assert_close(moved[name], weight, rtol=0, atol=2e-5, msg=name)
 
 
 def test_groups_write_each_row_once_and_share_the_work(trained):
