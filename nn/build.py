@@ -219,6 +219,19 @@ def checked_plan(
     return plan, tables, check_disk(path, need, may_be_elsewhere=config.mode is Mode.plan)
 
 
+def without_a_node(config: Config, source: Source, hardware: Hardware) -> str | None:
+    """Say whether a run would go on if a node were lost, as one line; None if it has only one."""
+    left, in_node = hardware.world_size - hardware.local_world_size, hardware.local_world_size
+    if not left:
+        return None
+    try:
+        check_group_size(config.sharding.group_size, left, in_node)
+        build_plan(config, source, hardware_of(config, hardware.device_type, left, in_node))
+    except ValueError as error:
+        return f"the run cannot go on: {error}"
+    return f"the tables fit {left} x {hardware.device_type}, on which the run would resume"
+
+
 def id_share(config: Config, source: Source, features: Sequence[str], cardinality: int) -> IdShare:
     """Return how often the rows of a table occur: as synthetic clicks are drawn, as its first feature was counted, or alike."""
     if config.data.path is None:
