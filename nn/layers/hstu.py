@@ -107,7 +107,7 @@ class ItemVectors(nn.Module):
         )
 
     def kept(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the columns that the backward pass keeps of a position, and of a distinct row of the item, as `STULayer.kept`."""
+        """Return the columns that backward keeps of a position, and of a distinct row of the item, each as `STULayer.kept`."""
         of_item, wide_of_item = self.item.kept
         if self._mlps == "position":
             of_item += self.item.first.in_features

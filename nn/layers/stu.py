@@ -113,7 +113,7 @@ class STULayer(nn.Module):
         xavier_uniform_(self.output.weight, generator)
 
     def kept(self, *, only_candidates: bool = False) -> tuple[int, int]:
-        """Return the columns that the backward pass keeps of a position: of the layers' dtype, and of float32 under autocast too."""
+        """Return the columns that backward keeps of a position: of the layers' dtype, and of float32 under autocast too."""
         width, inner = self.output.out_features, self.uvqk.out_features // 4
         if only_candidates:
             return width + (2 + 2 * self._silu_all) * inner, width

@@ -1,4 +1,4 @@
-"""What HSTU declares that it keeps, against the bytes of the tensors that torch keeps; without a GPU, of one too."""
+"""Memory that HSTU declares, against the bytes of the tensors that torch keeps; without a GPU, of one too."""
 
 import sys
 from types import ModuleType
