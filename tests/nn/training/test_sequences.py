@@ -278,8 +278,8 @@ def plain(overrides: list[str]) -> Plain:
     with ranks_with_room():
         run = built(overrides)
         tables = {
-            name.removesuffix(".weight"): nn.Parameter(value.local_shards()[0].tensor.clone())
-            for name, value in run.step.tables.weights().items()
+            shard.table: nn.Parameter(shard.rows(torch.arange(len(shard.weight))))
+            for shard in run.step.tables.shards()
         }
         dense = Events.build(run.config.model, run.source.spec)
         dense.load_state_dict(run.step.dense.state_dict())
@@ -326,7 +326,12 @@ def trained(cases: list[list[str]], reserve: float, spread: float) -> list:
             passed = predictions(run.step, run.test_loader.batches(0, 2), run.ranks.device)
             scores = torch.stack([logits.clone() for _, logits in passed])
             shards = [
-                (shard.table, shard.row_offset, shard.column_offset, shard.weight.clone())
+                (
+                    shard.table,
+                    shard.row_offset,
+                    shard.column_offset,
+                    shard.rows(torch.arange(len(shard.weight))),
+                )
                 for shard in run.step.tables.shards()
             ]
             found.append((losses, scores, shards))
