@@ -187,6 +187,15 @@ class HostTier:
         sizes = [store.num_bytes() for store in stores if store is not None]
         return sum(stored for stored, _ in sizes), sum(full for _, full in sizes)
 
+    def arena(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the arena in which a shard's rows are trained, weight and states by name, and the slot of each row, -1 for none.
+
+        Slots are int32 [rows of the shard], a view. All tables of one width and dtype share the arena.
+        """
+        group, first = self._group_and_row[index]
+        slots = self._groups[group].map.slot_of_row[first : first + self._shards[index].rows]
+        return dict(self._groups[group].store.arena), slots
+
     def local_table(self, index: int, table: LocalTable) -> LocalTable:
         """Return a table with all its rows as one with the arena as its memory; its ids are slots."""
         shard = self._shards[index]
