@@ -185,15 +185,18 @@ class RelativeBias(nn.Module):
         for table in (self.positions, self.times):
             draw_normal_(table, 0.02, generator)
 
-    def forward(self, ages: Tensor, at: JaggedPositions, queries: JaggedPositions) -> Tensor:
-        """Return [B, L of queries, L] of the ages of positions in seconds, [C]."""
+    def forward(
+        self, ages: Tensor, at: JaggedPositions, queries: JaggedPositions, num_candidates: int = 1
+    ) -> Tensor:
+        """Return [B, L of queries, L] of the ages of positions in seconds, [C]; all candidates are where the first one is."""
         padded = pad(ages, at)  # [B, L]
         row = torch.arange(queries.max_length, device=ages.device)
         offset = row + (at.lengths - queries.lengths)[:, None]
         offset = offset.clamp(0, at.max_length - 1)
         seconds = (padded.gather(1, offset)[:, :, None] - padded[:, None]).abs()
         bucket = (seconds.clamp(min=1).log() / 0.301).clamp(max=self.BUCKETS).long()
-        distance = offset[:, :, None] - torch.arange(at.max_length, device=ages.device)
+        place = torch.minimum(offset, (at.lengths - num_candidates)[:, None])
+        distance = place[:, :, None] - torch.arange(at.max_length, device=ages.device)
         return self.positions[distance.clamp(min=0)] + self.times[bucket]
 
 

@@ -67,7 +67,8 @@ class HSTU(Model):
             for _ in range(options.layers)
         )
         biases = options.layers if options.relative_bias else 0
-        self.biases = nn.ModuleList(RelativeBias(self._max_length) for _ in range(biases))
+        of_one = self._max_length - inputs.num_candidates + 1
+        self.biases = nn.ModuleList(RelativeBias(of_one) for _ in range(biases))
         self.user = hstu.UserVectors(width, has_clock=found.hour is not None)
         self.candidate = SwishMLP(inputs.item_columns, width, width, uniform=True)
         tasks = len(spec.labels) // inputs.num_candidates
@@ -143,7 +144,11 @@ class HSTU(Model):
 
         for number, layer in enumerate(self.layers):
             only = number == options.layers - 1 and options.last_layer_of_candidates
-            bias = self.biases[number](ages, at, queries if only else at) if self.biases else None
+            bias = (
+                self.biases[number](ages, at, queries if only else at, num_candidates)
+                if self.biases
+                else None
+            )
             x = layer(x, at, self._norm(at), num_candidates, only_candidates=only, bias=bias)
         if not options.last_layer_of_candidates:
             x = x.index_select(0, parts.at.last(num_candidates)[1])
@@ -152,8 +157,10 @@ class HSTU(Model):
         return logits.squeeze(1) if logits.shape[1] == 1 else logits
 
     def _norm(self, at: JaggedPositions) -> Tensor:
-        """Return what the attention of each sample is divided by, [B]."""
+        """Return what the attention of each sample is divided by, [B], as if it had one candidate: others change no score."""
+        others = self._found.inputs.num_candidates - 1
         if self._options.attention_norm is AttentionNorm.capacity:
-            return torch.full_like(at.lengths, self._max_length)
+            return torch.full_like(at.lengths, self._max_length - others)
         is_own = self._options.attention_norm is AttentionNorm.length
-        return at.lengths if is_own else at.lengths.max().expand_as(at.lengths)
+        lengths = at.lengths - others
+        return lengths if is_own else lengths.max().expand_as(lengths)
