@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import uvicorn
@@ -33,6 +33,10 @@ HEADER_LENGTH = "inference-header-content-length"
 """Of the JSON before binary tensors."""
 OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
 """Paths without a token, for probes."""
+REST = "serving.rest"
+"""Of a request's scope: the memory of what has not come of its body."""
+READ_BYTES = 64 << 10
+"""Most bytes of one read: allocations of more come from fresh memory, whose page faults cost more than reads."""
 ONCE = ("authorization", "host", HEADER_LENGTH)
 """Headers that a request has at most once."""
 TOO_MANY = "too many connections; try again"
@@ -152,6 +156,8 @@ class App:
         self.refuse, self.limits = refuse, limits
         self._handler, self._log = handler, log
         self.body_bytes = 0
+        # Of all connections: what is read is parsed before the next read.
+        self.received = memoryview(bytearray(READ_BYTES))
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -216,7 +222,9 @@ class App:
         first = int(length) if _LENGTH.fullmatch(length) else 0
         try:
             async with asyncio.timeout(self.limits.timeout_s):
-                content = await (body.chunks(first) if is_chunked else body.read(size, first))
+                content = await (
+                    body.chunks(first) if is_chunked else body.read(size, first, scope)
+                )
         except TimeoutError:
             raise RequestError(
                 HTTPStatus.REQUEST_TIMEOUT,
@@ -297,13 +305,14 @@ class _Body:
         self._is_complete = not message.get("more_body", False)
         return message.get("body", b"")
 
-    async def read(self, size: int, first: int) -> memoryview:
+    async def read(self, size: int, first: int, scope: dict[str, Any]) -> memoryview:
         """Return `size` bytes, of which byte `first` is aligned as arrays want it."""
-        body, offset = _aligned(size, first), 0
+        body = _aligned(size, first)
+        chunk = await self._next()
+        body[: len(chunk)] = chunk
+        scope[REST] = body[len(chunk) :]
         while not self._is_complete:
-            chunk = await self._next()
-            body[offset : offset + len(chunk)] = chunk
-            offset += len(chunk)
+            await self._next()
         return body
 
     async def chunks(self, first: int) -> memoryview:
@@ -350,7 +359,7 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-class Connection(HttpToolsProtocol):
+class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """A connection, with limits for what uvicorn does not limit: connections, heads, and time in which nothing moves."""
 
     config: _Config
@@ -371,12 +380,18 @@ class Connection(HttpToolsProtocol):
         else:
             self._look_at_time()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.config.limited.received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(self.config.limited.received[:nbytes])
+
+    def data_received(self, data: bytes | memoryview) -> None:
         """Parse bytes; a head may have so many."""
         if self._is_refused:
             return
         before = self._num_heads
-        super().data_received(data)
+        super().data_received(data)  # type: ignore[arg-type]
         if self._is_refused or self._num_heads > before or not self._is_idle:
             self._head_bytes = 0
             return
@@ -390,6 +405,16 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._num_heads += 1
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Copy bytes to the request's memory, if it has some: uvicorn's own buffer stops reading at every 64 KiB."""
+        scope = cast(dict[str, Any], self.cycle.scope)
+        rest = scope.get(REST)
+        if rest is None or self.cycle.response_complete:
+            super().on_body(body)
+        else:
+            rest[: len(body)] = body
+            scope[REST] = rest[len(body) :]
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(HTTPStatus.BAD_REQUEST, "the request is malformed")

@@ -304,6 +304,25 @@ def test_a_body_in_chunks_is_a_body(client):
     assert raw_answer(client.port, head + large * 3).startswith(b"HTTP/1.1 413 ")
 
 
+def test_large_bodies_that_come_in_turns_are_read_whole(client):
+    """All connections share the memory of a read, and a body has its own after the first one."""
+    bodies = [
+        json.dumps({"inputs": inputs(NUMERICAL, IDS), "id": f"{i}" * 300_000}).encode()
+        for i in range(2)
+    ]
+    head = POST + f"Connection: close\r\nContent-Length: {len(bodies[0])}\r\n\r\n".encode()
+    held = [socket.create_connection(("127.0.0.1", client.port), timeout=20) for _ in bodies]
+    for first in range(0, len(head + bodies[0]), 70_001):
+        for connection, body in zip(held, bodies, strict=True):
+            connection.sendall((head + body)[first : first + 70_001])
+            time.sleep(0.01)
+    for i, connection in enumerate(held):
+        with connection, connection.makefile("rb") as answer:
+            found = json.loads(answer.read().partition(b"\r\n\r\n")[2])
+        assert found["id"] == f"{i}" * 300_000
+        assert scores(found) == scores(client.infer(inputs(NUMERICAL, IDS))[1])
+
+
 def test_half_a_head_and_a_pause_between_requests_end_after_the_time_limit(client):
     for data in (HEAD[:-5], HEAD + b"\r\n"):
         started = time.monotonic()
