@@ -34,8 +34,8 @@ class SequenceModel(Model):
     `blocks` are transformer blocks, of which `tokens_per_event` and `tokens_per_sample` are read: what they keep and compute
     follows. `top` is the MLP behind them.
 
-    Only products of candidate and events tell which events matter. Rows of tables begin near 0, and so do biases here: larger ones
-    make a layer's output nearly the same for all rows, and products are learned late (benchmarks/README.md).
+    Only products of candidate and events tell which events matter. Rows of tables begin near 0, and so do biases here: larger
+    ones make a layer's output nearly the same for all rows, and products are learned late (benchmarks/README.md).
     """
 
     tokens_per_event = 1
