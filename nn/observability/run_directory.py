@@ -28,7 +28,7 @@ from typing import Any, Self
 from configs.messages import on_one_line, os_error_text
 from dataloading.dataset.documents import parse_yaml, read_json
 from dataloading.dataset.durable_files import AppendedFile, append_line, replace_text
-from nn.distributed.errors import StoppedError
+from nn.distributed.errors import LostRankError, StoppedError
 from nn.loggers.background import Loggers
 from nn.loggers.run_logger import LoggedRun
 from nn.models.metric import Metric
@@ -241,7 +241,9 @@ class RunDirectory:
         content = {
             "state": STOPPED if is_stop else FAILED,
             "kind": type(error).__name__,
-            "message": on_one_line(str(error)),
+            "message": error.reason
+            if isinstance(error, LostRankError)
+            else on_one_line(str(error)),
         }
         with suppress(OSError):
             _write_json(self.run_dir / ENDED, content)
