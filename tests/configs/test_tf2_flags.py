@@ -40,7 +40,11 @@ def test_the_command_has_the_defaults_of_their_recipe(recipe):
     assert f"{recipe}.py {here}; docs/" in message
     config = options(recipe, *here.split())
     rate, batch = (24, 65_536) if recipe == "dlrm" else (1e-4, 65_536)
-    assert (config.optimizer.lr, config.train.batch_size, config.model.embedding_dim) == (rate, batch, 128)
+    assert (config.optimizer.lr, config.train.batch_size, config.model.embedding_dim) == (
+        rate,
+        batch,
+        128,
+    )
 
 
 @pytest.mark.parametrize(
