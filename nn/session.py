@@ -190,8 +190,6 @@ def open_session(
             memory = plan_memory(config, source.spec, rows, ranks.world_size, dense_states(config))
         facts = _environment(config, source, ranks, start)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
-        # Within the recorder, which notes the error that it sees.
-        stack.enter_context(report_lost_rank(ranks))
         ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
         size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
         header = _header_facts(config, source, recorder.run_dir, start)

@@ -16,8 +16,6 @@ class SharedError(Exception):
 class LostRankError(Exception):
     """Another rank has exited, so this rank cannot continue; the text is empty if another rank has reported it."""
 
-    reason = "another rank has exited; the same command with the same run_dir resumes from the latest checkpoint"
-
 
 class DeviceError(Exception):
     """The GPU of this rank, or NCCL, has failed; the run resumes from its latest checkpoint."""

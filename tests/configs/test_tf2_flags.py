@@ -16,8 +16,8 @@ WRITTEN = (
     "--nocpu --interaction cross seed=2 --auc_thresholds=100 -epochs 2"
 )
 HERE = (
-    "experiment=dlrm_criteo_t15 data.path=/data/a=b train.amp=fp16 train.compile=true train.batch_size=65536 'model.top_mlp=[1024,512,1]' "
-    "optimizer.lr=24 model.name=dcnv2 seed=2 train.epochs=2"
+    "experiment=dlrm_criteo_t15 data.path=/data/a=b train.amp=fp16 train.compile=true train.batch_size=65536 "
+    "'model.top_mlp=[1024,512,1]' optimizer.lr=24 model.name=dcnv2 seed=2 train.epochs=2"
 )
 
 
