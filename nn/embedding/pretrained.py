@@ -1,8 +1,6 @@
 """Vectors of a file as the rows of a table that is not trained (`model.pretrained`)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,9 +8,7 @@ from torch import Tensor
 
 from configs.messages import shown
 from configs.schema import OptimizerConfig
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from nn.embedding.declared_tables import Tables
 
 ROWS_AT_ONCE = 2**16
 
@@ -58,7 +54,7 @@ class FileRows:
             part.copy_(rows)
 
 
-def check_pretrained(tables: Sequence["EmbeddingBagConfig"], optimizer: OptimizerConfig) -> None:
+def check_pretrained(tables: Tables, optimizer: OptimizerConfig) -> None:
     """Refuse files of other sizes than their tables, and optimizers that move rows whose gradient is zero; ValueError."""
     for table in tables:
         if not isinstance(table.init_fn, FileRows):
