@@ -61,7 +61,7 @@ from nn.observability.environment import environment
 from nn.observability.model_summary import size_line
 from nn.observability.plan_table import BesidePlan, print_memory, print_plan
 from nn.observability.profiler import Profiler
-from nn.observability.records import DATA_IDENTITY, ENDED, PLAN, PROBLEM
+from nn.observability.records import DATA_IDENTITY, DAY, ENDED, PLAN, PROBLEM
 from nn.observability.run_directory import (
     RunDirectory,
     draw_missing_pictures,
@@ -190,7 +190,7 @@ def open_session(
         memory: list[RankMemory] = []
         if config.mode is Mode.train and ranks.device.type == "cuda":
             memory = plan_memory(config, source.spec, rows, ranks.world_size, dense_states(config))
-        facts = _environment(config, source, ranks, start.num_steps)
+        facts = _environment(config, source, ranks, start)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
         ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
         size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
@@ -290,7 +290,9 @@ def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> Non
         prune(directory, start.num_steps, config.checkpoint.keep, best_step)
 
 
-def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) -> dict[str, Any]:
+def _environment(
+    config: Config, source: Source, ranks: Ranks, start: ResumePoint
+) -> dict[str, Any]:
     num_hosts = ranks.world_size // ranks.local_world_size
     facts: dict[str, Any] = environment(
         config.recipe, ranks.device, world_size=ranks.world_size, num_hosts=num_hosts
@@ -306,8 +308,10 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
         "split": config.eval.split,
         # The point that the curves mark as the restored model.
         "restored": config.checkpoint.restore,
-        "start_step": start_step,
+        "start_step": start.num_steps,
     }
+    if start.day.is_new:
+        facts[DAY] = start.day.number
     if metrics := facts_of_metrics(config.eval.metrics):
         facts[METRIC_FACTS] = metrics
     return facts
