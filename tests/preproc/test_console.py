@@ -50,5 +50,13 @@ def test_no_number_of_the_table_is_cut(width):
     assert max(map(len, lines)) <= width
     for line in lines:
         if "12.34" in line:
-            assert line.split()[-7:] == "12.34 123,456 65,432 65,433 512 82.50 82.50".split()
+            assert line.split()[-7:] == [
+                "12.34",
+                "123,456",
+                "65,432",
+                "65,433",
+                "512",
+                "82.50",
+                "82.50",
+            ]
     assert sum("12.34" in line for line in lines) == 3
