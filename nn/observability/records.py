@@ -89,8 +89,12 @@ def read_run(run_dir: Path) -> RunRecords:
     out. Raises OSError: a file cannot be read.
     """
     header, records = read_records(run_dir / METRICS)
-    restarts = [restart["step"] for restart in read_restarts(run_dir)]
-    return RunRecords(header, [record for record in records if FINAL not in record], restarts)
+    restarts = read_restarts(run_dir)
+    # The latest day has other data than the first.
+    for restart in restarts:
+        header["data"] = restart.get("data", header.get("data"))
+    drawn = [record for record in records if FINAL not in record]
+    return RunRecords(header, drawn, [restart["step"] for restart in restarts])
 
 
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:

@@ -96,3 +96,5 @@ def test_a_run_for_a_picture_has_its_restarts_and_no_final_evaluation(tmp_path):
     assert read_run(tmp_path) == RunRecords({"recipe": "x"}, [{"step": 8, "test_auc": 0.7}], [])
     (tmp_path / "restarts.jsonl").write_text('{"step": 3}\n{"st\n{"step": 3}\n{"step": 5}')
     assert read_run(tmp_path).restarts == [3, 3]
+    (tmp_path / "restarts.jsonl").write_text('{"step": 3, "data": "data/1"}\n{"step": 5}\n')
+    assert read_run(tmp_path).header == {"recipe": "x", "data": "data/1"}
