@@ -162,13 +162,14 @@ class TrainStep:
         factor = self._factor_of(step)
         with self.watch:
             batch, rows = next(prefetcher)
+            new_rows = None
             if self.key_maps is not None and Component.tables not in self.frozen:
-                self.tables.write_new_rows(self.key_maps.take_new_rows())
+                new_rows = self.key_maps.take_new_rows()
             self._set_learning_rate(step, factor)
             if self._pass_layers:
                 self._pass_state.set(step, len(batch.labels), batch.num_valid, batch.global_valid)
             with annotate("pass"):
-                logits = self.path.forward_backward(batch, rows)
+                logits = self.path.forward_backward(batch, rows, new_rows)
             prefetcher.start_next()
             # The only point where the host waits for the device, whose backward pass is still to come.
             loss, is_good = self._readback.wait()
