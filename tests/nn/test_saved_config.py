@@ -160,21 +160,3 @@ def test_a_file_that_is_not_there_is_refused_in_one_line(name, message, tmp_path
     assert ended.exit_code == 2
     assert message in ended.err
     assert ended.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("mode", ["eval", "plan"])
-def test_another_mode_leaves_the_directory_of_the_run_alone(mode, saved, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run_dir = tmp_path / "trained"
-    options = ["train.max_steps=1", "log.loggers=[]", "log.pictures=false"]
-    assert run_command(f"config={saved}", *options, f"run_dir={run_dir}").err == ""
-
-    def contents():
-        return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-
-    before = contents()
-    restore = f"checkpoint.restore={run_dir / 'checkpoints/step_1'}"
-    ended = run_command(f"mode={mode}", f"config={run_dir / 'config.yaml'}", restore)
-    assert (ended.exit_code, ended.err) == (0, "")
-    assert contents() == before
-    assert ("test AUC" in ended.out) == (mode == "eval")
