@@ -3,7 +3,7 @@
 The order is the contract of `open_session`; each line relies on those above it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from nn.build import (
     device_type,
     hardware_of,
     model_spec,
+    without_a_node,
 )
 from nn.checkpoint.directory import (
     CHECKPOINTS,
@@ -70,6 +71,7 @@ from nn.observability.run_lock import RunLock
 from nn.observers.choice import ENDS_OF_RUNS
 from nn.planning.exchange import planned_links
 from nn.planning.memory_estimate import RankMemory, plan_memory
+from nn.planning.plan import Hardware, TablePlan
 from nn.resume import (
     ResumePoint,
     finished_run,
@@ -195,9 +197,7 @@ def open_session(
         header = _header_facts(config, source, recorder.run_dir, start)
         print_header(console, facts, {"model": header["model"]} | size | header)
         if config.mode is Mode.train and ranks.is_rank0:
-            links = planned_links(config, source.spec, rows, hardware)
-            listed, has_gpus = str(recorder.run_dir / PLAN), ranks.device.type == "cuda"
-            beside = BesidePlan(listed, links, None, disk_room, has_gpus, hardware.groups)
+            beside = _beside_plan(config, source, recorder, rows, hardware, disk_room)
             print_plan(console, rows, hardware.table_ranks, beside)
         if memory:
             print_memory(console, memory, hardware.hbm_bytes)
@@ -214,6 +214,20 @@ def open_session(
             )
             with _errors_of_own_model(config.model.name):
                 yield session
+
+
+def _beside_plan(
+    config: Config,
+    source: Source,
+    recorder: RunDirectory,
+    rows: Sequence[TablePlan],
+    hardware: Hardware,
+    disk_room: str | None,
+) -> BesidePlan:
+    links = planned_links(config, source.spec, rows, hardware)
+    listed, has_gpus = str(recorder.run_dir / PLAN), hardware.device_type == "cuda"
+    less = without_a_node(config, source, hardware)
+    return BesidePlan(listed, links, None, disk_room, has_gpus, hardware.groups, less)
 
 
 @contextmanager
@@ -349,6 +363,16 @@ def _recorder(
     return made[0] if made else make(run_dir, loggers=None, kept=None)
 
 
+def _negatives_fact(config: Config) -> dict[str, str]:
+    options = config.data.negatives
+    if not options.features:
+        return {}
+    avoided = f", none of them in {options.history}" if options.history else ""
+    return {
+        "negatives": f"{options.per_row} of {1 + options.per_row} rows, {', '.join(options.features)} by {options.rule}{avoided}"
+    }
+
+
 def _header_facts(
     config: Config, source: Source, run_dir: Path, start: ResumePoint
 ) -> dict[str, str]:
@@ -359,6 +383,7 @@ def _header_facts(
         "data": f"{config.data.path or SYNTHETIC}, "
         f"{source.num_rows(TRAIN_SPLIT):,} training rows, "
         f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
+        **_negatives_fact(config),
         "seed": str(config.seed),
         "run_dir": str(run_dir),
     }

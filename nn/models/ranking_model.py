@@ -77,7 +77,6 @@ class RankingModel(nn.Module):
     def _rows_of(
         self, batch: Batch, longer: Mapping[str, Tensor], table: str, feature: str
     ) -> DistinctRows:
-        """Return all rows of a table, of which ids are the positions; in `longer` zeros follow them."""
         ids = self._ids_of(table, feature, batch)
         found = DistinctRows(longer[table], ids.values(), ids.offsets()[:-1], ids.lengths())
         return self._sequences.with_spare(feature, found)
@@ -88,7 +87,6 @@ class RankingModel(nn.Module):
         return self._sequences.events_with_spare(group, rows_of, batch.events)
 
     def _ids_of(self, table: str, feature: str, batch: Batch) -> "JaggedTensor":
-        """Return the rows of a table that a feature looks up."""
         return batch.feature(feature)
 
     def _look_up(self, table: "EmbeddingBagConfig", feature: str, batch: Batch) -> Tensor:

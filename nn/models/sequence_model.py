@@ -1,22 +1,18 @@
 """Common parts of models of a sequence group: tables, transformer blocks, the last MLP, and their memory."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import Tables
 from nn.layers.initialization import initialise_without_bias_
 from nn.layers.interactions.transformer import BlockKind, TransformerBlock
 from nn.layers.mlp import MLP
 from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.sequences import SequenceInput, SequenceParts
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 
 class TopMLP(MLP):
@@ -53,7 +49,7 @@ class SequenceModel(Model):
                 initialise_without_bias_(layer, generator)
 
     @classmethod
-    def tables(cls, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+    def tables(cls, options: Any, spec: FeatureSpec) -> Tables:
         """Return a table per feature; those of events have no pooling."""
         return SequenceInput.of(options, spec).declare(options, spec)
 

@@ -110,7 +110,6 @@ class ShardedTables:
         }
 
     def _fill(self) -> None:
-        """Fill the weights with the seed's, or a file's."""
         for shard in self.shards():
             declared = self._tables[shard.table].declared
             if isinstance(declared.init_fn, FileRows):
@@ -121,7 +120,6 @@ class ShardedTables:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tables, as the model declares them."""
         return list(self._tables)
 
     @property
@@ -139,12 +137,10 @@ class ShardedTables:
 
     @property
     def replicated_names(self) -> list[str]:
-        """Names of the replicated tables."""
         return [table.name for table in self._all() if not table.shards]
 
     @property
     def replicated_shapes(self) -> list[torch.Size]:
-        """Shapes of the replicated tables."""
         return [table.shape for table in self._all() if not table.shards]
 
     def _all(self) -> list[PlannedTable]:
@@ -320,7 +316,6 @@ class ShardedTables:
         return state
 
     def optimizer_shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of `optimizer_state`."""
         return {
             f"{table.name}.{state}": shape
             for table in self._all()

@@ -50,7 +50,7 @@ class Choice:
     """The use of a column."""
 
     column: Column
-    role: str  # label, weight, time, numerical, categorical, kept or left out
+    role: str  # label, weight, time, numerical, categorical, weights (of ids) or left out
     keys: dict[str, Any]  # of its entry in the description, besides the name
     why: str  # the reason, or what was seen
     is_candidate: bool = False  # whether it may be the label, or the weight, as well
@@ -80,6 +80,7 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
         if column in candidates and column is not chosen and column not in times:
             choice = replace(choice, is_candidate=True)
         choices.append(choice)
+    choices = [_with_ids(choice, choices) for choice in choices]
     numbers = [choice for choice in choices if choice.role == "numerical"]
     if numbers and all(choice.role != "categorical" for choice in choices):
         fewest = min(numbers, key=lambda choice: choice.column.distinct)
@@ -173,9 +174,9 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
 
     source = table.source
     if source.format == "libsvm" and re.fullmatch(r"ids|values|x\d+", column.name):
-        return _libsvm_choice(column, source.columns)
+        return _libsvm_choice(column, source.columns, by_name)
     if source.format == "libffm" and column.name.endswith("_value"):
-        return _values_choice(column, ids=by_name[column.name.removesuffix("_value")])
+        return _values_choice(column, by_name[column.name.removesuffix("_value")])
     if column.is_nested:
         return out(f"{column.type_name}: take single values out of it by an expression")
     if column.distinct == 0:
@@ -184,6 +185,8 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
         return out("the same value in all rows")
     if has_name(column, WEIGHT) and column.is_number and column.lowest >= 0 and not column.missing:
         return Choice(column, "weight", {}, "weighs the rows")
+    if column.kind in ("float[]", "double[]") and (ids := _ids_of(column, by_name)):
+        return _values_choice(column, ids)
     if column.is_list:
         how = {"separator": column.separator} if column.separator else {"list": True}
         return Choice(column, "categorical", how, f"lists of {column.items:,} values")
@@ -211,6 +214,26 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
     return Choice(column, "categorical", keys, f"{column.distinct:,} values")
 
 
+def _ids_of(column: Column, by_name: dict[str, Column]) -> Column | None:
+    """Return the list that a list of numbers weighs, by its name: `tags` of `tag_weights`."""
+    found = re.fullmatch(r"(.+?)s?_(weight|value|score)s?", column.name.strip())
+    names = (found[1], f"{found[1]}s") if found else ()
+    return next(
+        (by_name[name] for name in names if name in by_name and by_name[name].is_list), None
+    )
+
+
+def _with_ids(choice: Choice, choices: list[Choice]) -> Choice:
+    """Return a choice as its ids or weights want it: both are lists, and weights of no feature are left out."""
+    weighed = [c.keys["ids"] for c in choices if c.role == "weights"]
+    if choice.role == "categorical" and choice.column.name in weighed and choice.column.is_text:
+        return replace(choice, keys={"separator": " "})
+    features = [c.column.name for c in choices if c.role == "categorical"]
+    if choice.role == "weights" and choice.keys["ids"] not in features:
+        return replace(choice, role="left out", keys={}, why="its ids are left out")
+    return choice
+
+
 def _numerical(column: Column) -> Choice:
     transforms: list[Any] = []
     if column.missing:
@@ -233,11 +256,11 @@ def without_constant_indices(
     return columns, replace(table, source=source)
 
 
-def _libsvm_choice(column: Column, names: list[str]) -> Choice:
+def _libsvm_choice(column: Column, names: list[str], by_name: dict[str, Column]) -> Choice:
     """Return the choice for ids and values of all items, or for the value of one index, which is 0 where it is absent."""
     has_indices = any(name not in ("label", "qid", "ids", "values") for name in names)
     if column.name == "values" and not has_indices:
-        return _values_choice(column, ids=None)
+        return _values_choice(column, by_name["ids"])
     if column.name == "ids":
         why = f"which of {column.items or column.distinct:,} indices a row has"
         return Choice(column, "categorical", {"separator": " "}, why)
@@ -247,10 +270,10 @@ def _libsvm_choice(column: Column, names: list[str]) -> Choice:
     return Choice(column, "numerical", {"transforms": transforms}, "0 where it is absent")
 
 
-def _values_choice(column: Column, ids: Column | None) -> Choice:
-    """Return the choice for the values of items, texts beside those of the ids: a number where the id is always the same."""
-    if ids is not None and ids.distinct == 1 and column.is_number and column.distinct > 1:
+def _values_choice(column: Column, ids: Column) -> Choice:
+    """Return the choice for the values of items beside those of the ids: a number where the id is always the same."""
+    if ids.distinct == 1 and column.is_number and column.distinct > 1:
         return _numerical(column)
     if column.distinct == 1 or column.items == 1:
         return Choice(column, "left out", {}, "the same value for all ids")
-    return Choice(column, "kept", {}, "values of the ids, by which no model weighs them yet")
+    return Choice(column, "weights", {"ids": ids.name}, f"weights of the ids of {ids.name}")
