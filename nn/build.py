@@ -34,6 +34,7 @@ from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import tasks_of_run
 from nn.planning.disk_room import check_disk, disk_need
+from nn.planning.first_batch import with_rows_of_first_batch
 from nn.planning.host_tables import read_ahead_bytes, with_expected_fetches
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.planner import plan_tables
@@ -190,6 +191,9 @@ def build_plan(
         multi_hot.expansion_bytes(),
         -(-live_samples(config) // hardware.world_size),
         traffic_of,
+    )
+    rows = with_rows_of_first_batch(
+        rows, declared, config, source, TRAIN_SPLIT, hardware.world_size
     )
     room, memories, steps = read_ahead_bytes(config.sharding), 1 + len(rule.states), 0
     if plan.host_tables and config.mode in (Mode.train, Mode.plan):

@@ -50,7 +50,8 @@ from nn.distributed.process_group import (
 from nn.loggers.choice import make_loggers
 from nn.models.description import describe_model
 from nn.models.metric import METRIC_FACTS, Metric, facts_of_metrics
-from nn.models.tasks import metrics_of
+from nn.models.registry import find_model
+from nn.models.tasks import metrics_of, tasks_of_run
 from nn.observability.console import (
     make_console,
     make_logger,
@@ -61,7 +62,7 @@ from nn.observability.environment import environment
 from nn.observability.model_summary import size_line
 from nn.observability.plan_table import BesidePlan, print_memory, print_plan
 from nn.observability.profiler import Profiler
-from nn.observability.records import DATA_IDENTITY, ENDED, PLAN, PROBLEM
+from nn.observability.records import DATA_IDENTITY, DAY, ENDED, PLAN, PROBLEM
 from nn.observability.run_directory import (
     RunDirectory,
     draw_missing_pictures,
@@ -190,7 +191,7 @@ def open_session(
         memory: list[RankMemory] = []
         if config.mode is Mode.train and ranks.device.type == "cuda":
             memory = plan_memory(config, source.spec, rows, ranks.world_size, dense_states(config))
-        facts = _environment(config, source, ranks, start.num_steps)
+        facts = _environment(config, source, ranks, start)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
         ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
         size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
@@ -290,7 +291,9 @@ def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> Non
         prune(directory, start.num_steps, config.checkpoint.keep, best_step)
 
 
-def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) -> dict[str, Any]:
+def _environment(
+    config: Config, source: Source, ranks: Ranks, start: ResumePoint
+) -> dict[str, Any]:
     num_hosts = ranks.world_size // ranks.local_world_size
     facts: dict[str, Any] = environment(
         config.recipe, ranks.device, world_size=ranks.world_size, num_hosts=num_hosts
@@ -304,10 +307,15 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
         "batch_size": config.train.batch_size,
         "seed": config.seed,
         "split": config.eval.split,
+        # Whether one panel of the curves may call both losses by that name.
+        "trains_log_loss": not find_model(config.model.name).adds_to_loss()
+        and all(task.trains_log_loss for task in tasks_of_run(config, source.spec)),
         # The point that the curves mark as the restored model.
         "restored": config.checkpoint.restore,
-        "start_step": start_step,
+        "start_step": start.num_steps,
     }
+    if start.day.is_new:
+        facts[DAY] = start.day.number
     if metrics := facts_of_metrics(config.eval.metrics):
         facts[METRIC_FACTS] = metrics
     return facts

@@ -30,8 +30,12 @@ class Activations:
     """Memory and work of a dense component per sample, in addition to the inputs and outputs of its linear layers."""
 
     backward_columns: int = 0  # additional columns kept for the backward pass
-    # columns kept for the backward pass per event, by sequence group
+    # columns kept for the backward pass per event, by sequence group, and those of float32 under autocast too
     event_columns: dict[str, int] = field(default_factory=dict)
+    event_float32_columns: dict[str, int] = field(default_factory=dict)
+    # the same per distinct row, by table that hands out its rows
+    row_columns: dict[str, int] = field(default_factory=dict)
+    row_float32_columns: dict[str, int] = field(default_factory=dict)
     # additional columns that exist beside the widest layer in a forward pass alone
     forward_columns: int = 0
     # columns of linear layers' inputs that are in memory already: embeddings, or another layer's input
@@ -119,6 +123,12 @@ class Model(nn.Module):
                 self.logged_losses[name] = torch.empty_like(term, requires_grad=False)
             self.logged_losses[name].copy_(term.detach())
         return share
+
+    @classmethod
+    def adds_to_loss(cls) -> bool:
+        """Return whether the loss that is trained is not that of the tasks alone."""
+        own = (cls.add_losses, cls.extra_losses)
+        return own != (Model.add_losses, Model.extra_losses)
 
     def fp8_layers(self) -> Sequence[Fp8Layer]:
         """Return the layers with products that are wide enough to gain from 8 bits (`train.fp8`)."""

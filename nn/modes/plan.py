@@ -3,6 +3,7 @@
 It opens a process group only if it was launched on the ranks that it plans for: their links are measured then.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from nn.observability.plan_table import (
 from nn.observability.records import PLAN
 from nn.observability.run_directory import write_model, write_plan
 from nn.planning.exchange import Link, planned_links
-from nn.planning.memory_estimate import plan_memory
+from nn.planning.memory_estimate import RankMemory, plan_memory
 from nn.planning.plan import Hardware, replicated_tables
 from nn.session import dense_states, describe
 from nn.step_floor import floor_of
@@ -68,8 +69,16 @@ def show_plan(config: Config, config_yaml: str) -> None:
     if description is not None:
         print_model(console, description)
     if hardware.device_type == "cuda":
-        memory = plan_memory(config, source.spec, rows, hardware.world_size, dense_states(config))
-        print_memory(console, memory, hardware.hbm_bytes)
+        needed = partial(
+            plan_memory,
+            spec=source.spec,
+            plan=rows,
+            world_size=hardware.world_size,
+            dense_states=dense_states(config),
+        )
+        memory = needed(config)
+        chunks = fitting_chunks(config, hardware, needed)
+        print_memory(console, memory, hardware.hbm_bytes, chunks)
     if plan_json is not None and process_rank() == 0:
         plan_json.parent.mkdir(parents=True, exist_ok=True)
         write_plan(plan_json.parent, rows, memory)
@@ -81,6 +90,19 @@ def _is_here(hardware: Hardware) -> bool:
     """Return whether the ranks of this launch are those of the hardware."""
     has_devices = hardware.device_type == "cpu" or torch.cuda.is_available()
     return has_devices and launched_world() == (hardware.world_size, hardware.local_world_size)
+
+
+def fitting_chunks(
+    config: Config, hardware: Hardware, needed: Callable[[Config], list[RankMemory]]
+) -> int | None:
+    """Return the least power of two of chunks (`train.accumulate`) with which a step fits the GPUs; None if none does."""
+    most = config.train.batch_size // hardware.world_size
+    for power in range(1, most.bit_length()):
+        other = deepcopy(config)
+        other.train.accumulate = 2**power
+        if max(rank.total for rank in needed(other)) <= hardware.hbm_bytes:
+            return 2**power
+    return None
 
 
 def _ways(

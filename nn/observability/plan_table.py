@@ -272,10 +272,12 @@ def _ms(links: Sequence[Link]) -> float:
     return sum(link.ms for link in links)
 
 
-def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) -> None:
+def print_memory(
+    console: Console, ranks: Sequence[RankMemory], hbm_bytes: int, chunks: int | None = None
+) -> None:
     """Print the estimated peak memory of the fullest GPU, with a warning if it exceeds the GPU's memory.
 
-    `hbm_bytes`: memory of one GPU in bytes.
+    `hbm_bytes`: memory of one GPU in bytes. `chunks`: of a batch, with which it would fit.
     """
     fullest = max(ranks, key=lambda rank: rank.total)
     components = [
@@ -289,8 +291,9 @@ def print_memory(console: Console, ranks: Sequence[RankMemory], hbm_bytes: int) 
     }
     if fullest.total > hbm_bytes:
         lines["too much"] = (
-            "the tables fit, but the tables with the training step do not: lower train.batch_size "
-            "or raise sharding.reserve"
+            "the tables fit, but the tables with the training step do not: "
+            + (f"set train.accumulate={chunks}, " if chunks else "")
+            + "lower train.batch_size or raise sharding.reserve"
         )
     print_columns(console, grid(lines))
     console.print()

@@ -37,13 +37,14 @@ class RunRecords:
     """The records of a run."""
 
     # environment of the run, and its constants: `recipe`, `model`, `data`, `batch_size`, `seed`, `split` (that is
-    # evaluated), `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow), all of them
-    # optional
+    # evaluated), `trains_log_loss`, `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow),
+    # all of them optional
     header: Mapping[str, Any]
     # of training and of evaluations, in their order. A final evaluation is none of them: it may be of other rows,
     # and of a model of an earlier step
     records: Records
     restarts: Sequence[int] = ()  # steps of the checkpoints that the run resumed from
+    days: Sequence[int] = ()  # steps at which later days began
 
     @property
     def split(self) -> str:
@@ -123,7 +124,7 @@ def draw_curves(run: RunRecords, out_png: Path) -> None:
         for axes, draw in zip(panels[-len(lower) :], lower, strict=True):
             draw(axes, run)
         for axes in panels:
-            for step in set(run.restarts):
+            for step in {*run.restarts, *run.days}:
                 axes.axvline(step, color=INK, linestyle=(0, (1, 2)), linewidth=1.1, zorder=1.5)
         _set_steps(panels, panels[-len(lower) :], run)
 
@@ -169,7 +170,7 @@ def _facts(run: RunRecords, metrics: Sequence[Metric]) -> str:
         epochs = f"{run.last_step / run.steps_per_epoch:.3g}"
         steps += f" ({epochs} epoch{'s' * (epochs != '1')})"
     elif run.num_days > 1:
-        steps += f" on {run.num_days} days"
+        steps += f" on {run.num_days} days{' (dotted)' * bool(run.days)}"
     parts.append(steps)
     _, speeds = series(run.records, "samples_per_s")
     if len(speeds):
@@ -182,7 +183,11 @@ def _facts(run: RunRecords, metrics: Sequence[Metric]) -> str:
 
 def _draw_loss(axes: Any, run: RunRecords, *, is_sum: bool) -> None:
     loss, test = series(run.records, "loss"), series(run.records, "test_log_loss")
-    axes.set_title("loss, the sum over tasks" if is_sum else "log loss" if len(test[0]) else "loss")
+    title = "loss, the sum over tasks" if is_sum else "loss"
+    if len(test[0]):
+        is_same = run.header.get("trains_log_loss", True)
+        title = "log loss" if is_same else f"loss of training, log loss of {run.split}"
+    axes.set_title(title)
     _draw_train(axes, loss, TRAIN, "train")
     _draw_test(axes, test, run.split)
     _finish(axes, {TRAIN: loss, TEST: test})

@@ -4,7 +4,7 @@ Buffers are allocated once per batch size; the host reads nothing back.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
 
@@ -278,7 +278,9 @@ class ShardedLookup:
     def distinct_rows(self, ids: LocalIds, rows: Tensor, table: str, feature: str) -> DistinctRows:
         """Return `rows`, which are those of a table of `handed_out`, with the positions of a feature's ids."""
         number = self._number_of(table)
-        return self._groups[number].keys.distinct_rows(rows, ids.requested[number].local, feature)
+        local = ids.requested[number].local
+        found = self._groups[number].keys.distinct_rows(rows, local, feature)
+        return replace(found, max_length=self._sequences.max_length(feature))
 
     def _number_of(self, table: str) -> int:
         return [group.table for group in self._groups].index(table)
