@@ -254,7 +254,6 @@ def quoted(text: str) -> str:
 
 
 def _below(schema: type) -> list[str]:
-    """Return the sections and options below which any option may be named."""
     untyped = [option for option, hint in hints(schema).items() if hint is Any]
     return [*open_sections(schema), *untyped]
 

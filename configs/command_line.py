@@ -183,7 +183,6 @@ def written_options(
 
 
 def _names_of(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the dotted names of the options that overrides set."""
     for text in overrides:
         name, _, value = text.lstrip("+").partition("=")
         if value.startswith("{"):
@@ -300,7 +299,6 @@ def project_version() -> str:
 
 
 def _was_called(function: Callable, error: BaseException) -> bool:
-    """Return whether an error was raised inside a function."""
     code = inspect.unwrap(function).__code__
     return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
@@ -345,7 +343,6 @@ def errors_end_command(
 
 
 def _options_of_yaml(config_name: str, sections: Sequence[str]) -> list[str]:
-    """Return the dotted names of the options that a yaml file of `configs/` sets in some of its sections."""
     content = OmegaConf.to_container(_content(Path(__file__).parent / f"{config_name}.yaml"))
     assert isinstance(content, dict)
     return [option for name in sections for option in _dotted(content.get(name), name)]

@@ -109,7 +109,6 @@ def _check_only(options: Any, section: str, written: str, only: Mapping[str, str
 
 @cache
 def _bounds_of(section: type) -> dict[str, tuple[Any, dict[str, float]]]:
-    """Return the types and bounds of the options that have bounds, by their names."""
     found: dict[str, tuple[Any, dict[str, float]]] = {}
     for declaring in reversed(section.__mro__):
         for declared in declaring.__dict__.get("__dataclass_fields__", {}).values():
@@ -139,7 +138,6 @@ SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "most": "<="}
 
 
 def _in_words(bounds: Mapping[str, float]) -> str:
-    """Return what an option must do by its bounds."""
     match list(bounds.items()):
         case [("gt", 0), ("lt", most)]:
             return f"lie between 0 and {most}"
@@ -1142,7 +1140,6 @@ def _type_of(table: str, kind: Any) -> ShardingType:
 
 
 def _table_override(table: str, values: dict[Any, Any]) -> TableOverride:
-    """Return the override of a table that is written as a mapping."""
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TableOverride), values)
         override: Any = OmegaConf.to_object(merged)

@@ -224,17 +224,14 @@ class EventLog:
 
     @property
     def features(self) -> list[str]:
-        """Return the names of the features of the events."""
         return [f"{self.name}_{name}" for name in self.of]
 
     @property
     def time_name(self) -> str:
-        """Return the name of the number with the time."""
         return f"{self.name}_time"
 
     @property
     def number_names(self) -> list[str]:
-        """Return the names of the numbers, the time last."""
         return [*(f"{self.name}_{number.name}" for number in self.numbers), self.time_name]
 
 
@@ -258,17 +255,14 @@ class EventLists:
 
     @property
     def features(self) -> list[str]:
-        """Return the names of the features of the events."""
         return self.lists
 
     @property
     def time_name(self) -> str | None:
-        """Return the name of the number with the time."""
         return self.time or None
 
     @property
     def number_names(self) -> list[str]:
-        """Return the names of the numbers."""
         return [number.name for number in self.numbers]
 
     def columns(self, number: int) -> dict[str, tuple[str, str]]:
@@ -430,17 +424,14 @@ class TableConfig:
 
     @property
     def pasts(self) -> list[History | EventLog]:
-        """Return histories and logs."""
         return [*self.history, *self.logs]
 
     @property
     def logs(self) -> list[EventLog]:
-        """Return the sequence groups that are logs."""
         return [group for group in self.sequence if isinstance(group, EventLog)]
 
     @property
     def event_lists(self) -> list[EventLists]:
-        """Return the sequence groups that are lists of the rows."""
         return [group for group in self.sequence if isinstance(group, EventLists)]
 
     def drops_empty(self, feature: str) -> bool:
@@ -464,7 +455,6 @@ class TableConfig:
 
     @property
     def with_length(self) -> list[Categorical]:
-        """Return the lists whose length is a numerical feature."""
         return [feature for feature in self.categorical if feature.length]
 
     def check(self) -> None:
@@ -636,7 +626,6 @@ def _check_past(where: str, past: History | EventLog) -> None:
 
 
 def transform_of(transform: Any) -> tuple[str, Any]:
-    """Return the name of a transform and its argument."""
     if isinstance(transform, Mapping):
         return next(iter(transform.items()))
     return transform, None
@@ -648,7 +637,6 @@ def num_fitted(transform: Any) -> int:
 
 
 def numbers_of(missing: Iterable[str]) -> list[float]:
-    """Return the finite numbers that texts read as."""
     numbers = [float(text) for text in missing if NUMBER.fullmatch(text)]
     return [number for number in numbers if math.isfinite(number)]
 

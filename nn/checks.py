@@ -163,19 +163,13 @@ def check_chunks(config: Config) -> None:
 
 
 def check_raw_keys(config: Config, spec: FeatureSpec) -> None:
-    """Refuse options that cannot be used with raw keys (`vocabulary: dynamic`); ValueError: the first of them."""
+    """Raise ValueError for the option that cannot be used with raw keys (`vocabulary: dynamic`)."""
     dynamic = [feature for feature in spec.categorical if feature.is_dynamic]
-    if not dynamic:
-        return
-    name = shown(dynamic[0].name)
-    expanded = config.data.multi_hot.hotness is not None
-    for is_set, option, reason in (
-        (expanded, "data.multi_hot.hotness", "draws further ids, not keys; set it to null"),
-    ):
-        if is_set:
-            raise ValueError(
-                f"feature {name} has raw keys (vocabulary: dynamic), and {option} {reason}"
-            )
+    if dynamic and config.data.multi_hot.hotness is not None:
+        raise ValueError(
+            f"feature {shown(dynamic[0].name)} has raw keys (vocabulary: dynamic), and data.multi_hot.hotness draws further "
+            "ids, not keys; set it to null"
+        )
 
 
 def check_run(

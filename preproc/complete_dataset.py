@@ -151,7 +151,6 @@ def complete_dataset(
 
 
 def save_fitted(directory: Path, table: TableConfig, written: WrittenColumns, source: Any) -> None:
-    """Write preproc.json below `directory`."""
     whole = json.loads(json.dumps(asdict(table)))
     sources, day = whole["sources"], written.lineage.day
     for described in sources.values():

@@ -302,7 +302,6 @@ def _last(lists: pa.ListArray, most: int) -> pa.ListArray:
 
 
 def _num_items(column: str, *, whole: bool) -> str:
-    """Return `Engine.num_items` of a column of texts."""
     if whole:
         column = f"list_filter({column}, lambda item_: CAST(item_ AS STRING) <> '')"
     return f"coalesce(len({column}), 0)"

@@ -20,7 +20,6 @@ from configs.stop_signals import INTERRUPTED, restore_signals
 
 
 def run(config: SweepConfig) -> None:
-    """Sweep."""
     require_package("optuna", "python -m sweep")
     # Imported here: --help needs no Optuna.
     from sweep.driver import StoppedSweepError

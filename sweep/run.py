@@ -92,7 +92,6 @@ def _slots(config: SweepConfig, plan: TrialPlan) -> Sequence[str | None]:
 
 
 def _print(console: Console, text: str) -> None:
-    """Print a line as it is, without colours for numbers and without line breaks."""
     console.print(text, highlight=False, soft_wrap=True)
 
 

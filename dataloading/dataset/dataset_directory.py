@@ -298,11 +298,10 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
         },
     }
     text = yaml.dump(document, Dumper=YamlDumper, sort_keys=False)
-    replace_text(root / SPEC_NAME, text, root / f".{SPEC_NAME}.partial")
+    replace_text(root / SPEC_NAME, text)
 
 
 def _group(group: SequenceGroup) -> dict[str, Any]:
-    """Return an entry of `sequence_spec`."""
     numbers, pools = [column.name for column in group.numbers], group.pools
     return {
         "features": list(group.features),
@@ -329,8 +328,6 @@ def _nvidia_reads(spec: FeatureSpec, root: Path) -> bool:
 
 
 def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, Any]]:
-    """Return one split's `source_spec`."""
-
     def chunk(features: Sequence[str], *paths: Path) -> dict[str, Any]:
         names = [path.relative_to(root).as_posix() for path in paths]
         return {"type": "split_binary", "features": list(features), "files": names}

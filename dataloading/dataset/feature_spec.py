@@ -137,7 +137,6 @@ class FeatureSpec:
         return tuple(column for group in self.sequences for column in group.numbers)
 
     def group_of(self, name: str) -> SequenceGroup | None:
-        """Return the group of a feature."""
         return next((group for group in self.sequences if name in group.features), None)
 
     def with_means_of(self, other: "FeatureSpec") -> "FeatureSpec":
@@ -355,7 +354,6 @@ def _read_yaml(path: Path) -> object:
 
 
 def _section(document: object, key: str) -> Mapping[str, Any]:
-    """Return the mapping under `key`."""
     mapping = isinstance(document, Mapping)
     expect(mapping, "the file", type(document).__name__, "a mapping of four sections")
     section = document.get(key)  # type: ignore[attr-defined]
@@ -579,7 +577,6 @@ def _mean_hotness(files: SplitFiles, spec: FeatureSpec, name: str) -> float:
 
 
 def _parquet_rows(spec: FeatureSpec, files: SplitFiles) -> int:
-    """Return the rows of a split in Parquet, its columns checked against `spec`."""
     # Imported here, since only Parquet needs pyarrow.
     from dataloading.dataset.parquet_files import count_rows
 

@@ -70,7 +70,6 @@ class RowColumn:
         return "0 or 1" if self.is_binary else f"a finite number of {self.dtype.name}"
 
     def wrong(self, values: np.ndarray) -> np.ndarray:
-        """Return which of `values` it may not hold."""
         if self.is_binary:
             return (values != 0) & (values != 1)
         with np.errstate(over="ignore"):

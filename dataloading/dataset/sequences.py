@@ -81,7 +81,6 @@ class SequenceGroup:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of features and numbers."""
         return (*self.features, *(column.name for column in self.numbers))
 
     def pooled(

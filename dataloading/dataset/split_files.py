@@ -96,7 +96,6 @@ def expect(condition: bool, where: str, got: object, want: str) -> None:
 
 
 def names_of(value: object, where: str) -> tuple[str, ...]:
-    """Return a yaml list of feature names as a tuple."""
     good = isinstance(value, list) and all(isinstance(name, str) and name for name in value)
     expect(good, where, value, "a list of feature names")
     return tuple(value)  # type: ignore[arg-type]

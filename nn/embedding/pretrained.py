@@ -11,10 +11,10 @@ from torch import Tensor
 
 from configs.messages import shown
 from configs.schema import OptimizerConfig
+from nn.embedding.declared_tables import Tables
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 ROWS_AT_ONCE = 2**16
 
@@ -159,7 +159,7 @@ class FileRows:
             yield ids.to_numpy().astype(np.int64), flat.to_numpy().reshape(-1, width)
 
 
-def check_pretrained(tables: Sequence["EmbeddingBagConfig"], optimizer: OptimizerConfig) -> None:
+def check_pretrained(tables: Tables, optimizer: OptimizerConfig) -> None:
     """Refuse files of other sizes than their tables, and optimizers that move rows whose gradient is zero; ValueError."""
     for table in tables:
         if not isinstance(table.init_fn, FileRows):

@@ -164,13 +164,10 @@ class Wrapper(Model):
         self.logged_losses = model.logged_losses
 
     def activations(self) -> Activations:
-        """Return those of the model."""
         return self.model.activations()
 
     def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the loss of the model."""
         return self.model.add_losses(share, share_of)
 
     def fp8_layers(self) -> Sequence[Fp8Layer]:
-        """Return the layers of the model."""
         return self.model.fp8_layers()

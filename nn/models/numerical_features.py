@@ -1,7 +1,5 @@
 """Encoded numerical features for models that read them as plain numbers (`model.numerical_encoding`)."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import torch

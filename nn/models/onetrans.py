@@ -1,7 +1,5 @@
 """OneTrans: events and all other features as tokens of one transformer (arXiv:2510.26104)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -34,7 +32,7 @@ class JoinedTokens(NamedTuple):
     token_positions: Tensor  # [T * B]
 
     @classmethod
-    def of(cls, events: SamplePositions, count: int) -> JoinedTokens:
+    def of(cls, events: SamplePositions, count: int) -> "JoinedTokens":
         """Return the positions of `count` tokens behind the events."""
         samples = torch.arange(events.starts.shape[0], device=events.starts.device)
         starts, size = events.starts + count * samples, events.samples.shape[0]

@@ -72,7 +72,6 @@ class RankingModel(nn.Module):
         )
 
     def _rows_of(self, batch: Batch, table: str, feature: str) -> DistinctRows:
-        """Return all rows of a table, of which ids are the positions."""
         ids, rows = self._ids_of(table, feature, batch), self.tables[table]
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         found = DistinctRows(rows, ids.values(), ids.offsets()[:-1], ids.lengths())
@@ -82,7 +81,6 @@ class RankingModel(nn.Module):
         return self._sequences.events_with_spare(group, partial(self._rows_of, batch), batch.events)
 
     def _ids_of(self, table: str, feature: str, batch: Batch) -> "JaggedTensor":
-        """Return the rows of a table that a feature looks up."""
         return batch.feature(feature)
 
     def _look_up(self, table: "EmbeddingBagConfig", feature: str, batch: Batch) -> Tensor:

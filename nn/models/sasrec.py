@@ -1,7 +1,5 @@
 """SASRec as a ranker: causal self-attention over events, whose last state meets a candidate (arXiv:1808.09781)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,21 +1,17 @@
 """Common parts of models of a sequence group: tables, transformer blocks, the last MLP, and their memory."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import Tables
 from nn.layers.interactions.transformer import BlockKind, TransformerBlock
 from nn.layers.mlp import MLP
 from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.sequences import SequenceInput, SequenceParts
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 
 class SequenceModel(Model):
@@ -34,7 +30,7 @@ class SequenceModel(Model):
         self.blocks = nn.ModuleList()
 
     @classmethod
-    def tables(cls, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+    def tables(cls, options: Any, spec: FeatureSpec) -> Tables:
         """Return a table per feature; those of events have no pooling."""
         return SequenceInput.of(options, spec).declare(options, spec)
 

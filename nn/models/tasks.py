@@ -194,7 +194,6 @@ def tasks_of_run(config: Config, spec: FeatureSpec) -> list[Task]:
 
 
 def metrics_of(tasks: Iterable[Task]) -> list[Metric]:
-    """Return the metrics of all tasks, in the order of the records."""
     return [metric for task in tasks for metric in task.metrics]
 
 

@@ -153,7 +153,6 @@ def records_until(
 
 
 def _complete_lines(path: Path) -> list[bytes]:
-    """Return the lines that have a line end, with it."""
     return [line + b"\n" for line in read_regular(path).split(b"\n")[:-1]]
 
 

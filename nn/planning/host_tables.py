@@ -1,7 +1,7 @@
 """Tables in host memory or on disk: those that overrides name, the room that they need, and what a step moves of them."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torchrec.distributed.types import ShardingPlan
@@ -62,23 +62,15 @@ def chosen_host_tables(
     declared: Sequence[EmbeddingBagConfig],
     config: ShardingConfig,
     live_rows: Mapping[str, int],
-    keyed: Collection[str],
 ) -> dict[str, HostTable]:
-    """Return the tables that overrides put into host memory or on disk; ValueError for one of raw keys (`keyed`)."""
-    chosen = {
+    """Return the tables that overrides put into host memory or on disk."""
+    return {
         table: HostTable(
             override.cache or DEFAULT_CACHE, live_rows[table], override.tier is Tier.disk
         )
         for table, override in overrides_of(declared, config).items()
         if override.tier in (Tier.host, Tier.disk)
     }
-    for name in chosen:
-        if name in keyed:
-            raise ValueError(
-                f"table {name} has raw keys (vocabulary: dynamic), whose rows change on the device: no other tier is for it; "
-                "set tier: device, or a smaller cardinality"
-            )
-    return chosen
 
 
 def check_live_rows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> None:
@@ -236,7 +228,6 @@ def _slots(plan: TieredPlan, members: Members) -> int:
 
 
 def _ring(plan: TieredPlan, members: Members) -> int:
-    """Return the slots of an arena whose rows change."""
     needed = sum(_live_rows(plan, name, count) for name, _, count in members)
     return max(needed, ring_slots(_slots(plan, members)))
 

@@ -258,7 +258,6 @@ def _bytes_of_batches(
 
 
 def _events(spec: FeatureSpec, batch: int) -> dict[str, int]:
-    """Return the events of each sequence group that a rank's batch has room for."""
     counts = id_counts(spec, batch)
     return {group.name: counts[group.features[0]].capacity for group in spec.sequences}
 
@@ -298,7 +297,6 @@ class _SparseWork:
 def _ids_of_tables(
     declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, batch_size: int
 ) -> dict[str, dict[str, _Ids]]:
-    """Return table -> feature -> ids per sample."""
     ids = {}
     for name, count in id_counts(spec, batch_size).items():
         keys = count.capacity / batch_size

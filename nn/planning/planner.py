@@ -7,7 +7,7 @@ links, the hotness and optimizer state of each table, and only the kernels that 
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,6 @@ from configs.schema import Exchange, ShardingConfig, ShardingType, TableOverride
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import (
     ids_per_sample,
-    keyed_tables,
     tables_of_feature,
     vectors_per_sample,
 )
@@ -199,15 +198,14 @@ def plan_tables(
             table.data_type = DataType.FP32
             embeddings.embedding_bags[table.name].float()
     live_rows = live_rows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
-    keyed = keyed_tables(declared, spec)
-    chosen = chosen_host_tables(declared, config, live_rows, keyed)
+    chosen = chosen_host_tables(declared, config, live_rows)
     topology = _topology(hardware, config, update_passes(embeddings, rule), chosen)
     inputs = (batch_size, constraints, embeddings, expansions, rule)
     planned = partial(_run_planner, topology, *inputs)
     num_ranks = hardware.table_ranks
     movable = partial(
         movable_tables,
-        _candidates(declared, config, hardware, constraints, keyed),
+        _candidates(declared, config, hardware, constraints),
         partial(bytes_of, rule=rule),
         live_rows,
         {
@@ -261,9 +259,8 @@ def _candidates(
     config: ShardingConfig,
     hardware: Hardware,
     constraints: Mapping[str, ParameterConstraints],
-    keyed: Collection[str],
 ) -> list[EmbeddingBagConfig]:
-    """Return the tables that the planner may put into host memory; those for raw keys, `keyed`, stay on the device."""
+    """Return the tables that the planner may put into host memory."""
     if Tier.host not in config.tiers or hardware.device_type != "cuda":
         return []
     kept = {name for name, override in overrides_of(declared, config).items() if override.tier}
@@ -271,9 +268,7 @@ def _candidates(
     return [
         table
         for table in declared
-        if table.name not in kept
-        and table.name not in keyed
-        and constraints[table.name].sharding_types != replicated
+        if table.name not in kept and constraints[table.name].sharding_types != replicated
     ]
 
 

@@ -39,7 +39,6 @@ class RequestedIds:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All, in the order of the fields."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
 

@@ -268,7 +268,6 @@ class ShardedLookup:
         return self._groups[number].keys.distinct_rows(rows, ids.requested[number].local, feature)
 
     def _number_of(self, table: str) -> int:
-        """Return the number of the group of a table that hands out its rows."""
         return [group.table for group in self._groups].index(table)
 
     def sequence(

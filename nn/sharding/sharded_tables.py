@@ -3,9 +3,9 @@
 TorchRec plans, and its `ShardedTensor` describes the shards to checkpoints. Memory, lookup and update are the project's own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, partial
 
 import torch
@@ -28,7 +28,7 @@ from nn.embedding.pretrained import FileRows
 from nn.embedding.torch_optimizer import table_optimizer
 from nn.embedding.touched_rows import TouchedReplicas
 from nn.layers.sequence_events import SequenceTables
-from nn.sharding.owned_shard import adjacent, allocate_shards, fill_shard
+from nn.sharding.owned_shard import OwnedShard, adjacent, allocate_shards, fill_shard
 from nn.sharding.placement import Channels, ColumnShard, Placement, RankTables, place, track_rows
 from nn.sharding.planned_tables import PlannedTable, planned_tables, rank_of, shards_by_rank
 from nn.sharding.rank_group import RankGroup
@@ -110,7 +110,6 @@ class ShardedTables:
         }
 
     def _fill(self) -> None:
-        """Fill the weights with the seed's, or a file's."""
         for shard in self.shards():
             declared = self._tables[shard.table].declared
             if isinstance(declared.init_fn, FileRows):
@@ -121,7 +120,6 @@ class ShardedTables:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tables, as the model declares them."""
         return list(self._tables)
 
     @property
@@ -139,12 +137,10 @@ class ShardedTables:
 
     @property
     def replicated_names(self) -> list[str]:
-        """Names of the replicated tables."""
         return [table.name for table in self._all() if not table.shards]
 
     @property
     def replicated_shapes(self) -> list[torch.Size]:
-        """Shapes of the replicated tables."""
         return [table.shape for table in self._all() if not table.shards]
 
     def _all(self) -> list[PlannedTable]:
@@ -215,35 +211,45 @@ class ShardedTables:
     def _keyed_shards(self) -> list[KeyedShard]:
         """Return this rank's shards of tables for raw keys, in the order of their memory."""
 
-        def keyed(shard: TableShard, states: Sequence[Tensor]) -> KeyedShard:
+        def keyed(
+            shard: TableShard, states: Iterable[Tensor], slots: Tensor | None = None
+        ) -> KeyedShard:
             bound = initial_bound(self._tables[shard.table].declared)
             return KeyedShard(
                 shard.table,
                 self.keys_of[shard.table],
                 shard.weight,
-                states,
+                [*states],
                 shard.row_offset,
                 shard.column_offset,
                 bound,
+                slots,
             )
 
-        owned = [
-            keyed(shard.described, list(shard.states.values()))
+        def owned(shard: OwnedShard) -> KeyedShard:
+            if self.tier is None or shard.tier_index is None:
+                return keyed(shard.described, shard.states.values())
+            memories, slots = self.tier.arena(shard.tier_index)
+            described = replace(shard.described, weight=memories.pop(WEIGHT))
+            return keyed(described, memories.values(), slots)
+
+        own = [
+            owned(shard)
             for shard in self._own
             if shard.table.name in self.keys_of and len(shard.weight)
         ]
         optimizer = self._replicas_optimizer
-        return owned + [
+        return own + [
             keyed(
                 TableShard(name, replica.detach(), 0, 0),
-                [] if optimizer is None else [*_tensors(optimizer.state[replica])],
+                [] if optimizer is None else _tensors(optimizer.state[replica]),
             )
             for name, replica in self._replicas.items()
             if name in self.keys_of
         ]
 
     def write_new_rows(self, new_rows: Mapping[str, NewRows]) -> None:
-        """Give rows of tables for raw keys to other keys, before the batch that has them is looked up."""
+        """Give rows of tables for raw keys to other keys, before the batch that has them is looked up, and when it has slots."""
         self._resets.write(new_rows)
         if self.rekeyed is not None:
             self.rekeyed.add(new_rows)
@@ -310,7 +316,6 @@ class ShardedTables:
         return state
 
     def optimizer_shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of `optimizer_state`."""
         return {
             f"{table.name}.{state}": shape
             for table in self._all()

@@ -165,6 +165,15 @@ class HostTier:
         end = first + self._shards[index].rows
         return {name: rows[first:end] for name, rows in self._groups[group].store.host.items()}
 
+    def arena(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the arena in which a shard's rows are trained, weight and states by name, and the slot of each row, -1 for none.
+
+        Slots are int32 [rows of the shard], a view. All tables of one width and dtype share the arena.
+        """
+        group, first = self._group_and_row[index]
+        slots = self._groups[group].map.slot_of_row[first : first + self._shards[index].rows]
+        return dict(self._groups[group].store.arena), slots
+
     def local_table(self, index: int, table: LocalTable) -> LocalTable:
         """Return a table with all its rows as one with the arena as its memory; its ids are slots."""
         shard = self._shards[index]

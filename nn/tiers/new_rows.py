@@ -1,7 +1,8 @@
 """Rows of tables that get another key: the weights that the seed gives to the key, and no optimizer state.
 
 Tables of one width lie one after the other in one memory, so the rows of all of them are written at once. It happens in the order
-of the main stream: behind the update of the step before, and before the lookup of the first batch that has the keys.
+of the main stream: behind the update of the step before, and before the lookup of the first batch that has the keys. That batch
+has also brought the rows of tables in host memory or on disk to their slots.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,10 @@ from nn.ops.addresses import are_adjacent, joined
 
 @dataclass(frozen=True, slots=True)
 class KeyedShard:
-    """A shard of a table for raw keys on this rank, or its replica; the key and the table's name give a row's weights."""
+    """A shard of a table for raw keys on this rank, or its replica; the key and the table's name give a row's weights.
+
+    `weight` [R, D] and `states` are its rows or, if `slots` has the slot of each row, int32 [R], the arena that holds some.
+    """
 
     table: str
     keys_of: str
@@ -27,6 +31,11 @@ class KeyedShard:
     row_offset: int
     column_offset: int
     bound: float
+    slots: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.weight if self.slots is None else self.slots)
 
 
 class RowResets:
@@ -35,11 +44,14 @@ class RowResets:
         for shard in shards:
             before = groups[-1][-1] if groups else None
             tensors = (shard.weight, *shard.states)
-            if before is not None and all(
+            is_alone = before is None or before.slots is not None or shard.slots is not None
+            if not is_alone and all(
                 one.dtype == other.dtype
                 and one.shape[1:] == other.shape[1:]
                 and are_adjacent(one, other)
-                for one, other in zip((before.weight, *before.states), tensors, strict=True)
+                for one, other in zip(
+                    (groups[-1][-1].weight, *groups[-1][-1].states), tensors, strict=True
+                )
             ):
                 groups[-1].append(shard)
             else:
@@ -56,11 +68,13 @@ class _Group:
 
     def __init__(self, shards: Sequence[KeyedShard], seed: int) -> None:
         self._shards = shards
-        counts = [len(shard.weight) for shard in shards]
+        counts = [shard.num_rows for shard in shards]
         self._firsts = [sum(counts[:index]) for index in range(len(counts))]
         first = shards[0]
-        self._weight = joined(first.weight, sum(counts))
-        self._states = [joined(state, sum(counts)) for state in first.states]
+        self._slots = first.slots
+        count = sum(len(shard.weight) for shard in shards)
+        self._weight = joined(first.weight, count)
+        self._states = [joined(state, count) for state in first.states]
         self._weights = KeyedWeights(
             [(shard.table, shard.column_offset, shard.bound) for shard in shards],
             seed,
@@ -76,7 +90,7 @@ class _Group:
             if new is None:
                 continue
             rows = new.rows - shard.row_offset
-            mine = (rows >= 0) & (rows < len(shard.weight))
+            mine = (rows >= 0) & (rows < shard.num_rows)
             rows = rows[mine] + first
             parts.append(np.stack([rows, new.keys[mine], np.full(len(rows), index)]))
         if not sum(part.shape[1] for part in parts):
@@ -86,8 +100,10 @@ class _Group:
         if device.type == "cuda":
             # The host would wait for a copy from other memory.
             columns = columns.pin_memory()
-        rows, keys, members = columns.to(device, non_blocking=True)
+        at, keys, members = columns.to(device, non_blocking=True)
         weights = self._weights(keys, members)
-        self._weight.index_copy_(0, rows, weights.to(self._weight.dtype))
+        if self._slots is not None:
+            at = self._slots.index_select(0, at).long()
+        self._weight.index_copy_(0, at, weights.to(self._weight.dtype))
         for state in self._states:
-            state.index_fill_(0, rows, 0)
+            state.index_fill_(0, at, 0)

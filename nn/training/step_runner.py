@@ -1,12 +1,13 @@
 """The way of a batch through a step: its ids are sent and its rows fetched ahead, then it is trained or evaluated."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from configs.schema import Config
 from dataloading.batch import Batch
+from dataloading.keys.new_rows import NewRows
 from nn.sharding.batch_rows import BatchRows
 from nn.sharding.local_ids import LocalIds
 from nn.sharding.placement import RankTables
@@ -82,15 +83,22 @@ class StepRunner:
         """Set learning rate and step count in device memory."""
         self._tables.prepare_update(step, lr)
 
-    def forward_backward(self, batch: Batch, rows: BatchRows) -> Tensor:
-        """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too."""
+    def forward_backward(
+        self, batch: Batch, rows: BatchRows, new_rows: Mapping[str, NewRows] | None = None
+    ) -> Tensor:
+        """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too.
+
+        `new_rows` are those of tables for raw keys that get another key with this batch.
+        """
         rows = self._fitting(batch, rows)
         with rows.used(is_trained=self._context.update_tables):
+            if new_rows is not None:
+                rows.arrive()
+                self._tables.write_new_rows(new_rows)
             training = self.builder.training(batch, rows, is_full=self._is_full(batch))
             return training.run(rows, batch)
 
     def update(self) -> None:
-        """Update the replicated tables."""
         self._tables.update_replicated(self._context.gradients.further)
 
     def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
@@ -100,7 +108,6 @@ class StepRunner:
             return self.builder.forward(batch, rows).run(rows, batch)
 
     def close(self) -> None:
-        """Release the CUDA graphs."""
         self.builder.close()
 
     def _is_full(self, batch: Batch) -> bool:

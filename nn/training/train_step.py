@@ -162,13 +162,14 @@ class TrainStep:
         factor = self._factor_of(step)
         with self.watch:
             batch, rows = next(prefetcher)
+            new_rows = None
             if self.key_maps is not None and Component.tables not in self.frozen:
-                self.tables.write_new_rows(self.key_maps.take_new_rows())
+                new_rows = self.key_maps.take_new_rows()
             self._set_learning_rate(step, factor)
             if self._pass_layers:
                 self._pass_state.set(step, len(batch.labels), batch.num_valid, batch.global_valid)
             with annotate("pass"):
-                logits = self.path.forward_backward(batch, rows)
+                logits = self.path.forward_backward(batch, rows, new_rows)
             prefetcher.start_next()
             # The only point where the host waits for the device, whose backward pass is still to come.
             loss, is_good = self._readback.wait()
@@ -209,7 +210,6 @@ class TrainStep:
 
     @property
     def table_names(self) -> list[str]:
-        """Names of the tables, in the order of the features."""
         return self.tables.names
 
     def state_dict(self, *, with_optimizer: bool = True) -> dict[str, Tensor]:
@@ -304,7 +304,6 @@ class TrainStep:
 
     @property
     def dense_optimizer(self) -> torch.optim.Optimizer:
-        """The dense component's optimizer."""
         return self._dense_update.optimizer
 
     @property
@@ -312,7 +311,6 @@ class TrainStep:
         return self._dense_update.is_in_pass and Component.dense not in self.frozen
 
     def _autocast(self) -> AbstractContextManager:
-        """Return the autocast context of the dense component."""
         dtype = AMP_DTYPES.get(self._config.train.amp)
         return nullcontext() if dtype is None else torch.autocast(self._ranks.device.type, dtype)
 

@@ -250,7 +250,6 @@ def _entry(choice: Choice, names: _Names) -> str:
 
 
 def _flow(value: Any) -> str:
-    """Return plain values as yaml on one line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_flow(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):

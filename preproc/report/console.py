@@ -15,8 +15,8 @@ from rich.text import Text
 
 from configs.messages import printable, shortened, shown
 from configs.table_schema import TableConfig
+from dataloading.embedding_sizes import suggested_embedding_dim
 from preproc.report.distributions import Distribution
-from preproc.report.embedding_sizes import suggested_embedding_dim
 
 # Root mean square of a numerical feature above which the report has a note. Values scaled by minmax, standardise or
 # a logarithm lie far below: ln(x + 3) of the largest 64-bit integer is 44, and its mean is a fraction of that.
@@ -85,7 +85,6 @@ class RowEvents:
     longest: int = 0  # events of a row
 
     def add(self, lengths: np.ndarray) -> None:
-        """Add rows by their numbers of events."""
         self.without_events += int(np.count_nonzero(lengths == 0))
         self.events += int(lengths.sum())
         self.longest = max(self.longest, int(lengths.max(initial=0)))

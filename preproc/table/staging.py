@@ -101,7 +101,6 @@ class _Expression:
 
     @property
     def is_column(self) -> bool:
-        """Return whether it is the name of a column."""
         return re.fullmatch(r'\w+|"([^"]|"")*"', self.sql) is not None
 
     def is_other_value(self, columns: Container[str]) -> bool:
@@ -374,7 +373,6 @@ class Staging:
         return TextColumns(sources, result)
 
     def _values(self, base: str) -> str:
-        """Return the query of one column per expression."""
         aware = [item for item in self._expressions if item.sees_nan]
         if aware:
             values = ", ".join(f"({item.sql}\n) AS {item.column}seen_" for item in aware)
@@ -458,7 +456,6 @@ class Staging:
         return f"SELECT {', '.join(columns)} FROM ({values})"
 
     def _kept_columns(self, kinds: dict[str, str]) -> list[str]:
-        """Return the stored columns that the dataset keeps."""
         for i, name in enumerate(self.table.keep):
             kind = kinds[f"keep{i}_"]
             if not KEPT_TYPE.fullmatch(kind):
@@ -639,7 +636,6 @@ def _where(past: History | EventLog | EventLists) -> str:
 
 
 def _expression(column: str, where: str, name: str, sql: str) -> _Expression:
-    """Return an expression of the description, by default the column `name`."""
     described = f"expression {shown(sql)}" if sql else f"column {shown(name)}"
     return _Expression(
         column, f"{where}{shown(name) if name else ''}", sql or quoted(name), described

@@ -396,7 +396,6 @@ class RawValues:
         return self._several(feature, lists)
 
     def _scalars(self, feature: Mapping[str, Any], inputs: Mapping[Any, Any]) -> Texts:
-        """Return the values of the column, expression or cross of a feature."""
         if not feature["cross"]:
             return self._texts(_input(feature), inputs[_input(feature)])
         columns = [self._texts(name, inputs[name]) for name in feature["cross"]]

@@ -42,6 +42,7 @@ from tests.helpers.runs import records
 from tests.nn.metrics.test_task_metrics import gauc_by_loop
 
 BATCH, STEPS, TEST_ROWS, CAPACITY = 32, 12, 64, 36
+MANY_BATCH, MANY_STEPS, MANY_ROWS = 8, 60, 500
 ROWS = {"train": BATCH * STEPS, "test": TEST_ROWS}
 SMALL = [
     "model.embedding_dim=4",
@@ -134,6 +135,58 @@ def data(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    """A dataset of more keys than rows, of which an arena has room for some."""
+    rng, rows = np.random.default_rng(5), MANY_STEPS * MANY_BATCH
+    lengths = rng.integers(0, 4, rows)
+
+    def users(at: np.ndarray) -> np.ndarray:
+        return (2 * at + rng.integers(0, 200, len(at))) * 0x9E3779B97F4A7C1 - 2**61
+
+    at = np.arange(rows)
+    ids = {"user": users(at), "past": users(np.repeat(at, lengths)), "item": at % 9}
+    columns = {
+        "numerical": rng.normal(size=(rows, 2)),
+        "labels": rng.random(rows) < 0.4,
+        "ids": ids,
+        "lengths": {"past": lengths},
+    }
+    few = {name: ids[name][:8] for name in ("user", "item")}
+    few["past"] = ids["past"][: lengths[:8].sum()]
+    test = {name: columns[name][:8] for name in ("numerical", "labels")}
+    return write(
+        tmp_path_factory.mktemp("many"),
+        {"train": columns, "test": test | {"ids": few, "lengths": {"past": lengths[:8]}}},
+        CategoricalFeature.of_keys("user", MANY_ROWS),
+        CategoricalFeature.of_keys("past", MANY_ROWS, None, "user"),
+    )
+
+
+def tables_of_many(path: str, options: list[str]):
+    """Train, read keys beside it from time to time, and return losses, tables with state, and the rows that left the device."""
+    config = compose_config(*KEYED, f"data.path={path}", "data.dynamic.admit_after=1", *options)
+    with ranks_of_cpu() as ranks:
+        built = build(config)
+        prefetcher = built.prefetcher(0, MANY_STEPS)
+        losses = [built.step.train(step, prefetcher).loss for step in range(MANY_STEPS)]
+        built.step.set_training(False)
+        logits = [
+            logits.clone()
+            for _, logits in predictions(built.step, built.test_loader.batches(0, 1), ranks.device)
+        ]
+        tables = {
+            f"{name} {shard.metadata.shard_offsets}": shard.tensor.clone().numpy()
+            for name, value in built.step.state_dict().items()
+            if name.startswith("tables.") and hasattr(value, "local_shards")
+            for shard in value.local_shards()
+        }
+        tier = built.step.tables.tier
+        left = 0 if tier is None else tier.take_counts().rows_out
+        built.step.close()
+        return losses, [x.numpy() for x in logits], tables, left, ranks.rank
+
+
 def state_after_training(path: str, new_rows: list[dict[int, int]] | None, options: list[str]):
     """Train, and return the complete tables with optimizer state and the losses; rows are replaced by hand if given."""
     config = compose_config(*options, f"data.path={path}")
@@ -216,6 +269,36 @@ def test_it_equals_training_on_the_rows_of_a_dictionary(data, ranks, sharding):
             np.testing.assert_array_equal(ids, want)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "sharding"),
+    [
+        (1, []),
+        (2, ["sharding.types=[row_wise]"]),
+        (2, ["sharding.types=[column_wise]"]),
+        (2, ["sharding.group_size=1"]),
+    ],
+    ids=["one rank", "row-wise", "column-wise", "groups"],
+)
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_tables_in_other_memory_train_to_the_same_bits(many, tmp_path, ranks, sharding, tier):
+    sizes = [f"train.batch_size={MANY_BATCH}", f"eval.batch_size={MANY_BATCH}"]
+    disk = f"sharding.disk_path={tmp_path}" if tier == "disk" else "sharding.disk_path=null"
+    elsewhere = [f"sharding.tables={{user: {{tier: {tier}, cache: 0.8}}}}", disk]
+    wanted, found = (
+        run_distributed(tables_of_many, ranks, str(many), [*sizes, *sharding, *options])
+        for options in ([], elsewhere)
+    )
+    for (losses, logits, tables, _, _), (other, others, same, _, _) in zip(
+        wanted, found, strict=True
+    ):
+        assert other == losses
+        np.testing.assert_array_equal(others, logits)
+        assert tables.keys() == same.keys()
+        for name in tables:
+            np.testing.assert_array_equal(same[name], tables[name], err_msg=name)
+    assert max(left for *_, left, _ in found) > 50
+
+
 def trained(data: Path, run_dir: Path, steps: int, *options: str) -> None:
     ended = run_command(
         *KEYED,
@@ -238,11 +321,12 @@ def whole(data, tmp_path_factory) -> Path:
     return run_dir
 
 
-def test_a_resumed_run_has_the_same_map_on_any_number_of_ranks(data, whole, tmp_path):
+@pytest.mark.parametrize("options", [[], ["sharding.tables={user: {tier: host, cache: 1}}"]])
+def test_a_resumed_run_has_the_same_map_on_any_number_of_ranks(data, whole, tmp_path, options):
     last = f"checkpoints/step_{STEPS}"
-    trained(data, tmp_path / "parts", 5)
+    trained(data, tmp_path / "parts", 5, *options)
     shutil.copytree(tmp_path / "parts", tmp_path / "ranks")
-    trained(data, tmp_path / "parts", STEPS)
+    trained(data, tmp_path / "parts", STEPS, *options)
     for name in ("rank_00000.bin", "tensors.json"):
         assert (tmp_path / "parts" / last / name).read_bytes() == (whole / last / name).read_bytes()
     run_distributed(trained, 2, data, tmp_path / "ranks", STEPS)
@@ -275,7 +359,6 @@ def test_records_count_the_keys_that_come_and_go(data, whole):
     ("option", "message"),
     [
         ("data.multi_hot.hotness=[1,1,2]", "data.multi_hot.hotness draws further ids, not keys"),
-        ("sharding.tables={user: {tier: host}}", "no other tier is for it"),
         ("data.dynamic.admit_after=0", "data.dynamic.admit_after must be positive, got 0"),
         ("data.dynamic.evict=never", "evict=never keeps all keys"),
     ],

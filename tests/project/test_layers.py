@@ -45,6 +45,7 @@ SUBPACKAGES = {
     "dataloading.keys.kernels": set(),
     "dataloading.batch": {"dataloading.dataset"},
     "dataloading.partition": set(),
+    "dataloading.embedding_sizes": set(),
     "dataloading.randomness": set(),
     "dataloading.reader_processes": set(),
     "dataloading.batch_memory": {"dataloading.batch", "dataloading.reader_processes"},
