@@ -133,7 +133,8 @@ def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str |
         elif equals and written.startswith("--") and _is_option(written[2:], choices):
             overrides.append(argument[2:])
         elif is_tf2_flag(argument) and "train.batch_size" in option_names(choices.schema):
-            command = f"python {Path(sys.argv[0]).name} {translated(arguments)}"
+            program = Path(sys.argv[0])
+            command = f"python {program.name} {translated(program.stem, arguments)}"
             raise ValueError(
                 f"{printable(written)} is a flag of NVIDIA's TF2 recipe; here the command is: {printable(command)}; "
                 "docs/tf2_flags.md has remarks on every flag"

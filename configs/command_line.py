@@ -235,7 +235,12 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
             )
     if any(argument.startswith("--config-name") for argument in sys.argv):
         raise ValueError(f"config={path} and --config-name exclude each other; write one of them")
-    ConfigStore.instance().store(name=SAVED, node=dict(read_saved(Path(path).expanduser())))
+    saved = dict(read_saved(Path(path).expanduser()))
+    modes = [override.value() for override in parsed if override.key_or_group == "mode"]
+    if modes and modes[-1] != saved.get("mode", modes[-1]):
+        # The directory has the results of the other mode.
+        saved["run_dir"] = None
+    ConfigStore.instance().store(name=SAVED, node=saved)
     sys.argv.insert(1, SAVED_FLAG)
 
 

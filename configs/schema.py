@@ -1043,7 +1043,8 @@ class ShardingConfig(Section):
     exchange: Exchange | None = option(
         None,
         "what the ranks of the samples get of a table: vectors, rows (each distinct one of a batch once), or least (what "
-        "the plan expects to be fewer bytes); null: vectors, and rows of row-wise tables that are looked up by few ids",
+        "the plan expects to be fewer bytes); null: vectors, and rows of row-wise tables that are looked up by few ids; of "
+        "several groups of ranks, least",
     )
     tiers: list[Tier] = option(
         [Tier.device, Tier.host],

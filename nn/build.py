@@ -34,6 +34,7 @@ from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import tasks_of_run
 from nn.planning.disk_room import check_disk, disk_need
+from nn.planning.first_batch import with_rows_of_first_batch
 from nn.planning.host_tables import read_ahead_bytes, with_expected_fetches
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.planner import plan_tables
@@ -191,6 +192,9 @@ def build_plan(
         -(-live_samples(config) // hardware.world_size),
         traffic_of,
     )
+    rows = with_rows_of_first_batch(
+        rows, declared, config, source, TRAIN_SPLIT, hardware.world_size
+    )
     room, memories, steps = read_ahead_bytes(config.sharding), 1 + len(rule.states), 0
     if plan.host_tables and config.mode in (Mode.train, Mode.plan):
         # Until a checkpoint or a delta is due at the latest; saves of the best evaluation may be earlier.
@@ -217,6 +221,19 @@ def checked_plan(
         return plan, tables, None
     path = Path(config.sharding.disk_path)
     return plan, tables, check_disk(path, need, may_be_elsewhere=config.mode is Mode.plan)
+
+
+def without_a_node(config: Config, source: Source, hardware: Hardware) -> str | None:
+    """Say whether a run would go on if a node were lost, as one line; None if it has only one."""
+    left, in_node = hardware.world_size - hardware.local_world_size, hardware.local_world_size
+    if not left:
+        return None
+    try:
+        check_group_size(config.sharding.group_size, left, in_node)
+        build_plan(config, source, hardware_of(config, hardware.device_type, left, in_node))
+    except ValueError as error:
+        return f"the run cannot go on: {error}"
+    return f"the tables fit {left} x {hardware.device_type}, on which the run would resume"
 
 
 def id_share(config: Config, source: Source, features: Sequence[str], cardinality: int) -> IdShare:

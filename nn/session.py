@@ -3,7 +3,7 @@
 The order is the contract of `open_session`; each line relies on those above it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from nn.build import (
     device_type,
     hardware_of,
     model_spec,
+    without_a_node,
 )
 from nn.checkpoint.directory import (
     CHECKPOINTS,
@@ -60,7 +61,7 @@ from nn.observability.environment import environment
 from nn.observability.model_summary import size_line
 from nn.observability.plan_table import BesidePlan, print_memory, print_plan
 from nn.observability.profiler import Profiler
-from nn.observability.records import DATA_IDENTITY, ENDED, PLAN, PROBLEM
+from nn.observability.records import DATA_IDENTITY, DAY, ENDED, PLAN, PROBLEM
 from nn.observability.run_directory import (
     RunDirectory,
     draw_missing_pictures,
@@ -70,6 +71,7 @@ from nn.observability.run_lock import RunLock
 from nn.observers.choice import ENDS_OF_RUNS
 from nn.planning.exchange import planned_links
 from nn.planning.memory_estimate import RankMemory, plan_memory
+from nn.planning.plan import Hardware, TablePlan
 from nn.resume import (
     ResumePoint,
     finished_run,
@@ -188,16 +190,14 @@ def open_session(
         memory: list[RankMemory] = []
         if config.mode is Mode.train and ranks.device.type == "cuda":
             memory = plan_memory(config, source.spec, rows, ranks.world_size, dense_states(config))
-        facts = _environment(config, source, ranks, start.num_steps)
+        facts = _environment(config, source, ranks, start)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
         ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
         size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
         header = _header_facts(config, source, recorder.run_dir, start)
         print_header(console, facts, {"model": header["model"]} | size | header)
         if config.mode is Mode.train and ranks.is_rank0:
-            links = planned_links(config, source.spec, rows, hardware)
-            listed, has_gpus = str(recorder.run_dir / PLAN), ranks.device.type == "cuda"
-            beside = BesidePlan(listed, links, None, disk_room, has_gpus, hardware.groups)
+            beside = _beside_plan(config, source, recorder, rows, hardware, disk_room)
             print_plan(console, rows, hardware.table_ranks, beside)
         if memory:
             print_memory(console, memory, hardware.hbm_bytes)
@@ -214,6 +214,20 @@ def open_session(
             )
             with _errors_of_own_model(config.model.name):
                 yield session
+
+
+def _beside_plan(
+    config: Config,
+    source: Source,
+    recorder: RunDirectory,
+    rows: Sequence[TablePlan],
+    hardware: Hardware,
+    disk_room: str | None,
+) -> BesidePlan:
+    links = planned_links(config, source.spec, rows, hardware)
+    listed, has_gpus = str(recorder.run_dir / PLAN), hardware.device_type == "cuda"
+    less = without_a_node(config, source, hardware)
+    return BesidePlan(listed, links, None, disk_room, has_gpus, hardware.groups, less)
 
 
 @contextmanager
@@ -276,7 +290,9 @@ def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> Non
         prune(directory, start.num_steps, config.checkpoint.keep, best_step)
 
 
-def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) -> dict[str, Any]:
+def _environment(
+    config: Config, source: Source, ranks: Ranks, start: ResumePoint
+) -> dict[str, Any]:
     num_hosts = ranks.world_size // ranks.local_world_size
     facts: dict[str, Any] = environment(
         config.recipe, ranks.device, world_size=ranks.world_size, num_hosts=num_hosts
@@ -292,8 +308,10 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
         "split": config.eval.split,
         # The point that the curves mark as the restored model.
         "restored": config.checkpoint.restore,
-        "start_step": start_step,
+        "start_step": start.num_steps,
     }
+    if start.day.is_new:
+        facts[DAY] = start.day.number
     if metrics := facts_of_metrics(config.eval.metrics):
         facts[METRIC_FACTS] = metrics
     return facts

@@ -63,7 +63,7 @@ def print_status(found: Sequence[RunStatus]) -> None:
 def _cells(status: RunStatus) -> list[str]:
     rate = "-" if status.samples_per_s is None else f"{status.samples_per_s:,.0f}"
     left = "-" if status.left_s is None else str(timedelta(seconds=round(status.left_s)))
-    restarts = f", {status.restarts} restarts" if status.restarts else ""
+    restarts = f", {status.restarts} restart{'s' * (status.restarts > 1)}" * bool(status.restarts)
     return [
         status.run,
         status.state + restarts,

@@ -115,7 +115,8 @@ def user_item_logits(
         if ages is not None:
             of_layer = inner(weights, f"biases.{layer}")
             far = (ages[:, None] - ages).abs().clamp(min=1).log() / 0.301
-            apart = (torch.arange(length)[:, None] - torch.arange(length)).clamp(min=0)
+            place = torch.arange(length).clamp(max=length - count)
+            apart = (place[:, None] - torch.arange(length)).clamp(min=0)
             bias = of_layer["positions"][apart] + of_layer["times"][far.clamp(max=128).long()]
         of_layer = inner(weights, f"layers.{layer}")
         x = stu_layer(x, of_layer, heads, n, count, bias, **variant)

@@ -5,15 +5,20 @@ the errors of its helper threads, so that a full disk would leave a checkpoint t
 chunk completely from which a rank needs a row.
 """
 
+import errno
 import json
+import mmap
 import os
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -35,15 +40,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dataloading.dataset.durable_files import sync_descriptor, write_synced
+from nn.checkpoint.staging import in_file
 from nn.checkpoint.tensor_index import (
     CHECKSUM_BYTES,
     FORMAT,
     INDEX_FILE,
+    SPARSE_FORMAT,
     THREADS,
     ChunkReader,
     StoredTensor,
 )
 from nn.ops.host_copy import HostCopy
+from nn.tiers.initial_rows import InitialRows
 
 ALIGNMENT = 64
 """Bytes; arrays begin at multiples of it, so that they can be mapped into memory."""
@@ -58,11 +66,16 @@ class FileRange(NamedTuple):
 
 
 class DcpWriter(dcp.StorageWriter):
-    """Writer of `rank_<rank>.bin` on every rank and `tensors.json` on rank 0, synced."""
+    """Writer of `rank_<rank>.bin` on every rank and `tensors.json` on rank 0, synced.
 
-    def __init__(self, directory: Path, tables: Sequence[str]) -> None:
+    `initial` has the weights whose changes tensors are, by name. What lies in files with holes is written with holes.
+    """
+
+    def __init__(
+        self, directory: Path, tables: Sequence[str], initial: Mapping[str, InitialRows]
+    ) -> None:
         self._directory = directory
-        self._tables = list(tables)
+        self._tables, self._initial = list(tables), initial
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks; OSError, as of a full disk, leaves the file incomplete."""
@@ -75,8 +88,11 @@ class DcpWriter(dcp.StorageWriter):
                     f"{item.index.fqn}: a checkpoint holds tensors only"
                 )
                 array = value.detach().contiguous()
+                write = file.write
+                if in_file(array):
+                    write, start = file.write_sparse, -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
                 blocks = list(array_blocks(array, start))
-                writing = [pool.submit(file.write, *block) for block in blocks]
+                writing = [pool.submit(write, *block) for block in blocks]
                 jobs.append((item.index, array.nbytes, start, writing))
                 start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
             for index, num_bytes, begin, writing in jobs:
@@ -102,7 +118,10 @@ class DcpWriter(dcp.StorageWriter):
                 chunks.append(shape | file_range._asdict())
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
-        index = {"format": FORMAT, "tables": self._tables, "tensors": tensors}
+            if name in self._initial:
+                tensors[name]["initial"] = asdict(self._initial[name])
+        form = SPARSE_FORMAT if self._initial else FORMAT
+        index = {"format": form, "tables": self._tables, "tensors": tensors}
         write_synced(self._directory / INDEX_FILE, json.dumps(index) + "\n")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -135,10 +154,26 @@ class ArrayFile:
     def write(self, block: Tensor, start: int) -> int:
         """Write a flat block of a tensor at byte `start` and return its CRC-32."""
         data = in_host_memory(block).view(torch.uint8).numpy().data
-        crc32, written = zlib.crc32(data), 0
+        self._write(data, start)
+        return zlib.crc32(data)
+
+    def write_sparse(self, block: Tensor, start: int) -> int:
+        """Write a flat block as `write`, without pages that are zero, but for its last one."""
+        data = block.view(torch.uint8).numpy()
+        firsts = range(0, len(data), mmap.PAGESIZE)
+        whole = data[: len(data) // mmap.PAGESIZE * mmap.PAGESIZE]
+        is_written = np.append(whole.reshape(-1, mmap.PAGESIZE).any(axis=1), True)[: len(firsts)]
+        is_written[-1] = True
+        edges = np.flatnonzero(np.diff(is_written, prepend=False, append=False))
+        for first, end in edges.reshape(-1, 2).tolist():
+            begin = first * mmap.PAGESIZE
+            self._write(data[begin : end * mmap.PAGESIZE].data, start + begin)
+        return zlib.crc32(data.data)
+
+    def _write(self, data: memoryview, start: int) -> None:
+        written = 0
         while written < len(data):
             written += os.pwrite(self._descriptor, data[written:], start + written)
-        return crc32
 
     def sync(self) -> None:
         """Make the bytes survive a power cut."""
@@ -169,12 +204,18 @@ def array_blocks(array: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
 
 
 class DcpReader(dcp.StorageReader):
-    """Reader of the rows that this rank holds; rounds values of another dtype, and leaves rows that a table has grown by."""
+    """Reader of the rows that this rank holds; rounds values of another dtype, and leaves rows that a table has grown by.
+
+    `initial` has the weights whose changes the targets are, by name.
+    """
 
     def __init__(
-        self, tensors: Mapping[str, StoredTensor], sizes: Mapping[str, torch.Size]
+        self,
+        tensors: Mapping[str, StoredTensor],
+        sizes: Mapping[str, torch.Size],
+        initial: Mapping[str, InitialRows],
     ) -> None:
-        self._tensors = tensors
+        self._tensors, self._initial = tensors, initial
         self._sizes = sizes
         self._chunks = {
             (name, chunk.offsets): chunk
@@ -213,9 +254,22 @@ class DcpReader(dcp.StorageReader):
         count, *widths = item.lengths or (1,)
         where = tuple(slice(at, at + width) for at, width in zip(columns, widths, strict=True))
         rows = target if target.dim() else target.view(1)
-        for row, block in ChunkReader(chunk, dtype).read(first, first + count):
-            values = torch.from_numpy(block).view(getattr(torch, dtype))
-            rows[row - first : row - first + len(block)] = values[(slice(None), *where)]
+        initial = self._initial.get(item.storage_index.fqn)
+        # The same changes are not computed twice.
+        as_stored = initial == chunk.initial and getattr(torch, dtype) is target.dtype
+        reader = ChunkReader(chunk, dtype, as_stored=as_stored)
+        for row, block in reader.read(first, first + count):
+            values = torch.from_numpy(block).view(getattr(torch, dtype))[(slice(None), *where)]
+            out = rows[row - first : row - first + len(block)]
+            if not in_file(target):
+                out.copy_(values)
+                continue
+            values = values.to(out.dtype).contiguous()
+            if initial is not None and not as_stored:
+                first_row = chunk.offsets[0] + row
+                numbers = torch.arange(first_row, first_row + len(values))
+                initial.toggle(values, numbers, chunk.offsets[1] + columns[0])
+            _copy_changes(values, out)
 
     # The constructor has the index, and no state is kept between loads.
     def reset(self, checkpoint_id: Any = None) -> None: ...
@@ -231,6 +285,18 @@ class DcpReader(dcp.StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return checkpoint_id is None
+
+
+def _copy_changes(values: Tensor, out: Tensor) -> None:
+    """Copy rows to those of a mapped file, which keeps its holes where they are equal; OSError: its disk is full."""
+    count, file = len(values), Path(str(out.untyped_storage().filename))
+    bits = [of.contiguous().view(count, -1).view(torch.uint8) for of in (values, out)]
+    differs = (bits[0] != bits[1]).any(dim=1)
+    needed = int(differs.sum()) * max(values[:1].nbytes, 1) + mmap.PAGESIZE
+    # A page without room would end the process.
+    if shutil.disk_usage(file.parent).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+    out[differs] = values[differs]
 
 
 def _key(item: ReadItem) -> tuple[str, tuple[int, ...]]:

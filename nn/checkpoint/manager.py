@@ -104,7 +104,10 @@ class CheckpointManager:
         """Print a warning on rank 0 if the disk has no room for one checkpoint, a quota apart."""
         if not self._ranks.is_rank0:
             return
-        needed = stored_bytes(self._step.state_dict())
+        # Of tables on disk only changed rows are written, which nobody has counted.
+        on_disk = tuple(name.removesuffix("weight") for name in self._step.initial_rows)
+        state = self._step.state_dict().items()
+        needed = stored_bytes({name: of for name, of in state if not name.startswith(on_disk)})
         self.write_s = needed / BYTES_PER_S
         existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
         free = shutil.disk_usage(existing).free
@@ -219,7 +222,7 @@ class CheckpointManager:
         try:
             problem = None
             try:
-                write(self.directory, num_steps, state, self._step.table_names, self._channel)
+                write(self.directory, num_steps, state, self._step, self._channel)
             except ValueError as error:
                 problem = str(error)
             if chain is not None:

@@ -10,7 +10,7 @@ counters, and the schedule is a function of the step. The loader's position is t
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +51,7 @@ from nn.checkpoint.tensor_index import (
 )
 from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
 from nn.distributed.process_group import HostChannel, Ranks
+from nn.tiers.initial_rows import InitialRows
 
 TRAINER, DENSE_OPTIMIZER = "trainer.", "dense_optimizer."
 
@@ -63,6 +64,10 @@ class Trained(Protocol):
     @property
     def table_names(self) -> list[str]:
         """Return the names of the tables, in the order of the features."""
+
+    @property
+    def initial_rows(self) -> Mapping[str, InitialRows]:
+        """Return the weights whose changes tensors of the state are, by name."""
 
     def state_dict(self, *, with_optimizer: bool = True) -> State:
         """Return this rank's shards of the state; the tensors are not copied."""
@@ -92,10 +97,10 @@ def facts_of(config: Config, spec: FeatureSpec, ranks: Ranks) -> dict[str, Any]:
 
 
 def write(
-    directory: Path, num_steps: int, state: State, tables: Sequence[str], channel: HostChannel
+    directory: Path, num_steps: int, state: State, step: Trained, channel: HostChannel
 ) -> None:
     """Write the tensors of a checkpoint to its unfinished directory, on all ranks; ValueError on all if one cannot."""
-    writer = DcpWriter(unfinished(directory, num_steps), tables)
+    writer = DcpWriter(unfinished(directory, num_steps), step.table_names, step.initial_rows)
     try:
         dcp.save(state, storage_writer=writer, process_group=channel.group)
     except dcp.CheckpointException as error:
@@ -212,7 +217,9 @@ def restore(
         )
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        dcp.load(wanted, storage_reader=DcpReader(tensors, shapes), planner=planner)
+        dcp.load(
+            wanted, storage_reader=DcpReader(tensors, shapes, step.initial_rows), planner=planner
+        )
     except dcp.CheckpointException as error:
         problem = _first_problem(error)
         # The message about damaged bytes has the remedy already.

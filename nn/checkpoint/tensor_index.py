@@ -8,7 +8,9 @@ The files contain bare arrays, row-major and little-endian. `tensors.json` locat
                         "chunks": [{"offsets": [row, column], "sizes": [rows, columns],
                                     "file": name, "start": byte, "crc32": [number, ...]}]}}}
 
-with one CRC-32 per 64 MiB of a chunk. Rows of a tensor are read block by block.
+with one CRC-32 per 64 MiB of a chunk. Rows of a tensor are read block by block. Format 2 has a table whose rows lay on disk, with
+"initial": {"seed": number, "table": name, "bound": number} beside its dtype: its file has the changes of these weights
+(`nn.tiers.initial_rows`), and holes where there are none.
 """
 
 import math
@@ -25,9 +27,11 @@ import numpy as np
 
 from configs.messages import os_error_text, shown
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
+from nn.tiers.initial_rows import InitialRows
 
 INDEX_FILE = "tensors.json"
 FORMAT = 1
+SPARSE_FORMAT = 2
 BLOCK_BYTES = 2**24
 """Bytes per read."""
 CHECKSUM_BYTES = 2**26
@@ -63,6 +67,7 @@ class Chunk:
     file: Path
     start: int
     crc32: tuple[int, ...] = ()  # one checksum per `CHECKSUM_BYTES`; empty if unknown
+    initial: InitialRows | None = None  # weights whose changes the file has
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +123,9 @@ def parse_index(directory: Path, data: bytes) -> TensorIndex:
     path = directory / INDEX_FILE
     document = parse_json(data, str(path))
     try:
-        if document["format"] != FORMAT:
+        if document["format"] not in (FORMAT, SPARSE_FORMAT):
             raise ValueError(
-                f"it has format {shown(document['format'])}, and this version reads {FORMAT}; use the version it "
+                f"it has format {shown(document['format'])}, and this version reads up to {SPARSE_FORMAT}; use the version it "
                 "was written with"
             )
         # Many chunks lie in few files, whose links are followed one folder after another.
@@ -155,6 +160,9 @@ def _stored_tensor(
     dtype, size = entry["dtype"], _counts(entry["size"])
     if dtype not in DTYPES:
         raise ValueError(f"{name}: got dtype {shown(dtype)}, want one of {', '.join(DTYPES)}")
+    initial = _initial_rows(name, entry["initial"]) if "initial" in entry else None
+    if initial is not None and (len(size) != 2 or dtype not in ("float32", "float16", "bfloat16")):
+        raise ValueError(f"{name}: {shown(size)} {dtype} are no weights of a table")
     is_huge = math.prod(size) * DTYPES[dtype].itemsize >= MAX_NUMBER
     if is_huge or (0 in size and max(size) >= MAX_EMPTY_ROWS):
         raise ValueError(f"{name}: no tensor has the size {shown(size)}")
@@ -174,12 +182,20 @@ def _stored_tensor(
         checksums = _counts(chunk["crc32"])[: -(-num_bytes // CHECKSUM_BYTES)]
         if len(checksums) * CHECKSUM_BYTES < num_bytes:
             raise ValueError(f"{name}: got {len(checksums)} checksums for {num_bytes} bytes")
-        chunks.append(Chunk(offsets, sizes, file, start, checksums))
+        chunks.append(Chunk(offsets, sizes, file, start, checksums, initial))
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or _any_overlap(chunks):
         raise ValueError(
             f"{name}: its {len(chunks)} chunks do not cover {shown(size)}, each element once"
         )
     return StoredTensor(dtype, size, tuple(chunks))
+
+
+def _initial_rows(name: str, entry: Mapping[str, Any]) -> InitialRows:
+    kinds = {"seed": int, "table": str, "bound": float}
+    initial = InitialRows(**{key: _checked(entry[key], kind) for key, kind in kinds.items()})
+    if name != f"tables.{initial.table}.weight" or not 0 <= initial.bound < math.inf:
+        raise ValueError(f"{name}: {shown(entry)} are no initial weights of it")
+    return initial
 
 
 def _any_overlap(chunks: Sequence[Chunk]) -> bool:
@@ -238,10 +254,14 @@ def file_inside(directory: Path, name: object) -> Path:
 
 
 class ChunkReader:
-    """Reader of the rows of a chunk; compares the checksum of every block that is read completely. A scalar has one row."""
+    """Reader of the rows of a chunk; compares the checksum of every block that is read completely. A scalar has one row.
 
-    def __init__(self, chunk: Chunk, dtype: str) -> None:
+    `as_stored`: whether rows are read as the file has them, if these are changes of initial weights.
+    """
+
+    def __init__(self, chunk: Chunk, dtype: str, *, as_stored: bool = False) -> None:
         self._chunk, self._dtype = chunk, DTYPES[dtype]
+        self._name, self._initial = dtype, None if as_stored else chunk.initial
         self._rows, *self._rest = chunk.sizes or (1,)
         self._row_bytes = math.prod(self._rest) * self._dtype.itemsize
         self._crc = 0
@@ -266,7 +286,15 @@ class ChunkReader:
                 if read_into(stream, data) != len(data):
                     raise ValueError(f"{self._chunk.file} is truncated; {REMEDY}")
                 self._check(row * self._row_bytes, memoryview(data))
-                yield row, np.frombuffer(data, self._dtype).reshape(count, *self._rest)
+                block = np.frombuffer(data, self._dtype).reshape(count, *self._rest)
+                if self._initial is not None:
+                    import torch
+
+                    first_row, first_column = self._chunk.offsets
+                    rows = torch.arange(first_row + row, first_row + row + count)
+                    values = torch.from_numpy(block).view(getattr(torch, self._name))
+                    self._initial.toggle(values, rows, first_column)
+                yield row, block
 
     def _check(self, begin: int, data: memoryview) -> None:
         """Compare the checksums that end in `data`, the chunk's bytes from `begin` on."""

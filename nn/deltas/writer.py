@@ -148,7 +148,10 @@ class DeltaWriter:
             shard, ids = one.shard, one.touched.nonzero().view(-1)
             if len(ids):
                 part = (shard.table, position, shard.row_offset, shard.column_offset)
-                self._taken.append(TakenRows(*part, ids, self._rows(shard.weight, ids)))
+                weight, at = shard.weight, ids
+                if shard.initial is not None:
+                    weight, at = shard.rows(ids), torch.arange(len(ids))
+                self._taken.append(TakenRows(*part, ids, self._rows(weight, at)))
         self._tables.clear_touched()
 
     def _take_keys(self, shards: Sequence[TouchedShard]) -> None:

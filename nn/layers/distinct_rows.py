@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
@@ -21,6 +22,7 @@ class DistinctRows:
         starts: position of each sample's first id in `positions`, [B].
         lengths: ids of each sample, [B].
         hotness: ids of every sample; 0 if they differ.
+        max_length: ids that a sample has at most, if they differ; None if that is not known.
     """
 
     rows: Tensor
@@ -28,6 +30,7 @@ class DistinctRows:
     starts: Tensor
     lengths: Tensor
     hotness: int = 0
+    max_length: int | None = None
 
     def by_id(self) -> Tensor:
         """Return the row of each id, [C, D]; the backward pass adds up the gradients of a row in one order."""
@@ -38,11 +41,33 @@ class DistinctRows:
         return embedding(self.positions.index_select(0, self.starts), self.rows)
 
     def of_samples(self, first: int, end: int) -> "DistinctRows":
-        """Return the same of some samples; all positions are kept where samples differ in their number of ids."""
+        """Return the same of some samples, with `part_of` the positions where samples differ in their number of ids."""
         lengths, hotness = self.lengths[first:end], self.hotness
         if not hotness:
-            return replace(self, starts=self.starts[first:end], lengths=lengths)
+            begin, part = part_of(
+                self.starts, self.positions.shape[0], self.max_length, slice(first, end)
+            )
+            return replace(
+                self,
+                positions=self.positions.index_select(0, part),
+                starts=self.starts[first:end] - begin,
+                lengths=lengths,
+            )
         positions = self.positions[hotness * first : hotness * end]
         return replace(
             self, positions=positions, starts=self.starts[: end - first], lengths=lengths
         )
+
+
+def part_of(
+    starts: Tensor, capacity: int, max_length: int | None, samples: slice
+) -> tuple[Tensor, Tensor]:
+    """Return the first of the positions [C] in which some samples' ids lie, a scalar, and all of them, as many as they can have.
+
+    Samples begin at `starts`, [B]. The part begins before them where positions end too soon behind them.
+    """
+    size = capacity
+    if max_length is not None:
+        size = min((samples.stop - samples.start) * max_length, capacity)
+    begin = starts[samples.start].clamp(max=capacity - size)
+    return begin, begin + torch.arange(size, device=starts.device)

@@ -106,6 +106,20 @@ class ItemVectors(nn.Module):
             SwishMLP(num_additional * columns, hidden, width) if num_additional else None
         )
 
+    def kept(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the columns that backward keeps of a position, and of a distinct row of the item, each as `STULayer.kept`."""
+        of_item, wide_of_item = self.item.kept
+        if self._mlps == "position":
+            of_item += self.item.first.in_features
+        at_position, at_row = (0, 0), (of_item, wide_of_item)
+        if self.additional is not None:
+            of_others, wide_of_others = self.additional.kept
+            at_position = of_others + self.additional.first.in_features, wide_of_others
+        if self._mlps == "row":
+            return at_position, at_row
+        both = at_position[0] + at_row[0], at_position[1] + at_row[1]
+        return ((0, 0), both) if self._mlps == "item" else (both, (0, 0))
+
     def forward(self, rows: Sequence[Tensor], positions: Sequence[Tensor]) -> Tensor:
         """Map tables' distinct rows, [R + 1, columns] of each feature, and positions [P] in them to [P, D].
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from configs.messages import shown
 from dataloading.dataset.sequences import SequenceGroup
-from nn.layers.distinct_rows import DistinctRows
+from nn.layers.distinct_rows import DistinctRows, part_of
 
 # B: samples, C: capacity for the events of all samples, D: columns
 
@@ -31,15 +31,17 @@ class SequenceEvents:
     max_length: int  # no sample has more events
 
     def of_samples(self, first: int, end: int) -> "SequenceEvents":
-        """Return the same of some samples; all positions are kept."""
+        """Return the same of some samples, with `part_of` the positions."""
         if end - first == len(self.starts):
             return self
+        begin, part = part_of(self.starts, len(self.samples), self.max_length, slice(first, end))
         return replace(
             self,
             rows={name: rows.of_samples(first, end) for name, rows in self.rows.items()},
-            starts=self.starts[first:end],
+            numbers={name: of.index_select(0, part) for name, of in self.numbers.items()},
+            starts=self.starts[first:end] - begin,
             lengths=self.lengths[first:end],
-            samples=(self.samples - first).clamp_(0, end - first - 1),
+            samples=(self.samples.index_select(0, part) - first).clamp_(0, end - first - 1),
         )
 
 
@@ -49,6 +51,11 @@ class SequenceTables:
 
     groups: Sequence[SequenceGroup]
     tables: Mapping[str, str]
+
+    def max_length(self, feature: str) -> int | None:
+        """Return the ids of a feature that a sample has at most; None if it is of no group."""
+        lengths = (group.max_length for group in self.groups if feature in group.features)
+        return next(lengths, None)
 
     def with_spare(self, feature: str, rows: DistinctRows) -> DistinctRows:
         """Return the rows of a feature with one position more than ids, if it is of a group.

@@ -45,6 +45,8 @@ class SwishMLP(nn.Module):
     ) -> None:
         super().__init__()
         self._uniform = uniform
+        # Columns that the backward pass keeps beside the input: of the layers' dtype, and of float32 under autocast too.
+        self.kept = 2 * hidden, 2 * hidden + norm * outputs
         self.first = nn.Linear(inputs, hidden)
         self.swish = SwishNorm(hidden)
         self.second = nn.Linear(hidden, outputs)
@@ -108,6 +110,14 @@ class STULayer(nn.Module):
         nn.init.zeros_(self.uvqk.bias)
         xavier_uniform_(self.output.weight, generator)
 
+    def kept(self, *, only_candidates: bool = False) -> tuple[int, int]:
+        """Return the columns that backward keeps of a position: of the layers' dtype, and of float32 under autocast too."""
+        width, inner = self.output.out_features, self.uvqk.out_features // 4
+        if only_candidates:
+            return width + (2 + 2 * self._silu_all) * inner, width
+        copies = 5 + 3 * self._silu_all + (3 if self._concat else 1)
+        return width + copies * inner, width + 2 * inner
+
     def forward(
         self,
         x: Tensor,
@@ -146,9 +156,12 @@ class STULayer(nn.Module):
             a = hstu_attention(
                 q, k, v, norm, at, queries, num_candidates=num_candidates, bias=bias
             ).flatten(1)
-        gated = (u * self.attention_norm(a)).to(u.dtype)
-        y = torch.cat([u, a, gated], dim=1) if self._concat else gated
-        return x + self.output(self.dropout(y, queries))
+        y = (u * self.attention_norm(a)).to(u.dtype)
+        if self._concat:
+            y = torch.cat([u, a, y], dim=1)
+        # One name, so that nothing keeps what dropout has read.
+        y = self.dropout(y, queries)
+        return x + self.output(y)
 
 
 class RelativeBias(nn.Module):
@@ -169,15 +182,18 @@ class RelativeBias(nn.Module):
         for table in (self.positions, self.times):
             draw_normal_(table, 0.02, generator)
 
-    def forward(self, ages: Tensor, at: JaggedPositions, queries: JaggedPositions) -> Tensor:
-        """Return [B, L of queries, L] of the ages of positions in seconds, [C]."""
+    def forward(
+        self, ages: Tensor, at: JaggedPositions, queries: JaggedPositions, num_candidates: int = 1
+    ) -> Tensor:
+        """Return [B, L of queries, L] of the ages of positions in seconds, [C]; all candidates are where the first one is."""
         padded = pad(ages, at)  # [B, L]
         row = torch.arange(queries.max_length, device=ages.device)
         offset = row + (at.lengths - queries.lengths)[:, None]
         offset = offset.clamp(0, at.max_length - 1)
         seconds = (padded.gather(1, offset)[:, :, None] - padded[:, None]).abs()
         bucket = (seconds.clamp(min=1).log() / 0.301).clamp(max=self.BUCKETS).long()
-        distance = offset[:, :, None] - torch.arange(at.max_length, device=ages.device)
+        place = torch.minimum(offset, (at.lengths - num_candidates)[:, None])
+        distance = place[:, :, None] - torch.arange(at.max_length, device=ages.device)
         return self.positions[distance.clamp(min=0)] + self.times[bucket]
 
 

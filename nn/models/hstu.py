@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,8 @@ class HSTU(Model):
             for _ in range(options.layers)
         )
         biases = options.layers if options.relative_bias else 0
-        self.biases = nn.ModuleList(RelativeBias(self._max_length) for _ in range(biases))
+        of_one = self._max_length - inputs.num_candidates + 1
+        self.biases = nn.ModuleList(RelativeBias(of_one) for _ in range(biases))
         self.user = hstu.UserVectors(width, has_clock=found.hour is not None)
         self.candidate = SwishMLP(inputs.item_columns, width, width, uniform=True)
         tasks = len(spec.labels) // inputs.num_candidates
@@ -82,15 +83,25 @@ class HSTU(Model):
         return find_events(options, spec).inputs.declare(options, spec)
 
     def activations(self) -> Activations:
-        """Return what the positions of a sample of mean length keep and compute, beside each linear layer at one of them."""
-        options, events = self._options, self._found.inputs.mean_events
-        length = events + self._more
+        """Return what positions and distinct rows keep, and the work of a sample of mean length."""
+        options, inputs = self._options, self._found.inputs
         inner, width = options.heads * options.head_dim, options.width
-        kept = options.layers * (2 * width + 10 * inner) + 4 * width
+        *first, last = cast("list[STULayer]", list(self.layers))
+        at_position, at_row = self.items.kept()
+        kept = [at_position, *(layer.kept() for layer in first)]
+        kept.append(last.kept(only_candidates=options.last_layer_of_candidates))
+        # Beside it at the peak: a gradient of a layer's columns in both dtypes, or two.
+        beside = max(width, inner) * (1 if options.last_layer_of_candidates else 2)
+        columns, wide = (sum(of) + beside for of in zip(*kept, strict=True))
+        group, item = inputs.group.name, inputs.tables[inputs.items[0]]
+        length = inputs.mean_events + self._more
         weights = width * (4 + (3 if options.concat else 1)) * inner
         return Activations(
-            backward_columns=self._more * kept,
-            event_columns={self._found.inputs.group.name: kept},
+            backward_columns=self._more * (columns + 2 * wide),
+            event_columns={group: columns},
+            event_float32_columns={group: wide},
+            row_columns={item: at_row[0]},
+            row_float32_columns={item: at_row[1]},
             products={
                 "positions": round(2 * options.layers * (length - 1) * weights),
                 "attention": round(2 * options.layers * length**2 * inner),
@@ -125,12 +136,19 @@ class HSTU(Model):
         hours = None if found.hour is None else numerical[:, found.hour].float()
         from_last = options.query_time is QueryTime.last_event
         ages, seconds = hstu.times_of(events, inputs.group.time, parts, hours, from_last=from_last)
-        added = self.places(at, self._num_context, num_candidates, seconds)
-        x = as_autocast(self.dropout(x * math.sqrt(options.width) + added, at))
+        # Without a name the sum's parts end here, and not behind the layers.
+        x = x * math.sqrt(options.width) + self.places(
+            at, self._num_context, num_candidates, seconds
+        )
+        x = as_autocast(self.dropout(x, at))
 
         for number, layer in enumerate(self.layers):
             only = number == options.layers - 1 and options.last_layer_of_candidates
-            bias = self.biases[number](ages, at, queries if only else at) if self.biases else None
+            bias = (
+                self.biases[number](ages, at, queries if only else at, num_candidates)
+                if self.biases
+                else None
+            )
             x = layer(x, at, self._norm(at), num_candidates, only_candidates=only, bias=bias)
         if not options.last_layer_of_candidates:
             x = x.index_select(0, parts.at.last(num_candidates)[1])
@@ -139,8 +157,10 @@ class HSTU(Model):
         return logits.squeeze(1) if logits.shape[1] == 1 else logits
 
     def _norm(self, at: JaggedPositions) -> Tensor:
-        """Return what the attention of each sample is divided by, [B]."""
+        """Return what the attention of each sample is divided by, [B], as if it had one candidate: others change no score."""
+        others = self._found.inputs.num_candidates - 1
         if self._options.attention_norm is AttentionNorm.capacity:
-            return torch.full_like(at.lengths, self._max_length)
+            return torch.full_like(at.lengths, self._max_length - others)
         is_own = self._options.attention_norm is AttentionNorm.length
-        return at.lengths if is_own else at.lengths.max().expand_as(at.lengths)
+        lengths = at.lengths - others
+        return lengths if is_own else lengths.max().expand_as(lengths)

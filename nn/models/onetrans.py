@@ -10,12 +10,11 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.dropout import Dropout
 from nn.layers.interactions.per_token import PerTokenExperts, PerTokenLinear
 from nn.layers.interactions.transformer import EventTokens, check_heads
-from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import Positions, SamplePositions, attend
 from nn.models.features import rates
 from nn.models.options import OneTransOptions
-from nn.models.sequence_model import SequenceModel
+from nn.models.sequence_model import SequenceModel, TopMLP
 from nn.ops.jagged import offsets
 
 # B: samples, N: numerical features, C: positions of events, T: tokens of other features, D: columns of a token
@@ -131,7 +130,7 @@ class OneTrans(SequenceModel):
         sizes = columns, tokens, options.heads, options.expansion, options.block_dropout
         for number in range(options.blocks):
             self.blocks.append(OneTransBlock(*sizes, number == options.blocks - 1))
-        self.top = MLP(
+        self.top = TopMLP(
             tokens * columns, [*options.hidden, 1], final_activation=False, **rates(options)
         )
 

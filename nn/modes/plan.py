@@ -1,14 +1,26 @@
-"""`mode=plan`: the plan of the tables and, for GPUs, the memory of a step; it opens no process group."""
+"""`mode=plan`: the plan of the tables and, for GPUs, the memory of a step.
 
+It opens a process group only if it was launched on the ranks that it plans for: their links are measured then.
+"""
+
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from configs.schema import Config
 from dataloading.dataset.source import Source
-from nn.build import checked_plan, id_share, model_spec, planned_hardware
+from nn.build import checked_plan, id_share, model_spec, planned_hardware, without_a_node
 from nn.checks import open_checked
-from nn.distributed.process_group import process_rank
+from nn.distributed.link_rates import measured_rates
+from nn.distributed.process_group import (
+    launched_world,
+    process_group,
+    process_rank,
+    ranks_from_environment,
+)
 from nn.observability.console import make_console, make_logger
 from nn.observability.model_summary import print_model
 from nn.observability.plan_table import (
@@ -16,12 +28,13 @@ from nn.observability.plan_table import (
     print_hardware,
     print_memory,
     print_plan,
+    print_rates,
     print_ways,
 )
 from nn.observability.records import PLAN
 from nn.observability.run_directory import write_model, write_plan
 from nn.planning.exchange import Link, planned_links
-from nn.planning.memory_estimate import plan_memory
+from nn.planning.memory_estimate import RankMemory, plan_memory
 from nn.planning.plan import Hardware, replicated_tables
 from nn.session import dense_states, describe
 from nn.step_floor import floor_of
@@ -33,6 +46,10 @@ def show_plan(config: Config, config_yaml: str) -> None:
     hardware = planned_hardware(config)
     _, rows, disk_room = checked_plan(config, source, hardware)
     print_hardware(console, config, hardware)
+    if hardware.world_size > 1 and _is_here(hardware):
+        ranks = ranks_from_environment(hardware.device_type)
+        with process_group(ranks):
+            print_rates(console, *measured_rates(ranks))
     plan_json = None if config.run_dir is None else Path(config.run_dir) / PLAN
     listed = "run_dir=DIR writes them to DIR/plan.json" if plan_json is None else str(plan_json)
     floor_ms = None
@@ -42,7 +59,8 @@ def show_plan(config: Config, config_yaml: str) -> None:
         floor_ms = floor.ms
     links = planned_links(config, source.spec, rows, hardware)
     has_gpus = hardware.device_type == "cuda"
-    beside = BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups)
+    less = without_a_node(config, source, hardware)
+    beside = BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups, less)
     print_plan(console, rows, hardware.table_ranks, beside)
     if hardware.world_size > hardware.local_world_size:
         print_ways(console, _ways(config, source, hardware, links))
@@ -51,13 +69,40 @@ def show_plan(config: Config, config_yaml: str) -> None:
     if description is not None:
         print_model(console, description)
     if hardware.device_type == "cuda":
-        memory = plan_memory(config, source.spec, rows, hardware.world_size, dense_states(config))
-        print_memory(console, memory, hardware.hbm_bytes)
+        needed = partial(
+            plan_memory,
+            spec=source.spec,
+            plan=rows,
+            world_size=hardware.world_size,
+            dense_states=dense_states(config),
+        )
+        memory = needed(config)
+        chunks = fitting_chunks(config, hardware, needed)
+        print_memory(console, memory, hardware.hbm_bytes, chunks)
     if plan_json is not None and process_rank() == 0:
         plan_json.parent.mkdir(parents=True, exist_ok=True)
         write_plan(plan_json.parent, rows, memory)
         if description is not None:
             write_model(plan_json.parent, description)
+
+
+def _is_here(hardware: Hardware) -> bool:
+    """Return whether the ranks of this launch are those of the hardware."""
+    has_devices = hardware.device_type == "cpu" or torch.cuda.is_available()
+    return has_devices and launched_world() == (hardware.world_size, hardware.local_world_size)
+
+
+def fitting_chunks(
+    config: Config, hardware: Hardware, needed: Callable[[Config], list[RankMemory]]
+) -> int | None:
+    """Return the least power of two of chunks (`train.accumulate`) with which a step fits the GPUs; None if none does."""
+    most = config.train.batch_size // hardware.world_size
+    for power in range(1, most.bit_length()):
+        other = deepcopy(config)
+        other.train.accumulate = 2**power
+        if max(rank.total for rank in needed(other)) <= hardware.hbm_bytes:
+            return 2**power
+    return None
 
 
 def _ways(

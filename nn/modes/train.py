@@ -343,6 +343,13 @@ def finish_training(
     summary = trainer.conclude()
     summary["teacher_auc"] = session.teacher_auc
     summary[UNSAVED] = problem
+    if session.step.tables.has_disk_tables:
+        stored, full = session.step.tables.disk_bytes()
+        summary["tier_disk_peak_bytes"] = stored
+        if ranks.is_rank0:
+            session.logger.info(
+                f"tables on disk: {stored / 2**30:,.3f} GiB at their peak, {full / 2**30:,.3f} GiB with all rows"
+            )
 
     def finish() -> None:
         summary.update(_baseline(session, summary))

@@ -29,6 +29,7 @@ from configs.messages import on_one_line, os_error_text
 from dataloading.dataset.documents import parse_yaml, read_json
 from dataloading.dataset.durable_files import AppendedFile, append_line, replace_text
 from nn.distributed.errors import StoppedError
+from nn.distributed.process_group import is_lost_peer
 from nn.loggers.background import Loggers
 from nn.loggers.run_logger import LoggedRun
 from nn.models.metric import Metric
@@ -62,6 +63,8 @@ RESTORED_AUC = "restored_test_auc"
 FIRST_AUC = (UNTRAINED_AUC, RESTORED_AUC)
 """Keys of the AUC before the first step: of a new model, or of one that `checkpoint.restore` names."""
 
+LOST_RANK = "another rank has exited; the same command with the same run_dir resumes from the latest checkpoint"
+"""In the place of the text of gloo or NCCL."""
 ALL_STEPS_DONE, ENDED_BY_CALLER = "all steps done", "ended by its caller before the last step"
 """Why a run that was not stopped before has ended, under `stopped` of a summary."""
 
@@ -237,10 +240,11 @@ class RunDirectory:
         if self._metrics is None or (self.run_dir / SUMMARY).exists():
             return
         is_stop = isinstance(error, StoppedError | KeyboardInterrupt)
+        is_lost = isinstance(error, RuntimeError) and is_lost_peer(error)
         content = {
             "state": STOPPED if is_stop else FAILED,
             "kind": type(error).__name__,
-            "message": on_one_line(str(error)),
+            "message": LOST_RANK if is_lost else on_one_line(str(error)),
         }
         with suppress(OSError):
             _write_json(self.run_dir / ENDED, content)

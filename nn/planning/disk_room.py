@@ -16,13 +16,13 @@ REMEDY = "name a directory on a local disk that can be written"
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    table_bytes: float  # of the files of all rows
+    table_bytes: float  # of the files if all rows have changed
     # of the journals, as expected: rows that change between two saves, unless host memory has room for all
     journal_bytes: float
 
     def __str__(self) -> str:
         return (
-            f"the tables with tier: disk take {self.table_bytes / GIB:,.2f} GiB, and rows that change between two saves "
+            f"the tables with tier: disk take at most {self.table_bytes / GIB:,.2f} GiB, and rows that change between two saves "
             f"{self.journal_bytes / GIB:,.2f} GiB more"
         )
 
@@ -47,7 +47,10 @@ def disk_need(
 
 
 def check_disk(path: Path, need: DiskNeed, *, may_be_elsewhere: bool) -> str:
-    """Return what a directory has room for, as one line; ValueError: no access, or too little room."""
+    """Return what a directory has room for, as one line; ValueError: no access, or no room for a journal.
+
+    How many rows change in a run is not known: a disk that is full then ends it.
+    """
     existing = next(here for here in (path, *path.absolute().parents) if os.path.lexists(here))
     if may_be_elsewhere and existing != path:
         return f"{path} does not exist here, so its room is not checked; {need}"
@@ -59,12 +62,9 @@ def check_disk(path: Path, need: DiskNeed, *, may_be_elsewhere: bool) -> str:
         )
     # Files of killed runs are removed when the tables are made.
     free = shutil.disk_usage(existing).free + removable_bytes(path)
-    if free < need.table_bytes + need.journal_bytes:
-        remedies = ["free some space there", "choose another directory"]
-        if need.journal_bytes:
-            remedies.append("save more often (checkpoint.save_every)")
+    if free < need.journal_bytes:
         raise ValueError(
-            f"sharding.disk_path={path} has {free / GIB:,.2f} GiB free, and {need}; {', '.join(remedies)}, or keep fewer tables "
-            "on disk"
+            f"sharding.disk_path={path} has {free / GIB:,.2f} GiB free, and {need}; free some space there, choose another "
+            "directory, save more often (checkpoint.save_every), or keep fewer tables on disk"
         )
     return f"{path} has {free / GIB:,.2f} GiB free; {need}"

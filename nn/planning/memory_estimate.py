@@ -89,10 +89,9 @@ def plan_memory(
     eval_batch = config.eval.batch_size // world_size
     features = _ids_of_tables(declared, seen, batch)
     requests = requests_of(config, seen, plan, world_size)
-    event_columns = model.activations().event_columns
-    events = sum(size * event_columns.get(name, 0) for name, size in _events(seen, batch).items())
-    handed_out = _HandedOut.of(requests, sent_bytes, activation_bytes * events)
-    dense_pass = _dense_pass(config, model, batch, embedding_bytes, handed_out, not is_sent)
+    dense_pass = _dense_pass(
+        config, model, seen, batch, embedding_bytes, requests, is_alone=not is_sent
+    )
     eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
     others = not_requested(plan, requests)
     # Vectors of which each rank computes a part.
@@ -141,9 +140,12 @@ class Requests:
     columns: int
     keys: int  # ids of all lookups of a rank's samples
     capacity: tuple[int, ...]  # rows that a rank can ask of each owner
+    merged: tuple[
+        int, ...
+    ]  # distinct ones that a group can ask of each owner, if owners merge them
     tiers: frozenset[str]  # memories that their rows lie in
     hands_out: bool = False  # whether the dense component takes the rows
-    groups: int = 1  # of ranks, which all ask every owner
+    groups: int = 1  # of ranks, which all hold the tables
 
     @property
     def is_sent(self) -> bool:
@@ -153,24 +155,37 @@ class Requests:
         """Return the rows that a group asks of a rank."""
         return len(self.capacity) * self.capacity[rank if self.is_sent else 0]
 
+    def of_groups(self, rank: int) -> int:
+        """Return the rows that all groups ask of a rank."""
+        return self.groups * (self.merged[rank] if self.merged else self.asked_of(rank))
+
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
-        """Return the memory of rows sent and received, and of float32 gradient sums, if pooled; sums are sent behind the peak."""
+        """Return the memory of rows sent and received, and of float32 gradient sums, if pooled or merged.
+
+        Sums are sent behind the peak.
+        """
         asked, own = self.is_sent * self.asked_of(rank), sum(self.capacity)
         # Rows of one of several memories are looked up beside those that are sent.
         looked_up = asked * (1 + (len(self.tiers) > 1))
-        return self.columns * (sent_bytes * (looked_up + own) + (not self.hands_out) * 4 * own)
+        sums = (not self.hands_out) * own + (self.merged[rank] if self.merged else 0)
+        return self.columns * (sent_bytes * (looked_up + own) + 4 * sums)
 
     def key_bytes(self, rank: int) -> int:
         """Return the memory of keys: of this rank's ids, and of the rows that are asked of it."""
-        asked = self.groups * self.asked_of(rank)
+        asked = self.of_groups(rank)
         of_asked = SORTED_KEY_BYTES * asked + update_bytes(asked, self.columns)
-        of_own = (LISTED_BYTES + REQUEST_BYTES) * self.keys + update_bytes(self.keys, self.columns)
-        return len(self.tiers) * of_asked + of_own
+        of_merged = 0
+        if self.merged:
+            here = self.asked_of(rank)
+            of_merged = REQUEST_BYTES * here + update_bytes(here, self.columns)
+        of_own = REQUEST_BYTES * self.keys
+        if not self.hands_out:
+            of_own += LISTED_BYTES * self.keys + update_bytes(self.keys, self.columns)
+        return len(self.tiers) * of_asked + of_merged + of_own
 
     def mapping_bytes(self, rank: int) -> int:
         """Return the memory to map the rows that are asked of tables in host memory or on disk to slots."""
-        asked = self.groups * self.asked_of(rank)
-        return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * asked
+        return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * self.of_groups(rank)
 
     def evaluation_bytes(self, rank: int, sent_bytes: int) -> int:
         rows = self.is_sent * self.asked_of(rank) + sum(self.capacity)
@@ -186,7 +201,8 @@ def requests_of(
 ) -> list[Requests]:
     """Return the tables whose rows are asked for, with their expected capacity, for `batch` rows of a rank or those of training.
 
-    How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it.
+    How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it, unless the
+    plan has the rows of a first batch.
     """
     batch = config.train.batch_size // world_size if batch is None else batch
     group_size = config.sharding.group_size or world_size
@@ -204,24 +220,34 @@ def requests_of(
         groups.setdefault((table.embedding_dim, alone), []).append(table)
     for (columns, _), group in groups.items():
         is_replica = group[0].sharding == "data_parallel"
+        num_groups = 1 if is_replica else world_size // group_size
         capacity = [0.0] * (1 if is_replica else group_size)
+        merged = [0.0] * group_size * (num_groups > 1 and group_size > 1)
         for table in group:
             share = power_law_share(table.num_embeddings, config.data.synthetic.exponent)
             owners = (0,) if is_replica else table.ranks
             per_shard = -(-table.num_embeddings // len(owners))
             for number, rank in enumerate(owners):
+                if table.batch_rows:
+                    of_batch = config.train.batch_size // world_size
+                    capacity[rank] += table.batch_rows[number] * batch / of_batch
+                    continue
                 first = min(number * per_shard, table.num_embeddings)
                 end = min(first + per_shard, table.num_embeddings)
-                capacity[rank] += expected_distinct(batch * table.hotness, share, first, end)
+                ids = batch * table.hotness
+                capacity[rank] += expected_distinct(ids, share, first, end)
+                if merged:
+                    merged[rank] += expected_distinct(group_size * ids, share, first, end)
         requests.append(
             Requests(
                 tuple(table.table for table in group),
                 columns,
                 round(batch * sum(keys[table.table] for table in group)),
-                tuple(capacity_for(rows) for rows in capacity),
+                tuple(map(capacity_for, capacity)),
+                tuple(map(capacity_for, merged)),
                 frozenset(table.tier for table in group),
                 not group[0].num_vectors,
-                1 if is_replica else world_size // group_size,
+                num_groups,
             )
         )
     return requests
@@ -257,9 +283,15 @@ def _bytes_of_batches(
     return batch_bytes + exchange_bytes, arrived_bytes
 
 
-def _events(spec: FeatureSpec, batch: int) -> dict[str, int]:
+def _events(spec: FeatureSpec, batch: int, rows: int) -> dict[str, int]:
+    """Return the events of each sequence group that `rows` of a rank's batch have room for."""
     counts = id_counts(spec, batch)
-    return {group.name: counts[group.features[0]].capacity for group in spec.sequences}
+    events = {group.name: counts[group.features[0]].capacity for group in spec.sequences}
+    if rows == batch:
+        return events
+    return {
+        group.name: min(rows * group.max_length, events[group.name]) for group in spec.sequences
+    }
 
 
 def update_bytes(num_keys: float, columns: int) -> int:
@@ -339,48 +371,76 @@ def _work_of(
 
 
 @dataclass(frozen=True, slots=True)
-class _HandedOut:
-    """Bytes of a pass that chunks of a batch do not divide: rows that are handed out, and events."""
+class _RowBytes:
+    """Bytes of a pass that follow from rows that are handed out, and from events."""
 
     gradients: int  # of all rows, in the dtype of the rows
     sums: int  # the same in float32, to which chunks add
     by_id: int  # of the largest table: the gradient of each id, and torch's sums of parts of a row
-    events: int  # activations
+    kept: int  # activations of events and rows
 
     @classmethod
-    def of(cls, requests: Sequence[Requests], sent_bytes: int, events: int) -> "_HandedOut":
-        """Return those of the requests whose rows are handed out."""
+    def of(
+        cls,
+        config: Config,
+        model: Model,
+        spec: FeatureSpec,
+        requests: Sequence[Requests],
+        batch: int,
+        rows: int,
+    ) -> "_RowBytes":
+        """Return those of a pass over some rows of a rank's batch."""
+        amp = config.train.amp
+        narrow, sent_bytes = (4 if amp is Amp.off else 2), (2 if amp is Amp.bf16 else 4)
         tables = [asked for asked in requests if asked.hands_out]
-        rows = sum(asked.columns * sum(asked.capacity) for asked in tables)
+        distinct = {asked.tables[0]: sum(asked.capacity) for asked in tables}
+        elements = sum(asked.columns * sum(asked.capacity) for asked in tables)
+        events, of_batch = _events(spec, batch, rows), _events(spec, batch, batch)
+        share = sum(events.values()) / max(sum(of_batch.values()), 1) if events else 1.0
         by_id = (
             asked.columns
-            * (sent_bytes * asked.keys + 4 * (sum(asked.capacity) + asked.keys // IDS_OF_A_PART))
+            * (
+                sent_bytes * share * asked.keys
+                + 4 * (sum(asked.capacity) + share * asked.keys // IDS_OF_A_PART)
+            )
             for asked in tables
         )
-        return cls(sent_bytes * rows, 4 * rows, max(by_id, default=0), events)
+        found = model.activations()
+        kept = _sum_of(found.event_columns, events) * narrow
+        kept += _sum_of(found.event_float32_columns, events) * 4
+        kept += _sum_of(found.row_columns, distinct) * narrow
+        kept += _sum_of(found.row_float32_columns, distinct) * 4
+        return cls(sent_bytes * elements, 4 * elements, round(max(by_id, default=0)), kept)
+
+
+def _sum_of(columns: Mapping[str, int], counts: Mapping[str, int]) -> int:
+    return sum(columns[name] * counts[name] for name in columns)
 
 
 def _dense_pass(
     config: Config,
     model: Model,
+    spec: FeatureSpec,
     batch: int,
     embedding_bytes: int,
-    handed_out: _HandedOut,
+    requests: Sequence[Requests],
+    *,
     is_alone: bool,
 ) -> int:
     """Return the bytes of the dense component's pass over a rank's batch, whose rows have `embedding_bytes` of vectors."""
-    if config.train.accumulate == 1:
-        return _pass_over(config, model, batch, batch * embedding_bytes, handed_out, is_alone)
     chunk, local = -(-batch // config.train.accumulate), batch * embedding_bytes
-    of_chunk = _pass_over(config, model, chunk, chunk * embedding_bytes, handed_out, is_alone)
+    of_rows = _RowBytes.of(config, model, spec, requests, batch, chunk)
+    if chunk == batch:
+        return _pass_over(config, model, batch, local, of_rows, is_alone)
+    of_chunk = _pass_over(config, model, chunk, chunk * embedding_bytes, of_rows, is_alone)
     # Between ranks a chunk's vectors are copied out of the batch's.
     of_chunk += 0 if is_alone else chunk * embedding_bytes
     # The gradients of all vectors are kept until the last chunk, and are checked together under fp16.
-    return local + handed_out.sums + max(of_chunk, _checked_bytes(config, local))
+    return local + of_rows.sums + max(of_chunk, _checked_bytes(config, local))
 
 
 def _pass_over(
-    config: Config, model: Model, rows: int, local: int, handed_out: _HandedOut, is_alone: bool
+    config: Config, model: Model, rows: int, local: int, of_rows: _RowBytes, is_alone: bool
 ) -> int:
     """Return the bytes of the fullest of three moments; `local` are gradients of the rank's embeddings, in bytes."""
     column_bytes = rows * (4 if config.train.amp is Amp.off else 2)
@@ -399,9 +459,10 @@ def _pass_over(
         saved -= reread
         first, *others = layers
         gradients = max(sum(first), *(2 * max(layer) for layer in others))
-    top = (saved + gradients) * column_bytes + handed_out.events
+    # A candidate's part of the gradients of rows is first, beside all activations.
+    top = (saved + gradients) * column_bytes + of_rows.kept + of_rows.gradients
     interaction = local + (layers[0][1] if layers else 0) * column_bytes
-    interaction += handed_out.gradients + handed_out.by_id
+    interaction += of_rows.gradients + of_rows.by_id
     return max(top, interaction, _checked_bytes(config, local))
 
 

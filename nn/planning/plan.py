@@ -38,6 +38,8 @@ class TablePlan:
     memories: int = 1
     # what the ranks of the samples get of it: `vectors`, or the distinct `rows` of a batch
     exchange: str = "vectors"
+    # distinct rows that a rank's first batch asks of each owner; empty where they are estimated
+    batch_rows: tuple[int, ...] = ()
 
     @property
     def has_arena(self) -> bool:

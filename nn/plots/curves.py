@@ -44,6 +44,7 @@ class RunRecords:
     # and of a model of an earlier step
     records: Records
     restarts: Sequence[int] = ()  # steps of the checkpoints that the run resumed from
+    days: Sequence[int] = ()  # steps at which later days began
 
     @property
     def split(self) -> str:
@@ -123,7 +124,7 @@ def draw_curves(run: RunRecords, out_png: Path) -> None:
         for axes, draw in zip(panels[-len(lower) :], lower, strict=True):
             draw(axes, run)
         for axes in panels:
-            for step in set(run.restarts):
+            for step in {*run.restarts, *run.days}:
                 axes.axvline(step, color=INK, linestyle=(0, (1, 2)), linewidth=1.1, zorder=1.5)
         _set_steps(panels, panels[-len(lower) :], run)
 
@@ -169,7 +170,7 @@ def _facts(run: RunRecords, metrics: Sequence[Metric]) -> str:
         epochs = f"{run.last_step / run.steps_per_epoch:.3g}"
         steps += f" ({epochs} epoch{'s' * (epochs != '1')})"
     elif run.num_days > 1:
-        steps += f" on {run.num_days} days"
+        steps += f" on {run.num_days} days{' (dotted)' * bool(run.days)}"
     parts.append(steps)
     _, speeds = series(run.records, "samples_per_s")
     if len(speeds):

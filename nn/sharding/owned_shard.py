@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
+from nn.embedding.declared_tables import initial_bound
 from nn.embedding.local_tables import LocalTable
 from nn.embedding.optimizer import StateField
 from nn.layers.initialization import fill_uniform_
 from nn.ops.stochastic_rounding import rounding_key
 from nn.sharding.planned_tables import PlannedShard, PlannedTable
-from nn.sharding.tables import TableShard
-from nn.tiers.host_tier import DiskSettings, HostTier, TieredShard
+from nn.sharding.tables import TableSettings, TableShard
+from nn.tiers.host_tier import HostTier, TieredShard
+from nn.tiers.initial_rows import InitialRows
 from nn.tiers.row_store import WEIGHT
 
 ON_DEVICE, IN_HOST_MEMORY, ON_DISK = "device", "host", "disk"
@@ -26,7 +28,7 @@ FILLED_ROWS = 2**18
 class OwnedShard:
     """A shard of a table on this rank.
 
-    `weight` [rows, columns] and `states` are all its rows, wherever they lie; what is looked up of those in host memory or on
+    Of one on disk, `weight` has the changes of the weights that `initial` gives (`nn.tiers.initial_rows`). `weight` [rows, columns] and `states` are all its rows, wherever they lie; what is looked up of those in host memory or on
     disk is an arena of the tier, in which the shard has the number `tier_index`. `touched` is the mask of the rows that updates
     have changed, uint8 [rows], where rows are tracked.
     """
@@ -37,6 +39,7 @@ class OwnedShard:
     states: dict[str, Tensor]
     tier_index: int | None = None
     touched: Tensor | None = None
+    initial: InitialRows | None = None
 
     @property
     def memory(self) -> str:
@@ -48,7 +51,7 @@ class OwnedShard:
     @property
     def described(self) -> TableShard:
         row, column = self.metadata.shard_offsets
-        return TableShard(self.table.name, self.weight, row, column)
+        return TableShard(self.table.name, self.weight, row, column, self.initial)
 
     def local_table(self, seed: int, tier: HostTier | None) -> LocalTable:
         """Return the shard with the memory that is looked up and updated."""
@@ -87,7 +90,7 @@ def fill_shard(shard: TableShard, bound: float, seed: int, device: torch.device)
 def allocate_shards(
     placed: Sequence[PlannedShard],
     states: Sequence[StateField],
-    disk: DiskSettings | None,
+    settings: TableSettings,
     device: torch.device,
 ) -> tuple[list[OwnedShard], HostTier | None]:
     """Allocate this rank's shards, and the memory of those in host memory or on disk; weights are not filled.
@@ -119,13 +122,13 @@ def allocate_shards(
         for at, ((table, metadata), weight) in enumerate(zip(placed, weights, strict=True))
     ]
     elsewhere = [shard for shard, is_elsewhere in zip(shards, in_tier, strict=True) if is_elsewhere]
-    return shards, _tier_of(elsewhere, states, disk, device) if elsewhere else None
+    return shards, _tier_of(elsewhere, states, settings, device) if elsewhere else None
 
 
 def _tier_of(
     shards: Sequence[OwnedShard],
     states: Sequence[StateField],
-    disk: DiskSettings | None,
+    settings: TableSettings,
     device: torch.device,
 ) -> HostTier:
     """Allocate host memory, files and arenas, and give them to the shards."""
@@ -133,15 +136,25 @@ def _tier_of(
     for index, shard in enumerate(shards):
         (rows, columns), host = shard.metadata.shard_sizes, shard.table.host
         assert host is not None, "it lies in host memory or on disk"
-        first_row, slots = shard.metadata.shard_offsets[0], host.slots(rows)
+        (first_row, first_column), slots = shard.metadata.shard_offsets, host.slots(rows)
+        if host.is_on_disk:
+            bound = initial_bound(shard.table.declared)
+            shard.initial = InitialRows(settings.seed, shard.table.name, bound)
         tiered.append(
             TieredShard(
-                rows, columns, shard.table.dtype, slots, host.live_rows, first_row, host.is_on_disk
+                rows,
+                columns,
+                shard.table.dtype,
+                slots,
+                host.live_rows,
+                first_row,
+                shard.initial,
+                first_column,
             )
         )
         shard.tier_index = index
     needs_disk = any(shard.is_on_disk for shard in tiered)
-    tier = HostTier(tiered, states, device, disk if needs_disk else None)
+    tier = HostTier(tiered, states, device, settings.disk if needs_disk else None)
     for index, shard in enumerate(shards):
         shard.states = tier.host_rows(index)
         shard.weight = shard.states.pop(WEIGHT)

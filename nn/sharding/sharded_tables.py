@@ -28,12 +28,13 @@ from nn.embedding.pretrained import FileRows
 from nn.embedding.torch_optimizer import table_optimizer
 from nn.embedding.touched_rows import TouchedReplicas
 from nn.layers.sequence_events import SequenceTables
-from nn.sharding.owned_shard import OwnedShard, adjacent, allocate_shards, fill_shard
+from nn.sharding.owned_shard import FILLED_ROWS, OwnedShard, adjacent, allocate_shards, fill_shard
 from nn.sharding.placement import Channels, ColumnShard, Placement, RankTables, place, track_rows
 from nn.sharding.planned_tables import PlannedTable, planned_tables, rank_of, shards_by_rank
 from nn.sharding.rank_group import RankGroup
 from nn.sharding.tables import TableSettings, TableShard, TieredPlan, TouchedShard
 from nn.tiers.host_tier import TierCounts
+from nn.tiers.initial_rows import InitialRows
 from nn.tiers.new_rows import KeyedShard, RowResets
 from nn.tiers.row_store import WEIGHT
 
@@ -63,7 +64,7 @@ class ShardedTables:
         self._group = RankGroup.of(ranks, plan.num_ranks)
         by_rank = shards_by_rank(tables, self._group.size)
         self._own, self.tier = allocate_shards(
-            by_rank[self._group.rank], self._rule.states, settings.disk, device
+            by_rank[self._group.rank], self._rule.states, settings, device
         )
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -110,13 +111,29 @@ class ShardedTables:
         }
 
     def _fill(self) -> None:
+        """Fill the weights with the seed's, which are no memory's of tables on disk, or a file's."""
         for shard in self.shards():
             declared = self._tables[shard.table].declared
+            if shard.initial is not None:
+                continue
             if isinstance(declared.init_fn, FileRows):
                 declared.init_fn(shard.weight, shard.row_offset, shard.column_offset)
             else:
                 fill_shard(shard, initial_bound(declared), self._seed, self._ranks.device)
+        for own in self._own:
+            if own.initial is not None and isinstance(own.table.declared.init_fn, FileRows):
+                self._fill_on_disk(own, own.table.declared.init_fn)
         self.reload()
+
+    def _fill_on_disk(self, own: OwnedShard, rows: FileRows) -> None:
+        """Write the weights of a file to a shard on disk."""
+        assert self.tier is not None, "it is on disk"
+        assert own.tier_index is not None, "it is on disk"
+        row, column = own.metadata.shard_offsets
+        for number, part in enumerate(own.weight.split(FILLED_ROWS)):
+            block, first = torch.empty_like(part), number * FILLED_ROWS
+            rows(block, row + first, column)
+            self.tier.fill(own.tier_index, first, block)
 
     @property
     def names(self) -> list[str]:
@@ -264,6 +281,13 @@ class ShardedTables:
         if self.tier is not None:
             self.tier.close()
 
+    def disk_bytes(self) -> tuple[int, int]:
+        """Return the bytes that tables on disk take at most so far, and with all rows, over all ranks; all ranks must call it."""
+        sizes = (0, 0) if self.tier is None else self.tier.disk_bytes()
+        summed = torch.tensor(sizes, dtype=torch.float64, device=self._ranks.device)
+        stored, full = self._ranks.all_reduce_sum(summed).tolist()
+        return int(stored), int(full)
+
     def host_traffic(self, steps: int) -> dict[str, float]:
         """Return the traffic of tables in host memory per step since the last call; all ranks must call it.
 
@@ -298,6 +322,16 @@ class ShardedTables:
             if table.shards
             else self._replicas[table.name].detach()
             for table in self._all()
+        }
+
+    def initial_rows(self) -> dict[str, InitialRows]:
+        """Return the initial weights of all tables on disk, of which `weights` has the changes, by the same names."""
+        return {
+            f"{table.name}.{WEIGHT}": InitialRows(
+                self._seed, table.name, initial_bound(table.declared)
+            )
+            for table in self._all()
+            if table.host is not None and table.host.is_on_disk
         }
 
     def optimizer_state(self) -> dict[str, Tensor]:

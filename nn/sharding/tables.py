@@ -10,6 +10,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from configs.schema import Amp, OptimizerConfig, ShardingType
 from nn.tiers.host_tier import DiskSettings
+from nn.tiers.initial_rows import InitialRows
 
 ROWS_CUT = (ShardingType.row_wise.value, ShardingType.table_row_wise.value)
 """Layouts that shard a table by rows: over all ranks, or over those of one node."""
@@ -46,12 +47,23 @@ class TieredPlan(ShardingPlan):
 
 @dataclass(frozen=True, slots=True)
 class TableShard:
-    """A shard of a table on this rank; `weight` [rows, columns] is the memory that is trained."""
+    """A shard of a table on this rank; `weight` [rows, columns] is the memory that is trained.
+
+    With `initial` it has the changes of these weights.
+    """
 
     table: str
     weight: Tensor
     row_offset: int
     column_offset: int
+    initial: InitialRows | None = None
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return a copy of the weights of some rows, int64 [n]: [n, columns]."""
+        rows = self.weight[ids]
+        if self.initial is not None:
+            self.initial.toggle(rows, ids + self.row_offset, self.column_offset)
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,14 @@ class DiskStore(RowStore):
         if device.type == "cuda":
             self._buffer_row = self._buffer_row.to(device)
 
+    def fill(self, first: int, values: Tensor) -> None:
+        """Give rows other weights than the initial ones; see `TableFile.fill`."""
+        self._file.fill(first, values)
+
+    def num_bytes(self) -> tuple[int, int]:
+        """Return the bytes on the disk; see `TableFile.num_bytes`."""
+        return self._file.num_bytes()
+
     def read(self, rows: np.ndarray, staying: Sequence[np.ndarray]) -> bool:
         """Read rows into host memory; see `HostRows.read`."""
         is_read = self.host_rows.read(rows, staying)
@@ -89,8 +97,12 @@ class DiskStore(RowStore):
         chosen = torch.from_numpy(are_absent).to(rows.device)
         self.fetch(rows[chosen], slots[chosen])
         for some_rows, some_slots in _blocks(rows[~chosen], slots[~chosen]):
-            for name, part in self.arena.items():
-                values = self.host[name][torch.from_numpy(some_rows)]
+            parts = [
+                torch.empty_like(part[: len(some_rows)], device="cpu")
+                for part in self.arena.values()
+            ]
+            self._file.read(some_rows, [*map(row_items, parts)], np.arange(len(some_rows)))
+            for part, values in zip(self.arena.values(), parts, strict=True):
                 part.index_copy_(0, some_slots, values.to(self._device))
 
 

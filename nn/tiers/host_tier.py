@@ -23,11 +23,12 @@ from nn.ops.exchange_queue import ExchangeQueue
 from nn.ops.host_copy import HostCopy
 from nn.ops.stream_waits import StreamWaits
 from nn.tiers.disk_store import DiskStore
+from nn.tiers.initial_rows import InitialRows
 from nn.tiers.live_batches import Hold, LiveBatches
 from nn.tiers.read_ahead import Need, ReadAhead
 from nn.tiers.row_store import WEIGHT, RowStore, bytes_of_row, kinds_of
 from nn.tiers.slot_map import SlotMap, TierIds, lacks_slots
-from nn.tiers.table_file import TableFile, TierDirectory
+from nn.tiers.table_file import ShardOfFile, TableFile, TierDirectory
 
 if TYPE_CHECKING:
     from nn.tiers.slot_kernels import SlotKernels
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TieredShard:
-    """A shard of a table in host memory, or partly on disk, with an arena of `slots` and at most `live_rows` at work."""
+    """A shard of a table in host memory, or partly on disk, with an arena of `slots` and at most `live_rows` at work.
+
+    `initial` has the weights of rows on disk that are in no file.
+    """
 
     rows: int
     width: int
@@ -43,7 +47,12 @@ class TieredShard:
     slots: int
     live_rows: int
     first_row: int = 0
-    is_on_disk: bool = False
+    initial: InitialRows | None = None
+    first_column: int = 0
+
+    @property
+    def is_on_disk(self) -> bool:
+        return self.initial is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +173,19 @@ class HostTier:
         group, first = self._group_and_row[index]
         end = first + self._shards[index].rows
         return {name: rows[first:end] for name, rows in self._groups[group].store.host.items()}
+
+    def fill(self, index: int, row: int, values: Tensor) -> None:
+        """Give rows of a shard on disk, from one on, other weights than the initial ones, [n, columns]; `reload` follows."""
+        group, first = self._group_and_row[index]
+        store = self._groups[group].disk_store
+        assert store is not None, "it is on disk"
+        store.fill(first + row, values)
+
+    def disk_bytes(self) -> tuple[int, int]:
+        """Return the bytes that the files take on the disk, and what all rows would take."""
+        stores = (group.disk_store for group in self._groups)
+        sizes = [store.num_bytes() for store in stores if store is not None]
+        return sum(stored for stored, _ in sizes), sum(full for _, full in sizes)
 
     def arena(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
         """Return the arena in which a shard's rows are trained, weight and states by name, and the slot of each row, -1 for none.
@@ -408,7 +430,12 @@ def _group_of(
         return _Group(RowStore(sum(rows), sum(slots), kinds, device), slot_map)
     assert directory is not None, "tables on disk have settings"
     name = f"{members[0].width}_{str(members[0].dtype).removeprefix('torch.')}"
-    file = TableFile(directory, name, sum(rows), kinds)
+    shards = [
+        ShardOfFile(shard.rows, shard.initial, shard.first_row, shard.first_column)
+        for shard in members
+        if shard.initial is not None
+    ]
+    file = TableFile(directory, name, shards, kinds)
     kept = slot_map.kept_rows().numpy()
     least = min(sum(slots) - len(kept) + needed, sum(rows) - len(kept))
     assert buffer_rows >= least, "the planner refuses less host memory"

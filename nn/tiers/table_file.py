@@ -1,6 +1,7 @@
 """All rows of some tables in mapped files, and a journal of the rows that have changed since the latest save.
 
-The rows of the files stay as they are between two saves, so that a checkpoint is streamed from them while training continues.
+The files have rows as `nn.tiers.initial_rows` does: those that never changed are holes, which are computed when they are read. The
+rows of the files stay as they are between two saves, so that a checkpoint is streamed from them while training continues.
 Changed rows go to the journal, in the order in which they arrive: mostly at its end, one after the other. The next generation
 of the files is made at the next save, by copying the journal's rows in ascending order.
 
@@ -12,8 +13,9 @@ import mmap
 import os
 import shutil
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +29,9 @@ from dataloading.dataset.durable_files import (
     partial_sibling,
 )
 from nn.distributed.errors import RankError
+from nn.tiers.initial_rows import InitialRows
 from nn.tiers.row_items import row_items
-from nn.tiers.row_store import Kinds
+from nn.tiers.row_store import WEIGHT, Kinds
 
 FOLDER = "tables"
 READERS = 64
@@ -43,6 +46,9 @@ BLOCK_ROWS = 2**16
 EXTENT_BYTES = 2**26
 """Bytes by which a file of the journal grows."""
 ATTEMPTS = 100
+
+Toggle = Callable[[np.ndarray, np.ndarray], None]
+"""Items of ascending rows, and these rows -> what the file has of them, or back, in place."""
 
 
 class TierDirectory:
@@ -111,17 +117,38 @@ def _locked_sibling(root: Path) -> tuple[Path, int]:
     raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
 
+@dataclass(frozen=True, slots=True)
+class ShardOfFile:
+    """Some rows of a table, and some of its columns, in a file."""
+
+    num_rows: int
+    initial: InitialRows
+    first_row: int = 0  # of the table
+    first_column: int = 0
+
+
 class TableFile:
     """Rows of tables of one width and dtype, numbered table after table.
 
-    `rows` are those of the latest save by the name of the part, [num_rows, columns]; they may be written before the first
-    change. Raises RankError: the disk has no room, or a file cannot be made.
+    `rows` are those of the latest save by the name of the part, [num_rows, columns], weights as changes of the initial ones.
+    Raises RankError: the disk has no room, or a file cannot be made.
     """
 
-    def __init__(self, directory: TierDirectory, name: str, num_rows: int, kinds: Kinds) -> None:
+    def __init__(
+        self, directory: TierDirectory, name: str, shards: Sequence[ShardOfFile], kinds: Kinds
+    ) -> None:
         self._directory = directory
+        self._shards = shards
+        self._dtype = kinds[WEIGHT][1]
+        num_rows = sum(shard.num_rows for shard in shards)
         self._parts = [
-            _Part(directory.path / f"{name}_{part}", num_rows, columns, dtype)
+            _Part(
+                directory.path / f"{name}_{part}",
+                num_rows,
+                columns,
+                dtype,
+                self._toggle if part == WEIGHT else None,
+            )
             for part, (columns, dtype) in kinds.items()
         ]
         self.rows = {part: files.rows for part, files in zip(kinds, self._parts, strict=True)}
@@ -142,7 +169,8 @@ class TableFile:
                 for first in range(0, len(numbers), READ_ROWS):
                     some = slice(first, first + READ_ROWS)
                     copied = source.items, numbers[some], target, positions[chosen][some]
-                    jobs.append(self._pool.submit(_copy, *copied))
+                    toggle = None if is_journal else part.toggle
+                    jobs.append(self._pool.submit(_copy, *copied, toggle, numbers[some]))
         for job in jobs:
             job.result()
 
@@ -165,13 +193,36 @@ class TableFile:
             changed = np.flatnonzero(self._change_of_row >= 0)
             for part in self._parts:
                 positions = self._change_of_row[changed]
-                _copy_blocks(part.journal.items, positions, row_items(part.rows), changed)
+                part.write(part.journal.items, positions, changed)
         self.forget()
 
     def store(self, rows: np.ndarray, sources: Sequence[np.ndarray], positions: np.ndarray) -> None:
         """Write values at `positions` of `sources`, one per part, to ascending rows of files that nobody reads, after `merge`."""
         for part, source in zip(self._parts, sources, strict=True):
-            _copy_blocks(source, positions, row_items(part.rows), rows)
+            part.write(source, positions, rows)
+
+    def fill(self, first: int, values: Tensor) -> None:
+        """Give rows weights [n, columns], which are other ones than the initial, before the first change."""
+        items = row_items(values)
+        self._parts[0].write(items, np.arange(len(items)), np.arange(first, first + len(items)))
+
+    def num_bytes(self) -> tuple[int, int]:
+        """Return the bytes that the files and the journal take on the disk, and those of files that have all rows."""
+        mappings = [each for part in self._parts for each in (part.table, part.journal)]
+        full = sum(part.table.row_bytes for part in self._parts) * len(self._change_of_row)
+        return sum(mapping.stored_bytes() for mapping in mappings), full
+
+    def _toggle(self, items: np.ndarray, rows: np.ndarray) -> None:
+        """Turn weights of ascending rows into changes or back, in place."""
+        num_bytes = items.dtype.itemsize
+        values = torch.from_numpy(items.view(np.uint8).reshape(len(items), num_bytes))
+        values, first = values.view(self._dtype), 0
+        for shard in self._shards:
+            end = first + shard.num_rows
+            mine = slice(*np.searchsorted(rows, (first, end)).tolist())
+            numbers = torch.from_numpy(rows[mine] - first + shard.first_row)
+            shard.initial.toggle(values[mine], numbers, shard.first_column)
+            first = end
 
     def forget(self) -> None:
         if self._num_changes:
@@ -180,12 +231,19 @@ class TableFile:
 
 
 class _Part:
+    """A part of all rows; `toggle` turns it into what the file has, or back."""
+
     def __init__(
-        self, path: Path, num_rows: int, columns: Sequence[int], dtype: torch.dtype
+        self,
+        path: Path,
+        num_rows: int,
+        columns: Sequence[int],
+        dtype: torch.dtype,
+        toggle: Toggle | None,
     ) -> None:
+        self.toggle = toggle
         shape = torch.Size([num_rows, *columns])
         self.table = _Mapping(path, num_rows, shape[1:].numel() * dtype.itemsize)
-        self.table.grow(num_rows)
         self.journal = _Mapping(
             path.with_name(f"{path.name}.journal"), num_rows, self.table.row_bytes
         )
@@ -195,6 +253,11 @@ class _Part:
         except RuntimeError as error:
             raise _unwritable(path, str(error).splitlines()[0]) from None
         self.rows: Tensor = items.view(shape)
+
+    def write(self, source: np.ndarray, positions: np.ndarray, rows: np.ndarray) -> None:
+        """Write values at `positions` of a source to ascending rows of the file; RankError: disk full."""
+        self.table.reserve(rows)
+        _copy_blocks(source, positions, row_items(self.rows), rows, self.toggle)
 
 
 def _unwritable(path: Path, reason: str | None) -> RankError:
@@ -225,15 +288,32 @@ class _Mapping:
         if needed <= self._allocated:
             return
         end = min(-(-needed // EXTENT_BYTES) * EXTENT_BYTES, self._num_bytes)
+        self._allocate(self._allocated, end)
+        self._allocated = end
+
+    def reserve(self, rows: np.ndarray) -> None:
+        """Let the disk have room for ascending rows, as `grow` does for the first ones."""
+        page = mmap.PAGESIZE
+        firsts = rows * self.row_bytes // page
+        ends = -(-(rows + 1) * self.row_bytes // page)
+        is_first = np.append(True, firsts[1:] > ends[:-1])[: len(rows)]
+        is_last = np.append(is_first[1:], True)[: len(rows)]
+        for first, end in zip(firsts[is_first].tolist(), ends[is_last].tolist(), strict=True):
+            self._allocate(first * page, min(end * page, self._num_bytes))
+
+    def stored_bytes(self) -> int:
+        """Return the bytes of the file that take room on the disk."""
+        return 512 * os.fstat(self._descriptor).st_blocks
+
+    def _allocate(self, first: int, end: int) -> None:
         try:
-            os.posix_fallocate(self._descriptor, self._allocated, end - self._allocated)
+            os.posix_fallocate(self._descriptor, first, end - first)
         except OSError as error:
             free = shutil.disk_usage(self._path.parent).free
             raise RankError(
-                f"sharding.disk_path={self._path.parent.parent}: no room for {(end - self._allocated) / 2**30:,.2f} GiB more of "
+                f"sharding.disk_path={self._path.parent.parent}: no room for {(end - first) / 2**30:,.2f} GiB more of "
                 f"the tables with tier: disk ({error.strerror}, {free / 2**30:,.2f} GiB free); {REMEDY}"
             ) from None
-        self._allocated = end
 
     def read_ahead(self, rows: np.ndarray) -> None:
         """Let the kernel read runs of adjoining pages as one; single pages are read when they are touched."""
@@ -253,8 +333,13 @@ def _copy(
     source_positions: np.ndarray,
     target: np.ndarray,
     target_positions: np.ndarray,
+    toggle: Toggle | None = None,
+    rows: np.ndarray | None = None,
 ) -> None:
-    target[target_positions] = source.take(source_positions)
+    items = source.take(source_positions)
+    if toggle is not None and rows is not None:
+        toggle(items, rows)
+    target[target_positions] = items
 
 
 def _copy_blocks(
@@ -262,7 +347,9 @@ def _copy_blocks(
     source_positions: np.ndarray,
     target: np.ndarray,
     target_positions: np.ndarray,
+    toggle: Toggle | None = None,
 ) -> None:
     for first in range(0, len(source_positions), BLOCK_ROWS):
         some = slice(first, first + BLOCK_ROWS)
-        _copy(source, source_positions[some], target, target_positions[some])
+        rows = target_positions[some]
+        _copy(source, source_positions[some], target, rows, toggle, rows)

@@ -25,6 +25,7 @@ from nn.observability.annotations import annotate
 from nn.sharding.batch_rows import BatchRows
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import local_tensors
+from nn.tiers.initial_rows import InitialRows
 from nn.training.dense_optimizer import DenseUpdate
 from nn.training.gradient_bucket import GradientBucket
 from nn.training.loss_readback import LossReadback
@@ -211,6 +212,11 @@ class TrainStep:
     @property
     def table_names(self) -> list[str]:
         return self.tables.names
+
+    @property
+    def initial_rows(self) -> dict[str, InitialRows]:
+        """Return the initial weights of tables on disk, of which the state has the changes, by name."""
+        return {f"tables.{name}": of for name, of in self.tables.initial_rows().items()}
 
     def state_dict(self, *, with_optimizer: bool = True) -> dict[str, Tensor]:
         """Return this rank's shards of weights and optimizer state, without copying them.

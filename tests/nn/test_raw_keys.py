@@ -181,6 +181,11 @@ def tables_of_many(path: str, options: list[str]):
             if name.startswith("tables.") and hasattr(value, "local_shards")
             for shard in value.local_shards()
         }
+        for own in built.step.tables.shards():
+            if own.initial is not None:  # the state has changes of it
+                offsets = [own.row_offset, own.column_offset]
+                weights = own.rows(torch.arange(len(own.weight)))
+                tables[f"tables.{own.table}.weight {offsets}"] = weights.numpy()
         tier = built.step.tables.tier
         left = 0 if tier is None else tier.take_counts().rows_out
         built.step.close()

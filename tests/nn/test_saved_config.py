@@ -55,6 +55,24 @@ def test_a_run_takes_further_options_and_records_the_command_as_written(saved, t
     assert "holds the complete run already" in again.out
 
 
+@pytest.mark.parametrize(
+    ("more", "run_dir"),
+    [
+        ([], "runs/a"),
+        (["mode=train"], "runs/a"),
+        (["mode=eval"], None),
+        (["mode=plan"], None),
+        (["mode=eval", "run_dir=runs/b"], "runs/b"),
+    ],
+)
+def test_another_mode_does_not_write_into_the_directory_of_the_run(saved, more, run_dir):
+    values = yaml.safe_load(saved.read_text())
+    saved.write_text(yaml.safe_dump(values | {"run_dir": "runs/a"}))
+    ended = run_command(f"config={saved}", *more, "--cfg", "job")
+    assert ended.exit_code == 0, ended.err
+    assert yaml.safe_load(ended.out)["run_dir"] == run_dir
+
+
 def test_mappings_of_the_command_line_replace_those_of_the_file(saved, tmp_path):
     text = saved.read_text()
     first = "tasks={label: {label_smoothing: 0.1, focal_gamma: 2}}"

@@ -392,6 +392,7 @@ SUBPACKAGES = {
 }
 MOST_MODULES = 21
 KNOWS_RANKS = {
+    "nn.distributed.link_rates",
     "nn.distributed.process_group",
     "nn.planning.balance",
     "nn.planning.host_choice",

@@ -31,7 +31,7 @@ def save_run(directory: Path, overrides: list[str], num_steps: int = 2) -> tuple
     """Train a run and save its checkpoint; return its path and the logits of its test split; needs a process group."""
     built = build(compose_config(*overrides))
     built.train(0, num_steps)
-    write(directory, num_steps, built.step.state_dict(), built.step.table_names, HostChannel())
+    write(directory, num_steps, built.step.state_dict(), built.step, HostChannel())
     facts = facts_of(built.config, built.source.spec, built.ranks) | {"num_steps": num_steps}
     if built.ranks.is_rank0:
         commit(directory, num_steps, facts)

@@ -1,6 +1,7 @@
 """Checkpoints from anybody, with right checksums: refused with one line, before a file that they name is opened."""
 
 import json
+import math
 import os
 import shutil
 import zlib
@@ -62,7 +63,7 @@ def original(tmp_path_factory, built) -> Path:
     config, spec = built.config, model_spec(built.config, built.source)
     built.train(0, 1)
     state = built.step.state_dict()
-    checkpoint.write(directory, 1, state, built.step.table_names, HostChannel())
+    checkpoint.write(directory, 1, state, built.step, HostChannel())
     facts = checkpoint.facts_of(config, spec, built.ranks)
     return commit(directory, 1, facts | {"num_steps": 1, "trainer": TRAINER})
 
@@ -161,6 +162,7 @@ NAMES = [
     3,
     None,
 ]
+INITIAL = {"seed": 1, "table": "cat_0", "bound": 0.1}
 INDEXES: dict[str, Callable[[dict], Any]] = {
     **{f"file {name!r}": lambda x, name=name: chunk(x).update(file=name) for name in NAMES},
     "format text": lambda x: x.update(format="1"),
@@ -196,6 +198,21 @@ INDEXES: dict[str, Callable[[dict], Any]] = {
     "checksums missing": lambda x: chunk(x).update(crc32=[]),
     "checksums text": lambda x: chunk(x).update(crc32=["1"]),
     "no file": lambda x: chunk(x).pop("file"),
+    **{
+        f"initial weights {named}": lambda x, of=of: weight(x).update(initial=of)
+        for named, of in {
+            "a number": 3,
+            "a list": [1],
+            "empty": {},
+            "of another table": INITIAL | {"table": "cat_1"},
+            "of a table no text": INITIAL | {"table": "\ud800"},
+            "of a seed text": INITIAL | {"seed": "1"},
+            "without a bound": {"seed": 1, "table": "cat_0"},
+            "of a bound nan": INITIAL | {"bound": math.nan},
+            "of a bound below 0": INITIAL | {"bound": -0.1},
+        }.items()
+    },
+    "initial weights of numbers": lambda x: weight(x).update(dtype="int32", initial=INITIAL),
 }
 
 

@@ -1,6 +1,7 @@
 """HSTU against its formulas, the numbers of MLPerf's dlrm_v4, and what must not reach a result."""
 
 import math
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from configs.schema import ModelConfig
 from dataloading.dataset.dataset_directory import write_dataset
@@ -165,8 +167,8 @@ def model_of(num_candidates: int = 1, num_tasks: int = 1, dtype=torch.float32, *
 def plain_logits(model: HSTU, samples: Samples, **options) -> Tensor:
     weights, count = dict(model.named_parameters()), samples.num_candidates
     longest = {
-        "batch_max": max(samples.lengths) + 2 + count,
-        "capacity": LONGEST + 2 + count,
+        "batch_max": max(samples.lengths) + 3,
+        "capacity": LONGEST + 3,
     }
     found = []
     for number, length in enumerate(samples.lengths):
@@ -180,7 +182,7 @@ def plain_logits(model: HSTU, samples: Samples, **options) -> Tensor:
             weights,
             heads=2,
             layers=2,
-            n=longest.get(options.get("attention_norm", "batch_max"), length + 2 + count),
+            n=longest.get(options.get("attention_norm", "batch_max"), length + 3),
             bits=options.get("action_bits", [1, 2, 4]),
             seconds=ages - query,
             ages=all_ages if options.get("relative_bias") else None,
@@ -228,6 +230,42 @@ def test_logits_and_gradients_are_those_of_the_formulas(num_candidates, num_task
     for name, one, other in zip(names, got, wanted, strict=True):
         error = (one - other).norm() / other.norm().clamp(min=1e-3)
         assert error < (1e-6 if name == "logits" else 1e-5), (name, error)
+
+
+@pytest.mark.parametrize("norm", ["batch_max", "capacity", "length"])
+@pytest.mark.parametrize("options", [{}, RESEARCH, {"item_mlps": "item"}])
+def test_several_candidates_are_as_many_samples_of_one(options, norm):
+    """Logits, and loss with its gradients of parameters and rows; dropout apart, whose masks differ."""
+    count, lengths = 3, LENGTHS
+    together = Samples(lengths, count, torch.double)
+    apart = Samples(lengths, count, torch.double)
+    found = []
+    for samples in (together, apart):
+        for leaf in samples.leaves():
+            leaf.requires_grad_()
+    chosen = options | {"attention_norm": norm}
+    model = model_of(count, dtype=torch.double, **chosen)
+    found.append(model(together.hours, together.embeddings()))
+    single = model_of(dtype=torch.double, **chosen)
+    single.load_state_dict(model.state_dict())
+    columns = []
+    for number in range(count):
+        one = copy(apart)
+        one.num_candidates = 1
+        one.ids = apart.ids | {name: apart.ids[name][number::count] for name in ITEMS}
+        columns.append(single(one.hours, one.embeddings()))
+    found.append(torch.stack(columns, dim=1))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
+    labels = torch.arange(found[0].numel()).view_as(found[0]) % 2
+    losses = [binary_cross_entropy_with_logits(logits, labels.double()) for logits in found]
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+    grads = [
+        torch.autograd.grad(loss, [*of.parameters(), *samples.leaves()])
+        for loss, of, samples in zip(losses, (model, single), (together, apart), strict=True)
+    ]
+    names = [name for name, _ in model.named_parameters()]
+    for name, one, other in zip([*names, "item", "artist", "context"], *grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12, msg=name)
 
 
 def test_the_published_model_has_its_size():

@@ -23,6 +23,7 @@ from nn.planning.host_tables import (
 )
 from nn.planning.plan import TablePlan
 from nn.tiers.host_tier import DiskSettings, HostTier, TieredShard, ring_slots
+from nn.tiers.initial_rows import InitialRows
 from nn.tiers.look_ahead import LookAhead
 from nn.tiers.read_ahead import READ_AHEAD_BATCHES, Need
 from nn.tiers.slot_map import SlotMap, TierIds
@@ -210,7 +211,7 @@ def test_the_expected_rows_are_those_that_the_slot_map_fetches(exponent, drawn):
 def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, buffer_rows, tmp_path):
     rows, slots, ids = 20_000, 4000, 128 * (1 + drawn)
     live_rows = LIVE_BATCHES * ids
-    shard = TieredShard(rows, 4, torch.float32, slots, live_rows, is_on_disk=True)
+    shard = TieredShard(rows, 4, torch.float32, slots, live_rows, initial=InitialRows(1, "t", 0.1))
     cpu = torch.device("cpu")
     tier = HostTier([shard], [], cpu, DiskSettings(tmp_path, buffer_rows * 16))
     tier.reload()

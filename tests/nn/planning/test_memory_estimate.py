@@ -265,7 +265,11 @@ def test_a_plan_for_gpus_tells_the_peak_and_whether_it_fits():
     fits = run_command(*plan, "sharding.hbm_gib=1").out
     assert "GiB at its peak on rank 0" in fits
     assert "too much" not in fits
-    assert "lower train.batch_size" in run_command(*plan, "sharding.hbm_gib=0.05").out
+    # Two chunks take 0.111 GiB, four 0.104 GiB, and as many as rows 0.097 GiB.
+    assert "set train.accumulate=4, lower" in run_command(*plan, "sharding.hbm_gib=0.108").out
+    in_chunks = run_command(*plan, "sharding.hbm_gib=0.108", "train.accumulate=4").out
+    assert "too much" not in in_chunks
+    assert "do not: lower train.batch_size" in run_command(*plan, "sharding.hbm_gib=0.05").out
     assert "at its peak" not in run_command("mode=plan", *TINY).out
 
 

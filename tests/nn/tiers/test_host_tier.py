@@ -309,6 +309,9 @@ def second_half(built: Built, half: int) -> tuple[list[float], dict[str, list[to
         name: [tensor.detach().cpu().clone() for tensor in local_tensors(value)]
         for name, value in built.step.state_dict().items()
     }
+    for shard in built.step.tables.shards():
+        if shard.initial is not None:  # one of a table
+            state[f"tables.{shard.table}.weight"] = [shard.rows(torch.arange(len(shard.weight)))]
     # Which rows the second half has changed.
     state["touched"] = [shard.touched.cpu() for shard in built.step.tables.touched_shards()]
     built.step.close()

@@ -11,6 +11,7 @@ from nn.distributed.errors import RankError
 from nn.embedding.optimizer import StateField
 from nn.tiers import host_tier, slot_kernels
 from nn.tiers.host_tier import DiskSettings, HostTier, TieredShard
+from nn.tiers.initial_rows import InitialRows
 from nn.tiers.row_store import WEIGHT, RowStore, kinds_of
 from nn.tiers.slot_kernels import SlotKernels
 from nn.tiers.slot_map import DeviceMoves, SlotMap, TierIds
@@ -163,11 +164,16 @@ def test_a_tier_with_kernels_keeps_the_rows_of_one_without(device, on_disk, monk
     ]
     tiers = [HostTier(shards, [], CPU)]
     monkeypatch.setattr(host_tier, "maps_by_kernels", lambda device: True)
-    others = [replace(shard, is_on_disk=on_disk) for shard in shards]
+    initial = InitialRows(1, "t", 0.1) if on_disk else None
+    others = [replace(shard, initial=initial) for shard in shards]
     tiers.append(HostTier(others, [], device, DiskSettings(tmp_path, 900 * 16)))
     for tier, on in zip(tiers, (CPU, device), strict=True):
         for index in range(2):
-            tier.host_rows(index)[WEIGHT].copy_(torch.arange(shards[index].rows).view(-1, 1) % 89)
+            values = (torch.arange(shards[index].rows).view(-1, 1) % 89).float().repeat(1, 4)
+            if tier is tiers[1] and on_disk:
+                tier.fill(index, 0, values)
+            else:
+                tier.host_rows(index)[WEIGHT].copy_(values)
         tier.reload()
         holds = []
         for number in range(9):
@@ -189,8 +195,11 @@ def test_a_tier_with_kernels_keeps_the_rows_of_one_without(device, on_disk, monk
     assert (counts[1].disk_rows_out > 0) == on_disk
     # The batch that has no pass is not counted where kernels map.
     assert counts[0].rows_in > counts[1].rows_in > 400
-    for index in range(2):
-        plain, other = (tier.host_rows(index)[WEIGHT] for tier in tiers)
+    for index, shard in enumerate(others):
+        plain, other = (tier.host_rows(index)[WEIGHT].clone() for tier in tiers)
+        if shard.initial is not None:
+            rows = torch.arange(shard.first_row, shard.first_row + shard.rows)
+            shard.initial.toggle(other, rows)
         assert torch.equal(plain, other)
 
 

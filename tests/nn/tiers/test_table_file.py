@@ -11,14 +11,29 @@ import pytest
 import torch
 
 from nn.distributed.errors import RankError
+from nn.layers.initialization import fill_uniform_
 from nn.tiers import table_file
+from nn.tiers.initial_rows import InitialRows
 from nn.tiers.row_items import row_items
-from nn.tiers.table_file import TableFile, TierDirectory, removable_bytes
+from nn.tiers.table_file import ShardOfFile, TableFile, TierDirectory, removable_bytes
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
 
 ROWS = 5000
 KINDS = {"weight": ([6], torch.bfloat16), "momentum1": ([], torch.float32)}
+SHARDS = [
+    ShardOfFile(2000, InitialRows(3, "a", 0.5), first_row=700, first_column=6),
+    ShardOfFile(3000, InitialRows(3, "b", 0.25)),
+]
+
+
+def initial_rows() -> list[torch.Tensor]:
+    weight = torch.empty(ROWS, 6, dtype=torch.bfloat16)
+    for part, shard in zip(weight.split([2000, 3000]), SHARDS, strict=True):
+        at = {"row_offset": shard.first_row, "col_offset": shard.first_column}
+        initial = shard.initial
+        fill_uniform_(part, seed=3, table=initial.table, bound=initial.bound, **at)
+    return [weight, torch.zeros(ROWS)]
 
 
 def read(file: TableFile, rows: np.ndarray) -> list[torch.Tensor]:
@@ -29,13 +44,16 @@ def read(file: TableFile, rows: np.ndarray) -> list[torch.Tensor]:
 
 def test_changed_rows_are_read_and_reach_the_file_at_the_merge_only(tmp_path, monkeypatch):
     monkeypatch.setattr(table_file, "BLOCK_ROWS", 7)
-    file = TableFile(TierDirectory(tmp_path), "t", ROWS, KINDS)
+    file = TableFile(TierDirectory(tmp_path), "t", SHARDS, KINDS)
     generator = torch.Generator().manual_seed(1)
-    for rows in file.rows.values():
-        rows.copy_(torch.rand(rows.shape, generator=generator))
-    stored = [rows.clone() for rows in file.rows.values()]
-    newest = [rows.clone() for rows in stored]
     everything = np.arange(ROWS)
+    assert all(map(torch.equal, read(file, everything), initial_rows()))
+    weights = torch.rand(300, 6, generator=generator).bfloat16()
+    file.fill(100, weights)
+    stored = [rows.clone() for rows in file.rows.values()]
+    newest = initial_rows()
+    newest[0][100:400] = weights
+    assert all(map(torch.equal, read(file, everything), newest))
     for _ in range(3):
         changed = torch.randperm(ROWS, generator=generator)[:900]
         values = [torch.rand(900, *part.shape[1:], generator=generator).to(part) for part in stored]
@@ -46,8 +64,30 @@ def test_changed_rows_are_read_and_reach_the_file_at_the_merge_only(tmp_path, mo
         # A checkpoint may be written from these.
         assert all(map(torch.equal, file.rows.values(), stored))
     file.merge()
-    assert all(map(torch.equal, file.rows.values(), newest))
     assert all(map(torch.equal, read(file, everything), newest))
+    # What the seed gives is not stored.
+    weight, state = file.rows.values()
+    initial, _ = initial_rows()
+    assert torch.equal(
+        weight.view(torch.int16), newest[0].view(torch.int16) ^ initial.view(torch.int16)
+    )
+    assert torch.equal(state, newest[1])
+
+
+def test_rows_that_never_change_take_no_room(tmp_path):
+    """Of 2 million rows 8 change; a page is 4 KiB."""
+    kinds = {"weight": ([32], torch.float32), "momentum1": ([], torch.float32)}
+    shards = [ShardOfFile(2_000_000, InitialRows(3, "a", 0.5))]
+    file = TableFile(TierDirectory(tmp_path), "t", shards, kinds)
+    assert file.num_bytes() == (0, 2_000_000 * 132)
+    rows = np.array([0, 1, 2, 31, 32, 70_000, 1_000_000, 1_999_999])
+    values = [torch.rand(8, 32), torch.rand(8)]
+    file.store(rows, [*map(row_items, values)], np.arange(8))
+    stored, _ = file.num_bytes()
+    assert 0 < stored <= 2 * 8 * 2 * 4096
+    found = [torch.zeros(8, 32), torch.zeros(8)]
+    file.read(rows, [*map(row_items, found)], np.arange(8))
+    assert all(map(torch.equal, found, values))
 
 
 def raising(error: Exception) -> Callable[..., None]:
@@ -64,8 +104,9 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
+    file = TableFile(directory, "t", SHARDS, KINDS)
     with pytest.raises(RankError, match=r"no room for 0\.00 GiB more .*No space left"):
-        TableFile(directory, "t", ROWS, KINDS)
+        file.fill(0, torch.zeros(1, 6, dtype=torch.bfloat16))
     monkeypatch.undo()
     for module, name, error in (
         (os, "open", OSError(errno.ENOSPC, "No space left on device")),
@@ -76,7 +117,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
             with pytest.raises(
                 RankError, match=r"disk_path=.*: t_.* cannot be written: .*No space"
             ):
-                TableFile(directory, "t", ROWS, KINDS)
+                TableFile(directory, "t", SHARDS, KINDS)
     with pytest.raises(ValueError, match=r"disk_path=/proc/1/x cannot be written: "):
         TierDirectory(Path("/proc/1/x"))
 

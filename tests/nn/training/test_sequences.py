@@ -29,6 +29,7 @@ from nn.models.description import _parsed, describe_model
 from nn.models.model import Activations, Model
 from nn.planning.memory_estimate import RankMemory, plan_memory, requests_of
 from nn.sharding import request_capacity
+from nn.sharding.request_capacity import capacity_for
 from nn.step_floor import floor_of, power_law_shares, unique_rows
 from nn.tiers.traffic import power_law_share
 from nn.training.prediction_pass import predictions
@@ -277,8 +278,8 @@ def plain(overrides: list[str]) -> Plain:
     with ranks_with_room():
         run = built(overrides)
         tables = {
-            name.removesuffix(".weight"): nn.Parameter(value.local_shards()[0].tensor.clone())
-            for name, value in run.step.tables.weights().items()
+            shard.table: nn.Parameter(shard.rows(torch.arange(len(shard.weight))))
+            for shard in run.step.tables.shards()
         }
         dense = Events.build(run.config.model, run.source.spec)
         dense.load_state_dict(run.step.dense.state_dict())
@@ -325,7 +326,12 @@ def trained(cases: list[list[str]], reserve: float, spread: float) -> list:
             passed = predictions(run.step, run.test_loader.batches(0, 2), run.ranks.device)
             scores = torch.stack([logits.clone() for _, logits in passed])
             shards = [
-                (shard.table, shard.row_offset, shard.column_offset, shard.weight.clone())
+                (
+                    shard.table,
+                    shard.row_offset,
+                    shard.column_offset,
+                    shard.rows(torch.arange(len(shard.weight))),
+                )
                 for shard in run.step.tables.shards()
             ]
             found.append((losses, scores, shards))
@@ -464,6 +470,25 @@ def test_plan_and_floor_count_events_and_rows_that_are_handed_out(dataset, monke
         events = 2 * hotness["hist_item"] + hotness["cart_item"]
         ids = of_item + hotness["hist_genre"] + 2
         assert floor.hbm["batch"] == pytest.approx(batch * (8 * (2 + events) + 8 + 12 * ids))
+
+
+def test_a_plan_has_the_distinct_rows_of_a_first_batch(dataset):
+    row_wise = "sharding.tables={item: row_wise, hist_genre: data_parallel}"
+    options = ("device=cuda", "sharding.hbm_gib=1", "sharding.world_size=2", "train.batch_size=64")
+    found = overrides_of(dataset, "sgd", "table_wise", *options, row_wise)
+    config = compose_config(*found, "data.shuffle_block=0")
+    source = open_source(config)
+    plan = {row.table: row for row in build_plan(config, source, planned_hardware(config))[1]}
+    # The rows of rank 0.
+    ids = source.read("train", np.array([[0, 32]])).ids
+    of = dict(zip([feature.name for feature in source.spec.categorical], ids, strict=True))
+    rows = np.unique(np.concatenate([of[name] for name in ("item", "hist_item", "cart_item")]))
+    half = -(-ITEMS // 2)
+    assert plan["item"].batch_rows == (int((rows < half).sum()), int((rows >= half).sum()))
+    assert plan["hist_genre"].batch_rows == (len(np.unique(of["hist_genre"])),)
+    assert plan["pair"].batch_rows == ()
+    asked = {each.tables[0]: each for each in requests_of(config, source.spec, [*plan.values()], 2)}
+    assert asked["item"].capacity == tuple(map(capacity_for, plan["item"].batch_rows))
 
 
 def test_rows_of_events_are_not_cut_by_columns(dataset):

@@ -119,7 +119,7 @@ def test_labels_by_the_id_of_a_request_tell_the_calibration(model, tmp_path):
                 "price",
                 [1],
                 400,
-                "'price' is no output with probabilities",
+                "'price' is no output with probabilities; those are 'click'",
             ),
             (second["id"], "click", [1, 0], 400, "want 3 numbers from 0 to 1"),
             (second["id"], "click", [2, 1, 0], 400, "want 3 numbers from 0 to 1"),

@@ -1,0 +1,59 @@
+"""The distinct rows that a rank's first batch asks for, of tables whose rows the dense component takes.
+
+How often ids occur does not tell them: the rows of a user repeat the events of that user.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from configs.schema import Config
+from dataloading.dataset.source import Source
+from dataloading.partition import Shuffle, rows_at
+from nn.planning.plan import TablePlan
+
+
+def with_rows_of_first_batch(
+    plan: Sequence[TablePlan],
+    declared: Sequence[EmbeddingBagConfig],
+    config: Config,
+    source: Source,
+    split: str,
+    world_size: int,
+) -> list[TablePlan]:
+    """Return the plan with what rank 0 asks of each owner; as it is for clicks that are drawn, and raw keys."""
+    tables = [table.table for table in plan if table.exchange == "rows" and not table.num_vectors]
+    block = config.data.shuffle_block
+    if not tables or config.data.path is None or source.spec.dynamic_tables:
+        return list(plan)
+    runs = rows_at(
+        0,
+        num_rows=source.num_rows(split),
+        batch_size=config.train.batch_size,
+        rank=0,
+        world_size=world_size,
+        shuffle=Shuffle(config.seed, 0, block) if block else None,
+    ).runs
+    try:
+        ids = source.read(split, runs).ids
+    except (OSError, ValueError):
+        # An estimate does without; the loader names what is wrong.
+        return list(plan)
+    of_feature = {
+        feature.name: own for feature, own in zip(source.spec.categorical, ids, strict=True)
+    }
+    of_table = {
+        table.name: [of_feature[name] for name in table.feature_names] for table in declared
+    }
+
+    def counted(table: TablePlan) -> TablePlan:
+        if table.table not in tables:
+            return table
+        distinct = np.unique(np.concatenate(of_table[table.table]))
+        owners = len(table.ranks) if table.is_row_wise else 1
+        owner = distinct // -(-table.num_embeddings // owners)
+        return replace(table, batch_rows=tuple(np.bincount(owner, minlength=owners).tolist()))
+
+    return [counted(table) for table in plan]

@@ -1,0 +1,172 @@
+"""Memory that HSTU declares, against the bytes of the tensors that torch keeps; without a GPU, of one too."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nn.layers.distinct_rows import DistinctRows
+from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.sequence_events import SequenceEvents
+from nn.models.hstu import HSTU
+from tests.nn.models.test_hstu import HISTORIES, ITEMS, LONGEST, hstu_spec, options_of
+
+SAMPLES, COLUMNS = 8, 128
+SIZES = {
+    "embedding_dim": COLUMNS,
+    "input_hidden": 64,
+    "width": COLUMNS,
+    "layers": 3,
+    "heads": 4,
+    "head_dim": 32,
+    "action": None,
+}
+VARIANTS: dict[str, dict[str, object]] = {
+    "as_it_is": {"item_mlps": "item"},
+    "all_positions": {"item_mlps": "item", "last_layer_of_candidates": False},
+    "mlps_by_row": {"item_mlps": "row"},
+    "mlps_by_position": {"item_mlps": "position"},
+    "research": {"item_mlps": "item", "silu_all": True, "concat": False},
+    "wide_heads": {"item_mlps": "item", "head_dim": 64},
+}
+
+
+class Kept(torch.autograd.Function):
+    """Attention's memory: it keeps queries, keys and values, and has a gradient of each."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(of) for of in ctx.saved_tensors)
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of all memories that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive, self.most = WeakIdKeyDictionary(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for found in tree_leaves(out):
+            if isinstance(found, Tensor):
+                memory = found.untyped_storage()
+                self._alive[memory] = memory.nbytes()
+        self.most = max(self.most, sum(self._alive.values()))
+        return out
+
+
+def inputs(events: int, rows: int, dtype: torch.dtype, device: str) -> PooledEmbeddings:
+    """Return the embeddings of a batch with room for `events`; tables hand out `rows`."""
+    ids = {"dtype": torch.int32, "device": device}
+    starts, lengths = torch.empty(SAMPLES, **ids), torch.empty(SAMPLES, **ids)
+    values = {
+        item: torch.empty(rows + 1, COLUMNS, dtype=dtype, device=device, requires_grad=True)
+        for item in ITEMS
+    }
+
+    def rows_of(table: str, name: str) -> DistinctRows:
+        positions = torch.empty(events if name in HISTORIES else SAMPLES, **ids)
+        return DistinctRows(values[table], positions, starts, lengths)
+
+    found = SequenceEvents(
+        {history: rows_of(item, history) for item, history in zip(ITEMS, HISTORIES, strict=True)},
+        {"hist_time": torch.empty(events, device=device)},
+        starts,
+        lengths,
+        torch.empty(events, **ids),
+        LONGEST,
+    )
+    context = torch.empty(SAMPLES, 2 * COLUMNS, dtype=dtype, device=device, requires_grad=True)
+    return PooledEmbeddings.with_rows(context, rows_of, lambda name: found)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    kernels = ModuleType("nn.ops.triton.hstu_attention")
+    kernels.attend = lambda q, k, v, *_: Kept.apply(q, k, v)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    attention = "nn.layers.stu.hstu_attention"
+    monkeypatch.setattr(attention, lambda q, k, v, *_, **__: Kept.apply(q, k, v))
+
+
+def kept_bytes(model_options: dict, events: int, rows: int, amp: bool) -> tuple[int, int]:
+    """Return the bytes that a GPU keeps for the backward pass and what is declared, parameters and samples apart."""
+    dtype = torch.bfloat16 if amp else torch.float32
+    memories: dict[int, Any] = {}
+    with FakeTensorMode(), torch.device("cuda"):
+        model = HSTU.build(options_of(**SIZES | model_options), hstu_spec())
+        parameters = {of.untyped_storage()._cdata for of in model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            memory = tensor.untyped_storage()
+            if memory._cdata not in parameters:
+                memories[memory._cdata] = memory
+            return tensor
+
+        torch.set_autocast_enabled("cuda", amp)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        try:
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                model(torch.empty(SAMPLES, 1), inputs(events, rows, dtype, "cuda"))
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.clear_autocast_cache()
+    return sum(of.nbytes() for of in memories.values()), declared(model, events, rows, dtype)
+
+
+def declared(model: HSTU, events: int, rows: int, dtype: torch.dtype) -> int:
+    found = model.activations()
+    narrow = found.event_columns["history"] * events + found.row_columns["item"] * rows
+    wide = found.event_float32_columns["history"] * events
+    return narrow * dtype.itemsize + 4 * (wide + found.row_float32_columns["item"] * rows)
+
+
+@pytest.mark.parametrize("amp", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_an_event_and_a_row_keep_is_declared(without_kernels, variant, amp):
+    options, dtype = VARIANTS[variant], torch.bfloat16 if amp else torch.float32
+    small, of_small = kept_bytes(options, 4_000, 100, amp)
+    large, of_large = kept_bytes(options, 9_000, 100, amp)
+    # Beside what is kept: a gradient of a layer's columns in both dtypes, or two.
+    inner = max(COLUMNS, 4 * int(options.get("head_dim", 32)))
+    beside = 5_000 * inner * (dtype.itemsize + 4) * (2 if variant == "all_positions" else 1)
+    assert large - small == pytest.approx(of_large - of_small - beside, rel=0.05)
+
+
+@pytest.mark.parametrize("variant", ["as_it_is", "mlps_by_row", "mlps_by_position"])
+def test_what_a_row_keeps_is_declared(without_kernels, variant):
+    (small, of_small), (large, of_large) = (
+        kept_bytes(VARIANTS[variant], 4_000, rows, True) for rows in (100, 2_100)
+    )
+    # The item's rows lie in the memory of the lookup.
+    looked_up = 2_000 * COLUMNS * 2 if variant != "mlps_by_position" else 0
+    assert large - small - looked_up == pytest.approx(of_large - of_small, rel=0.05)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_pass_allocates_what_is_declared(without_kernels, variant):
+    def peak(events: int) -> tuple[int, int]:
+        with FakeTensorMode():
+            model = HSTU.build(options_of(**SIZES | VARIANTS[variant]), hstu_spec())
+            embeddings = inputs(events, 100, torch.float32, "cpu")
+            with Peak() as counted:
+                model(torch.empty(SAMPLES, 1), embeddings).sum().backward()
+        return counted.most, declared(model, events, 100, torch.float32)
+
+    small, of_small = peak(4_000)
+    large, of_large = peak(9_000)
+    assert large - small == pytest.approx(of_large - of_small, rel=0.05)
