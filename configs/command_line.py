@@ -157,11 +157,14 @@ def command_of(recipe: str) -> tuple[str, list[str]]:
         return "dlrm", [f"experiment={recipe}"]
     if recipe in MODELS:
         return "dlrm", [f"recipe={recipe}", f"model.name={recipe}"]
+    module, colon, name = recipe.partition(":")
+    if module and colon and name:
+        return "dlrm", [f"recipe={name}", f"model.name={recipe}"]
     close = get_close_matches(recipe, [*COMMANDS, *MODELS, *experiments], n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise ValueError(
         f"there is no recipe={recipe}; {hint}want {', '.join(COMMANDS)}, an experiment ({', '.join(experiments)}) or a model "
-        f"({', '.join(MODELS)})"
+        f"({', '.join(MODELS)}, or package.module:Class of your own)"
     )
 
 

@@ -22,7 +22,6 @@ from nn.distributed.process_group import (
 from nn.embedding.optimizer import table_rule, update_settings
 from nn.embedding.pretrained import check_pretrained
 from nn.models.metric import PR_AUC
-from nn.models.model import Model
 from nn.models.registry import build_meta, check_model, declared_tables, find_model
 from nn.models.tasks import tasks_of_run
 from nn.observability.profiler import check_profile
@@ -153,9 +152,7 @@ def check_chunks(config: Config) -> None:
 
     Raises ValueError: `train.accumulate` and `model.name` do not fit.
     """
-    model = find_model(config.model.name)
-    adds = model.add_losses is not Model.add_losses or model.extra_losses is not Model.extra_losses
-    if config.train.accumulate > 1 and adds:
+    if config.train.accumulate > 1 and find_model(config.model.name).adds_to_loss():
         raise ValueError(
             f"train.accumulate={config.train.accumulate} takes a batch in chunks, and model.name={config.model.name} adds "
             "losses of complete batches; set train.accumulate=1"

@@ -50,7 +50,8 @@ from nn.distributed.process_group import (
 from nn.loggers.choice import make_loggers
 from nn.models.description import describe_model
 from nn.models.metric import METRIC_FACTS, Metric, facts_of_metrics
-from nn.models.tasks import metrics_of
+from nn.models.registry import find_model
+from nn.models.tasks import metrics_of, tasks_of_run
 from nn.observability.console import (
     make_console,
     make_logger,
@@ -306,6 +307,9 @@ def _environment(
         "batch_size": config.train.batch_size,
         "seed": config.seed,
         "split": config.eval.split,
+        # Whether one panel of the curves may call both losses by that name.
+        "trains_log_loss": not find_model(config.model.name).adds_to_loss()
+        and all(task.trains_log_loss for task in tasks_of_run(config, source.spec)),
         # The point that the curves mark as the restored model.
         "restored": config.checkpoint.restore,
         "start_step": start.num_steps,

@@ -281,7 +281,7 @@ class TransformedRows:
     def _where(self, batch: pa.RecordBatch, first: int, row: int) -> str:
         """Return the file of a row of a batch and its number in the file, from 1."""
         if self._table.query:
-            return f"the query's result, row {first + row + 1}"
+            return f"row {first + row + 1} in the order of table.order_by"
         (source,) = self._staging.sources.values()
         file = source.files[batch.column("file_")[row].as_py()]
         # Rows of Parquet are counted from 0, those of text from 1.

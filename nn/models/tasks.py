@@ -77,6 +77,13 @@ class Task:
         return shifted + keep_rates.log()
 
     @property
+    def trains_log_loss(self) -> bool:
+        """Return whether the loss of training is the log loss that evaluation measures."""
+        options = self.options
+        is_plain = not options.changes_loss and options.weight == 1 and options.keep_rate is None
+        return self.is_binary and is_plain
+
+    @property
     def shift(self) -> float:
         """The addend of every logit: ln of the keep rate, less that of the positive weight, which multiplies the odds too.
 

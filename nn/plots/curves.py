@@ -37,8 +37,8 @@ class RunRecords:
     """The records of a run."""
 
     # environment of the run, and its constants: `recipe`, `model`, `data`, `batch_size`, `seed`, `split` (that is
-    # evaluated), `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow), all of them
-    # optional
+    # evaluated), `trains_log_loss`, `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow),
+    # all of them optional
     header: Mapping[str, Any]
     # of training and of evaluations, in their order. A final evaluation is none of them: it may be of other rows,
     # and of a model of an earlier step
@@ -183,7 +183,11 @@ def _facts(run: RunRecords, metrics: Sequence[Metric]) -> str:
 
 def _draw_loss(axes: Any, run: RunRecords, *, is_sum: bool) -> None:
     loss, test = series(run.records, "loss"), series(run.records, "test_log_loss")
-    axes.set_title("loss, the sum over tasks" if is_sum else "log loss" if len(test[0]) else "loss")
+    title = "loss, the sum over tasks" if is_sum else "loss"
+    if len(test[0]):
+        is_same = run.header.get("trains_log_loss", True)
+        title = "log loss" if is_same else f"loss of training, log loss of {run.split}"
+    axes.set_title(title)
     _draw_train(axes, loss, TRAIN, "train")
     _draw_test(axes, test, run.split)
     _finish(axes, {TRAIN: loss, TEST: test})

@@ -69,7 +69,11 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
     for column in columns:
         choice = _choice(column, table, by_name)
         if column is chosen:
-            choice = Choice(column, "label", *_label(column))
+            keys, why = _label(column)
+            if column.missing:
+                share = 100 * column.missing / column.rows
+                why += f"; {share:.3g} % of the rows have none and end the run: on_bad=skip leaves them out"
+            choice = Choice(column, "label", keys, why)
         elif column in times:
             is_first = column is times[0]
             why = "orders the rows: the last ones test" if is_first else "another time"
@@ -115,7 +119,7 @@ def _label(column: Column) -> tuple[dict[str, Any], str]:
     values = dict(column.values)
     if {value.lower() for value in values} in TRUTH:
         ones = sum(values[value] for value in values if value.lower() in ("1", "1.0", "true"))
-        return {}, f"{100 * ones / column.rows:.3g} % ones"
+        return {}, f"{100 * ones / column.present:.3g} % ones"
     name = quoted(column.name)
     number = f"CAST({name} AS DOUBLE)" if column.is_text else name
     if column.is_number and column.distinct > MOST_VALUES:
@@ -124,14 +128,14 @@ def _label(column: Column) -> tuple[dict[str, Any], str]:
         # The smallest bound that at most half of the rows reach.
         above, bound = 0, column.highest
         for value, times in sorted(column.values, key=lambda pair: -float(pair[0])):
-            if above and above + times > column.rows / 2:
+            if above and above + times > column.present / 2:
                 break
             above, bound = above + times, float(value)
         number_itself = "; for the number itself: kind: regression" * (column.distinct > 2)
-        why = f"{100 * above / column.rows:.3g} % ones{number_itself}"
+        why = f"{100 * above / column.present:.3g} % ones{number_itself}"
         return {"expression": f"{number} >= {bound:g}"}, why
     one = next((v for v in values if v.lower() in POSITIVE), min(values, key=lambda v: values[v]))
-    share = 100 * values[one] / column.rows
+    share = 100 * values[one] / column.present
     return {"expression": f"{name} = {text(one)}"}, f"{share:.3g} % ones"
 
 
@@ -194,6 +198,9 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
     is_unique = column.distinct >= UNIQUE * column.present and column.present > 20
     if is_unique and ((is_key and column.is_whole) or not (column.is_number or column.is_time)):
         return out("nearly every row has a value of its own")
+    span = column.highest - column.lowest + 1
+    if column.is_whole and column.distinct == column.rows == span > 20:
+        return out("numbers the rows one by one")
     if table.is_criteo and has_name(column, r"i\d+|num_\d+"):
         transforms = {"transforms": [{"log": 3}, {"fill": 0}]}
         return Choice(column, "numerical", transforms, "as dataset=criteo_kaggle")

@@ -421,6 +421,7 @@ READS_ENVIRONMENT = {
     "main",
     "configs.arguments",  # one rank of a node warns of a renamed option
     "configs.command_line",
+    "configs.console",  # COLUMNS
     "configs.stop_signals",
     "dataloading.storage.local_copy",
     "dataloading.storage.object_store",

@@ -120,7 +120,7 @@ def _refuse_bad(journal: Journal) -> None:
 
 def _where(journal: Journal, row: int, file: int) -> str:
     if journal.table.query:
-        return f"the query's result, row {row + 1}"
+        return f"row {row + 1} in the order of table.order_by"
     ((first,),) = journal.engine.rows(f"SELECT min(row_) FROM all_ WHERE file_ = {file}")
     _, files = next(iter(journal.sources.values()))
     return f"{files[file].path}, row {row - first + 1}"

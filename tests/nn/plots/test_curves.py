@@ -243,3 +243,11 @@ def test_many_tasks_are_cut_with_a_note(draw):
     assert len(figure.axes) == 1 + 11 + 1
     assert "11 more tasks" in texts(figure)
     assert "the first 11 of 14 tasks" in texts(figure)
+
+
+def test_a_loss_of_training_that_is_no_log_loss_is_not_called_one(draw):
+    titles = [
+        draw(records_of(3, 2), HEADER | {"trains_log_loss": same}).axes[0].get_title(loc="left")
+        for same in (True, False)
+    ]
+    assert titles == ["log loss", "loss of training, log loss of test"]

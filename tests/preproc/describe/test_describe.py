@@ -409,3 +409,30 @@ def test_a_column_named_as_a_label_is_no_feature_and_a_header_that_is_none_is_to
     captured = capsys.readouterr()
     printed = " ".join((captured.out + captured.err).split())
     assert "no first line of names: the columns are c1 to c3; names would differ" in printed
+
+
+def test_a_text_for_no_value_is_one_in_every_column_of_text(tmp_path, capsys):
+    """A penguin's sex is NA, as its mass is: neither a third value nor what the label tells."""
+    sexes = ["NA", "male", "female", "male", "male"]
+    rows = (f"{sexes[i % 5]},{'NA' if i % 5 == 0 else i / 7},{'abc'[i % 3]}" for i in range(ROWS))
+    source = lines(tmp_path / "a.csv", ["sex,mass,island", *rows])
+    content = described(source, tmp_path, "label=sex")
+    assert content["table"]["label"]["expression"] == "\"sex\" = 'female'"
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "sex text 20.0 2 male, female label" in printed
+    bad = "25 % ones; 20 % of the rows have none and end the run: on_bad=skip leaves them out"
+    assert bad in printed
+    assert bad in (tmp_path / "written.yaml").read_text()
+    with pytest.raises(Refused, match=r"a\.csv, row 1: the label is missing"):
+        built(source, content, tmp_path / "refused")
+    content["table"]["order_by"] = ["CAST(mass AS DOUBLE)"]
+    with pytest.raises(Refused, match=r"row 1 in the order of table\.order_by: the label is miss"):
+        built(source, content, tmp_path / "ordered")
+
+
+def test_a_number_of_the_row_is_no_feature(tmp_path):
+    rows = (f"{ROWS - i},{i * i},{'abc'[i % 3]},{i % 2}" for i in range(ROWS))
+    source = lines(tmp_path / "a.csv", ["rownames,square,city,label", *rows])
+    table = described(source, tmp_path)["table"]
+    assert names_of(table["numerical"]) == ["square"]
+    assert "#  - rownames: numbers the rows one by one" in (tmp_path / "written.yaml").read_text()
