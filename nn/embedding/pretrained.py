@@ -63,7 +63,7 @@ class FileRows:
         """Fill a shard of the table [rows, columns]. Raises ValueError: a number is not finite in the table's type."""
         columns = slice(first_column, first_column + weight.shape[1])
         if self.path.endswith(".parquet"):
-            for ids, vectors in self._vectors():
+            for ids, vectors in self._vectors(first_row, first_row + len(weight)):
                 mine = np.flatnonzero((ids >= first_row) & (ids < first_row + len(weight)))
                 rows = torch.from_numpy(vectors[mine, columns]).to(weight.dtype)
                 self._require_finite(rows, ids[mine])
@@ -87,8 +87,13 @@ class FileRows:
                 f"{self.key}: row {row} is not finite in the table's {rows.dtype}; correct the file"
             )
 
-    def _batches(self, wanted: Sequence[str] = ("ids", "vectors")) -> Iterator[list["pa.Array"]]:
-        """Yield parts of the columns of ids and of vectors. Raises ValueError: the file has no such columns."""
+    def _batches(
+        self, wanted: Sequence[str], first: int = 0, end: int | None = None
+    ) -> Iterator[list["pa.Array"]]:
+        """Yield parts of the columns of ids and of vectors, but row groups that say that they have no id from `first` to `end`.
+
+        Raises ValueError: the file has no such columns.
+        """
         import pyarrow as pa
 
         from dataloading.dataset.parquet_files import open_file
@@ -111,7 +116,18 @@ class FileRows:
                     f"{self.key} has columns {got}; want one of integers, the ids, and one of lists of floats, the vectors"
                 )
             chosen = [names[kind][0] for kind in wanted]
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=chosen):
+            paths = [file.schema.column(leaf).path for leaf in range(len(file.schema))]
+            at, groups = paths.index(names["ids"][0]), []
+            for group in range(file.num_row_groups):
+                known = file.metadata.row_group(group).column(at).statistics
+                if (
+                    end is None
+                    or known is None
+                    or not known.has_min_max
+                    or (known.min < end and known.max >= first)
+                ):
+                    groups.append(group)
+            for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=chosen):
                 columns = [batch.column(name) for name in chosen]
                 for name, column in zip(chosen, columns, strict=True):
                     if column.null_count:
@@ -141,10 +157,12 @@ class FileRows:
             )
         return num_rows, next(vectors.shape[1] for _, vectors in self._vectors())
 
-    def _vectors(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _vectors(
+        self, first: int = 0, end: int | None = None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield ids, int64 [n], and their vectors, floats [n, columns]. Raises ValueError: vectors have different widths."""
         width = None
-        for ids, lists in self._batches():
+        for ids, lists in self._batches(["ids", "vectors"], first, end):
             sizes = lists.value_lengths().to_numpy()
             width = int(sizes[0]) if width is None else width
             if (sizes != width).any():

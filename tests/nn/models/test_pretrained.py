@@ -38,9 +38,9 @@ def vectors(tmp_path):
 
 
 def as_parquet(npy, *, fixed: bool = False):
-    """Write the vectors in another order, of which each part has some."""
+    """Write the vectors in another order, of which each part has some, or `fixed` ones in that of ids."""
     rows = np.load(npy).astype(np.float32)
-    order = np.random.default_rng(2).permutation(len(rows))
+    order = np.arange(len(rows)) if fixed else np.random.default_rng(2).permutation(len(rows))
     kind = pa.list_(pa.float32(), rows.shape[1] if fixed else -1)
     table = {
         "item": pa.array(order, pa.int32()),

@@ -92,6 +92,10 @@ def trained(cases: list[list[str]]) -> list[Found]:
                 for shard in [] if shards else value.local_shards():
                     shards.append((*shard.metadata.shard_offsets, shard.tensor.clone()))
                 parts[name.removesuffix(".weight")] = shards
+            for own in built.step.tables.shards():
+                if own.initial is not None:  # the state has changes of it
+                    rows = own.rows(torch.arange(len(own.weight)))
+                    parts[own.table] = [(own.row_offset, own.column_offset, rows)]
             built.step.close()
             results.append((losses, parts))
     return results
