@@ -133,14 +133,12 @@ def command(config_name: str) -> Callable[[], None]:
 
 
 def _model_options(model: DictConfig) -> type:
-    """Return the class of the model's options, for the help."""
     from nn.models.registry import find_options
 
     return find_options(model.name)
 
 
 def _saved_options(path: Path) -> dict[str, Any]:
-    """Return the options of an earlier run as the content of a yaml file of `configs/`."""
     from nn.saved_config import read_saved_config
 
     return {"defaults": ["base", "_self_"], **read_saved_config(path)}

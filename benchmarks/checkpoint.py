@@ -8,8 +8,7 @@ copy. At the end the checkpoint is checked and restored. Progress is printed, th
 holds the same numbers.
 
 The cost of a save is the time from its start until the files are written, less the time that the steps made meanwhile would
-have taken. It holds the pause and the slowdown of training by the writing. `python -m benchmarks.recovery` can resume from
-this checkpoint.
+have taken. It holds the pause and the slowdown of training by the writing.
 """
 
 import json

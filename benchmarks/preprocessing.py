@@ -1,17 +1,15 @@
-"""Speed, memory and disk of our preprocessing and its peers on the same raw logs, and a comparison of their bytes.
+"""Speed, memory and disk of our preprocessing, and of a script for Polars on a shop's events, whose bytes are compared.
 
     python -m benchmarks.preprocessing days=3 rows=1000000 frequency_limit=3
-    python -m benchmarks.preprocessing 'source=LOGS/day_*' dataset=criteo_1tb peers=polars preproc.memory_limit=8GB
-    python -m benchmarks.preprocessing dataset=events 'source=DIR/part_*.parquet' peers=polars turns=2
+    python -m benchmarks.preprocessing dataset=events 'source=DIR/part_*.parquet' turns=2
 
-The first command generates the logs (`benchmarks/day_files.py`) in a temporary directory below `work`. The last one reads
-tables that `benchmarks/peers/event_tables.py` has written. The peer is a straightforward script for Polars in
-`benchmarks/peers/`, which needs the extra `bench`. Options that begin with `preproc.` are passed to
-`python -m preproc`. `turns` repeats all commands.
+The first command generates Criteo's logs (`benchmarks/day_files.py`) in a temporary directory below `work`. The second one
+reads tables that `benchmarks/peers/event_tables.py` has written; `benchmarks/peers/events_with_polars.py` needs the extra
+`bench`. Options that begin with `preproc.` are passed to `python -m preproc`. `turns` repeats all commands.
 
 Memory is the resident set of all processes of a command. Disk is the space below its directory. Both are sampled every 0.1 s.
 CPU time is the total of all processes; it varies less than wall time where other jobs share the machine. A command that
-exceeds `memory_gib` is stopped. The exit code is 1 if a peer's bytes differ.
+exceeds `memory_gib` is stopped. The exit code is 1 if the bytes differ.
 """
 
 import argparse
@@ -30,7 +28,6 @@ from time import perf_counter, sleep
 
 from benchmarks.day_files import write_days
 
-PEERS = ("polars",)
 PEERS_DIRECTORY = Path(__file__).parent / "peers"
 OPTIONS = {
     "source": "",
@@ -40,7 +37,6 @@ OPTIONS = {
     "seed": "1",
     "frequency_limit": "3",
     "threads": str(os.cpu_count()),
-    "peers": ",".join(PEERS),
     "memory_gib": "16",
     "turns": "1",
     "work": tempfile.gettempdir(),
@@ -160,11 +156,8 @@ def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
             options[key] = value
         else:
             parser.error(f"got {option!r}, want KEY=VALUE with one of {', '.join(options)}")
-    unknown = set(options["peers"].split(",")) - {*PEERS, ""}
     if options["dataset"] == "events" and not options["source"]:
         parser.error("dataset=events wants source=FILES of benchmarks.peers.event_tables")
-    if unknown:
-        parser.error(f"no peer {', '.join(unknown)}, only {', '.join(PEERS)}")
     return options, passed_on
 
 
@@ -199,7 +192,7 @@ def main() -> None:
             f"{'':8} {'rows/s':>10} {'s':>8} {'CPU s':>8} {'GiB memory':>11} {'GB disk':>8}  bytes",
             flush=True,
         )
-        names = ("ours", *filter(None, options["peers"].split(",")))
+        names = ("ours", "polars") if dataset == "events" else ("ours",)
         for name in names * int(options["turns"]):
             shutil.rmtree(work / name, ignore_errors=True)
             directory = work / name
@@ -210,10 +203,8 @@ def main() -> None:
                 command += [f"source={source}", f"output={output}", f"frequency_limit={limit}"]
                 command += [f"threads={threads}", *passed_on]
             else:
-                module = f"events_with_{name}" if dataset == "events" else f"with_{name}"
-                command = [sys.executable, "-m", f"benchmarks.peers.{module}", source]
+                command = [sys.executable, "-m", "benchmarks.peers.events_with_polars", source]
                 command += [str(output), limit]
-                command += [dataset, threads] * (dataset != "events")
             result = measure(command, directory, float(options["memory_gib"]))
             agrees = f"{result.output_bytes / 1e6:,.0f} MB"
             if name != "ours" and result.outcome == "ok":

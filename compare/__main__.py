@@ -14,11 +14,9 @@ from compare.report import print_comparison
 from compare.run_record import RunRecord, find_runs
 from compare.table import as_csv, as_json, names_of, rows_of
 from configs.command_line import command
-from configs.console import LiteralConsole
+from configs.console import command_console
 from configs.many_runs_schema import CompareConfig
 from configs.stop_signals import restore_signals
-
-PIPE_WIDTH = 120
 
 
 def compare(config: CompareConfig) -> None:
@@ -34,9 +32,7 @@ def compare(config: CompareConfig) -> None:
             f"{', '.join(config.runs)}: only evaluations and other runs that do not train, which are left out; name the runs "
             "that trained"
         )
-    console = LiteralConsole()
-    # A file or a pipe has no width of its own.
-    console = console if console.is_terminal else LiteralConsole(width=PIPE_WIDTH)
+    console = command_console()
     groups = print_comparison(console, trained, config.metric)
 
     def say(text: str) -> None:

@@ -248,7 +248,9 @@ def _state(path: Path, summary: dict[str, Any], ended: dict[str, Any]) -> State:
         return State.running
     if ended.get("state") in (STOPPED, FAILED, PRUNED):
         return State(ended["state"])
-    return State.finished if summary and not summary.get(UNSAVED) else State.crashed
+    if summary:
+        return State.failed if summary.get(UNSAVED) else State.finished
+    return State.crashed
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -51,7 +51,6 @@ def recipe_of(run: RunRecord) -> str:
 
 
 def recipes_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Return the runs of each recipe, in their order."""
     recipes: dict[str, list[RunRecord]] = {}
     for run in runs:
         recipes.setdefault(recipe_of(run), []).append(run)
@@ -227,7 +226,6 @@ def _columns(
 
 
 def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
-    """Return the columns that have a value and fit beside each other into `width` characters."""
     shown = {title: texts for title, texts in columns.items() if any(texts)}
     for title in ("at step", "steps", "GPU GiB", "samples/s", "time"):
         if _width(shown) > width:
@@ -236,7 +234,6 @@ def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
 
 
 def _width(columns: dict[str, list[str]]) -> int:
-    """Return the characters that columns need at least."""
     return sum(
         LEAST_FOLDED if title in (RUN, DIFFERS) else 3 + max(len(title), *map(len, texts))
         for title, texts in columns.items()
@@ -244,7 +241,6 @@ def _width(columns: dict[str, list[str]]) -> int:
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Return rows with the same columns as CSV with a header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()

@@ -133,7 +133,8 @@ def _parted(arguments: Sequence[str], choices: Choices) -> tuple[dict[str, str |
         elif equals and written.startswith("--") and _is_option(written[2:], choices):
             overrides.append(argument[2:])
         elif is_tf2_flag(argument) and "train.batch_size" in option_names(choices.schema):
-            command = f"python {Path(sys.argv[0]).name} {translated(arguments)}"
+            program = Path(sys.argv[0])
+            command = f"python {program.name} {translated(program.stem, arguments)}"
             raise ValueError(
                 f"{printable(written)} is a flag of NVIDIA's TF2 recipe; here the command is: {printable(command)}; "
                 "docs/tf2_flags.md has remarks on every flag"
@@ -254,7 +255,6 @@ def quoted(text: str) -> str:
 
 
 def _below(schema: type) -> list[str]:
-    """Return the sections and options below which any option may be named."""
     untyped = [option for option, hint in hints(schema).items() if hint is Any]
     return [*open_sections(schema), *untyped]
 

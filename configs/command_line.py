@@ -157,11 +157,14 @@ def command_of(recipe: str) -> tuple[str, list[str]]:
         return "dlrm", [f"experiment={recipe}"]
     if recipe in MODELS:
         return "dlrm", [f"recipe={recipe}", f"model.name={recipe}"]
+    module, colon, name = recipe.partition(":")
+    if module and colon and name:
+        return "dlrm", [f"recipe={name}", f"model.name={recipe}"]
     close = get_close_matches(recipe, [*COMMANDS, *MODELS, *experiments], n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise ValueError(
         f"there is no recipe={recipe}; {hint}want {', '.join(COMMANDS)}, an experiment ({', '.join(experiments)}) or a model "
-        f"({', '.join(MODELS)})"
+        f"({', '.join(MODELS)}, or package.module:Class of your own)"
     )
 
 
@@ -183,7 +186,6 @@ def written_options(
 
 
 def _names_of(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the dotted names of the options that overrides set."""
     for text in overrides:
         name, _, value = text.lstrip("+").partition("=")
         if value.startswith("{"):
@@ -236,7 +238,12 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
             )
     if any(argument.startswith("--config-name") for argument in sys.argv):
         raise ValueError(f"config={path} and --config-name exclude each other; write one of them")
-    ConfigStore.instance().store(name=SAVED, node=dict(read_saved(Path(path).expanduser())))
+    saved = dict(read_saved(Path(path).expanduser()))
+    modes = [override.value() for override in parsed if override.key_or_group == "mode"]
+    if modes and modes[-1] != saved.get("mode", modes[-1]):
+        # The directory has the results of the other mode.
+        saved["run_dir"] = None
+    ConfigStore.instance().store(name=SAVED, node=saved)
     sys.argv.insert(1, SAVED_FLAG)
 
 
@@ -300,7 +307,6 @@ def project_version() -> str:
 
 
 def _was_called(function: Callable, error: BaseException) -> bool:
-    """Return whether an error was raised inside a function."""
     code = inspect.unwrap(function).__code__
     return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
@@ -345,7 +351,6 @@ def errors_end_command(
 
 
 def _options_of_yaml(config_name: str, sections: Sequence[str]) -> list[str]:
-    """Return the dotted names of the options that a yaml file of `configs/` sets in some of its sections."""
     content = OmegaConf.to_container(_content(Path(__file__).parent / f"{config_name}.yaml"))
     assert isinstance(content, dict)
     return [option for name in sections for option in _dotted(content.get(name), name)]

@@ -165,7 +165,6 @@ def group_help(group: str, *, is_short: bool = False) -> str:
 
 
 def _width() -> int:
-    """Return the columns of a line."""
     if not sys.stdout.isatty():
         return WIDTH
     columns = shutil.get_terminal_size().columns - 1

@@ -45,7 +45,7 @@ class SweepConfig(Section):
     recipe: str = option(
         "dlrm",
         "what the trials train: dlrm or dcnv2 (as dlrm.py, dcnv2.py), an experiment such as deepfm_criteo, or a model such "
-        "as deepfm",
+        "as deepfm or package.module:Class",
     )
     space: str | None = option(
         None,

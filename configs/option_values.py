@@ -78,7 +78,6 @@ def _element(container: Any) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the numbers and texts of a value."""
     if isinstance(value, list | Mapping):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _leaves(item)

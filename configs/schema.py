@@ -109,7 +109,6 @@ def _check_only(options: Any, section: str, written: str, only: Mapping[str, str
 
 @cache
 def _bounds_of(section: type) -> dict[str, tuple[Any, dict[str, float]]]:
-    """Return the types and bounds of the options that have bounds, by their names."""
     found: dict[str, tuple[Any, dict[str, float]]] = {}
     for declaring in reversed(section.__mro__):
         for declared in declaring.__dict__.get("__dataclass_fields__", {}).values():
@@ -139,7 +138,6 @@ SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "most": "<="}
 
 
 def _in_words(bounds: Mapping[str, float]) -> str:
-    """Return what an option must do by its bounds."""
     match list(bounds.items()):
         case [("gt", 0), ("lt", most)]:
             return f"lie between 0 and {most}"
@@ -223,6 +221,8 @@ class Evict(Enum):
 
 Tier = StrEnum("Tier", "device host disk")
 """Memory that holds all rows of a table: the device's, or the host's or a disk with an arena of rows on the device."""
+DrawRule = StrEnum("DrawRule", "frequency uniform")
+"""Rules that items of negatives are drawn by."""
 Component = StrEnum("Component", "dense tables")
 """The two components of a model: the data-parallel dense layers and the model-parallel tables."""
 CheckpointPart = StrEnum("CheckpointPart", "dense tables optimizer")
@@ -365,6 +365,39 @@ class DynamicConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
+class NegativesConfig(Section):
+    """Negatives that the loader adds behind every row."""
+
+    section = "data.negatives"
+
+    features: list[str] = option(
+        [],
+        "features of the item, itself the first, that negatives have of another one, with the label 0; all others are the "
+        "row's; []: no negatives",
+    )
+    per_row: int = option(4, "negatives behind every row", most=1024, gt=0)
+    rule: DrawRule = option(
+        DrawRule.frequency,
+        "frequency: the item of another row, so as often as it occurs; uniform: any id of the table, for one feature",
+    )
+    history: str | None = option(
+        None, "feature with items that negatives of the row must not have; null: none"
+    )
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        for declared in fields(self)[1:]:
+            require(
+                bool(self.features) or getattr(self, declared.name) == declared.default,
+                f"data.negatives.{declared.name} has no effect without data.negatives.features, the features of the item",
+            )
+        require(
+            self.rule is DrawRule.frequency or len(self.features) == 1,
+            f"data.negatives.rule=uniform draws ids of one feature, got features={self.features}; set rule=frequency",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class DataConfig(Section):
     """Source of the rows, and how they are read."""
 
@@ -397,6 +430,7 @@ class DataConfig(Section):
         lt=1,
     )
     dynamic: DynamicConfig = MISSING
+    negatives: NegativesConfig = MISSING
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
 
@@ -814,6 +848,15 @@ class TaskConfig:
     keep_rate: float | None = option(
         None, "kept fraction of the negatives, for which predictions are corrected", gt=0, le=1
     )
+    teacher: str | None = option(
+        None, "column of the dataset with a teacher's scores, from which it learns too; null: none"
+    )
+    teacher_weight: float = option(
+        0.5, "w: the loss is (1 - w) that of the label + w that of the teacher's score", ge=0, le=1
+    )
+    teacher_temperature: float = option(
+        1.0, "divisor of the logit of the teacher's score; above 1 it is softer", gt=0
+    )
 
     @property
     def changes_cross_entropy(self) -> bool:
@@ -824,7 +867,7 @@ class TaskConfig:
     @property
     def changes_loss(self) -> bool:
         """Return whether the loss of a row differs from the plain one."""
-        return self.loss is not None or self.changes_cross_entropy
+        return self.loss is not None or self.changes_cross_entropy or self.teacher is not None
 
     @classmethod
     def of(cls, where: str, values: Any) -> "TaskConfig":
@@ -852,6 +895,16 @@ class TaskConfig:
             made.focal_alpha is None or made.positive_weight == 1,
             f"{where}: focal_alpha and positive_weight both weigh positive rows; set one of them",
         )
+        require(
+            made.teacher is None or (made.positive_weight, made.keep_rate) == (1, None),
+            f"{where}: a teacher's scores are probabilities, and positive_weight and keep_rate let logits be others; leave one "
+            "of the two out",
+        )
+        for name in ("teacher_weight", "teacher_temperature"):
+            require(
+                made.teacher is not None or name not in values,
+                f"{where}.{name} has no effect without {where}.teacher, the column of a teacher's scores",
+            )
         return made
 
 
@@ -990,7 +1043,8 @@ class ShardingConfig(Section):
     exchange: Exchange | None = option(
         None,
         "what the ranks of the samples get of a table: vectors, rows (each distinct one of a batch once), or least (what "
-        "the plan expects to be fewer bytes); null: vectors, and rows of row-wise tables that are looked up by few ids",
+        "the plan expects to be fewer bytes); null: vectors, and rows of row-wise tables that are looked up by few ids; of "
+        "several groups of ranks, least",
     )
     tiers: list[Tier] = option(
         [Tier.device, Tier.host],
@@ -1087,7 +1141,6 @@ def _type_of(table: str, kind: Any) -> ShardingType:
 
 
 def _table_override(table: str, values: dict[Any, Any]) -> TableOverride:
-    """Return the override of a table that is written as a mapping."""
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TableOverride), values)
         override: Any = OmegaConf.to_object(merged)
@@ -1302,7 +1355,7 @@ class Config(Section):
     tasks: Any = option(
         None,
         "options per label, such as {click: {weight: 2}}: weight, loss, label_smoothing, focal_gamma, focal_alpha, "
-        "positive_weight, keep_rate (docs/tasks_and_metrics.md)",
+        "positive_weight, keep_rate, teacher, teacher_weight, teacher_temperature (docs/tasks_and_metrics.md)",
     )
     inference: InferenceConfig = MISSING
     predict: PredictConfig = MISSING
@@ -1322,7 +1375,12 @@ class Config(Section):
             f"tasks must map labels to options, such as {{click: {{weight: 2}}}}, got {self.tasks}",
         )
         self.tasks = self.tasks or None
-        _ = self.task_options  # which checks them
+        taught = [name for name, of in self.task_options.items() if of.teacher is not None]
+        require(
+            not (taught and self.data.negatives.features),
+            f"tasks.{', '.join(taught)}.teacher has scores of the rows of the dataset, and data.negatives adds others; leave "
+            "one of them out",
+        )
         self._check_day()
         require(
             self.eval.patience is None or self.checkpoint.save,

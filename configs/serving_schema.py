@@ -75,6 +75,9 @@ class ServerConfig(Section):
     model: str | None = option(
         None, "model directory, or one of versions", path=True, required="..., a model directory"
     )
+    others: list[str] = option(
+        [], "further model directories, or ones of versions, of models with other names", path=True
+    )
     device: Device = option(Device.cpu, "cpu, or cuda: the first GPU that is visible")
     dense_dtype: DenseType = option(
         DenseType.fp32, "of embeddings and matrix products: fp32, or bf16", only="device=cuda"
@@ -139,6 +142,10 @@ class ServerConfig(Section):
         require(
             self.max_memory_mib >= self.max_body_mib,
             f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}",
+        )
+        require(
+            not self.others or self.log_requests is None,
+            f"log_requests={self.log_requests} is of one model, and others names further ones; start a server for each",
         )
 
 

@@ -224,17 +224,14 @@ class EventLog:
 
     @property
     def features(self) -> list[str]:
-        """Return the names of the features of the events."""
         return [f"{self.name}_{name}" for name in self.of]
 
     @property
     def time_name(self) -> str:
-        """Return the name of the number with the time."""
         return f"{self.name}_time"
 
     @property
     def number_names(self) -> list[str]:
-        """Return the names of the numbers, the time last."""
         return [*(f"{self.name}_{number.name}" for number in self.numbers), self.time_name]
 
 
@@ -258,17 +255,14 @@ class EventLists:
 
     @property
     def features(self) -> list[str]:
-        """Return the names of the features of the events."""
         return self.lists
 
     @property
     def time_name(self) -> str | None:
-        """Return the name of the number with the time."""
         return self.time or None
 
     @property
     def number_names(self) -> list[str]:
-        """Return the names of the numbers."""
         return [number.name for number in self.numbers]
 
     def columns(self, number: int) -> dict[str, tuple[str, str]]:
@@ -331,6 +325,7 @@ class TableConfig:
         history: histories of categorical features, which follow these in the model's order.
         sequence: sequence groups, whose features follow these.
         keep_rate: the rate at which negatives such as a row were kept.
+        teacher: scores of other models, from 0 to 1, from which a model may learn (`tasks.LABEL.teacher`).
         keep: columns of the source, or of the query, that the dataset keeps beside its rows as they stand.
         empty_items: what an empty item of a list is, as of 'a||b': dropped, or `unknown`, id 0, as in fits of earlier versions.
             Later rows are treated as those of the fit.
@@ -348,27 +343,30 @@ class TableConfig:
     split: SplitRule = field(default_factory=SplitRule)
     weight: RowNumber | None = None
     keep_rate: RowNumber | None = None
+    teacher: list[RowNumber] = records(RowNumber)
     keep: list[str] = field(default_factory=list)
     empty_items: str = one_of("dropped", *EMPTY_ITEMS)
 
     @property
     def row_numbers(self) -> dict[str, tuple[str, Label | RowNumber]]:
-        """Labels, weight and keep rate by the names of their columns in SQL, with their keys in the description."""
+        """Labels, weight, keep rate and teachers by the names of their columns in SQL, with their keys in the description."""
         named: dict[str, tuple[str, Label | RowNumber]] = {
             f"label{i or ''}_": ("label", label) for i, label in enumerate(self.label)
         }
         for key in ("weight", "keep_rate"):
             if (number := getattr(self, key)) is not None:
                 named[f"{key}_"] = (key, number)
-        return named
+        return named | {f"teacher{i}_": ("teacher", of) for i, of in enumerate(self.teacher)}
 
     def without(self, absent: Collection[str]) -> "TableConfig":
-        """Return the description of rows without the columns `absent` of `row_numbers`, unless they have a label."""
-        labels = {name for name, (key, _) in self.row_numbers.items() if key == "label"}
-        if not labels <= set(absent):
-            return self
+        """Return the description of rows without the columns `absent` of `row_numbers`, if all teachers or labels are."""
+        keys = {name: key for name, (key, _) in self.row_numbers.items()}
+        has_teacher = any(key == "teacher" and n not in absent for n, key in keys.items())
+        of_rows = self if has_teacher else replace(self, teacher=[])
+        if any(key == "label" and name not in absent for name, key in keys.items()):
+            return of_rows
         return replace(
-            self,
+            of_rows,
             label=[],
             weight=None if "weight_" in absent else self.weight,
             keep_rate=None if "keep_rate_" in absent else self.keep_rate,
@@ -426,17 +424,14 @@ class TableConfig:
 
     @property
     def pasts(self) -> list[History | EventLog]:
-        """Return histories and logs."""
         return [*self.history, *self.logs]
 
     @property
     def logs(self) -> list[EventLog]:
-        """Return the sequence groups that are logs."""
         return [group for group in self.sequence if isinstance(group, EventLog)]
 
     @property
     def event_lists(self) -> list[EventLists]:
-        """Return the sequence groups that are lists of the rows."""
         return [group for group in self.sequence if isinstance(group, EventLists)]
 
     def drops_empty(self, feature: str) -> bool:
@@ -460,7 +455,6 @@ class TableConfig:
 
     @property
     def with_length(self) -> list[Categorical]:
-        """Return the lists whose length is a numerical feature."""
         return [feature for feature in self.categorical if feature.length]
 
     def check(self) -> None:
@@ -632,7 +626,6 @@ def _check_past(where: str, past: History | EventLog) -> None:
 
 
 def transform_of(transform: Any) -> tuple[str, Any]:
-    """Return the name of a transform and its argument."""
     if isinstance(transform, Mapping):
         return next(iter(transform.items()))
     return transform, None
@@ -644,7 +637,6 @@ def num_fitted(transform: Any) -> int:
 
 
 def numbers_of(missing: Iterable[str]) -> list[float]:
-    """Return the finite numbers that texts read as."""
     numbers = [float(text) for text in missing if NUMBER.fullmatch(text)]
     return [number for number in numbers if math.isfinite(number)]
 

@@ -29,16 +29,43 @@ OPTIONS = dict(
 )
 SWITCHES = {"amp": "train.amp=fp16", "xla": "train.compile=true", "cpu": "device=cpu"}
 """Options in the place of flags that are set or not."""
+NOT_ONE_OPTION = frozenset(
+    [
+        "save_checkpoint_path",
+        "auc_thresholds",
+        "profiled_rank",
+        "dataset_type",
+        "run_eagerly",
+        "tfdata_debug",
+        "inter_op_parallelism",
+        "intra_op_parallelism",
+        "synthetic_dataset_train_batches",
+        "synthetic_dataset_valid_batches",
+        "synthetic_dataset_use_feature_spec",
+        "column_slice_threshold",
+        "row_slice_threshold",
+        "data_parallel_threshold",
+        "cpu_offloading_threshold_gb",
+        "data_parallel_input",
+        "concat_embedding",
+        "use_mde_embeddings",
+        "dist_strategy",
+        "embedding_zeros_initializer",
+        "embedding_trainable",
+    ]
+)
+"""Flags that are gone, or that no option replaces one to one."""
 
 
 def is_tf2_flag(argument: str) -> bool:
-    """Return whether an argument is a flag of NVIDIA's recipe that has an option here."""
-    name = argument.lstrip("-").partition("=")[0].removeprefix("no")
-    return argument.startswith("-") and (name in OPTIONS or name in SWITCHES)
+    """Return whether an argument is a flag of NVIDIA's recipe."""
+    name = argument.lstrip("-").partition("=")[0]
+    names = {name, name.removeprefix("no")}
+    return argument.startswith("-") and not names.isdisjoint({*OPTIONS, *SWITCHES, *NOT_ONE_OPTION})
 
 
-def translated(arguments: Sequence[str]) -> str:
-    """Return a command line with the options in the place of the flags, and the flags that have none."""
+def translated(recipe: str, arguments: Sequence[str]) -> str:
+    """Return the options that do what the flags do in `recipe`, their defaults included, and the flags that have none."""
     options, without = [], []
     rest = list(arguments)
     while rest:
@@ -57,7 +84,15 @@ def translated(arguments: Sequence[str]) -> str:
             value = value if equals or not rest else rest.pop(0)
             if name == "interaction":
                 value = "dcnv2" if value == "cross" else "dlrm"
+            if name == "embedding_dim" and not value.isdecimal():
+                without.append(f"--{name}")  # a width per table
+                continue
             is_list = name.endswith(("_dims", "_cardinalities", "_hotness"))
             options.append(f"{OPTIONS[name]}={f'[{value}]' if is_list else value}")
+    if SWITCHES["amp"] not in options:
+        options.insert(0, "train.amp=off")  # that of the experiment is bf16
+    if not any(option.startswith("experiment=") for option in options):
+        model = "dcnv2" if recipe == "dcnv2" else "dlrm"
+        options.insert(0, f"experiment={model}_criteo_t15")
     more = f" ({', '.join(without)} by hand, or gone)" * bool(without)
     return shlex.join(options) + more

@@ -28,7 +28,7 @@ def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySour
     moments = {group.name for group in spec.sequences} - {*table.column_names}
     absent = moments.union(label.name for label in spec.labels)
     files = SplitFiles(table.num_rows, absent=frozenset(absent))
-    spec = replace(spec, weight=None, splits={SPLIT: files})
+    spec = replace(spec, weight=None, teachers=(), splits={SPLIT: files})
     kinds = parquet_columns(spec, files)
     present = table.select([column for column in table.column_names if column in kinds])
     check_columns(name, present.schema, kinds)

@@ -19,6 +19,7 @@ class Batch:
         flat_ids: all ids as a step reads them, see `BatchLayout`.
         weights: float32 [B], 0 of padding rows; None if all rows count alike.
         keep_rates: float32 [B], 1 of padding rows; None without such a column.
+        teachers: scores of other models by column, float32 [B], 0 of padding rows.
         flat_events: numbers of events as a step reads them, float32, in the order of `FeatureSpec.event_columns`.
     """
 
@@ -32,6 +33,7 @@ class Batch:
         self.flat_ids = view(layout.ids)
         self.weights = None if layout.weights is None else view(layout.weights)
         self.keep_rates = None if layout.keep_rates is None else view(layout.keep_rates)
+        self.teachers = {name: view(column) for name, column in layout.teachers.items()}
         self.flat_events = tuple(map(view, layout.events))
 
     def at(self, memory: Tensor) -> "Batch":
@@ -81,6 +83,7 @@ class Batch:
             (self.labels, copy.labels),
             (self.weights, copy.weights),
             (self.keep_rates, copy.keep_rates),
+            *zip(self.teachers.values(), copy.teachers.values(), strict=True),
         ):
             if mine is not None and larger is not None:
                 larger.copy_(mine)

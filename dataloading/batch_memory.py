@@ -27,7 +27,6 @@ class Slots:
         return len(self._memories)
 
     def memory(self, slot: int) -> Tensor:
-        """Return the memory of a slot."""
         return self._memories[slot]
 
     def pin(self) -> None:
@@ -52,7 +51,6 @@ class Slots:
             self._copied[slot].record()
 
     def wait_for_copies(self, slot: int) -> None:
-        """Wait until the copies from a slot are done."""
         if self._copied:
             self._copied[slot].synchronize()
 

@@ -62,5 +62,4 @@ class HeldOutSource(DerivedSource):
 
 
 def _stored(split: str) -> str:
-    """Return the split of the dataset that holds the rows of `split`."""
     return TRAIN if split == VALIDATION else split

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from time import perf_counter
@@ -15,7 +15,7 @@ import torch
 from dataloading.batch import Batch
 from dataloading.batch_memory import Slots
 from dataloading.batch_reader import BatchReader
-from dataloading.dataset.source import Source
+from dataloading.dataset.source import EPOCH_ROWS, Source
 from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.pipeline import KeyPipeline
 from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
@@ -172,7 +172,7 @@ class Loader:
         world_size: int | None = None,
     ) -> RankRows:
         """Return the rows of a rank at `step`, by default of this one."""
-        return rows_at(
+        found = rows_at(
             step % self.steps_per_epoch,
             num_rows=self.num_rows,
             batch_size=self.batch_size,
@@ -180,6 +180,9 @@ class Loader:
             world_size=world_size or self.world_size,
             shuffle=shuffle,
         )
+        if not self.source.draws_anew:
+            return found
+        return replace(found, runs=found.runs + step // self.steps_per_epoch * EPOCH_ROWS)
 
     def batch(self, step: int) -> Batch:
         """Read the batch of `step` in the calling thread.

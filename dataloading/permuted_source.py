@@ -85,7 +85,6 @@ class PermutedSource(DerivedSource):
         return self._source.read_keys(split, runs, feature)
 
     def _permuted(self, split: str, rows: np.ndarray) -> np.ndarray:
-        """Return the row that each of `rows` has the feature of."""
         permuted = np.empty_like(rows)
         blocks = rows // self._block_rows
         for block in np.unique(blocks):

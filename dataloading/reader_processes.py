@@ -65,12 +65,10 @@ class ReaderProcesses:
 
     @property
     def num_pending(self) -> int:
-        """Reads that are started and not yet finished."""
         return self._num_started - self._num_finished
 
     @property
     def next_slot(self) -> int:
-        """Slot that `start` will fill."""
         return self._num_started % self._num_slots
 
     def start(self, number: int) -> None:

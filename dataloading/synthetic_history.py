@@ -29,7 +29,6 @@ class Events:
     ages: np.ndarray  # whole seconds, float32, flat
 
     def of_rows(self, first: int, stop: int) -> "Events":
-        """Return views of the events of rows."""
         begin, length = int(self.lengths[:first].sum()), int(self.lengths[first:stop].sum())
         part = slice(begin, begin + length)
         return Events(self.lengths[first:stop], [ids[part] for ids in self.ids], self.ages[part])

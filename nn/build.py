@@ -20,6 +20,7 @@ from dataloading.held_out_source import VALIDATION, HeldOutSource
 from dataloading.id_counts import counts_of_ids
 from dataloading.keys.new_rows import KEYS
 from dataloading.loader import READERS, Loader, LoaderSettings
+from dataloading.negatives_source import NegativesSource
 from dataloading.partition import num_steps
 from dataloading.storage.local_copy import local_path
 from dataloading.synthetic import SyntheticSource
@@ -62,9 +63,12 @@ def open_source(config: Config, trained: FeatureSpec | None = None) -> Source:
     source: Source
     if data.path is not None:
         spec = FeatureSpec.load(local_path(data.path), data.feature_spec)
+        spec = spec.with_event_weights(config.model.event_weights)
         source = open_dataset(spec if trained is None else spec.with_means_of(trained))
     else:
         source = SyntheticSource.of(data.synthetic, config.seed)
+    if data.negatives.features and config.mode is not Mode.predict:
+        source = NegativesSource(source, data.negatives, config.seed)
     fraction = data.validation_fraction
     scores_others = config.mode is Mode.predict and config.predict.split != VALIDATION
     return source if fraction is None or scores_others else HeldOutSource(source, fraction)
@@ -217,6 +221,19 @@ def checked_plan(
         return plan, tables, None
     path = Path(config.sharding.disk_path)
     return plan, tables, check_disk(path, need, may_be_elsewhere=config.mode is Mode.plan)
+
+
+def without_a_node(config: Config, source: Source, hardware: Hardware) -> str | None:
+    """Say whether a run would go on if a node were lost, as one line; None if it has only one."""
+    left, in_node = hardware.world_size - hardware.local_world_size, hardware.local_world_size
+    if not left:
+        return None
+    try:
+        check_group_size(config.sharding.group_size, left, in_node)
+        build_plan(config, source, hardware_of(config, hardware.device_type, left, in_node))
+    except ValueError as error:
+        return f"the run cannot go on: {error}"
+    return f"the tables fit {left} x {hardware.device_type}, on which the run would resume"
 
 
 def id_share(config: Config, source: Source, features: Sequence[str], cardinality: int) -> IdShare:

@@ -8,6 +8,7 @@ from configs.schema import Config, Fp8, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Source
 from nn.build import (
+    TRAIN_SPLIT,
     Loaders,
     check_group_size,
     device_type,
@@ -21,7 +22,6 @@ from nn.distributed.process_group import (
 from nn.embedding.optimizer import table_rule, update_settings
 from nn.embedding.pretrained import check_pretrained
 from nn.models.metric import PR_AUC
-from nn.models.model import Model
 from nn.models.registry import build_meta, check_model, declared_tables, find_model
 from nn.models.tasks import tasks_of_run
 from nn.observability.profiler import check_profile
@@ -54,7 +54,27 @@ def open_checked(config: Config) -> Source:
     check_chunks(config)
     _measure_rare_labels(config, source)
     tasks_of_run(config, source.spec)
+    if config.mode is Mode.train:
+        _check_teachers(config, source.spec)
     return source
+
+
+def _check_teachers(config: Config, spec: FeatureSpec) -> None:
+    """Raise ValueError for a teacher's scores that the training rows lack."""
+    known = [column.name for column in spec.teachers]
+    files = spec.splits.get(TRAIN_SPLIT)
+    held = [name for name in known if files is None or name not in files.absent]
+    for label, options in config.task_options.items():
+        if options.teacher is not None and options.teacher not in held:
+            raise ValueError(
+                f"tasks.{label}.teacher={options.teacher}: the training rows have no such scores of a teacher, only "
+                f"{', '.join(held) or 'none'}; name a column of the channel teacher (table.teacher)"
+            )
+        if options.teacher is not None and spec.keep_rate is not None:
+            raise ValueError(
+                f"tasks.{label}.teacher={options.teacher}: its scores are probabilities among all negatives, and the training "
+                f"rows have keep rates of negatives, '{spec.keep_rate.name}'; leave one of the two out"
+            )
 
 
 def _measure_rare_labels(config: Config, source: Source) -> None:
@@ -132,9 +152,7 @@ def check_chunks(config: Config) -> None:
 
     Raises ValueError: `train.accumulate` and `model.name` do not fit.
     """
-    model = find_model(config.model.name)
-    adds = model.add_losses is not Model.add_losses or model.extra_losses is not Model.extra_losses
-    if config.train.accumulate > 1 and adds:
+    if config.train.accumulate > 1 and find_model(config.model.name).adds_to_loss():
         raise ValueError(
             f"train.accumulate={config.train.accumulate} takes a batch in chunks, and model.name={config.model.name} adds "
             "losses of complete batches; set train.accumulate=1"
@@ -142,19 +160,13 @@ def check_chunks(config: Config) -> None:
 
 
 def check_raw_keys(config: Config, spec: FeatureSpec) -> None:
-    """Refuse options that cannot be used with raw keys (`vocabulary: dynamic`); ValueError: the first of them."""
+    """Raise ValueError for the option that cannot be used with raw keys (`vocabulary: dynamic`)."""
     dynamic = [feature for feature in spec.categorical if feature.is_dynamic]
-    if not dynamic:
-        return
-    name = shown(dynamic[0].name)
-    expanded = config.data.multi_hot.hotness is not None
-    for is_set, option, reason in (
-        (expanded, "data.multi_hot.hotness", "draws further ids, not keys; set it to null"),
-    ):
-        if is_set:
-            raise ValueError(
-                f"feature {name} has raw keys (vocabulary: dynamic), and {option} {reason}"
-            )
+    if dynamic and config.data.multi_hot.hotness is not None:
+        raise ValueError(
+            f"feature {shown(dynamic[0].name)} has raw keys (vocabulary: dynamic), and data.multi_hot.hotness draws further "
+            "ids, not keys; set it to null"
+        )
 
 
 def check_run(

@@ -59,7 +59,6 @@ def replay(
 
 
 def _table(name: str, index: TensorIndex, chain: Sequence[Delta], base: Path) -> Replayed:
-    """Return a table after all deltas."""
     stored = index.tensors.get(f"tables.{name}.weight")
     lacking = next((delta.path for delta in chain if name not in delta.tables), None)
     if stored is None or lacking is not None:
@@ -97,7 +96,6 @@ def summary(chain: Sequence[Delta], output: str) -> str:
 
 
 def run(config: ReplayConfig) -> None:
-    """Replay the deltas."""
     assert config.base is not None, "checked by the options"
     assert config.output is not None, "likewise"
     restore_signals()

@@ -3,7 +3,7 @@
 The order is the contract of `open_session`; each line relies on those above it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from nn.build import (
     device_type,
     hardware_of,
     model_spec,
+    without_a_node,
 )
 from nn.checkpoint.directory import (
     CHECKPOINTS,
@@ -49,7 +50,8 @@ from nn.distributed.process_group import (
 from nn.loggers.choice import make_loggers
 from nn.models.description import describe_model
 from nn.models.metric import METRIC_FACTS, Metric, facts_of_metrics
-from nn.models.tasks import metrics_of
+from nn.models.registry import find_model
+from nn.models.tasks import metrics_of, tasks_of_run
 from nn.observability.console import (
     make_console,
     make_logger,
@@ -60,7 +62,7 @@ from nn.observability.environment import environment
 from nn.observability.model_summary import size_line
 from nn.observability.plan_table import BesidePlan, print_memory, print_plan
 from nn.observability.profiler import Profiler
-from nn.observability.records import DATA_IDENTITY, ENDED, PLAN, PROBLEM
+from nn.observability.records import DATA_IDENTITY, DAY, ENDED, PLAN, PROBLEM
 from nn.observability.run_directory import (
     RunDirectory,
     draw_missing_pictures,
@@ -70,6 +72,7 @@ from nn.observability.run_lock import RunLock
 from nn.observers.choice import ENDS_OF_RUNS
 from nn.planning.exchange import planned_links
 from nn.planning.memory_estimate import RankMemory, plan_memory
+from nn.planning.plan import Hardware, TablePlan
 from nn.resume import (
     ResumePoint,
     finished_run,
@@ -188,16 +191,14 @@ def open_session(
         memory: list[RankMemory] = []
         if config.mode is Mode.train and ranks.device.type == "cuda":
             memory = plan_memory(config, source.spec, rows, ranks.world_size, dense_states(config))
-        facts = _environment(config, source, ranks, start.num_steps)
+        facts = _environment(config, source, ranks, start)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
         ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
         size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
         header = _header_facts(config, source, recorder.run_dir, start)
         print_header(console, facts, {"model": header["model"]} | size | header)
         if config.mode is Mode.train and ranks.is_rank0:
-            links = planned_links(config, source.spec, rows, hardware)
-            listed, has_gpus = str(recorder.run_dir / PLAN), ranks.device.type == "cuda"
-            beside = BesidePlan(listed, links, None, disk_room, has_gpus, hardware.groups)
+            beside = _beside_plan(config, source, recorder, rows, hardware, disk_room)
             print_plan(console, rows, hardware.table_ranks, beside)
         if memory:
             print_memory(console, memory, hardware.hbm_bytes)
@@ -214,6 +215,20 @@ def open_session(
             )
             with _errors_of_own_model(config.model.name):
                 yield session
+
+
+def _beside_plan(
+    config: Config,
+    source: Source,
+    recorder: RunDirectory,
+    rows: Sequence[TablePlan],
+    hardware: Hardware,
+    disk_room: str | None,
+) -> BesidePlan:
+    links = planned_links(config, source.spec, rows, hardware)
+    listed, has_gpus = str(recorder.run_dir / PLAN), hardware.device_type == "cuda"
+    less = without_a_node(config, source, hardware)
+    return BesidePlan(listed, links, None, disk_room, has_gpus, hardware.groups, less)
 
 
 @contextmanager
@@ -276,7 +291,9 @@ def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> Non
         prune(directory, start.num_steps, config.checkpoint.keep, best_step)
 
 
-def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) -> dict[str, Any]:
+def _environment(
+    config: Config, source: Source, ranks: Ranks, start: ResumePoint
+) -> dict[str, Any]:
     num_hosts = ranks.world_size // ranks.local_world_size
     facts: dict[str, Any] = environment(
         config.recipe, ranks.device, world_size=ranks.world_size, num_hosts=num_hosts
@@ -290,10 +307,15 @@ def _environment(config: Config, source: Source, ranks: Ranks, start_step: int) 
         "batch_size": config.train.batch_size,
         "seed": config.seed,
         "split": config.eval.split,
+        # Whether one panel of the curves may call both losses by that name.
+        "trains_log_loss": not find_model(config.model.name).adds_to_loss()
+        and all(task.trains_log_loss for task in tasks_of_run(config, source.spec)),
         # The point that the curves mark as the restored model.
         "restored": config.checkpoint.restore,
-        "start_step": start_step,
+        "start_step": start.num_steps,
     }
+    if start.day.is_new:
+        facts[DAY] = start.day.number
     if metrics := facts_of_metrics(config.eval.metrics):
         facts[METRIC_FACTS] = metrics
     return facts
@@ -349,6 +371,16 @@ def _recorder(
     return made[0] if made else make(run_dir, loggers=None, kept=None)
 
 
+def _negatives_fact(config: Config) -> dict[str, str]:
+    options = config.data.negatives
+    if not options.features:
+        return {}
+    avoided = f", none of them in {options.history}" if options.history else ""
+    return {
+        "negatives": f"{options.per_row} of {1 + options.per_row} rows, {', '.join(options.features)} by {options.rule}{avoided}"
+    }
+
+
 def _header_facts(
     config: Config, source: Source, run_dir: Path, start: ResumePoint
 ) -> dict[str, str]:
@@ -359,6 +391,7 @@ def _header_facts(
         "data": f"{config.data.path or SYNTHETIC}, "
         f"{source.num_rows(TRAIN_SPLIT):,} training rows, "
         f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
+        **_negatives_fact(config),
         "seed": str(config.seed),
         "run_dir": str(run_dir),
     }

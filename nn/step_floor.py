@@ -82,7 +82,6 @@ class Floor:
 
     @property
     def bound(self) -> str:
-        """The resource that sets the floor."""
         return max(self.times_ms, key=self.times_ms.__getitem__)
 
     @property

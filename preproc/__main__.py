@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command, errors_end_command
-from configs.console import LiteralConsole
+from configs.console import command_console
 from configs.messages import require_package
 from configs.overrides import options_text, texts_of, to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig, Split
@@ -45,7 +45,7 @@ def build(config: PreprocConfig) -> None:
             "engine=duckdb",
         )
     output = Path(config.output)
-    progress = Progress(LiteralConsole())
+    progress = Progress(command_console())
     if not config.overwrite and (output / SPEC_NAME).exists():
         require(
             _was_complete(config, output),
@@ -106,7 +106,7 @@ def execute(config: PreprocConfig) -> None:
         from preproc.describe.command import run_describe
 
         restore_signals()
-        run_describe(config, LiteralConsole())
+        run_describe(config, command_console())
         return
     read = {key: getattr(config, key) for key in ("path", "fitted") if getattr(config, key)}
     read = {key: str(local_path(path)) for key, path in read.items()}
@@ -132,12 +132,12 @@ def _execute(config: PreprocConfig) -> None:
         from preproc.verify.run import run_verify
 
         restore_signals()
-        run_verify(config, Progress(LiteralConsole()))
+        run_verify(config, Progress(command_console()))
     elif config.mode is Mode.convert:
         from preproc.convert.run import run_convert
 
         restore_signals()
-        run_convert(config, Progress(LiteralConsole()))
+        run_convert(config, Progress(command_console()))
     else:
         build(config)
 

@@ -74,7 +74,7 @@ class WrittenColumns:
 
 
 def row_columns(table: TableConfig) -> list[RowColumn]:
-    """Return labels, weight and keep rate of a table, as they are stored."""
+    """Return labels, weight, keep rate and teachers of a table, as they are stored."""
     columns = []
     for key, number in table.row_numbers.values():
         binary = isinstance(number, Label) and number.kind == "binary"
@@ -133,6 +133,7 @@ def complete_dataset(
         weight=next((c for c in columns if c.channel is Channel.weight), None),
         keep_rate=next((c for c in columns if c.channel is Channel.keep_rate), None),
         sequences=written.sequences,
+        teachers=tuple(column for column in columns if column.channel is Channel.teacher),
     )
     # Again, hours later: whatever lies there now is replaced.
     output = check_output(config.output, config.overwrite)
@@ -150,7 +151,6 @@ def complete_dataset(
 
 
 def save_fitted(directory: Path, table: TableConfig, written: WrittenColumns, source: Any) -> None:
-    """Write preproc.json below `directory`."""
     whole = json.loads(json.dumps(asdict(table)))
     sources, day = whole["sources"], written.lineage.day
     for described in sources.values():

@@ -147,7 +147,7 @@ def _synced_files(
     for path in sorted(directory.rglob("*")):  # vocabularies, fitted state, report
         name = path.relative_to(directory).as_posix()
         # A run killed at this point may have left a spec, complete or partial.
-        if path.is_file() and name not in records and not name.endswith((SPEC_NAME, ".partial")):
+        if path.is_file() and name not in records and not name.endswith((SPEC_NAME, ".tmp")):
             sync_file(path)
             if name not in NO_DATA:
                 records[name] = dict(files.get(name) or checksum(path))

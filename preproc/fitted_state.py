@@ -40,7 +40,7 @@ from preproc.vocabulary_file import check_vocabulary, has_days
 SOURCE = "${source}"
 ROWS_KEYS = (
     *("sources", "query", "order_by", "missing", "label", "weight", "keep_rate", "split", "keep"),
-    "empty_items",
+    *("teacher", "empty_items"),
 )
 IS_TEXT = "is_text"
 """Key of `TextColumns` in preproc.json."""
@@ -389,7 +389,6 @@ def _with_defaults(features: object, where: str) -> dict[str, list[dict[str, Any
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:
-    """Return the default of every option that has one."""
     made = {f.name: f.default_factory for f in fields(kind) if f.default_factory is not MISSING}
     values = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
     return values | {name: make() for name, make in made.items()}

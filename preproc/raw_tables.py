@@ -48,7 +48,8 @@ class RawTables:
     def __init__(self, fitted: Path) -> None:
         table = fitted_description(fitted)
         self._logs = [log for log in table.logs if not log.source]
-        others = [group for group in table.sequence if group not in self._logs]
+        self._lists = [group for group in table.event_lists if not group.time]
+        others = [group for group in table.sequence if group not in (*self._logs, *self._lists)]
         refuse_histories(fitted, replace(table, sequence=others))
         # The given rows take the place of what the sources, or the query over them, gave.
         self._description = replace(table, query="", order_by=[], keep=[])
@@ -65,7 +66,10 @@ class RawTables:
         # Of a log, rows themselves have a moment alone.
         described = replace(
             self._description,
-            sequence=[replace(log, by="1", filter="", numbers=[]) for log in self._logs],
+            sequence=[
+                *(replace(log, by="1", filter="", numbers=[]) for log in self._logs),
+                *self._lists,
+            ],
         )
         of_events = {name for log in self._logs for name in log.features}
         own = [feature for feature in self.spec.categorical if feature.name not in of_events]

@@ -78,6 +78,8 @@ def refuse_histories(fitted: Path, table: TableConfig) -> None:
     for past in [*table.history, *table.sequence]:
         what = f"the history {shown(past.name)} of a row takes all rows before it"
         how = "mode=transform, and use that"
+        if isinstance(past, EventLists) and not past.time:
+            continue
         if isinstance(past, EventLists):
             what = f"the lists of {shown(past.name)} are written in slices"
         elif isinstance(past, EventLog):
@@ -93,6 +95,8 @@ class TransformedRows:
     """Iterator over the batches of rows, in the order of the files; close it, or use it in a `with` statement."""
 
     def __init__(self, spec: FeatureSpec, table: TableConfig, state: FittedState) -> None:
+        # New rows need no scores of a teacher.
+        table = replace(table, teacher=[])
         self.spec = spec  # features of the fitted dataset, without splits
         self._state = state
         self._directory = TemporaryDirectory(prefix="transformed-rows-")
@@ -205,6 +209,11 @@ class TransformedRows:
         for number, (feature, stored) in enumerate(categorical):
             columns[stored.name] = self._ids(number, feature, stored, part, is_first=not first)
         self._cursor.unregister(ROWS)
+        for number, group in enumerate(self._table.event_lists):
+            lists = {name: columns[name] for name in group.lists}
+            for j, name in enumerate(group.number_names):
+                lists[name] = batch.column(f"numbers{number}_{j}_")
+            columns |= {name: _last(values, group.length) for name, values in lists.items()}
         if self._table.logs:
             staged = filter(OF_LOG.fullmatch, batch.schema.names)
             # No feature has a slash in its name.
@@ -272,15 +281,27 @@ class TransformedRows:
     def _where(self, batch: pa.RecordBatch, first: int, row: int) -> str:
         """Return the file of a row of a batch and its number in the file, from 1."""
         if self._table.query:
-            return f"the query's result, row {first + row + 1}"
+            return f"row {first + row + 1} in the order of table.order_by"
         (source,) = self._staging.sources.values()
         file = source.files[batch.column("file_")[row].as_py()]
         # Rows of Parquet are counted from 0, those of text from 1.
         return f"{file.path}, row {batch.column('order_')[row].as_py() + file.is_parquet}"
 
 
+def _last(lists: pa.ListArray, most: int) -> pa.ListArray:
+    """Return lists with their last `most` items."""
+    values, ends = lists.values, np.asarray(lists.offsets)
+    starts = np.maximum(ends[:-1], ends[1:] - most)
+    # Items in front of a row's are those of no list.
+    is_kept = np.zeros(len(values) + 1, np.int32)
+    np.add.at(is_kept, starts, 1)
+    np.add.at(is_kept, ends[1:], -1)
+    kept = values.take(array_of(np.flatnonzero(np.cumsum(is_kept[:-1]))))
+    offsets = np.concatenate([[0], np.cumsum(ends[1:] - starts)]).astype(np.int32)
+    return pa.ListArray.from_arrays(array_of(offsets), kept)
+
+
 def _num_items(column: str, *, whole: bool) -> str:
-    """Return `Engine.num_items` of a column of texts."""
     if whole:
         column = f"list_filter({column}, lambda item_: CAST(item_ AS STRING) <> '')"
     return f"coalesce(len({column}), 0)"

@@ -67,7 +67,7 @@ class Work:
         path = self.directory / STATE
         text = json.dumps(self.state)
         record = f'{{"crc32": {zlib.crc32(text.encode())}, "state": {text}}}'
-        replace_text(path, record, self.directory / f"{STATE}.new")
+        replace_text(path, record)
 
     def synced_records(self, path: Path) -> dict[str, list[list[int]]]:
         """Sync a file of the work directory, or a directory and all files in it; return their entries of `checked`."""

@@ -10,7 +10,6 @@ from serving.versions import next_version, servable
 
 
 def run(config: ApplyConfig) -> None:
-    """Apply the deltas."""
     base, output = directories(config)
     # Imported here: torch takes seconds, and the errors above need none.
     from nn.library_warnings import quiet_libraries

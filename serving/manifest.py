@@ -84,7 +84,6 @@ class Table:
 
     @property
     def file(self) -> str:
-        """Name of its file in the model directory."""
         return f"tables/{quote(self.name, safe='')}.bin"
 
     @property
@@ -102,6 +101,7 @@ class Sequence:
     numbers: list[str]
     time: str | None  # which of `numbers` is the age of an event in seconds
     max_length: int
+    weight: str | None = None  # which of `numbers` weighs the vectors of its events
 
     @property
     def group(self) -> SequenceGroup:
@@ -111,7 +111,12 @@ class Sequence:
             for name in self.numbers
         ]
         return SequenceGroup(
-            self.name, tuple(self.features), self.max_length, tuple(columns), self.time
+            self.name,
+            tuple(self.features),
+            self.max_length,
+            tuple(columns),
+            self.time,
+            weight=self.weight,
         )
 
 
@@ -182,7 +187,6 @@ class Manifest:
 
     @property
     def id_columns(self) -> int:
-        """Columns of the matrix of ids."""
         return sum(feature.hotness or 0 for feature in self.fixed)
 
     @property
@@ -212,13 +216,11 @@ class Manifest:
 
     @property
     def handed_out_ragged(self) -> list[str]:
-        """Ragged features of such tables."""
         ragged = {feature.name for feature in self.ragged}
         return [*dict.fromkeys(name for _, name in self.handed_out if name in ragged)]
 
     @property
     def num_columns(self) -> int:
-        """Columns of all embeddings of a row."""
         hotness = {feature.name: feature.hotness or 0 for feature in self.categorical}
         handed_out = {table.name for table, _ in self.handed_out}
         return sum(
@@ -255,7 +257,6 @@ class Manifest:
         return [key for key, value in self.interface().items() if value != interface[key]]
 
     def to_json(self) -> str:
-        """Return the text of `model.json`."""
         return json.dumps({"format": FORMAT, **self._document()}, indent=1) + "\n"
 
     def _document(self) -> dict[str, Any]:
@@ -481,7 +482,6 @@ def _count(value: Any, most: int = 2**48 - 1) -> None:
 
 
 def _are_finite(value: Any) -> bool:
-    """Return whether all numbers of a part of a document are finite."""
     if isinstance(value, dict):
         return all(map(_are_finite, value.values()))
     return not isinstance(value, float) or math.isfinite(value)

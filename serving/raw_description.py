@@ -76,7 +76,10 @@ def check_raw(
     sequences = raw.get("sequences", [])
     for of in sequences:
         names += _check_events(of, features, keys, files, groups or {})
-    made = {of["name"] for of in sequences}
+    lists = raw.get("lists", [])
+    for of in lists:
+        used |= _check_lists(of, by_name, columns, features, groups or {})
+    made = {of["name"] for of in (*sequences, *lists)}
     _require(made >= set(groups or {}), "sequences", sorted(made), "all of the model")
     num_inputs = len(columns) + sum(len(of["events"]["columns"]) for of in sequences)
     _require(len(inputs_of(raw)) == num_inputs, "columns", sorted(columns), "names of no events")
@@ -113,6 +116,31 @@ def _check_events(
     _require(len(events["times"]) == 1, where, events["times"], "one time")
     _require(set(groups.get(name, made)) == set(made), where, made, "the columns of the model's")
     return own
+
+
+def _check_lists(
+    of: Mapping[str, Any],
+    by_name: Mapping[str, Any],
+    columns: Mapping[str, int],
+    features: Mapping[str, tuple[int, int | None]],
+    groups: Mapping[str, Collection[str]],
+) -> set[str]:
+    """Return the columns of the numbers of a group of lists."""
+    name, length, separator = of["name"], of["length"], of["separator"]
+    where = f"lists {shown(name)}"
+    _require(type(length) is int and length > 0, where, length, "a positive length")
+    own = of["features"]
+    parts = [by_name[feature]["separator"] for feature in own]
+    good = bool(own) and parts == [separator] * len(own)
+    _require(good, where, parts, "features of one separator")
+    ragged = all(features[feature][1] is None for feature in own)
+    _require(ragged, where, own, "ragged features")
+    for number in of["numbers"]:
+        size = columns[number["column"]]
+        _require(size == 1 + (not separator), where, size, "numbers in the form of the ids")
+    made = [*own, *(number["name"] for number in of["numbers"])]
+    _require(set(groups.get(name, made)) == set(made), where, made, "the columns of the model's")
+    return {number["column"] for number in of["numbers"]}
 
 
 def _check_columns(raw: Mapping[str, Any], columns: Mapping[str, int]) -> None:

@@ -9,7 +9,6 @@ from serving.versions import withdraw, withdraw_before
 
 
 def run(config: RollbackConfig) -> None:
-    """Withdraw versions."""
     assert config.model is not None, "checked by the options"
     directory = Path(config.model)
     if config.before is not None:

@@ -32,7 +32,9 @@ SPARE_FILES = 64
 def run(config: ServerConfig) -> None:
     """Serve until SIGTERM or SIGINT."""
     token = read_token(config.token_file)
-    check_model(Path(config.model or ""))
+    check_model("model", Path(config.model or ""))
+    for path in config.others:
+        check_model("others", Path(path))
     with lasting_imports():
         # Here: torch takes seconds, and errors of options need none.
         from serving.server import service  # noqa: F401
@@ -45,16 +47,16 @@ def run(config: ServerConfig) -> None:
     asyncio.run(serve(open_service(config, token), config, started))
 
 
-def check_model(path: Path) -> None:
+def check_model(option: str, path: Path) -> None:
     """Check that there is a manifest or a version, before torch is imported. Raises ValueError: there is neither."""
     if not (path / MANIFEST).exists() and not list_versions(path):
         raise ValueError(
-            f"model={path} is no model directory and has no versions; write one with python -m serving.export output={path}/1"
+            f"{option}={path} is no model directory and has no versions; write one with python -m serving.export output={path}/1"
         )
 
 
 def open_service(config: ServerConfig, token: str | None) -> "Service":
-    """Load the model and return its server, which does not listen yet. Raises ValueError: there is no model that can serve."""
+    """Load the models and return their server, which does not listen yet. Raises ValueError: one has no version to serve."""
     import torch
 
     from serving.inference.versions import Versions
@@ -77,13 +79,12 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
         config.device.name, config.max_batch, config.dense_dtype.name, config.table_gib
     )
     return Service(
-        Versions(
-            Path(config.model),
-            say,
-            load=load,
-            verify=config.verify,
-            canary_share=config.canary_share,
-        ),
+        [
+            Versions(
+                Path(path), say, load=load, verify=config.verify, canary_share=config.canary_share
+            )
+            for path in (config.model, *config.others)
+        ],
         BatchLimits(
             max_batch=config.max_batch,
             max_queue=config.max_queue,

@@ -17,11 +17,12 @@ from rich.table import Table
 
 from compare.run_record import find_runs
 from configs.command_line import errors_end_command
-from configs.console import LiteralConsole
+from configs.console import command_console
 from status.run_status import RunStatus, read_status
 
 COLUMNS = ("run", "state", "step", "samples/s", "left", "checkpoint", "delta", "last record")
 PIPE_WIDTH = 200
+"""Columns of a table in a file or a pipe: runs have long paths."""
 
 
 def main() -> None:
@@ -43,9 +44,7 @@ def main() -> None:
 
 def print_status(found: Sequence[RunStatus]) -> None:
     """Print a line per fact of one run, or a row per run of several, and their errors."""
-    console = LiteralConsole()
-    # A file or a pipe has no width of its own.
-    console = console if console.is_terminal else LiteralConsole(width=PIPE_WIDTH)
+    console = command_console(PIPE_WIDTH)
     if len(found) == 1:
         for name, value in zip(COLUMNS, _cells(found[0]), strict=True):
             console.print(f"{name:<12}{value}", highlight=False, soft_wrap=True)
@@ -63,7 +62,7 @@ def print_status(found: Sequence[RunStatus]) -> None:
 def _cells(status: RunStatus) -> list[str]:
     rate = "-" if status.samples_per_s is None else f"{status.samples_per_s:,.0f}"
     left = "-" if status.left_s is None else str(timedelta(seconds=round(status.left_s)))
-    restarts = f", {status.restarts} restarts" if status.restarts else ""
+    restarts = f", {status.restarts} restart{'s' * (status.restarts > 1)}" * bool(status.restarts)
     return [
         status.run,
         status.state + restarts,

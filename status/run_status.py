@@ -34,7 +34,7 @@ class RunStatus:
         left_s: seconds of the steps and evaluations that are left, at the rate of those so far.
         record_s: seconds since the latest record, evaluation or start.
         checkpoint: step of the latest complete one; `delta` alike.
-        restarts: resumes so far.
+        restarts: resumes so far, without the starts of days.
         error: why the run ended early, or what is wrong with its result.
     """
 
@@ -68,12 +68,15 @@ def _status(run_dir: Path) -> RunStatus:
     run = RunRecord.read(run_dir)
     training = [record for record in run.records if "loss" in record][-RATE_RECORDS:]
     last_step = last_step_of(run)
+    if last_step is None and run.state is State.finished:
+        last_step = run.steps  # one record of a day tells no rate of epochs
     left_s = None
     seconds, trained = run.seconds(), run.steps - run.header.get("start_step", 0)
     if run.state is State.running and last_step is not None and seconds and trained > 0:
         left_s = (last_step - run.steps) * seconds / trained
     state = run.state.value
-    if run.state is State.failed and read_json(run_dir / ENDED).get("kind") == DIVERGED_ERROR:
+    has_end = run.state is State.failed and (run_dir / ENDED).exists()
+    if has_end and read_json(run_dir / ENDED).get("kind") == DIVERGED_ERROR:
         state = DIVERGED
     error = run.message or run.summary.get(UNSAVED) or run.summary.get(PROBLEM)
     if run.state is State.crashed:
@@ -89,7 +92,7 @@ def _status(run_dir: Path) -> RunStatus:
         record_s=max(time.time() - (run_dir / METRICS).stat().st_mtime, 0.0),
         checkpoint=_latest_step(run_dir / "checkpoints"),
         delta=_latest_step(run_dir / "deltas"),
-        restarts=len(run.restarts),
+        restarts=sum(DAY not in start for start in run.restarts),
         error=str(error) if error else None,
     )
 

@@ -10,7 +10,7 @@ import signal
 
 from configs.arguments import quoted
 from configs.command_line import command, end_command
-from configs.console import LiteralConsole
+from configs.console import command_console
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.many_runs_schema import SweepConfig
 from configs.messages import require_package
@@ -20,7 +20,6 @@ from configs.stop_signals import INTERRUPTED, restore_signals
 
 
 def run(config: SweepConfig) -> None:
-    """Sweep."""
     require_package("optuna", "python -m sweep")
     # Imported here: --help needs no Optuna.
     from sweep.driver import StoppedSweepError
@@ -28,7 +27,7 @@ def run(config: SweepConfig) -> None:
 
     restore_signals()
     try:
-        run_sweep(config, LiteralConsole())
+        run_sweep(config, command_console())
     except StoppedSweepError as error:
         is_interrupt = error.signum == signal.SIGINT
         end_command(str(error), INTERRUPTED_EXIT_CODE if is_interrupt else RESUME_EXIT_CODE)

@@ -241,7 +241,6 @@ class _Composition:
 
 
 def _composed(recipe: str, overrides: Sequence[str]) -> DictConfig:
-    """Return the options of a run as its command composes them, not checked yet."""
     # The sweep's own command line is composed already.
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()

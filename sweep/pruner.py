@@ -26,7 +26,6 @@ class ReachPruner(optuna.pruners.BasePruner):
 
 
 def pruner_of(name: Pruner) -> optuna.pruners.BasePruner:
-    """Return the pruner of a name."""
     if name is Pruner.reach:
         return ReachPruner()
     if name is Pruner.median:

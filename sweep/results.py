@@ -85,8 +85,7 @@ def print_trials(console: Console, rows: Sequence[dict[str, Any]], space: Space,
 
 
 def write_table(directory: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write `trials.csv`."""
-    replace_text(directory / TABLE, as_csv(rows), directory / f".{TABLE}.tmp")
+    replace_text(directory / TABLE, as_csv(rows))
 
 
 def test_once(
@@ -127,7 +126,7 @@ def write_sweep(
     assert best is not None
     run_dir = directory / best.user_attrs[RUN_DIR]
     command = plan.command(best.params, run_dir)
-    replace_link(directory / BEST, best.user_attrs[RUN_DIR], directory / f".{BEST}.tmp")
+    replace_link(directory / BEST, best.user_attrs[RUN_DIR])
     content = {
         **settings_of(study.config, space, plan.metric, plan.split),
         "sampler": study.config.sampler.value,
@@ -146,7 +145,7 @@ def write_sweep(
         "trials": sorted(rows, key=lambda row: row["trial"]),
     }
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    replace_text(directory / SWEEP, text, directory / f".{SWEEP}.tmp")
+    replace_text(directory / SWEEP, text)
 
 
 def _text(value: Any) -> str:

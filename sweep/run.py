@@ -34,7 +34,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start | None = None)
         next(grid_of(space))
     plan = plan_trials(config, space)
     slots = _slots(config, plan)
-    directory = Path(config.output or f"sweeps/{config.recipe}-{path.stem}")
+    directory = Path(config.output or f"sweeps/{config.recipe.rpartition(':')[2]}-{path.stem}")
     with ExitStack() as stack:
         stack.callback(server.close)
         stack.enter_context(exclusive(directory, f"is sweeping in {directory}"))
@@ -92,7 +92,6 @@ def _slots(config: SweepConfig, plan: TrialPlan) -> Sequence[str | None]:
 
 
 def _print(console: Console, text: str) -> None:
-    """Print a line as it is, without colours for numbers and without line breaks."""
     console.print(text, highlight=False, soft_wrap=True)
 
 

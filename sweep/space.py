@@ -116,7 +116,6 @@ def corners(space: Space) -> Iterator[dict[str, Any]]:
 
 
 def as_override(option: str, value: Any) -> str:
-    """Return an option as the command line writes it."""
     return f"{option}={value!r}" if isinstance(value, float) else f"{option}={value}"
 
 

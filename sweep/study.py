@@ -89,7 +89,6 @@ class Study:
         self._study.tell(trial, value, state=state)
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials in some states, or all, by number."""
         return self._study.get_trials(deepcopy=False, states=states or None)
 
     def best(self) -> FrozenTrial | None:
@@ -149,7 +148,7 @@ def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:
     now = json.loads(json.dumps(settings))
 
     def write(content: dict[str, Any]) -> None:
-        replace_text(path, json.dumps(content, indent=2) + "\n", directory / f".{SETTINGS}.tmp")
+        replace_text(path, json.dumps(content, indent=2) + "\n")
 
     if not path.exists():
         require(

@@ -145,7 +145,7 @@ def evaluations(run: RunRecord, metric: Metric) -> list[tuple[int, float]]:
 def mark_pruned(run_dir: Path) -> None:
     """Say in a trial's run directory that its sweep has ended it; the signal that did it says that it could resume."""
     content = json.dumps({"state": PRUNED, "message": ""}, indent=2) + "\n"
-    replace_text(run_dir / ENDED, content, run_dir / f".{ENDED}.tmp")
+    replace_text(run_dir / ENDED, content)
 
 
 def remove_checkpoints(run_dir: Path) -> None:

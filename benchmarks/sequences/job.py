@@ -16,9 +16,8 @@ QUIET = (
     "log.pictures=false",
 )
 """Of all runs: nothing but training and the last evaluation."""
-NEXT_ITEM = ("model.item_features=[item]", "model.embedding_init=0.1")
-"""Of datasets of next items. Only products of candidate and events tell their labels apart, whose gradients are near 0 as long as
-both are: on a ring of 40 items bst and sim had AUCs of .69 and .49 after 288 steps from +-0.01, of .99 from +-0.1."""
+NEXT_ITEM = ("model.item_features=[item]",)
+"""Of datasets of next items."""
 PEERS = {"din": "DIN", "bst": "BST"}
 """Folder and class of FuxiCTR's models."""
 

@@ -52,7 +52,7 @@ async def measure(
     # As the server does when it starts.
     gc.collect()
     gc.freeze()
-    service = Service(OneVersion(model), limits, http, 1.0, print)
+    service = Service([OneVersion(model)], limits, http, 1.0, print)
     port = await service.start("127.0.0.1", 0)
     with tempfile.TemporaryDirectory() as folder:
         files = [_write(Path(folder) / str(i), rows) for i, rows in enumerate(batches)]

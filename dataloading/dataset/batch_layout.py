@@ -88,6 +88,7 @@ class BatchLayout:
         self.ids = self._add(size, dtype=spec.ids_dtype)
         self.weights = None if spec.weight is None else self._add(rows)
         self.keep_rates = None if spec.keep_rate is None else self._add(rows)
+        self.teachers = {column.name: self._add(rows) for column in spec.teachers}
         self.events = [
             self._add(counts[group.features[0]].capacity)
             for group in spec.sequences

@@ -186,8 +186,6 @@ class SplitColumns:
 
     @classmethod
     def of_files(cls, spec: FeatureSpec, files: SplitFiles) -> "SplitColumns":
-        """Return memory maps of the files of a split."""
-
         def column(path: Path, dtype: np.dtype, width: int | None = None) -> np.ndarray:
             numbers = mapped(path, dtype)
             return numbers if width is None else numbers.reshape(-1, width)

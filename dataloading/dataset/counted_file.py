@@ -18,7 +18,6 @@ class CountedFile(RawIOBase):
 
     @property
     def record(self) -> dict[str, Any]:
-        """Its entry of `metadata.files`."""
         return {"bytes": self._num_bytes, "crc32": f"{self._crc32:08x}"}
 
     def writable(self) -> bool:

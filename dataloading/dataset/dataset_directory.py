@@ -145,6 +145,7 @@ def write_dataset(
     label: str | Sequence[RowColumn] = "label",
     weight: str | None = None,
     keep_rate: str | None = None,
+    teacher: Sequence[str] = (),
     numerical_dtype: str = "float16",
     file_format: str = "binary",
     splits: Sequence[str] = ("train", "test"),
@@ -159,10 +160,11 @@ def write_dataset(
     `categorical`: features in the model's order. `numerical`: names of the numericals; may be empty. `numerical_dtype`:
     float16 (required by NVIDIA's recipe) or float32. `file_format`: `binary`, or `parquet`, whose columns must grow
     together. `splits`: at least one of `train`, `test` and `validation`, and any other. `metadata`: plain yaml values;
-    `rows` and `files` are added. `absent`: per split, names of the labels, the weight and the keep rate that it lacks:
-    all labels, or nothing. `part_rows`: of a dataset in Parquet, the rows of each file per split; a file list then
-    names the files. `sequences`: groups of ragged features of `categorical`. Raises ValueError: at the start, if `root`
-    cannot be written or the features contradict each other; at the end, if the columns of a split hold different rows.
+    `rows` and `files` are added. `teacher`: names of scores of other models. `absent`: per split, names of the labels,
+    the weight, the keep rate and the teachers that it lacks: all labels, teachers alone, or nothing. `part_rows`: of a
+    dataset in Parquet, the rows of each file per split; a file list then names the files. `sequences`: groups of ragged
+    features of `categorical`. Raises ValueError: at the start, if `root` cannot be written or the features contradict
+    each other; at the end, if the columns of a split hold different rows.
     """
     root = check_output(root, overwrite)
     if numerical_dtype not in NUMERICAL_DTYPES:
@@ -182,6 +184,7 @@ def write_dataset(
         None if weight is None else RowColumn.of(weight, Channel.weight),
         None if keep_rate is None else RowColumn.of(keep_rate, Channel.keep_rate),
         tuple(sequences),
+        tuple(RowColumn.of(name, Channel.teacher) for name in teacher),
     )
     _check_spec(spec, splits)
     writer: Callable[..., SplitWriter] = SplitWriter
@@ -279,7 +282,7 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
         "numerical": list(spec.numerical),
     }
     for column in spec.row_columns[len(spec.labels) :]:
-        channels[column.channel.value] = [column.name]
+        channels.setdefault(column.channel.value, []).append(column.name)
     if spec.event_columns:
         channels["sequence"] = [column.name for column in spec.event_columns]
     groups = {"sequence_spec": {group.name: _group(group) for group in spec.sequences}}
@@ -295,11 +298,10 @@ def write_spec(spec: FeatureSpec, root: Path) -> None:
         },
     }
     text = yaml.dump(document, Dumper=YamlDumper, sort_keys=False)
-    replace_text(root / SPEC_NAME, text, root / f".{SPEC_NAME}.partial")
+    replace_text(root / SPEC_NAME, text)
 
 
 def _group(group: SequenceGroup) -> dict[str, Any]:
-    """Return an entry of `sequence_spec`."""
     numbers, pools = [column.name for column in group.numbers], group.pools
     return {
         "features": list(group.features),
@@ -326,8 +328,6 @@ def _nvidia_reads(spec: FeatureSpec, root: Path) -> bool:
 
 
 def _chunks(spec: FeatureSpec, files: SplitFiles, root: Path) -> list[dict[str, Any]]:
-    """Return one split's `source_spec`."""
-
     def chunk(features: Sequence[str], *paths: Path) -> dict[str, Any]:
         names = [path.relative_to(root).as_posix() for path in paths]
         return {"type": "split_binary", "features": list(features), "files": names}

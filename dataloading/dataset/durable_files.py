@@ -67,19 +67,19 @@ def sync_tree(directory: Path) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a small text file, synced."""
     with _errors_name(path), path.open("w", encoding="utf-8") as stream:
         stream.write(text)
         sync_stream(stream)
 
 
-def replace_text(path: Path, text: str, temporary: Path, *, synced: bool = True) -> None:
+def replace_text(path: Path, text: str, *, synced: bool = True) -> None:
     """Write `text` to `path` by rename, so that `path` holds the text before or the complete new one."""
-    replace_bytes(path, text.encode(), temporary, synced=synced)
+    replace_bytes(path, text.encode(), synced=synced)
 
 
-def replace_bytes(path: Path, content: bytes, temporary: Path, *, synced: bool = True) -> None:
+def replace_bytes(path: Path, content: bytes, *, synced: bool = True) -> None:
     """Write `content` to `path` by rename; see `replace_text`. An error leaves no temporary file."""
+    temporary = _temporary(path)
     try:
         with _errors_name(temporary), temporary.open("wb") as stream:
             stream.write(content)
@@ -93,6 +93,10 @@ def replace_bytes(path: Path, content: bytes, temporary: Path, *, synced: bool =
         raise
     if synced:
         sync_directory(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
 
 
 class AppendedFile:
@@ -160,8 +164,9 @@ def replace_file(temporary: Path, path: Path) -> None:
     os.replace(temporary, path)
 
 
-def replace_link(link: Path, target: str, temporary: Path) -> None:
-    """Make `link` a symbolic link to `target` by rename; `temporary` lies in the same directory."""
+def replace_link(link: Path, target: str) -> None:
+    """Make `link` a symbolic link to `target` by rename."""
+    temporary = _temporary(link)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     os.replace(temporary, link)

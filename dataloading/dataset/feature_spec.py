@@ -40,7 +40,7 @@ RAGGED = "ragged"
 DYNAMIC = "dynamic"
 ID_DTYPES = ("int8", "int16", "int32", "int64")
 NUMERICAL_DTYPES = ("float16", "float32")
-CHANNELS = ("categorical", "label", "numerical", "weight", "keep_rate", "sequence")
+CHANNELS = ("categorical", "label", "numerical", "weight", "keep_rate", "teacher", "sequence")
 MAX_HOTNESS = 2**31
 """Lengths of rows are int32."""
 MOST_KEYS = 2**31 - 2
@@ -129,6 +129,7 @@ class FeatureSpec:
     # column
     keep_rate: RowColumn | None = None
     sequences: tuple[SequenceGroup, ...] = ()
+    teachers: tuple[RowColumn, ...] = ()  # scores of other models, from which a model may learn
 
     @property
     def event_columns(self) -> tuple[EventColumn, ...]:
@@ -136,7 +137,6 @@ class FeatureSpec:
         return tuple(column for group in self.sequences for column in group.numbers)
 
     def group_of(self, name: str) -> SequenceGroup | None:
-        """Return the group of a feature."""
         return next((group for group in self.sequences if name in group.features), None)
 
     def with_means_of(self, other: "FeatureSpec") -> "FeatureSpec":
@@ -147,9 +147,14 @@ class FeatureSpec:
         )
         return replace(self, categorical=tuple(categorical))
 
+    def with_event_weights(self, weights: Mapping[str, str]) -> "FeatureSpec":
+        """Return the spec with the number that weighs the events of a group, by group."""
+        groups = (replace(group, weight=weights.get(group.name)) for group in self.sequences)
+        return replace(self, sequences=tuple(groups))
+
     @property
     def names(self) -> list[str]:
-        """Names of all columns: labels, weight, keep rate, numericals, categorical features, numbers of events and moments."""
+        """Names of all columns: `row_columns`, numericals, categorical features, numbers of events and moments."""
         single = [column.name for column in self.row_columns]
         features = [feature.name for feature in self.categorical]
         events = [column.name for column in self.event_columns]
@@ -158,9 +163,9 @@ class FeatureSpec:
 
     @property
     def row_columns(self) -> tuple[RowColumn, ...]:
-        """Labels, weight and keep rate, in this order."""
+        """Labels, weight, keep rate and teachers, in this order."""
         more = tuple(column for column in (self.weight, self.keep_rate) if column is not None)
-        return self.labels + more
+        return self.labels + more + self.teachers
 
     def title(self, column: RowColumn) -> str:
         """Return the title of a column of `row_columns`, for messages; a single label needs no name."""
@@ -349,11 +354,15 @@ def _read_yaml(path: Path) -> object:
 
 
 def _section(document: object, key: str) -> Mapping[str, Any]:
-    """Return the mapping under `key`."""
     mapping = isinstance(document, Mapping)
     expect(mapping, "the file", type(document).__name__, "a mapping of four sections")
     section = document.get(key)  # type: ignore[attr-defined]
-    expect(isinstance(section, Mapping), key, section, "a mapping")
+    # NVIDIA's generator writes null.
+    is_synthetic = key == "source_spec" and section is None
+    hint = (
+        "; without rows, leave data.path out: experiments train on synthetic clicks" * is_synthetic
+    )
+    expect(isinstance(section, Mapping), key, section, f"a mapping{hint}")
     return section
 
 
@@ -392,10 +401,10 @@ def _parse_features(root: Path, document: object) -> FeatureSpec:
     features, channels = _section(document, "feature_spec"), _section(document, "channel_spec")
     metadata = document.get("metadata") or {}  # type: ignore[attr-defined]
     expect(isinstance(metadata, dict), "metadata", metadata, "a mapping")
-    categorical, labels, numerical, weights, keep_rates, events = _channels(channels, features)
+    categorical, labels, numerical, *single, events = _channels(channels, features)
     row_columns = {
         channel: tuple(_row_column(features, name, channel) for name in names)
-        for channel, names in zip(Channel, (labels, weights, keep_rates), strict=True)
+        for channel, names in zip(Channel, (labels, *single), strict=True)
     }
     widths = {name: _dtype(features, name) for name in numerical}
     for name, dtype in widths.items():
@@ -423,6 +432,7 @@ def _parse_features(root: Path, document: object) -> FeatureSpec:
         weight=next(iter(row_columns[Channel.weight]), None),
         keep_rate=next(iter(row_columns[Channel.keep_rate]), None),
         sequences=sequences,
+        teachers=row_columns[Channel.teacher],
     )
 
 
@@ -572,7 +582,6 @@ def _mean_hotness(files: SplitFiles, spec: FeatureSpec, name: str) -> float:
 
 
 def _parquet_rows(spec: FeatureSpec, files: SplitFiles) -> int:
-    """Return the rows of a split in Parquet, its columns checked against `spec`."""
     # Imported here, since only Parquet needs pyarrow.
     from dataloading.dataset.parquet_files import count_rows
 

@@ -25,7 +25,6 @@ ROW_GROUP_ROWS = 65_536
 
 
 def kept_file_name(split: str) -> str:
-    """Return the path of the kept columns of `split` below its dataset."""
     return f"{FOLDER}/{split}.parquet"
 
 

@@ -150,7 +150,6 @@ class ParquetSource(TimedSource):
         return np.concatenate(times), np.concatenate(moments)
 
     def _pieces(self, split: str, runs: np.ndarray) -> list[tuple[RowGroup, slice]]:
-        """Return the row groups of the rows of `runs`, and the rows inside them."""
         files = self._splits[split]
         return [
             (self._groups.get((split, group), partial(files.decode, self.spec, group)), rows)
@@ -170,7 +169,6 @@ class ParquetSource(TimedSource):
 
 
 def joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> SplitColumns:
-    """Return row groups as the columns of one split."""
     numerical = None
     if spec.numerical:
         columns = [np.concatenate(c) for c in zip(*(g.numerical for g in groups), strict=True)]

@@ -115,7 +115,6 @@ class ParquetSplitWriter(SplitWriter):
         return {path.relative_to(root).as_posix(): record for path, record in written.items()}
 
     def _complete(self) -> int:
-        """Return the buffered rows that every column has."""
         return min(file.num_rows for file in self._files()) - self._written
 
     def _write_group(self, num_rows: int) -> None:

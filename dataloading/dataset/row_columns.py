@@ -1,4 +1,4 @@
-"""Columns of one number per row that are no features: labels, the weight and the keep rate."""
+"""Columns of one number per row that are no features: labels, the weight, the keep rate and scores of teachers."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +14,7 @@ class Channel(StrEnum):
     label = "label"
     weight = "weight"
     keep_rate = "keep_rate"
+    teacher = "teacher"
 
 
 # The first is that of a binary label.
@@ -29,10 +30,9 @@ class RowColumn:
 
     name: str  # of the column, unique among all features
     # what the number is. A row has one number per label, at most one weight and at most one keep
-    # rate.
+    # rate, and any scores of teachers.
     channel: Channel = Channel.label
-    # `bool` for a binary label, 0 or 1; float16 or float32 for a regression label; float32 for a
-    # weight and a keep rate
+    # `bool` for a binary label, 0 or 1; float16 or float32 for a regression label; float32 for others
     dtype: np.dtype = BINARY
 
     def __post_init__(self) -> None:
@@ -55,8 +55,8 @@ class RowColumn:
 
     @property
     def default(self) -> int:
-        """The number of a row whose split has no such column; the label of such a row must not be used."""
-        return 0 if self.channel is Channel.label else 1
+        """The number of a row whose split has no such column; a label or score of such a row must not be used."""
+        return 0 if self.channel in (Channel.label, Channel.teacher) else 1
 
     @property
     def wanted(self) -> str:
@@ -65,10 +65,11 @@ class RowColumn:
             return "a finite number that is not negative"
         if self.channel is Channel.keep_rate:
             return "a number above 0 and at most 1"
+        if self.channel is Channel.teacher:
+            return "a number from 0 to 1"
         return "0 or 1" if self.is_binary else f"a finite number of {self.dtype.name}"
 
     def wrong(self, values: np.ndarray) -> np.ndarray:
-        """Return which of `values` it may not hold."""
         if self.is_binary:
             return (values != 0) & (values != 1)
         with np.errstate(over="ignore"):
@@ -77,6 +78,8 @@ class RowColumn:
             return ~(finite & (values >= 0))
         if self.channel is Channel.keep_rate:
             return ~(finite & (values > 0) & (values <= 1))
+        if self.channel is Channel.teacher:
+            return ~(finite & (values >= 0) & (values <= 1))
         return ~finite
 
     def has_wrong(self, stored: np.ndarray) -> bool:

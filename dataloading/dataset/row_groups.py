@@ -98,7 +98,6 @@ class SplitGroups:
         return table
 
     def _locate(self, group: int) -> tuple[int, int]:
-        """Return the file of a row group, and its index in that file."""
         part = bisect_right(self._first_group, group) - 1
         return part, group - self._first_group[part]
 

@@ -55,6 +55,8 @@ class SequenceGroup:
     time: str | None = None
     # each of them has an equal share of `max_length`; None: a row sees its whole slice of a log
     pools: EventPools | None = None
+    # which of `numbers` a model weighs vectors by (`model.event_weights`): none may be below 0
+    weight: str | None = None
 
     def __post_init__(self) -> None:
         where, most = f"sequence_spec.{self.name}", self.max_length
@@ -79,7 +81,6 @@ class SequenceGroup:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of features and numbers."""
         return (*self.features, *(column.name for column in self.numbers))
 
     def pooled(
@@ -127,7 +128,8 @@ class SequenceGroup:
         """Return numbers of the events of rows for a batch, float32.
 
         `moments`: of the rows, int64 [rows], for the ages of times; None if `values` are ages. `where`: of a row, for messages.
-        Raises ValueError: a number is not finite, or an event is not earlier than its row and not later than the one before.
+        Raises ValueError: a number is not finite, a weight is negative, or an event is not earlier than its row and not later
+        than the one before.
         """
         if column.name == self.time:
             ages = values if moments is None else ages_of(values, moments, lengths)
@@ -155,6 +157,12 @@ class SequenceGroup:
             raise ValueError(
                 f"'{column.name}': an event has {values[at]} at {where(row_of(lengths, at))}; "
                 "want a finite number that float32 can hold"
+            )
+        if column.name == self.weight and (numbers < 0).any():
+            at = int((numbers < 0).argmax())
+            raise ValueError(
+                f"'{column.name}': an event has {values[at]} at {where(row_of(lengths, at))}; want a weight that is not "
+                "negative (model.event_weights)"
             )
         return numbers
 

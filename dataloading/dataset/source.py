@@ -11,6 +11,9 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.sequences import SequenceGroup
 
+EPOCH_ROWS = 1 << 44
+"""Added to the rows of every later epoch, where a source draws them anew."""
+
 
 def own_memory(num_bytes: int) -> np.ndarray:
     return np.empty(num_bytes, np.uint8)
@@ -32,6 +35,8 @@ class Columns:
     keep_rates: np.ndarray | None  # float32 [B], 1 of padding rows; None without such a column
     # float32 [events of the group], by `FeatureSpec.event_columns`
     events: list[np.ndarray]
+    # float32 [B] each, 0 of padding rows, by `FeatureSpec.teachers`
+    teachers: list[np.ndarray]
 
     @classmethod
     def empty(
@@ -90,13 +95,14 @@ class Columns:
             None if layout.weights is None else padded(layout.weights),
             None if layout.keep_rates is None else padded(layout.keep_rates, 1),
             events,
+            [padded(column) for column in layout.teachers.values()],
         )
 
     def row_columns(self, spec: FeatureSpec) -> list[tuple[RowColumn, np.ndarray]]:
         """Return each of `spec.row_columns` with its numbers, a view [B] that may be filled."""
         labels = [self.labels] if self.labels.ndim == 1 else [*self.labels.T]
         single = [numbers for numbers in (self.weights, self.keep_rates) if numbers is not None]
-        return list(zip(spec.row_columns, [*labels, *single], strict=True))
+        return list(zip(spec.row_columns, [*labels, *single, *self.teachers], strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,8 @@ class Source(ABC):
     """Source of rows: a dataset directory, a synthetic stream, or another source with a difference."""
 
     spec: FeatureSpec  # of the dataset
+    # whether a row differs by epoch: `read` is given rows with `EPOCH_ROWS` more per epoch
+    draws_anew = False
 
     def num_rows(self, split: str) -> int:
         """Return the rows of `split`; ValueError if there is no such split."""
@@ -180,6 +188,7 @@ class DerivedSource(Source):
 
     def __init__(self, source: Source) -> None:
         self.spec = source.spec
+        self.draws_anew = source.draws_anew
         self._source = source
 
     def num_rows(self, split: str) -> int:

@@ -60,8 +60,8 @@ class SplitFiles:
     # Parquet files that hold all columns, in order; the files above do not exist then
     parquet: tuple[Path, ...] = ()
     lists: tuple[Path, ...] = ()  # file lists that name the Parquet files
-    # names of the labels, the weight and the keep rate that it lacks, and of groups without moments, whose times are
-    # ages: rows to be scored have no labels
+    # names of the labels, the weight, the keep rate and the teachers that it lacks, and of groups without moments, whose
+    # times are ages: rows to be scored have no labels
     absent: frozenset[str] = frozenset()
     # by sequence group: int64 [N, 2], first event of each row and the one after its last, in the files of the
     # group's ids and numbers, which splits may share
@@ -96,7 +96,6 @@ def expect(condition: bool, where: str, got: object, want: str) -> None:
 
 
 def names_of(value: object, where: str) -> tuple[str, ...]:
-    """Return a yaml list of feature names as a tuple."""
     good = isinstance(value, list) and all(isinstance(name, str) and name for name in value)
     expect(good, where, value, "a list of feature names")
     return tuple(value)  # type: ignore[arg-type]
@@ -166,9 +165,10 @@ def parse_chunks(
 
 
 def _absent(held: Collection[str], columns: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of `columns` that a split lacks if it has no label, as rows to be scored; otherwise it lacks none."""
+    """Return the names of `columns` that a split lacks: any of teachers, and without a label, as rows to be scored, of all."""
     labels = {name for name, channel in columns.items() if channel == "label"}
-    return frozenset() if labels.intersection(held) else frozenset(columns).difference(held)
+    teachers = {name for name, channel in columns.items() if channel == "teacher"}
+    return frozenset(teachers if labels.intersection(held) else columns).difference(held)
 
 
 def _parse_chunk(

@@ -77,6 +77,7 @@ class SplitWriter:
         labels: np.ndarray | None = None,
         weights: np.ndarray | None = None,
         keep_rates: np.ndarray | None = None,
+        teachers: Mapping[str, np.ndarray] | None = None,
         ids: Mapping[str, np.ndarray] | None = None,
         lengths: Mapping[str, np.ndarray] | None = None,
         events: Mapping[str, np.ndarray] | None = None,
@@ -86,12 +87,12 @@ class SplitWriter:
         """Append rows to any of the columns; to those of a sequence group at once.
 
         `numerical`: numbers [n, num_numerical]. `labels`: [n], or [n, labels] of several; bool, or 0 and 1, of a binary
-        label. `weights`: numbers [n], not negative. `keep_rates`: numbers [n] above 0, at most 1. `ids`: integers by
-        feature: [n], [n, hotness], or flat for a ragged feature. `lengths`: ids per row, [n], for each ragged feature
-        in `ids`, and events per row for each group. `events`: numbers of events by column, flat as the ids of a group.
-        `moments`: by group with a time, in whole seconds, int64 [n]. `slices`: by group whose events
-        `DatasetWriter.append_events` has taken, first event of each row and the one after its last, int64 [n, 2].
-        Raises ValueError: a value that the file cannot hold; the message names feature, value and row.
+        label. `weights`: numbers [n], not negative. `keep_rates`: numbers [n] above 0, at most 1. `teachers`: numbers [n]
+        from 0 to 1, by column. `ids`: integers by feature: [n], [n, hotness], or flat for a ragged feature. `lengths`:
+        ids per row, [n], for each ragged feature in `ids`, and events per row for each group. `events`: numbers of events
+        by column, flat as the ids of a group. `moments`: by group with a time, in whole seconds, int64 [n]. `slices`: by
+        group whose events `DatasetWriter.append_events` has taken, first event of each row and the one after its last,
+        int64 [n, 2]. Raises ValueError: a value that the file cannot hold; the message names feature, value and row.
         """
         ids, lengths, events = ids or {}, lengths or {}, events or {}
         moments, slices = moments or {}, slices or {}
@@ -99,6 +100,9 @@ class SplitWriter:
             self._append_numerical(np.asarray(numerical))
         if labels is not None:
             self._append_labels(np.asarray(labels))
+        for column in self.spec.teachers:
+            if column.name in (teachers or {}):
+                self._append_column(column, np.asarray((teachers or {})[column.name]))
         for channel, numbers in ((Channel.weight, weights), (Channel.keep_rate, keep_rates)):
             if numbers is not None:
                 self._append_single(channel, np.asarray(numbers))

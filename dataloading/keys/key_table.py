@@ -163,5 +163,4 @@ class KeyTable:
 
     @property
     def _has_marked(self) -> bool:
-        """Return whether the marks are in the spare memory."""
         return bool(self.fields[Field.MARKED] == self.fields[Field.SPARE])

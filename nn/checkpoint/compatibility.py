@@ -134,8 +134,10 @@ def remedy(
             f"it has no optimizer state of {' and '.join(component.name for component in without)}, which may have been "
             f"frozen (train.freeze) or trained with sgd; to continue training from its weights, {new_run or 'set '}{parts}"
         )
+    config = path.parent.parent / "config.yaml"  # of the run whose checkpoint it is
+    as_in = f" (config={config})" if config.is_file() and not is_own else ""
     return (
-        "use the model, embedding_dim and optimizer that it was trained with, or load only the weights that fit: "
+        f"use the model, embedding_dim and optimizer that it was trained with{as_in}, or load only the weights that fit: "
         f"{new_run}{parts} or one of the two"
     )
 

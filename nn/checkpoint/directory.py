@@ -135,7 +135,7 @@ def prune(directory: Path, num_steps: int, keep: int, best_step: int | None) -> 
         if path.name != target:
             remove(path)
     if target is not None and target != linked and any(path.name == target for path in present):
-        replace_link(best, target, directory / f".{BEST}.tmp")
+        replace_link(best, target)
 
 
 def clear(directory: Path, num_steps: int) -> None:

@@ -156,7 +156,7 @@ def fetch_run(run_dir: Path, address: str) -> int | None:
         store.download(files[f"{CHECKPOINTS}/{BEST}"], best)
         target = best.read_text().strip()
         if f"{CHECKPOINTS}/{target}" in stored[CHECKPOINTS]:
-            replace_link(checkpoints / BEST, target, checkpoints / f".{BEST}.tmp")
+            replace_link(checkpoints / BEST, target)
         best.unlink()
     # The newest checkpoint last: if this is interrupted, the run directory is still behind.
     for name in (name for folder in FOLDERS for name in stored[folder]):

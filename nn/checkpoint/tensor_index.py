@@ -20,7 +20,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,8 +52,6 @@ REMEDY = "copy it again, or take another checkpoint"
 
 MAX_NUMBER = 2**62
 """Offsets in files, and the bytes of a tensor, are 64-bit integers."""
-MAX_BLOCKS = 1000
-"""Chunks of a tensor of more than two dimensions; such tensors are not sharded."""
 MAX_EMPTY_ROWS = 2**24
 """A tensor without elements has no checksum that bounds its size."""
 TRAINER_ROWS = ("trainer.logits", "trainer.labels")
@@ -208,15 +205,8 @@ def _any_overlap(chunks: Sequence[Chunk]) -> bool:
     rows are kept in the order of columns.
     """
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-    if not chunks or not chunks[0].sizes:
-        return len(chunks) > 1
-    if len(chunks[0].sizes) > 2:
-
-        def overlap(one: Chunk, two: Chunk) -> bool:
-            sides = zip(one.offsets, one.sizes, two.offsets, two.sizes, strict=True)
-            return all(max(a, b) < min(a + size, b + other) for a, size, b, other in sides)
-
-        return len(chunks) > MAX_BLOCKS or any(overlap(*pair) for pair in combinations(chunks, 2))
+    if not chunks or len(chunks[0].sizes) not in (1, 2):
+        return len(chunks) > 1  # tensors of more dimensions are not sharded
     # End before begin: neighbours do not overlap.
     events = [(chunk.offsets[0], 1, index) for index, chunk in enumerate(chunks)]
     events += [(chunk.offsets[0] + chunk.sizes[0], 0, i) for i, chunk in enumerate(chunks)]
@@ -235,7 +225,6 @@ def _any_overlap(chunks: Sequence[Chunk]) -> bool:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    """Return a list of integers that are not negative as a tuple."""
     if not isinstance(values, list) or not all(
         type(value) is int and 0 <= value < MAX_NUMBER for value in values
     ):

@@ -87,7 +87,6 @@ class Delta:
         return self.index.tensors.get(f"{KEYS}{keys}.rows")
 
     def keys_of(self, keys: str) -> StoredTensor | None:
-        """Return the keys of these rows."""
         return self.index.tensors.get(f"{KEYS}{keys}.keys")
 
     @property

@@ -123,7 +123,6 @@ def changes(
     parts: Iterable[WrittenPart],
     retired: Mapping[str, np.ndarray],
 ) -> dict[str, TableChange]:
-    """Describe what changed in every table."""
     counts: dict[str, int] = defaultdict(int)
     for part in parts:
         if (

@@ -112,7 +112,6 @@ class PreemptionSync:
         self._steps_left = self._steps = 1
 
     def saved(self) -> None:
-        """Restart the clock."""
         self._saved_at = time.monotonic()
 
     def after_step(self) -> Decision:

@@ -79,7 +79,6 @@ class StepWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Bound the steps in this context."""
         thread = Thread(target=self._watch, name="step_watch", daemon=True)
         thread.start()
         try:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     # TorchRec takes seven seconds to import; models import this file, and `--help` models.
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+Tables = list["EmbeddingBagConfig"]
+"""Tables that a model declares."""
+
 
 def one_table_per_feature(
     options: ModelConfig,
@@ -195,7 +198,6 @@ def vectors_per_sample(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) 
 
 
 def embedding_columns(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> int:
-    """Return the columns of all embeddings of a sample, T."""
     vectors = vectors_per_sample(tables, spec)
     return round(sum(table.embedding_dim * vectors[table.name] for table in tables))
 

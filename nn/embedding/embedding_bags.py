@@ -182,7 +182,6 @@ class LocalEmbeddingBags:
         return SortedIds(keys.index_select(0, order), order, row_keys)
 
     def _sorted(self, keys: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Sort keys below `end`, and return them with their order."""
         num_keys = len(keys)
         if self._device.type == "cpu" and COMPARED_IDS < num_keys < RADIX_SORT_IDS:
             padding = keys.new_full((RADIX_SORT_IDS - num_keys,), end)

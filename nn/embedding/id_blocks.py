@@ -45,7 +45,6 @@ class IdBlock:
 
     @property
     def size(self) -> int:
-        """Numbers of the feature."""
         return self.count + (2 * self.num_samples + self.count if self.is_ragged else 0)
 
 

@@ -65,7 +65,6 @@ class LocalTable:
 
     @property
     def num_columns(self) -> int:
-        """Columns of all lookups in the embeddings of a sample."""
         return self.weight.shape[1] * sum(lookup.num_vectors for lookup in self.lookups)
 
 

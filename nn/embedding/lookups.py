@@ -3,14 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-
-class Pooling(StrEnum):
-    """Pooling of the rows of a sample's ids; of `rows`, the dense component takes the distinct rows of a batch instead."""
-
-    sum = "sum"
-    mean = "mean"
-    none = "none"
-    rows = "rows"
+Pooling = StrEnum("Pooling", "sum mean none rows")
+"""Pooling of the rows of a sample's ids; of `rows`, the dense component takes the distinct rows of a batch instead."""
 
 
 @dataclass(frozen=True, slots=True)

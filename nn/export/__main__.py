@@ -17,7 +17,6 @@ from nn.export.tables import Selection, export_tables
 
 
 def run(config: ExportConfig) -> None:
-    """Export the tables."""
     assert config.checkpoint is not None, "ExportConfig refuses a configuration without"
     assert config.output is not None, "likewise"
     restore_signals()

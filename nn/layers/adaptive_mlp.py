@@ -54,7 +54,6 @@ class AdaptiveMLP(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weights of the linear layers from a CPU generator."""
         for layer in self.layers:
             initialise_linear_(layer, generator)
 

@@ -68,7 +68,6 @@ class BatchNorm(PassLayer):
         torch._foreach_lerp_(running, list(self._latest.unbind()), self.momentum)
 
     def extra_repr(self) -> str:
-        """Return columns, eps and momentum."""
         return f"{len(self.weight)}, eps={self.eps:g}, momentum={self.momentum:g}"
 
     @torch.compiler.disable
@@ -121,7 +120,6 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def _ops(x: Tensor) -> ModuleType:
-    """Return the module with the arithmetic for a tensor."""
     if not x.is_cuda or x.dtype not in FUSED_DTYPES:
         return plain
     # Only CUDA builds of torch include Triton.

@@ -65,7 +65,6 @@ class CrossNet(nn.Module):
         )
 
     def fp8_products(self) -> list[nn.Linear]:
-        """Return the linear layers of all cross layers."""
         pairs = ((layer.down, layer.up) for layer in self.layers)
         return [linear for pair in pairs for linear in pair if linear is not None]
 

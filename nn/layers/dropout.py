@@ -51,7 +51,6 @@ class Dropout(PassLayer):
         return self._drop(x, None if at is None else (at.samples, offsets(at)[0]))
 
     def extra_repr(self) -> str:
-        """Return the rate."""
         return f"rate={self.rate:g}"
 
     @torch.compiler.disable

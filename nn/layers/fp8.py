@@ -371,7 +371,6 @@ def rounding_ops(x: Tensor) -> ModuleType:
 
 
 def cross_ops(x: Tensor) -> ModuleType:
-    """Return the module with the elementwise operations of cross layers."""
     if not x.is_cuda:
         return plain
     # Only CUDA builds of torch include Triton.

@@ -170,7 +170,6 @@ class ActionVectors(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the vectors of bits and candidates from a CPU generator."""
         draw_normal_(self.of_bits, 0.1, generator)
         draw_normal_(self.of_candidate, 0.1, generator)
 
@@ -201,7 +200,6 @@ class ContextVectors(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weights from a CPU generator."""
         for matrix in self.matrices:
             normal_(matrix, generator)
         nn.init.zeros_(self.biases)
@@ -255,7 +253,6 @@ class PositionVectors(nn.Module):
 
 
 def position_index(at: JaggedPositions, num_context: int, num_candidates: int, rows: int) -> Tensor:
-    """Return the row of each position in a table of positions."""
     last = at.lengths[at.samples] - num_candidates  # offset of the first candidate
     index = (last - at.offsets).clamp(min=0) + num_context
     return torch.where(at.offsets < num_context, at.offsets, index).clamp(0, rows - 1)
@@ -303,7 +300,6 @@ class UserVectors(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weight from a CPU generator."""
         normal_(self.linear.weight, generator)
         nn.init.zeros_(self.linear.bias)
 

@@ -47,6 +47,14 @@ def initialise_linear_(linear: nn.Linear, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
+def initialise_without_bias_(linear: nn.Linear, generator: torch.Generator) -> None:
+    """Initialize a linear layer by `normal_`, with a bias of 0."""
+    normal_(linear.weight, generator)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+@torch.no_grad()
 def truncated_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
     """Fill with draws on the CPU from a normal truncated at two standard deviations (Keras' `truncated_normal`)."""
     if parameter.is_meta:

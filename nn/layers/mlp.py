@@ -74,7 +74,6 @@ class MLP(nn.Module):
         self.fp8 = Fp8Linear(weight_gradients=weight_gradients)
 
     def fp8_products(self) -> list[nn.Linear]:
-        """Return the first layer."""
         return [self.layers[0]]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,7 +100,6 @@ class MLP(nn.Module):
         return self._rest_plain(x, 0)
 
     def _rest(self, x: Tensor, start: int) -> Tensor:
-        """Compute the layers from `start` on."""
         layers = self.layers[start:]
         if layers and not self.norms and can_fuse(x, layers[0].weight):
             return self._forward_fused(as_autocast(x), start)
@@ -114,7 +112,6 @@ class MLP(nn.Module):
         return x
 
     def _activate(self, x: Tensor, index: int) -> Tensor:
-        """Apply what follows the linear layer `index`."""
         if index == len(self.layers) - 1 and not self.final_activation:
             return x
         x = torch.relu(self.norms[index](x) if self.norms else x)

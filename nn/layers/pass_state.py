@@ -4,8 +4,6 @@ They change from step to step, so they are in device memory, where each replay o
 would be captured once and repeated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@
 have zeros in all of them. Nothing reads the device; shapes depend on no data; sums have one order.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +107,6 @@ class SequencePooling(nn.Module):
             self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all weights from a CPU generator."""
         if self.how == "attention":
             initialise_linear_(self.hidden, generator)
             normal_(self.score.weight, generator)

@@ -54,7 +54,6 @@ class SwishMLP(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weights from a CPU generator."""
         for layer in (self.first, self.second):
             draw = xavier_uniform_ if self._uniform else normal_
             draw(layer.weight, generator)
@@ -107,7 +106,6 @@ class STULayer(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weights from a CPU generator."""
         xavier_uniform_(self.uvqk.weight, generator)
         nn.init.zeros_(self.uvqk.bias)
         xavier_uniform_(self.output.weight, generator)
@@ -181,7 +179,6 @@ class RelativeBias(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw both tables from a CPU generator."""
         for table in (self.positions, self.times):
             draw_normal_(table, 0.02, generator)
 
@@ -202,7 +199,6 @@ class RelativeBias(nn.Module):
 
 @torch.no_grad()
 def draw_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill with draws on the CPU from a normal distribution."""
     if not parameter.is_meta:
         drawn = torch.empty(parameter.shape, device="cpu")
         parameter.copy_(drawn.normal_(0, std, generator=generator))

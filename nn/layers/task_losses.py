@@ -46,6 +46,20 @@ def binary_losses(
     return labels * positive * (a * positive_weight) + (1 - labels) * negative * b
 
 
+def distilled_losses(
+    losses: Tensor, logits: Tensor, scores: Tensor, weight: float, temperature: float
+) -> Tensor:
+    """Compute the losses of rows that learn from a teacher too, [B], from those of their labels [B].
+
+        (1 - w) loss + w CE(q, sigmoid(logit)),  q = sigmoid(logit(score) / T)
+
+    The idea is Hinton et al.'s (arXiv:1503.02531, section 2); T softens the teacher alone, so that predictions stay
+    probabilities. `scores` [B]: the teacher's, from 0 to 1.
+    """
+    soft = torch.sigmoid(torch.logit(scores) / temperature)
+    return (1 - weight) * losses + weight * binary_losses(logits, soft)
+
+
 def squared_errors(predictions: Tensor, labels: Tensor) -> Tensor:
     """Compute the squared error of each row, [B], of predictions [B] and labels [B], float32."""
     return (predictions - labels).square()

@@ -159,7 +159,7 @@ class Run:
         return as_given(pa.table(columns))
 
     def _batches(self, rows: pa.Table, batch_size: int) -> Iterator[Batch]:
-        spec = self.spec
+        spec = self.spec.with_event_weights(self.config.model.event_weights)
         if spec.keep_rate is not None and spec.keep_rate.name not in rows.column_names:
             warnings.warn(
                 f"the table has no keep rates, column {spec.keep_rate.name}; its scores are not corrected by them",

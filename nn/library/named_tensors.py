@@ -18,7 +18,9 @@ def named_tensors(batch: Batch, spec: FeatureSpec) -> dict[str, Tensor | JaggedT
     single = [values for values in (batch.weights, batch.keep_rates) if values is not None]
     named: dict[str, Tensor | JaggedTensor] = {
         column.name: values[:rows]
-        for column, values in zip(spec.row_columns, [*labels, *single], strict=True)
+        for column, values in zip(
+            spec.row_columns, [*labels, *single, *batch.teachers.values()], strict=True
+        )
     }
     for column, name in enumerate(spec.numerical):
         named[name] = batch.numerical[:rows, column]

@@ -106,12 +106,10 @@ class Training:
 
     @property
     def run_dir(self) -> Path:
-        """The run directory."""
         return self._session.recorder.run_dir
 
     @property
     def spec(self) -> FeatureSpec:
-        """Features and labels of the dataset."""
         return self._session.source.spec
 
     @property
@@ -126,7 +124,6 @@ class Training:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Updates of an epoch."""
         loader = self._session.loaders.train
         assert loader is not None
         return loader.steps_per_epoch
@@ -237,7 +234,6 @@ class Training:
         return summary
 
     def _at_work(self) -> tuple[Session, Trainer, Saving | None]:
-        """Return what the run consists of, before `finish`."""
         if self._is_finished:
             raise ValueError("the run is finished; open another one to train on")
         return self._open()

@@ -105,7 +105,6 @@ class _Worker:
 
 
 def _text(error: BaseException) -> str:
-    """Return an error of any library in one short line."""
     lines: Iterable[str] = (line.strip() for line in str(error).splitlines())
     text = next(filter(None, lines), "")
     with suppress(Exception):

@@ -20,7 +20,6 @@ class LoggedRun:
 
     @property
     def name(self) -> str:
-        """Name of the run, as of its directory."""
         return self.directory.resolve().name
 
     @property
@@ -55,7 +54,6 @@ METHODS = ("start", "record", "finish", "close")
 
 
 def flat_options(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every option."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flat_options(value, f"{prefix}{name}.")

@@ -44,11 +44,9 @@ class TensorBoardEvents:
         self._add(Event(step=step, summary=summary))
 
     def add_summary(self, summary: Summary, step: int) -> None:
-        """Add a summary of any plugin."""
         self._add(Event(step=step, summary=summary))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _add(self, event: Event) -> None:

@@ -57,7 +57,6 @@ class TensorBoardLogger:
         """Do nothing: the HParams page shows the latest numbers of each chart."""
 
     def close(self) -> None:
-        """Close the event files."""
         for events in self._events.values():
             events.close()
 

@@ -39,11 +39,9 @@ class WandbLogger:
         self._run.define_metric("*", step_metric=STEP)
 
     def record(self, group: str, step: int, numbers: Mapping[str, float]) -> None:
-        """Log numbers as `group/name`."""
         self._run.log({STEP: step, **{f"{group}/{name}": value for name, value in numbers.items()}})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Set the summary of the run."""
         self._run.summary.update(
             {key: value for key, value in summary.items() if value is not None}
         )

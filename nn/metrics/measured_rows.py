@@ -33,8 +33,17 @@ class MeasuredRows:
         self._gather = gather
 
     def sums(self, function: Callable[[Tensor, Tensor, Tensor], list[Tensor]]) -> list[float]:
-        """Sum the scalars that a function of (predictions, labels, weights), float64 [m] each, returns, over all ranks."""
-        return self._gather.sum(self._block_sums(function))
+        """Sum the scalars that a function of (predictions, labels, weights), float64 [m] each, returns, over all ranks.
+
+        Raises ValueError: it returns others than scalars.
+        """
+        sums = self._block_sums(function)
+        shapes = [list(total.shape) for total in sums]
+        if any(shapes):
+            raise ValueError(
+                f"rows.sums: the function returns shapes {shapes}, want a list of scalars; write [*sums, other] of several sums"
+            )
+        return self._gather.sum(sums)
 
     def on_rank0(self, function: Callable[..., float], *columns: Tensor | None) -> float:
         """Return what `function` computes on rank 0 of the columns [n] of all ranks; those that are None are left out."""

@@ -1,7 +1,5 @@
 """AutoInt+: self-attention over the features' vectors, beside an MLP (arXiv:1810.11921)."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -33,7 +31,6 @@ class InteractingLayer(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weights from a CPU generator."""
         bound = math.sqrt(6 / sum(self.projections.shape[1:]))
         uniform_(self.projections, -bound, bound, generator)
 

@@ -1,7 +1,5 @@
 """BST: a transformer over events and the candidate behind them (arXiv:1905.06874)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn.functional import pad
 

@@ -1,7 +1,5 @@
 """DCNv2: bottom MLP, cross network and deep network (arXiv:2008.13535)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

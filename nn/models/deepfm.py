@@ -1,13 +1,9 @@
 """DeepFM: a factorization machine and an MLP on the same embeddings (arXiv:1703.04247)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
+from nn.embedding.declared_tables import Tables, one_table_per_feature
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.interactions.factorization_machine import factorization_machine
 from nn.layers.mlp import MLP
@@ -16,9 +12,6 @@ from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import DeepFMOptions
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a vector
 
@@ -46,8 +39,7 @@ class DeepFM(Model):
         )
 
     @classmethod
-    def tables(cls, options: DeepFMOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return the tables of the vectors, and those of the weights."""
+    def tables(cls, options: DeepFMOptions, spec: FeatureSpec) -> Tables:
         return [
             *one_table_per_feature(options, spec),
             *one_table_per_feature(options, spec, columns=1, prefix="weight_"),

@@ -101,7 +101,10 @@ def _features(stored: FeatureSpec, spec: FeatureSpec) -> dict[str, Any]:
 def _group(group: SequenceGroup) -> dict[str, Any]:
     numbers = [{"name": column.name, "dtype": column.dtype.name} for column in group.numbers]
     facts = {**asdict(group), "features": list(group.features), "numbers": numbers}
-    del facts["pools"]  # a model sees what they have chosen
+    del (
+        facts["pools"],
+        facts["weight"],
+    )  # a model sees what pools have chosen, and has the weight among its options
     return facts
 
 

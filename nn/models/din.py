@@ -1,14 +1,10 @@
 """DIN: attention of a candidate item over a user's history (arXiv:1706.06978)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
+from nn.embedding.declared_tables import Tables, one_table_per_feature
 from nn.layers.adaptive_mlp import AdaptiveMLP
 from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
@@ -16,9 +12,6 @@ from nn.models.model import Activations, Model
 from nn.models.options import AdaptiveActivation, DINOptions
 from nn.models.sequences import FixedHistories, SequenceInput, find_history
 from nn.ops.fused_linear import as_autocast
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, D: columns of a table, H: pairs of an item and its history, L: positions of a history
 
@@ -64,7 +57,7 @@ class DIN(Model):
         )
 
     @classmethod
-    def tables(cls, options: DINOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+    def tables(cls, options: DINOptions, spec: FeatureSpec) -> Tables:
         """Return an unpooled table per pair of item and history, and one table per other feature.
 
         Raises ValueError: the options name no history, or one that the dataset lacks or that does not fit its item.

@@ -1,7 +1,5 @@
 """DLRM: bottom MLP, dot interaction, top MLP (arXiv:1906.00091)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from dataloading.dataset.feature_spec import FeatureSpec

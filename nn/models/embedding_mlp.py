@@ -1,23 +1,16 @@
 """An MLP over pooled or unpooled embeddings, as HugeCTR's MovieLens example and SOK's dense demo have it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from configs.messages import shown
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
+from nn.embedding.declared_tables import Tables, one_table_per_feature
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.features import rates, table_widths
 from nn.models.model import Activations, Model
 from nn.models.options import EmbeddingMLPOptions, Pooling
 from nn.ops.fused_linear import as_autocast
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, T: columns of all embeddings of a sample
 
@@ -53,7 +46,7 @@ class EmbeddingMLP(Model):
         )
 
     @classmethod
-    def tables(cls, options: EmbeddingMLPOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+    def tables(cls, options: EmbeddingMLPOptions, spec: FeatureSpec) -> Tables:
         """Return a table per feature, with the pooling and the widths of the options.
 
         Raises ValueError: the options name a feature that the dataset lacks, or two widths of one table.

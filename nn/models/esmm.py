@@ -1,7 +1,5 @@
 """ESMM: conversions learned over all rows, as click times conversion after a click (arXiv:1804.07931)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Features that HSTU reads: candidates, events, and what is beside them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from dataloading.dataset.feature_spec import FeatureSpec

@@ -1,11 +1,7 @@
 """Pooling of the events of a feature in models that read a vector per feature (`model.sequence_pooling`)."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +9,15 @@ from torch import Tensor, nn
 from configs.messages import shown
 from configs.schema import EventPooling, ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import embedding_columns, hands_out_rows
+from nn.embedding.declared_tables import Tables, embedding_columns, hands_out_rows
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import SequencePooling, pool_weighted
 from nn.models.features import chosen_features
 from nn.models.model import Activations, Model, Wrapper
 from nn.ops.fused_linear import as_autocast
 
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-
-def pooled_tables(
-    tables: Sequence[EmbeddingBagConfig], options: ModelConfig, spec: FeatureSpec
-) -> list[EmbeddingBagConfig]:
+def pooled_tables(tables: Tables, options: ModelConfig, spec: FeatureSpec) -> Tables:
     """Return the tables with the pooling that `options` names for the features of sequence groups.
 
     Raises ValueError: no table sums such a feature, or one does with a feature of another kind that has several ids.
@@ -84,7 +75,7 @@ class WithPooledEvents(Wrapper):
     def __init__(
         self,
         model: Model,
-        declared: Sequence[EmbeddingBagConfig],
+        declared: Tables,
         options: ModelConfig,
         spec: FeatureSpec,
     ) -> None:
@@ -130,7 +121,8 @@ class WithPooledEvents(Wrapper):
             else:
                 events, found = embeddings.sequence(group), as_autocast(rows.by_id())
                 # Events may have a spare position, which the rows of a further table have not.
-                found = nn.functional.pad(found, (0, 0, 0, len(events.samples) - len(found)))
+                spare = events.samples.shape[0] - found.shape[0]
+                found = nn.functional.pad(found, (0, 0, 0, spare))
                 if group in self._weights:
                     weights = events.numbers[self._weights[group]]
                     weighed = pool_weighted(found, weights, events, is_mean=self._is_mean)

@@ -1,7 +1,5 @@
 """FCN, first named DCNv3: an exponential and a linear cross network (arXiv:2407.13349)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -95,7 +93,6 @@ class FCN(Model):
         return Activations(backward_columns=(1 + 2 * self._layers) * self.vectors.columns)
 
     def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the losses of both networks."""
         return self.tri_bce.share(share, share_of)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:

@@ -7,6 +7,7 @@ from configs.messages import shown
 from configs.schema import SUGGESTED, ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.sequences import SequenceGroup
+from dataloading.embedding_sizes import suggested_embedding_dim
 
 
 def chosen_features(
@@ -64,11 +65,6 @@ def rates(options: Any) -> dict[str, Any]:
     return {"dropout": options.dropout, "batch_norm": options.batch_norm}
 
 
-def suggested_columns(num_rows: int) -> int:
-    """Return NVTabular's suggestion for the columns of a table (`get_embedding_sizes`): 1.6 rows^0.56, from 16 to 512."""
-    return min(max(16, round(1.6 * num_rows**0.56)), 512)
-
-
 def table_widths(options: ModelConfig, spec: FeatureSpec) -> dict[str, int]:
     """Return the columns of the vectors of every table, by `model.embedding_dims` and the names of `spec.table_features`.
 
@@ -76,7 +72,7 @@ def table_widths(options: ModelConfig, spec: FeatureSpec) -> dict[str, int]:
     """
     if options.embedding_dims == SUGGESTED:
         return {
-            table: suggested_columns(first.cardinality)
+            table: suggested_embedding_dim(first.cardinality)
             for table, (first, *_) in spec.table_features.items()
         }
     dims: dict[str, int] = options.embedding_dims

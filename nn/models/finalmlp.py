@@ -1,7 +1,5 @@
 """FinalMLP: two MLPs with gated inputs and a bilinear fusion (arXiv:2304.00902)."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec

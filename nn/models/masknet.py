@@ -1,7 +1,5 @@
 """MaskNet: hidden layers multiplied by masks of the input (arXiv:2102.07619)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

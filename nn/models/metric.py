@@ -62,7 +62,6 @@ class Metric:
 
     @property
     def train_key(self) -> str:
-        """Key of its value on training rows."""
         return f"train_{self.key}"
 
 

@@ -1,7 +1,5 @@
 """MMoE: multi-gate mixture of experts for several tasks (Ma et al., KDD 2018, 10.1145/3219819.3220007)."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec

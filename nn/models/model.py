@@ -124,6 +124,12 @@ class Model(nn.Module):
             self.logged_losses[name].copy_(term.detach())
         return share
 
+    @classmethod
+    def adds_to_loss(cls) -> bool:
+        """Return whether the loss that is trained is not that of the tasks alone."""
+        own = (cls.add_losses, cls.extra_losses)
+        return own != (Model.add_losses, Model.extra_losses)
+
     def fp8_layers(self) -> Sequence[Fp8Layer]:
         """Return the layers with products that are wide enough to gain from 8 bits (`train.fp8`)."""
         return []
@@ -168,13 +174,10 @@ class Wrapper(Model):
         self.logged_losses = model.logged_losses
 
     def activations(self) -> Activations:
-        """Return those of the model."""
         return self.model.activations()
 
     def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the loss of the model."""
         return self.model.add_losses(share, share_of)
 
     def fp8_layers(self) -> Sequence[Fp8Layer]:
-        """Return the layers of the model."""
         return self.model.fp8_layers()

@@ -1,7 +1,5 @@
 """Encoded numerical features for models that read them as plain numbers (`model.numerical_encoding`)."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import torch
@@ -12,6 +10,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.numerical_embedding import NumericalVectors
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.model import Model, Wrapper
+from nn.models.options import without_effect
 
 
 def encoded_spec(options: ModelConfig, spec: FeatureSpec) -> FeatureSpec:
@@ -27,9 +26,9 @@ def encoded_spec(options: ModelConfig, spec: FeatureSpec) -> FeatureSpec:
 
 
 def named_numbers(options: ModelConfig, spec: FeatureSpec) -> tuple[str, ...]:
-    """Return the numbers with a meaning of their own, such as a length: a `numerical` option names them."""
-    naming = [declared.name for declared in fields(options) if declared.metadata.get("numerical")]
-    values = [getattr(options, name) for name in naming]
+    """Return the numbers with a meaning of their own, such as a length: a `numerical` option that has an effect names them."""
+    naming = {declared.name for declared in fields(options) if declared.metadata.get("numerical")}
+    values = [getattr(options, name) for name in naming.difference(without_effect(options))]
     return tuple(name for name in spec.numerical if name in values)
 
 

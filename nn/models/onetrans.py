@@ -1,7 +1,5 @@
 """OneTrans: events and all other features as tokens of one transformer (arXiv:2510.26104)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -12,12 +10,11 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.dropout import Dropout
 from nn.layers.interactions.per_token import PerTokenExperts, PerTokenLinear
 from nn.layers.interactions.transformer import EventTokens, check_heads
-from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import Positions, SamplePositions, attend
 from nn.models.features import rates
 from nn.models.options import OneTransOptions
-from nn.models.sequence_model import SequenceModel
+from nn.models.sequence_model import SequenceModel, TopMLP
 from nn.ops.jagged import offsets
 
 # B: samples, N: numerical features, C: positions of events, T: tokens of other features, D: columns of a token
@@ -34,7 +31,7 @@ class JoinedTokens(NamedTuple):
     token_positions: Tensor  # [T * B]
 
     @classmethod
-    def of(cls, events: SamplePositions, count: int) -> JoinedTokens:
+    def of(cls, events: SamplePositions, count: int) -> "JoinedTokens":
         """Return the positions of `count` tokens behind the events."""
         samples = torch.arange(events.starts.shape[0], device=events.starts.device)
         starts, size = events.starts + count * samples, events.samples.shape[0]
@@ -133,7 +130,7 @@ class OneTrans(SequenceModel):
         sizes = columns, tokens, options.heads, options.expansion, options.block_dropout
         for number in range(options.blocks):
             self.blocks.append(OneTransBlock(*sizes, number == options.blocks - 1))
-        self.top = MLP(
+        self.top = TopMLP(
             tokens * columns, [*options.hidden, 1], final_activation=False, **rates(options)
         )
 

@@ -24,12 +24,10 @@ SMALL_INIT = 0.01
 
 
 def widths(default: list[int], meaning: str, *, filled: bool = False) -> Any:
-    """Declare the widths of layers."""
     return option(default, meaning, most=MOST_WIDTH, gt=0, filled=filled)
 
 
 def rate(default: float, meaning: str) -> Any:
-    """Declare the rate of a dropout."""
     return option(default, meaning, ge=0, lt=1)
 
 
@@ -73,11 +71,8 @@ class DLRMOptions(_TwoMLPOptions):
         )
 
 
-class CrossStructure(Enum):
-    """Composition of DCNv2's cross and deep networks (DCNv2 paper, figure 1)."""
-
-    stacked = "stacked"
-    parallel = "parallel"
+CrossStructure = StrEnum("CrossStructure", "stacked parallel")
+"""Composition of DCNv2's cross and deep networks (DCNv2 paper, figure 1)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -143,12 +138,8 @@ class DeepFMOptions(_DeepOptions):
     dropout: float = option(0.5, "rate of the dropout after every hidden layer")
 
 
-class Pooling(Enum):
-    """Pooling of the embeddings of a feature's ids."""
-
-    sum = "sum"
-    mean = "mean"
-    none = "none"
+Pooling = StrEnum("Pooling", "sum mean none")
+"""Pooling of the embeddings of a feature's ids."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -189,11 +180,8 @@ class FinalMLPOptions(ModelConfig):
         )
 
 
-class MaskStructure(Enum):
-    """Order of MaskNet's blocks (figure 3)."""
-
-    serial = "serial"
-    parallel = "parallel"
+MaskStructure = StrEnum("MaskStructure", "serial parallel")
+"""Order of MaskNet's blocks (figure 3)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -245,11 +233,8 @@ class WuKongOptions(ModelConfig):
     dropout: float = rate(0.0, "rate of the dropout after the hidden layers of blocks and top")
 
 
-class AdaptiveActivation(Enum):
-    """Learned activations of DIN's MLP (section 5.2)."""
-
-    prelu = "prelu"
-    dice = "dice"
+AdaptiveActivation = StrEnum("AdaptiveActivation", "prelu dice")
+"""Learned activations of DIN's MLP (section 5.2)."""
 
 
 class AttentionPooling(Enum):
@@ -488,15 +473,10 @@ class AutoIntOptions(_DeepOptions):
 
 
 @dataclass(kw_only=True, slots=True)
-class XDeepFMOptions(_DeepOptions):
+class XDeepFMOptions(DeepFMOptions):
     """Options of xDeepFM."""
 
-    embedding_dim: int = option(
-        10, "columns of every feature's vector; its weight is one more", most=MOST_COLUMNS
-    )
-    embedding_init: float | None = option(
-        SMALL_INIT, "bound of the tables' initial weights; null: 1/sqrt(rows) of each table"
-    )
+    dropout: float = option(0.0, "rate of the dropout after every hidden layer")
     cross_layers: list[int] = option(
         [16, 16, 16],
         "vectors of every layer of compressed interactions",
@@ -551,19 +531,10 @@ class ItemMLPs(Enum):
     item = "item"
 
 
-class AttentionNorm(Enum):
-    """Divisor of HSTU's attention."""
-
-    batch_max = "batch_max"
-    capacity = "capacity"
-    length = "length"
-
-
-class QueryTime(Enum):
-    """Moment from which the times of HSTU's events count back."""
-
-    last_event = "last_event"
-    sample = "sample"
+AttentionNorm = StrEnum("AttentionNorm", "batch_max capacity length")
+"""Divisor of HSTU's attention."""
+QueryTime = StrEnum("QueryTime", "last_event sample")
+"""Moment from which the times of HSTU's events count back."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -645,9 +616,9 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
         hidden = options.top_mlp[:-1]
     elif isinstance(options, _DeepOptions | MaskNetOptions | DINOptions):
         hidden = options.hidden
-    if isinstance(options, DINOptions) and options.sequence is not None:
+    if isinstance(options, DINOptions) and not (options.history_features and not options.sequence):
         for name in ("history_features", "history_length", "history_positions"):
-            found[name] = "the history is that of model.sequence"
+            found[name] = "the history is that of a sequence group"
     if isinstance(options, SIMOptions) and options.search is not Search.hash:
         found["hash_bits"] = "only model.search=hash hashes"
     if isinstance(options, RankMixerOptions) and options.experts == 1:

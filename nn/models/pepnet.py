@@ -1,7 +1,5 @@
 """PEPNet: embeddings gated by the domain, towers gated by user and item (arXiv:2302.01115)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

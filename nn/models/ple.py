@@ -1,7 +1,5 @@
 """PLE: progressive layered extraction for several tasks (Tang et al., RecSys 2020, 10.1145/3383313.3412236)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,12 +1,12 @@
 """Tables and dense component as one plain module for one device: what the sharded training step equals."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag
+from torch.nn.functional import embedding_bag, pad
 
 from dataloading.batch import Batch
 from dataloading.dataset.sequences import SequenceGroup
@@ -67,22 +67,26 @@ class RankingModel(nn.Module):
         matrix = torch.cat(vectors, dim=1) if vectors else batch.numerical[:, :0]
         if not self._handed_out:
             return matrix
+        # One copy of a table, whose features share it.
+        longer = {name: pad(self.tables[name], (0, 0, 0, 1)) for name in self._handed_out}
+        rows_of = partial(self._rows_of, batch, longer)
         return PooledEmbeddings.with_rows(
-            matrix, partial(self._rows_of, batch), partial(self._sequence_of, batch)
+            matrix, rows_of, partial(self._sequence_of, batch, rows_of)
         )
 
-    def _rows_of(self, batch: Batch, table: str, feature: str) -> DistinctRows:
-        """Return all rows of a table, of which ids are the positions."""
-        ids, rows = self._ids_of(table, feature, batch), self.tables[table]
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        found = DistinctRows(rows, ids.values(), ids.offsets()[:-1], ids.lengths())
+    def _rows_of(
+        self, batch: Batch, longer: Mapping[str, Tensor], table: str, feature: str
+    ) -> DistinctRows:
+        ids = self._ids_of(table, feature, batch)
+        found = DistinctRows(longer[table], ids.values(), ids.offsets()[:-1], ids.lengths())
         return self._sequences.with_spare(feature, found)
 
-    def _sequence_of(self, batch: Batch, group: str) -> SequenceEvents:
-        return self._sequences.events_with_spare(group, partial(self._rows_of, batch), batch.events)
+    def _sequence_of(
+        self, batch: Batch, rows_of: Callable[[str, str], DistinctRows], group: str
+    ) -> SequenceEvents:
+        return self._sequences.events_with_spare(group, rows_of, batch.events)
 
     def _ids_of(self, table: str, feature: str, batch: Batch) -> "JaggedTensor":
-        """Return the rows of a table that a feature looks up."""
         return batch.feature(feature)
 
     def _look_up(self, table: "EmbeddingBagConfig", feature: str, batch: Batch) -> Tensor:

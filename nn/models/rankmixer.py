@@ -1,7 +1,5 @@
 """RankMixer: tokens of features, mixed without parameters, each with a network of its own (arXiv:2507.15551)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 
@@ -98,7 +96,6 @@ class RankMixer(Model):
         )
 
     def extra_losses(self) -> dict[str, Tensor]:
-        """Return the penalties of all routers."""
         routers = [block.router for block in self.blocks if block.router is not None]
         penalties = [router.penalty() for router in routers]
         return {"router": torch.stack(penalties).sum()} if routers else {}

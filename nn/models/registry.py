@@ -259,7 +259,6 @@ def _built(options: ModelConfig, spec: FeatureSpec) -> Model:
 
 
 def build_meta(options: ModelConfig, spec: FeatureSpec) -> Model:
-    """Build the dense component on the meta device, for its shapes."""
     import torch
 
     with torch.device("meta"):

@@ -1,7 +1,5 @@
 """SASRec as a ranker: causal self-attention over events, whose last state meets a candidate (arXiv:1808.09781)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
@@ -16,11 +14,12 @@ from nn.models.sequence_model import SequenceModel
 
 
 class SASRec(SequenceModel):
-    """Dense component: logit = <s, item> + MLP([item, s, others, x]).
+    """Dense component: logit = <s, item> + MLP([item, others, x]).
 
     s is the last event's state behind all blocks (section III.C), normalised as in the authors' program, or zeros without
-    events. The product is the paper's score (equation 7); the MLP makes a ranker over all features of it. A position counts from
-    the last event, which needs no padding in front. Blocks have an output product behind the heads, which the paper's lack.
+    events. The product is the paper's score (equation 7); the MLP makes a ranker over all features of it. It does not read s,
+    which it would learn samples by heart from (benchmarks/README.md). A position counts from the last event, which needs no
+    padding in front. Blocks have an output product behind the heads, which the paper's lack.
     """
 
     Options = SASRecOptions
@@ -31,7 +30,7 @@ class SASRec(SequenceModel):
         self.tokens = EventTokens(columns, group, options.block_dropout)
         self.add_blocks(options, columns, group.max_length, causal=True)
         self.norm = nn.LayerNorm(columns)
-        self.add_top(options, columns)
+        self.add_top(options, 0)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and `PooledEmbeddings` to logits [B] in float32."""
@@ -43,4 +42,4 @@ class SASRec(SequenceModel):
         last = pool(x, events, "last")
         state = torch.where(events.lengths[:, None] > 0, self.norm(last), 0).to(x.dtype)
         product = (state[:, : item.shape[1]] * item).sum(1, dtype=torch.float32)
-        return product + self.logits(parts, state)
+        return product + self.logits(parts)

@@ -1,21 +1,27 @@
 """Common parts of models of a sequence group: tables, transformer blocks, the last MLP, and their memory."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import Tables
+from nn.layers.initialization import initialise_without_bias_
 from nn.layers.interactions.transformer import BlockKind, TransformerBlock
 from nn.layers.mlp import MLP
 from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.sequences import SequenceInput, SequenceParts
 
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+class TopMLP(MLP):
+    """MLP behind events, whose biases begin at 0."""
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw all weights from a CPU generator."""
+        for layer in self.layers:
+            initialise_without_bias_(layer, generator)
 
 
 class SequenceModel(Model):
@@ -23,6 +29,9 @@ class SequenceModel(Model):
 
     `blocks` are transformer blocks, of which `tokens_per_event` and `tokens_per_sample` are read: what they keep and compute
     follows. `top` is the MLP behind them.
+
+    Only products of candidate and events tell which events matter. Rows of tables begin near 0, and so do biases here: larger
+    ones make a layer's output nearly the same for all rows, and products are learned late (benchmarks/README.md).
     """
 
     tokens_per_event = 1
@@ -33,8 +42,14 @@ class SequenceModel(Model):
         self.inputs = SequenceInput.of(options, spec)
         self.blocks = nn.ModuleList()
 
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the linear layers that do not draw their own weights from a CPU generator."""
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                initialise_without_bias_(layer, generator)
+
     @classmethod
-    def tables(cls, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+    def tables(cls, options: Any, spec: FeatureSpec) -> Tables:
         """Return a table per feature; those of events have no pooling."""
         return SequenceInput.of(options, spec).declare(options, spec)
 
@@ -53,7 +68,7 @@ class SequenceModel(Model):
 
     def add_top(self, options: Any, columns: int) -> None:
         """Add the MLP of the candidate, `columns` that were found in the events, and the other features."""
-        self.top = MLP(
+        self.top = TopMLP(
             self.inputs.item_columns + columns + self.inputs.num_others,
             [*options.hidden, 1],
             final_activation=False,

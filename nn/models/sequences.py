@@ -1,10 +1,8 @@
 """Inputs of a model of histories: events of a sequence group, or histories of fixed hotness."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,16 +10,13 @@ from torch import Tensor
 from configs.messages import shown
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.sequences import SequenceGroup
-from nn.embedding.declared_tables import one_table_per_feature, table_name
+from nn.embedding.declared_tables import Tables, one_table_per_feature, table_name
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import pool
 from nn.layers.sequence_events import SequenceEvents
 from nn.models.features import chosen_features, chosen_group
 from nn.models.options import DINOptions
 from nn.ops.fused_linear import as_autocast
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, C: positions of the events of all samples, D: columns of a table
 
@@ -57,7 +52,7 @@ class SequenceInput:
     num_candidates: int  # ids of each of `items` in a row
 
     @classmethod
-    def of(cls, options: Any, spec: FeatureSpec, *, several: bool = False) -> SequenceInput:
+    def of(cls, options: Any, spec: FeatureSpec, *, several: bool = False) -> "SequenceInput":
         """Return what `options` names; `several` candidates may be in a row.
 
         Raises ValueError: the dataset lacks it, or candidate and events do not fit.
@@ -115,7 +110,7 @@ class SequenceInput:
             num_candidates=candidates,
         )
 
-    def declare(self, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+    def declare(self, options: Any, spec: FeatureSpec) -> Tables:
         """Return a table per feature, of which those of `tables` have no pooling."""
         from torchrec.modules.embedding_configs import PoolingType
 
@@ -126,7 +121,6 @@ class SequenceInput:
         return declared
 
     def read(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> SequenceParts:
-        """Return the inputs of a batch."""
         assert isinstance(embeddings, PooledEmbeddings), "a table hands out rows"
         events = embeddings.sequence(self.group.name)
         return SequenceParts(

@@ -1,7 +1,5 @@
 """Shared bottom: one MLP for all tasks, and a tower per task (Caruana 1997; MMoE's paper, 10.1145/3219819.3220007)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from dataloading.dataset.feature_spec import FeatureSpec

@@ -1,7 +1,5 @@
 """SIM and ETA: a search for the events most like the candidate, and attention over those (arXiv:2006.05639, 2108.04468)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad

@@ -1,7 +1,5 @@
 """STAR: a network per domain, each the product of shared weights and its own (arXiv:2101.11427)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
@@ -38,7 +36,6 @@ class StarLayer(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the shared weight from a CPU generator."""
         truncated_normal_(self.weight, (2 / sum(self.weight.shape)) ** 0.5, generator)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,11 +3,7 @@
 A vector of another width is projected to the model's, as in mixed dimension embeddings (arXiv:1909.11810, section 3).
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +11,7 @@ from torch import Tensor, nn
 from configs.messages import shown
 from configs.schema import SUGGESTED, ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import hands_out_rows, lookups_of, table_name
+from nn.embedding.declared_tables import Tables, hands_out_rows, lookups_of, table_name
 from nn.embedding.pretrained import FileRows
 from nn.layers.initialization import normal_
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
@@ -23,13 +19,8 @@ from nn.models.features import table_widths
 from nn.models.model import Activations, Model, Wrapper
 from nn.ops.fused_linear import as_autocast
 
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-
-def tables_of_widths(
-    tables: Sequence[EmbeddingBagConfig], options: ModelConfig, spec: FeatureSpec
-) -> list[EmbeddingBagConfig]:
+def tables_of_widths(tables: Tables, options: ModelConfig, spec: FeatureSpec) -> Tables:
     """Return the tables with the columns that `model.embedding_dims` gives to those of features' vectors.
 
     Its `suggested` leaves tables whose rows the model takes as they are.
@@ -76,7 +67,6 @@ class Projection(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weight from a CPU generator."""
         normal_(self.weight, generator)
 
 
@@ -89,8 +79,8 @@ class WithProjections(Wrapper):
     def __init__(
         self,
         model: Model,
-        declared: Sequence[EmbeddingBagConfig],
-        tables: Sequence[EmbeddingBagConfig],
+        declared: Tables,
+        tables: Tables,
         spec: FeatureSpec,
     ) -> None:
         super().__init__(model)

@@ -13,7 +13,7 @@ from configs.schema import Config, TaskConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from nn.layers.bce_loss import bce_loss_share
-from nn.layers.task_losses import loss_of, mean_share
+from nn.layers.task_losses import distilled_losses, loss_of, mean_share
 from nn.models.metric import (
     AUC,
     GAUC,
@@ -47,13 +47,19 @@ class Task:
         global_valid: int,
         weights: Tensor | None = None,
         total_weight: Tensor | None = None,
+        teachers: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Compute this rank's share of the mean loss; `nn.models.tasks.loss_share` describes the arguments."""
         if self.is_binary and weights is None and not self.options.changes_loss:
             return bce_loss_share(logits, labels, num_valid, global_valid)
         loss = loss_of(self.options, is_binary=self.is_binary, key=f"tasks.{self.name}.loss")
+        losses, own = loss(logits[:num_valid], labels[:num_valid]), self.options
+        if own.teacher is not None:
+            scores = (teachers or {})[own.teacher][:num_valid]
+            how = own.teacher_weight, own.teacher_temperature
+            losses = distilled_losses(losses, logits[:num_valid], scores, *how)
         return mean_share(
-            loss(logits[:num_valid], labels[:num_valid]),
+            losses,
             None if weights is None else weights[:num_valid],
             global_valid if total_weight is None else total_weight,
         )
@@ -69,6 +75,13 @@ class Task:
         if keep_rates is None or not self.is_binary:
             return shifted
         return shifted + keep_rates.log()
+
+    @property
+    def trains_log_loss(self) -> bool:
+        """Return whether the loss of training is the log loss that evaluation measures."""
+        options = self.options
+        is_plain = not options.changes_loss and options.weight == 1 and options.keep_rate is None
+        return self.is_binary and is_plain
 
     @property
     def shift(self) -> float:
@@ -126,7 +139,8 @@ def tasks_of(
     tasks = []
     for label in labels:
         own = options.get(label.name, TaskConfig())
-        if not label.is_binary and (own.changes_cross_entropy or own.keep_rate is not None):
+        others = own.keep_rate, own.teacher
+        if not label.is_binary and (own.changes_cross_entropy or others != (None, None)):
             raise ValueError(
                 f"tasks.{label.name}: '{label.name}' is a regression label, of which weight and loss alone may be set; the "
                 "other options are of binary labels (dtype bool)"
@@ -187,7 +201,6 @@ def tasks_of_run(config: Config, spec: FeatureSpec) -> list[Task]:
 
 
 def metrics_of(tasks: Iterable[Task]) -> list[Metric]:
-    """Return the metrics of all tasks, in the order of the records."""
     return [metric for task in tasks for metric in task.metrics]
 
 
@@ -214,12 +227,13 @@ def loss_share(
     global_valid: int,
     weights: Tensor | None = None,
     total_weight: Tensor | None = None,
+    teachers: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Compute this rank's share of the loss, the weighted sum of all tasks' losses; the shares' sum over ranks is the loss.
 
     Logits and labels are [B], or [B, T] of several tasks, float32. This rank's `num_valid` rows come first, the others are
     padding; all ranks have `global_valid`. `total_weight`, a scalar, is the sum of the weights [B] of valid rows over all
-    ranks. Raises ValueError: the model does not return one logit per task.
+    ranks. `teachers`: scores [B] by column. Raises ValueError: the model does not return one logit per task.
     """
     check_logits(tasks, logits, labels)
     shares = []
@@ -231,6 +245,7 @@ def loss_share(
             global_valid,
             weights,
             total_weight,
+            teachers,
         )
         shares.append(share if task.options.weight == 1 else share * task.options.weight)
     return shares[0] if len(shares) == 1 else torch.stack(shares).sum()

@@ -1,7 +1,5 @@
 """TransAct: a transformer over the latest events, each beside the candidate (arXiv:2306.00248)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,22 +1,15 @@
 """Wide & Deep: a linear model of features and crosses beside an MLP (arXiv:1606.07792)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
+from nn.embedding.declared_tables import Tables, one_table_per_feature
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.features import chosen_features, rates
 from nn.models.model import Activations, Model
 from nn.models.options import WideDeepOptions
 from nn.ops.fused_linear import as_autocast
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, D: columns of a deep table, W and F: wide and deep features
 
@@ -52,7 +45,7 @@ class WideDeep(Model):
         )
 
     @classmethod
-    def tables(cls, options: WideDeepOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+    def tables(cls, options: WideDeepOptions, spec: FeatureSpec) -> Tables:
         """Return the tables of the deep features, and tables of one column of the wide ones."""
         wide, deep = _wide_and_deep(options, spec)
         return [

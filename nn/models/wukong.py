@@ -1,7 +1,5 @@
 """WuKong: stacked factorization machines (arXiv:2403.02545)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

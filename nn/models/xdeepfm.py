@@ -1,16 +1,13 @@
 """xDeepFM: a compressed interaction network, beside a linear model and an MLP (arXiv:1803.05170)."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import one_table_per_feature
+from nn.embedding.declared_tables import Tables, one_table_per_feature
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.initialization import truncated_normal_
 from nn.layers.mlp import MLP
@@ -19,9 +16,6 @@ from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import XDeepFMOptions
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, F: features, D: columns of a vector, H: vectors of a layer's input, K: of its output
 
@@ -76,8 +70,7 @@ class XDeepFM(Model):
         self._sizes, self._dim = sizes, options.embedding_dim
 
     @classmethod
-    def tables(cls, options: XDeepFMOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
-        """Return the tables of the vectors, and those of the weights."""
+    def tables(cls, options: XDeepFMOptions, spec: FeatureSpec) -> Tables:
         return [
             *one_table_per_feature(options, spec),
             *one_table_per_feature(options, spec, columns=1, prefix="weight_"),

@@ -9,7 +9,6 @@ from nn.session import open_session
 
 
 def inference(config: Config, config_yaml: str) -> None:
-    """Time the forward pass for each of `inference.batch_sizes`."""
     with open_session(config, config_yaml) as session:
         if session is None:
             return

@@ -1,15 +1,26 @@
-"""`mode=plan`: the plan of the tables and, for GPUs, the memory of a step; it opens no process group."""
+"""`mode=plan`: the plan of the tables and, for GPUs, the memory of a step.
+
+It opens a process group only if it was launched on the ranks that it plans for: their links are measured then.
+"""
 
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from configs.schema import Config
 from dataloading.dataset.source import Source
-from nn.build import checked_plan, id_share, model_spec, planned_hardware
+from nn.build import checked_plan, id_share, model_spec, planned_hardware, without_a_node
 from nn.checks import open_checked
-from nn.distributed.process_group import process_rank
+from nn.distributed.link_rates import measured_rates
+from nn.distributed.process_group import (
+    launched_world,
+    process_group,
+    process_rank,
+    ranks_from_environment,
+)
 from nn.observability.console import make_console, make_logger
 from nn.observability.model_summary import print_model
 from nn.observability.plan_table import (
@@ -17,6 +28,7 @@ from nn.observability.plan_table import (
     print_hardware,
     print_memory,
     print_plan,
+    print_rates,
     print_ways,
 )
 from nn.observability.records import PLAN
@@ -34,6 +46,10 @@ def show_plan(config: Config, config_yaml: str) -> None:
     hardware = planned_hardware(config)
     _, rows, disk_room = checked_plan(config, source, hardware)
     print_hardware(console, config, hardware)
+    if hardware.world_size > 1 and _is_here(hardware):
+        ranks = ranks_from_environment(hardware.device_type)
+        with process_group(ranks):
+            print_rates(console, *measured_rates(ranks))
     plan_json = None if config.run_dir is None else Path(config.run_dir) / PLAN
     listed = "run_dir=DIR writes them to DIR/plan.json" if plan_json is None else str(plan_json)
     floor_ms = None
@@ -43,7 +59,8 @@ def show_plan(config: Config, config_yaml: str) -> None:
         floor_ms = floor.ms
     links = planned_links(config, source.spec, rows, hardware)
     has_gpus = hardware.device_type == "cuda"
-    beside = BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups)
+    less = without_a_node(config, source, hardware)
+    beside = BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups, less)
     print_plan(console, rows, hardware.table_ranks, beside)
     if hardware.world_size > hardware.local_world_size:
         print_ways(console, _ways(config, source, hardware, links))
@@ -67,6 +84,12 @@ def show_plan(config: Config, config_yaml: str) -> None:
         write_plan(plan_json.parent, rows, memory)
         if description is not None:
             write_model(plan_json.parent, description)
+
+
+def _is_here(hardware: Hardware) -> bool:
+    """Return whether the ranks of this launch are those of the hardware."""
+    has_devices = hardware.device_type == "cpu" or torch.cuda.is_available()
+    return has_devices and launched_world() == (hardware.world_size, hardware.local_world_size)
 
 
 def fitting_chunks(

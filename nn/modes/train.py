@@ -56,7 +56,6 @@ EVALUATED_ROW = 1 / 3
 
 
 def train(config: Config, config_yaml: str) -> None:
-    """Train, or resume the training in `run_dir`."""
     started_ms = now_ms()
     with open_session(config, config_yaml) as session:
         if session is None:
@@ -166,7 +165,6 @@ def _loop_state(start: ResumePoint) -> LoopState:
 
 @contextmanager
 def _bounded_steps(session: Session) -> Iterator[None]:
-    """Bound the time for which a step waits for other ranks."""
     if session.ranks.world_size == 1:
         yield
         return
@@ -280,7 +278,6 @@ def _checkpoint_manager(
 
 
 def _run_facts(session: Session) -> dict[str, Any]:
-    """Return the facts of a run that its checkpoints and deltas record."""
     config, source = session.config, session.source
     facts = facts_of(config, model_spec(config, source), session.ranks)
     return facts | {DAY_FACTS: session.start.day.facts()}

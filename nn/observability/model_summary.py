@@ -12,7 +12,6 @@ UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
 def size_line(description: Mapping[str, Any]) -> str:
-    """Return parameters and operations of a model in one line."""
     parameters = description["parameters"]
     tables = len(description["tables"])
     return (

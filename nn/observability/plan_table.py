@@ -41,6 +41,8 @@ class BesidePlan:
     disk_room: str | None = None
     has_gpus: bool = False  # whether to add the times of GPUs' links
     groups: int = 1  # of ranks, which hold the same tables
+    # whether the run would go on if a node were lost; None on one node
+    without_a_node: str | None = None
 
 
 def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
@@ -56,6 +58,13 @@ def print_hardware(console: Console, config: Config, hardware: Hardware) -> None
     }
     console.print(config.recipe, style="bold")
     print_columns(console, grid(lines))
+
+
+def print_rates(console: Console, within: float | None, between: float | None) -> None:
+    """Print measured rates of the links in GB/s, as options."""
+    rates = {"sharding.within_gb_s": within, "sharding.between_gb_s": between}
+    options = " ".join(f"{name}={rate:.3g}" for name, rate in rates.items() if rate is not None)
+    print_columns(console, grid({"measured": f"{options}, by an all-to-all of these ranks"}))
 
 
 def _lines(tables: Sequence[TablePlan]) -> Iterator[tuple[str, list[TablePlan]]]:
@@ -127,10 +136,7 @@ def print_plan(
         lines["rows"] = (
             f"each distinct one of a batch once, instead of vectors, of {_names(in_rows)}"
         )
-    if beside.groups > 1:
-        lines["groups"] = (
-            f"{beside.groups} of {world_size} ranks hold these tables each, and exchange the gradients of their rows"
-        )
+    lines |= _node_lines(beside, world_size)
     lines |= _balance(rows, bytes_of, unit)
     lines |= _exchange_lines(beside.links, has_gpus=beside.has_gpus)
     if len(printed) < len(rows) and beside.complete_in:
@@ -140,6 +146,18 @@ def print_plan(
     console.print()
     print_columns(console, grid(lines))
     console.print()
+
+
+def _node_lines(beside: BesidePlan, world_size: int) -> dict[str, str]:
+    """Return the lines of groups of ranks, and of a run of several nodes."""
+    lines = {}
+    if beside.groups > 1:
+        lines["groups"] = (
+            f"{beside.groups} of {world_size} ranks hold these tables each, and exchange the gradients of their rows"
+        )
+    if beside.without_a_node:
+        lines["less a node"] = beside.without_a_node
+    return lines
 
 
 def _balance(rows: Sequence[TablePlan], bytes_of: Counter[int], unit: str) -> dict[str, str]:

@@ -149,16 +149,12 @@ class Profiler(Observer):
         if breakdowns is None:
             return
         text = format_breakdown(breakdowns)
-        _write(self._directory / "summary.txt", text)
+        replace_text(self._directory / "summary.txt", text, synced=False)
         content = json.dumps([asdict(breakdown) for breakdown in breakdowns], indent=2)
-        _write(self._directory / "summary.json", content + "\n")
+        replace_text(self._directory / "summary.json", content + "\n", synced=False)
         lines = Text(f"\nprofile: {printable(str(self._directory))}\n{text}")
         self._console.print(lines, soft_wrap=True)
 
     def _synchronize(self) -> None:
         if self._ranks.device.type == "cuda":
             torch.cuda.synchronize(self._ranks.device)
-
-
-def _write(path: Path, text: str) -> None:
-    replace_text(path, text, path.with_name(f".{path.name}.tmp"), synced=False)

@@ -115,7 +115,6 @@ class Progress(WithBar):
 def format_train(
     record: Mapping[str, Any], metrics: Sequence[Metric], total_steps: int, left_s: float | None
 ) -> str:
-    """Format a training record as one line."""
     return (
         f"step {record['step']:,}/{total_steps:,}  {_quality(record, metrics)}  {shown_speed(record)}  "
         f"{shown_number(record['step_ms'], '.1f')} ms/step  left {shown_left(left_s)}"
@@ -208,7 +207,6 @@ def _quality(record: Mapping[str, Any], metrics: Sequence[Metric]) -> str:
 
 
 def shown_left(seconds: float | None) -> str:
-    """Return the time that is left as text."""
     if seconds is None:
         return "n/a"
     if seconds > MAX_LEFT.total_seconds():
@@ -227,5 +225,4 @@ def shown_number(value: float | None, form: str = ".4f", missing: str = "n/a") -
 
 
 def shown_speed(record: Mapping[str, Any]) -> str:
-    """Return the speed of a record or a summary as text."""
     return f"{shown_number(record['samples_per_s'], ',.0f')} samples/s"

@@ -83,14 +83,22 @@ def read_records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def read_run(run_dir: Path) -> RunRecords:
-    """Return what a picture of a run shows: its records without a final evaluation, and the steps that it resumed from.
+    """Return what a picture of a run shows: its records without a final evaluation, the steps that it resumed from, and days.
 
     Raises ValueError: a record is no record; the message names file and line. Lines of restarts that are damaged are left
     out. Raises OSError: a file cannot be read.
     """
     header, records = read_records(run_dir / METRICS)
-    restarts = [restart["step"] for restart in read_restarts(run_dir)]
-    return RunRecords(header, [record for record in records if FINAL not in record], restarts)
+    starts = read_restarts(run_dir)
+    days = [start for start in starts if DAY in start]
+    if days:
+        header["data"] = days[-1].get("data")
+    return RunRecords(
+        header,
+        [record for record in records if FINAL not in record],
+        [start["step"] for start in starts if DAY not in start],
+        [day["step"] for day in days],
+    )
 
 
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
@@ -153,7 +161,6 @@ def records_until(
 
 
 def _complete_lines(path: Path) -> list[bytes]:
-    """Return the lines that have a line end, with it."""
     return [line + b"\n" for line in read_regular(path).split(b"\n")[:-1]]
 
 

@@ -29,6 +29,7 @@ from configs.messages import on_one_line, os_error_text
 from dataloading.dataset.documents import parse_yaml, read_json
 from dataloading.dataset.durable_files import AppendedFile, append_line, replace_text
 from nn.distributed.errors import StoppedError
+from nn.distributed.process_group import is_lost_peer
 from nn.loggers.background import Loggers
 from nn.loggers.run_logger import LoggedRun
 from nn.models.metric import Metric
@@ -62,6 +63,8 @@ RESTORED_AUC = "restored_test_auc"
 FIRST_AUC = (UNTRAINED_AUC, RESTORED_AUC)
 """Keys of the AUC before the first step: of a new model, or of one that `checkpoint.restore` names."""
 
+LOST_RANK = "another rank has exited; the same command with the same run_dir resumes from the latest checkpoint"
+"""In the place of the text of gloo or NCCL."""
 ALL_STEPS_DONE, ENDED_BY_CALLER = "all steps done", "ended by its caller before the last step"
 """Why a run that was not stopped before has ended, under `stopped` of a summary."""
 
@@ -122,13 +125,13 @@ class RunDirectory:
         if rank != 0:
             return
         # The configuration comes first: records without it would belong to an unknown run.
-        _write(run_dir / CONFIG, config_yaml)
+        replace_text(run_dir / CONFIG, config_yaml)
         stale = [SUMMARY, CURVES, PREDICTIONS_PNG, ENDED]
         for name in stale if kept is not None and kept.lines else [*stale, PREDICTIONS]:
             (run_dir / name).unlink(missing_ok=True)
         path = run_dir / METRICS
         lines = kept.lines if kept is not None else []
-        _write(path, "".join(lines) or _line(environment) + "\n")
+        replace_text(path, "".join(lines) or _line(environment) + "\n")
         if kept is not None and lines:
             append_line(run_dir / RESTARTS, _line({"step": kept.step, **environment}))
         self._metrics = AppendedFile(path, is_text=True)
@@ -173,7 +176,6 @@ class RunDirectory:
             write_plan(self.run_dir, rows, memory)
 
     def write_model(self, description: Mapping[str, Any]) -> None:
-        """Write `model.json`."""
         if self._metrics is not None:
             write_model(self.run_dir, description)
 
@@ -209,7 +211,7 @@ class RunDirectory:
         if self._metrics is None:
             return
         _write_json(self.run_dir / "importance.json", to_json_value(importance))
-        _write(self.run_dir / "importance.csv", table)
+        replace_text(self.run_dir / "importance.csv", table)
         if draw is not None:
             path = self.run_dir / "importance.png"
             _try_to_draw(path, lambda: draw(path), self._logger)
@@ -238,10 +240,11 @@ class RunDirectory:
         if self._metrics is None or (self.run_dir / SUMMARY).exists():
             return
         is_stop = isinstance(error, StoppedError | KeyboardInterrupt)
+        is_lost = isinstance(error, RuntimeError) and is_lost_peer(error)
         content = {
             "state": STOPPED if is_stop else FAILED,
             "kind": type(error).__name__,
-            "message": on_one_line(str(error)),
+            "message": LOST_RANK if is_lost else on_one_line(str(error)),
         }
         with suppress(OSError):
             _write_json(self.run_dir / ENDED, content)
@@ -263,7 +266,6 @@ class RunDirectory:
 
 
 def write_model(directory: Path, description: Mapping[str, Any]) -> None:
-    """Write `model.json` to an existing directory."""
     _write_json(directory / MODEL, description)
 
 
@@ -289,7 +291,6 @@ def _draw_curves(run_dir: Path, logger: Logger) -> None:
 
 
 def _draw_predictions(run_dir: Path, logger: Logger) -> None:
-    """Draw the predictions of the latest evaluation, if there are any."""
     source, path = run_dir / PREDICTIONS, run_dir / PREDICTIONS_PNG
     if source.exists():
         _try_to_draw(path, lambda: draw_predictions(read_json(source), path), logger)
@@ -309,9 +310,4 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    _write(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is complete or absent, also after a power cut."""
-    replace_text(path, text, path.with_name(f".{path.name}.tmp"))
+    replace_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -33,7 +33,6 @@ class TimeLeft:
         self._began: float | None = None
 
     def count(self, step: int) -> None:
-        """Count a step that has ended."""
         now = self._clock()
         if self._began is not None:
             # What followed it counts too, such as a checkpoint of the best model.

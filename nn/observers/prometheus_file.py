@@ -58,7 +58,6 @@ class PrometheusFile(Observer):
             self._write(loop, is_running=True)
 
     def on_evaluation(self, loop: Loop, record: Mapping[str, Any], *, is_final: bool) -> None:
-        """Write the metrics of an evaluation."""
         for key, value in record.items():
             if key.startswith("test_") and isinstance(value, float):
                 self._set("evaluation", value, metric=key.removeprefix("test_"))

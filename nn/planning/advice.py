@@ -123,7 +123,6 @@ def lacks_host_memory(
 
 
 def _either(remedies: Sequence[str]) -> str:
-    """Return a sentence of one remedy or several."""
     *first, last = remedies
     return f"Either {', '.join(first)}, or {last}" if first else f"{last[0].upper()}{last[1:]}"
 

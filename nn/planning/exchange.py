@@ -76,14 +76,60 @@ def planned_exchange(
 
     Counted: ids, embeddings and their gradients; requested rows, with their expected capacity; the all-reduce of the gradients
     of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Where groups of ranks have the
-    same tables, ids go to all of them, and gradients from an owner to those of the same shards. Not counted: losses, flags,
-    metrics, and the maxima of `train.fp8`.
+    same tables, an owner sends the distinct rows of its group and their gradients to those of the same shards, and so the
+    gradients of vectors, whose ids go to all groups. Not counted: losses, flags, metrics, and the maxima of `train.fp8`.
     """
     world_size, in_node = hardware.world_size, hardware.local_world_size
     group_size = hardware.table_ranks
-    batch = config.train.batch_size // world_size
     seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
-    requests = requests_of(config, seen, plan, world_size)
+    owners = _owner_bytes(config, spec, seen, plan, hardware)
+    exchanges = []
+    reduced = build_meta(config.model, seen).num_parameters() + replicated_weights(plan)
+    dense_in_node, dense_across = _ring(FP32_BYTES * reduced, hardware)
+    for rank in range(world_size):
+        within: dict[str, float] = dict.fromkeys(TERMS, 0.0)
+        between = dict(within)
+        for other in range(world_size):
+            if other == rank:
+                continue
+            link = within if rank // in_node == other // in_node else between
+            here, there = owners[rank % group_size], owners[other % group_size]
+            link["ids"] += there.ids
+            if rank // group_size == other // group_size:
+                link["ids"] += there.asked
+                link["embeddings"] += here.looked_up
+                link["gradients"] += there.looked_up
+            elif here is there:
+                link["ids"] += here.asked_by_group
+                link["gradients"] += here.gradients_of_group
+        within["dense gradients"] += dense_in_node
+        between["dense gradients"] += dense_across
+        exchanges.append(RankExchange(within, between))
+    return exchanges
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnerBytes:
+    """Bytes that concern the tables of one owner; rows are of tables whose distinct rows are sent."""
+
+    ids: float  # of vectors, from each rank
+    asked: float  # numbers of rows, from each rank of its group
+    looked_up: float  # vectors and rows, to each rank of its group
+    asked_by_group: float  # numbers of rows, to the same owner of each other group
+    gradients_of_group: float  # of vectors and rows, to the same
+
+
+def _owner_bytes(
+    config: Config,
+    spec: FeatureSpec,
+    seen: FeatureSpec,
+    plan: Sequence[TablePlan],
+    hardware: Hardware,
+) -> list[_OwnerBytes]:
+    """Return the bytes of each owner of a group; `seen` is the spec with expanded ids."""
+    group_size = hardware.table_ranks
+    batch = config.train.batch_size // hardware.world_size
+    requests = requests_of(config, seen, plan, hardware.world_size)
     # Columns of the vectors that each rank sends per sample, and the features whose ids it is sent; of row-wise tables all
     # ranks send a part of the sum.
     columns, arriving = [0.0] * group_size, [set[str]() for _ in range(group_size)]
@@ -95,41 +141,25 @@ def planned_exchange(
                 arriving[rank].update(features[table.table])
     # Of each other rank's batch, with the lengths of ragged features; once per feature.
     sizes = {name: count.sent_size(batch) for name, count in id_counts(spec, batch).items()}
-    arrives = [sum(sizes[name] for name in names) for names in arriving]
     is_bf16 = hardware.device_type == "cuda" and config.train.amp is Amp.bf16
     element = 2 if is_bf16 else FP32_BYTES
-    # What a rank sends to each owner, and gets from it.
     sent = [asked for asked in requests if asked.is_sent or asked.groups > 1]
-    ids_to = [
-        ID_BYTES * (arrives[owner] + sum(asked.capacity[owner] for asked in sent))
-        for owner in range(group_size)
-    ]
-    elements = [
-        element
-        * (batch * columns[owner] + sum(asked.columns * asked.capacity[owner] for asked in sent))
-        for owner in range(group_size)
-    ]
-    exchanges = []
-    reduced = build_meta(config.model, seen).num_parameters() + replicated_weights(plan)
-    dense_in_node, dense_across = _ring(FP32_BYTES * reduced, hardware)
-    for rank in range(world_size):
-        within: dict[str, float] = dict.fromkeys(TERMS, 0.0)
-        between = dict(within)
-        for other in range(world_size):
-            if other == rank:
-                continue
-            link = within if rank // in_node == other // in_node else between
-            here, there = rank % group_size, other % group_size
-            link["ids"] += ids_to[there]
-            if rank // group_size == other // group_size:
-                link["embeddings"] += elements[here]
-                link["gradients"] += elements[there]
-            elif here == there:
-                link["gradients"] += group_size * elements[here]
-        within["dense gradients"] += dense_in_node
-        between["dense gradients"] += dense_across
-        exchanges.append(RankExchange(within, between))
-    return exchanges
+    owners = []
+    for owner in range(group_size):
+        vectors = batch * columns[owner]
+        asked = [(rows.columns, rows.capacity[owner]) for rows in sent]
+        of_group = [(rows.columns, (rows.merged or rows.capacity)[owner]) for rows in sent]
+        owners.append(
+            _OwnerBytes(
+                ids=ID_BYTES * sum(sizes[name] for name in arriving[owner]),
+                asked=ID_BYTES * sum(rows for _, rows in asked),
+                looked_up=element * (vectors + sum(width * rows for width, rows in asked)),
+                asked_by_group=ID_BYTES * sum(rows for _, rows in of_group),
+                gradients_of_group=element
+                * (group_size * vectors + sum(width * rows for width, rows in of_group)),
+            )
+        )
+    return owners
 
 
 def _ring(num_bytes: int, hardware: Hardware) -> tuple[float, float]:

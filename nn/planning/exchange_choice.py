@@ -47,9 +47,6 @@ def with_exchanges(
     """Return the plan with the exchange of each table; `batch_size` is that of a rank."""
     hotness = {feature.name: feature.mean_hotness for feature in spec.categorical}
     ranks, groups = hardware.table_ranks, hardware.groups
-    # A column is sent in a row or vector, and its gradient to each group; ids go to all groups.
-    column_bytes = ELEMENT_BYTES * (2 * (ranks > 1) + groups - 1)
-    id_bytes = ID_BYTES * groups
 
     def is_in_rows(table: TablePlan, config: EmbeddingBagConfig) -> bool:
         chosen = wanted[table.table]
@@ -58,7 +55,7 @@ def with_exchanges(
         # The rounding of 16 bits depends on the table, and tables whose rows are asked for are updated as one.
         if config.data_type.name != "FP32" or table.sharding == "column_wise":
             return False
-        if chosen is None:
+        if chosen is None and groups == 1:
             # A vector of more ids than ranks is fewer bytes than its rows would be without repetitions.
             are_few = all(hotness[feature] <= ranks for feature in config.feature_names)
             return table.is_row_wise and (config.pooling.name == "NONE" or are_few)
@@ -66,11 +63,22 @@ def with_exchanges(
             return False
         rows, columns = table.num_embeddings, table.embedding_dim
         share = traffic_of(table.table).share if traffic_of else power_law_share(rows, 0.0)
-        asked = capacity_for(expected_distinct(batch_size * table.hotness, share, 0, rows))
+        asked, merged = (
+            capacity_for(expected_distinct(samples * table.hotness, share, 0, rows))
+            for samples in (batch_size, batch_size * ranks)
+        )
         # Of a row-wise table, every rank gets the ids, and sends a part of the vectors.
         sent = batch_size * (ranks if table.is_row_wise else 1)
-        vectors = id_bytes * table.hotness + column_bytes * columns * table.num_vectors
-        return asked * (id_bytes + column_bytes * columns) < sent * vectors
+        vectors, id_bytes = sent * table.num_vectors, ID_BYTES * table.hotness
+        # Within a group, a column is sent in a row or vector, and in its gradient.
+        in_group, of_column = ELEMENT_BYTES * columns * 2 * (ranks > 1), ELEMENT_BYTES * columns
+        # To each other group go the distinct rows of all ranks with their gradients, or all ids with those of the vectors.
+        in_rows = asked * (ID_BYTES + in_group)
+        in_rows_between = merged / ranks * (ID_BYTES + of_column)
+        in_vectors = sent * id_bytes + vectors * in_group
+        in_vectors_between = sent * id_bytes + vectors * of_column
+        more_between = in_rows_between - in_vectors_between
+        return in_rows - in_vectors + (groups - 1) * more_between < 0
 
     by_name = {table.name: table for table in declared}
     return [

@@ -228,7 +228,6 @@ def _slots(plan: TieredPlan, members: Members) -> int:
 
 
 def _ring(plan: TieredPlan, members: Members) -> int:
-    """Return the slots of an arena whose rows change."""
     needed = sum(_live_rows(plan, name, count) for name, _, count in members)
     return max(needed, ring_slots(_slots(plan, members)))
 

@@ -140,9 +140,12 @@ class Requests:
     columns: int
     keys: int  # ids of all lookups of a rank's samples
     capacity: tuple[int, ...]  # rows that a rank can ask of each owner
+    merged: tuple[
+        int, ...
+    ]  # distinct ones that a group can ask of each owner, if owners merge them
     tiers: frozenset[str]  # memories that their rows lie in
     hands_out: bool = False  # whether the dense component takes the rows
-    groups: int = 1  # of ranks, which all ask every owner
+    groups: int = 1  # of ranks, which all hold the tables
 
     @property
     def is_sent(self) -> bool:
@@ -152,26 +155,37 @@ class Requests:
         """Return the rows that a group asks of a rank."""
         return len(self.capacity) * self.capacity[rank if self.is_sent else 0]
 
+    def of_groups(self, rank: int) -> int:
+        """Return the rows that all groups ask of a rank."""
+        return self.groups * (self.merged[rank] if self.merged else self.asked_of(rank))
+
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
-        """Return the memory of rows sent and received, and of float32 gradient sums, if pooled; sums are sent behind the peak."""
+        """Return the memory of rows sent and received, and of float32 gradient sums, if pooled or merged.
+
+        Sums are sent behind the peak.
+        """
         asked, own = self.is_sent * self.asked_of(rank), sum(self.capacity)
         # Rows of one of several memories are looked up beside those that are sent.
         looked_up = asked * (1 + (len(self.tiers) > 1))
-        return self.columns * (sent_bytes * (looked_up + own) + (not self.hands_out) * 4 * own)
+        sums = (not self.hands_out) * own + (self.merged[rank] if self.merged else 0)
+        return self.columns * (sent_bytes * (looked_up + own) + 4 * sums)
 
     def key_bytes(self, rank: int) -> int:
         """Return the memory of keys: of this rank's ids, and of the rows that are asked of it."""
-        asked = self.groups * self.asked_of(rank)
+        asked = self.of_groups(rank)
         of_asked = SORTED_KEY_BYTES * asked + update_bytes(asked, self.columns)
+        of_merged = 0
+        if self.merged:
+            here = self.asked_of(rank)
+            of_merged = REQUEST_BYTES * here + update_bytes(here, self.columns)
         of_own = REQUEST_BYTES * self.keys
         if not self.hands_out:
             of_own += LISTED_BYTES * self.keys + update_bytes(self.keys, self.columns)
-        return len(self.tiers) * of_asked + of_own
+        return len(self.tiers) * of_asked + of_merged + of_own
 
     def mapping_bytes(self, rank: int) -> int:
         """Return the memory to map the rows that are asked of tables in host memory or on disk to slots."""
-        asked = self.groups * self.asked_of(rank)
-        return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * asked
+        return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * self.of_groups(rank)
 
     def evaluation_bytes(self, rank: int, sent_bytes: int) -> int:
         rows = self.is_sent * self.asked_of(rank) + sum(self.capacity)
@@ -206,7 +220,9 @@ def requests_of(
         groups.setdefault((table.embedding_dim, alone), []).append(table)
     for (columns, _), group in groups.items():
         is_replica = group[0].sharding == "data_parallel"
+        num_groups = 1 if is_replica else world_size // group_size
         capacity = [0.0] * (1 if is_replica else group_size)
+        merged = [0.0] * group_size * (num_groups > 1 and group_size > 1)
         for table in group:
             share = power_law_share(table.num_embeddings, config.data.synthetic.exponent)
             owners = (0,) if is_replica else table.ranks
@@ -218,16 +234,20 @@ def requests_of(
                     continue
                 first = min(number * per_shard, table.num_embeddings)
                 end = min(first + per_shard, table.num_embeddings)
-                capacity[rank] += expected_distinct(batch * table.hotness, share, first, end)
+                ids = batch * table.hotness
+                capacity[rank] += expected_distinct(ids, share, first, end)
+                if merged:
+                    merged[rank] += expected_distinct(group_size * ids, share, first, end)
         requests.append(
             Requests(
                 tuple(table.table for table in group),
                 columns,
                 round(batch * sum(keys[table.table] for table in group)),
-                tuple(capacity_for(rows) for rows in capacity),
+                tuple(map(capacity_for, capacity)),
+                tuple(map(capacity_for, merged)),
                 frozenset(table.tier for table in group),
                 not group[0].num_vectors,
-                1 if is_replica else world_size // group_size,
+                num_groups,
             )
         )
     return requests
@@ -309,7 +329,6 @@ class _SparseWork:
 def _ids_of_tables(
     declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, batch_size: int
 ) -> dict[str, dict[str, _Ids]]:
-    """Return table -> feature -> ids per sample."""
     ids = {}
     for name, count in id_counts(spec, batch_size).items():
         keys = count.capacity / batch_size

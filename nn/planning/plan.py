@@ -83,12 +83,10 @@ class Hardware:
 
     @property
     def table_ranks(self) -> int:
-        """Ranks that share the tables."""
         return self.group_size or self.world_size
 
     @property
     def groups(self) -> int:
-        """Groups of ranks that share the tables."""
         return self.world_size // self.table_ranks
 
     @property

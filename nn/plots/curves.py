@@ -9,6 +9,7 @@ import numpy as np
 
 from configs.messages import shortened
 from configs.palette import FAINT, INK, RATE, SPEED, TEST, TRAIN
+from nn.models.metric import AUC, Metric, metric_of_key
 from nn.plots.series import (
     SMOOTH_FROM,
     Series,
@@ -27,8 +28,6 @@ SMALLEST_EPOCH = 1e-9
 TASKS_IN_TITLE = 3
 LABELLED = 3
 """Lines of so few points have their values beside the points."""
-METRICS = (("auc", "AUC", True), ("rmse", "RMSE", False))
-"""Main metric of a binary label and of a number: name, title, whether larger is better."""
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -38,13 +37,14 @@ class RunRecords:
     """The records of a run."""
 
     # environment of the run, and its constants: `recipe`, `model`, `data`, `batch_size`, `seed`, `split` (that is
-    # evaluated), `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow), all of them
-    # optional
+    # evaluated), `trains_log_loss`, `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow),
+    # all of them optional
     header: Mapping[str, Any]
     # of training and of evaluations, in their order. A final evaluation is none of them: it may be of other rows,
     # and of a model of an earlier step
     records: Records
     restarts: Sequence[int] = ()  # steps of the checkpoints that the run resumed from
+    days: Sequence[int] = ()  # steps at which later days began
 
     @property
     def split(self) -> str:
@@ -62,7 +62,6 @@ class RunRecords:
 
     @property
     def num_days(self) -> int:
-        """Return the number of days."""
         return 1 + max((record.get("day", 0) for record in self.records), default=0)
 
     @property
@@ -77,42 +76,23 @@ class RunRecords:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Metric:
-    """The main metric of a task: its key without `test_`, a title, and its direction."""
-
-    key: str
-    title: str
-    larger_is_better: bool
-
-    def best_of_latest(self, records: Records, values: np.ndarray) -> int:
-        """Return the index in `values`, those of all evaluations, of the best one on the latest day and rows."""
-        key = f"test_{self.key}"
-        evaluations = [record for record in records if is_finite(record.get(key))]
-        is_like = {id(record) for record in like_the_last(evaluations)}
-        indices = [index for index, record in enumerate(evaluations) if id(record) in is_like]
-        latest = values[indices]
-        return indices[int(latest.argmax() if self.larger_is_better else latest.argmin())]
-
-
-def main_metrics(records: Records) -> list[_Metric]:
+def main_metrics(records: Records) -> list[Metric]:
     """Return the main metric of each task, in the order of the records; the AUC without any."""
-    keys = dict.fromkeys(
-        key.removeprefix(prefix)
-        for record in records
-        for key in record
-        for prefix in ("test_", "train_")
-        if key.startswith(prefix)
-    )
-    found: dict[str, _Metric] = {}
-    for name, title, larger_is_better in METRICS:
-        for key in keys:
-            metric, _, task = key.partition(".")
-            if metric == name and task not in found:
-                found[task] = _Metric(key, f"{task} {title}".lstrip(), larger_is_better)
-    order = {key.partition(".")[2]: index for index, key in reversed(list(enumerate(keys)))}
-    ordered = sorted(found.items(), key=lambda item: order[item[0]])
-    return [metric for _, metric in ordered] or [_Metric("auc", "AUC", True)]
+    found: dict[str | None, Metric] = {}
+    for key in dict.fromkeys(key for record in records for key in record):
+        metric = metric_of_key(f"test_{key.removeprefix('test_').removeprefix('train_')}")
+        if metric is not None and metric.while_training:
+            found.setdefault(metric.task, metric)
+    return [*found.values()] or [AUC]
+
+
+def _best_of_latest(metric: Metric, records: Records, values: np.ndarray) -> int:
+    """Return the index in `values`, those of all evaluations, of the best one on the latest day and rows."""
+    evaluations = [record for record in records if is_finite(record.get(metric.test_key))]
+    is_like = {id(record) for record in like_the_last(evaluations)}
+    indices = [index for index, record in enumerate(evaluations) if id(record) in is_like]
+    latest = values[indices]
+    return indices[int(latest.argmax() if metric.larger_is_better else latest.argmin())]
 
 
 def draw_curves(run: RunRecords, out_png: Path) -> None:
@@ -144,19 +124,19 @@ def draw_curves(run: RunRecords, out_png: Path) -> None:
         for axes, draw in zip(panels[-len(lower) :], lower, strict=True):
             draw(axes, run)
         for axes in panels:
-            for step in set(run.restarts):
+            for step in {*run.restarts, *run.days}:
                 axes.axvline(step, color=INK, linestyle=(0, (1, 2)), linewidth=1.1, zorder=1.5)
         _set_steps(panels, panels[-len(lower) :], run)
 
 
-def _title(run: RunRecords, metrics: Sequence[_Metric]) -> str:
+def _title(run: RunRecords, metrics: Sequence[Metric]) -> str:
     parts = [title_of(run.header)]
     for metric in metrics[:TASKS_IN_TITLE]:
-        steps, values = series(run.records, f"test_{metric.key}")
+        steps, values = series(run.records, metric.test_key)
         if not len(values):
             continue
-        best = metric.best_of_latest(run.records, values)
-        text = f"{run.split} {shortened(metric.title, 28)} {values[-1]:.4f}"
+        best = _best_of_latest(metric, run.records, values)
+        text = f"{run.split} {shortened(metric.title.removeprefix('test '), 28)} {values[-1]:.4f}"
         if values[best] == values[-1]:
             text += ", the best"
         else:
@@ -170,7 +150,7 @@ def _title(run: RunRecords, metrics: Sequence[_Metric]) -> str:
     return "   ·   ".join(parts)
 
 
-def _facts(run: RunRecords, metrics: Sequence[_Metric]) -> str:
+def _facts(run: RunRecords, metrics: Sequence[Metric]) -> str:
     header, parts = run.header, []
     if len(metrics) > MOST_TASKS:
         parts.append(f"the first {MOST_TASKS} of {len(metrics)} tasks")
@@ -190,7 +170,7 @@ def _facts(run: RunRecords, metrics: Sequence[_Metric]) -> str:
         epochs = f"{run.last_step / run.steps_per_epoch:.3g}"
         steps += f" ({epochs} epoch{'s' * (epochs != '1')})"
     elif run.num_days > 1:
-        steps += f" on {run.num_days} days"
+        steps += f" on {run.num_days} days{' (dotted)' * bool(run.days)}"
     parts.append(steps)
     _, speeds = series(run.records, "samples_per_s")
     if len(speeds):
@@ -203,18 +183,24 @@ def _facts(run: RunRecords, metrics: Sequence[_Metric]) -> str:
 
 def _draw_loss(axes: Any, run: RunRecords, *, is_sum: bool) -> None:
     loss, test = series(run.records, "loss"), series(run.records, "test_log_loss")
-    axes.set_title("loss, the sum over tasks" if is_sum else "log loss" if len(test[0]) else "loss")
+    title = "loss, the sum over tasks" if is_sum else "loss"
+    if len(test[0]):
+        is_same = run.header.get("trains_log_loss", True)
+        title = "log loss" if is_same else f"loss of training, log loss of {run.split}"
+    axes.set_title(title)
     _draw_train(axes, loss, TRAIN, "train")
     _draw_test(axes, test, run.split)
     _finish(axes, {TRAIN: loss, TEST: test})
 
 
-def _draw_metric(axes: Any, run: RunRecords, metric: _Metric) -> None:
-    train = series(run.records, f"train_{metric.key}")
-    test = series(run.records, f"test_{metric.key}")
-    num_undefined = 0 if len(test[0]) else sum(f"test_{metric.key}" in r for r in run.records)
+def _draw_metric(axes: Any, run: RunRecords, metric: Metric) -> None:
+    train = series(run.records, metric.train_key)
+    test = series(run.records, metric.test_key)
+    num_undefined = 0 if len(test[0]) else sum(metric.test_key in r for r in run.records)
     undefined = f", undefined in all {num_undefined} evaluations" if num_undefined else ""
-    axes.set_title(plain("ROC AUC" if metric.key == "auc" else metric.title) + undefined)
+    axes.set_title(
+        plain("ROC AUC" if metric == AUC else metric.title.removeprefix("test ")) + undefined
+    )
     _draw_train(axes, train, TRAIN, "train, latest rows")
     _draw_test(axes, test, run.split)
     _mark_best(axes, test, metric, run.records)
@@ -276,11 +262,11 @@ def _draw_test(axes: Any, line: Series, split: str) -> None:
         _draw_points(axes, line, TEST, split)
 
 
-def _mark_best(axes: Any, line: Series, metric: _Metric, records: Records) -> None:
+def _mark_best(axes: Any, line: Series, metric: Metric, records: Records) -> None:
     steps, values = line
     if not len(values):
         return
-    best = metric.best_of_latest(records, values)
+    best = _best_of_latest(metric, records, values)
     label = f"best: {values[best]:.4f} at step {steps[best]:,.0f}"
     axes.plot(
         *(steps[best], values[best]),

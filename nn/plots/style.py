@@ -42,7 +42,7 @@ def picture(out_png: Path, height: float, title: str, facts: str) -> Iterator[An
         yield figure
         content = BytesIO()
         figure.savefig(content, format="png")
-        replace_bytes(out_png, content.getvalue(), out_png.with_name(f".{out_png.name}.tmp"))
+        replace_bytes(out_png, content.getvalue())
 
 
 def title_of(facts: Mapping[str, Any]) -> str:

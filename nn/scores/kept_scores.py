@@ -35,9 +35,7 @@ class KeptScores:
         if before != facts:
             for name in (FACTS, CHUNKS, SCORES):
                 (directory / name).unlink(missing_ok=True)
-            replace_text(
-                directory / FACTS, json.dumps(facts, indent=1), directory / f".{FACTS}.new"
-            )
+            replace_text(directory / FACTS, json.dumps(facts, indent=1))
         self._lines: AppendedFile | None = None
         self._scores: AppendedFile | None = None
 
@@ -55,7 +53,7 @@ class KeptScores:
                     intact.append(line)
                     num_bytes += rows.nbytes
                     yield rows
-        replace_text(lines, "".join(f"{line}\n" for line in intact), lines.with_suffix(".new"))
+        replace_text(lines, "".join(f"{line}\n" for line in intact))
         with scores.open("ab") as stream:
             stream.truncate(num_bytes)
         self._lines = AppendedFile(lines, is_text=True)

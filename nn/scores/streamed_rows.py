@@ -68,11 +68,11 @@ class StreamedRows:
         self._num_read = self._num_taken = 0
         self._pull()
         first = self._features[0][1]
-        self._spec = raw.spec
+        self._spec = raw.spec.with_event_weights(config.model.event_weights)
         self.missing_rate: str | None = None
         rate = raw.spec.keep_rate
         if rate is not None and rate.name not in first.column_names:
-            self._spec = replace(raw.spec, keep_rate=None)
+            self._spec = replace(self._spec, keep_rate=None)
             self.missing_rate = rate.name
         self.source: Source = features_source(first, self._spec, self.title)
         self.named: NamedRows = (

@@ -11,11 +11,13 @@ class Capacity:
     """Numbers of ids and rows that fit into a batch's exchange; a step is captured with the capacity that `is_usual`.
 
     `doublings` is how often the capacities of ragged features are doubled, usually 0; `requests` has, of each group of requested
-    tables, the rows that a rank can ask of each owner.
+    tables, the rows that a rank can ask of each owner, and `merged` the distinct ones that a group of ranks can; empty where
+    no owner merges them.
     """
 
     doublings: int = 0
     requests: tuple[tuple[int, ...], ...] = ()
+    merged: tuple[tuple[int, ...], ...] = ()
     is_usual: bool = True
 
 
@@ -23,23 +25,28 @@ class Capacity:
 class RequestedIds:
     """A batch's ids of requested tables.
 
-    K: ids of all lookups of a rank's samples, W: ranks
+    K: ids of all lookups of a rank's samples, W: ranks of a group, G: groups
 
     Attributes:
         local: positions of the rows of this rank's samples, as the lookups read them.
         keys: the same positions sorted, [K].
         order: position of each before sorting, [K].
-        asked: rows that all ranks ask of this one's tables on the device, [W * capacity here]; without such tables empty.
+        asked: rows that a group asks of this rank's tables on the device, those of all groups, [G * capacity here]; without
+            such tables empty.
+        merged_keys: sorted positions of the rows that the group's ranks ask for among the distinct ones,
+            [W * capacity here]; empty where no owner merges them.
+        merged_order: position of each before sorting.
     """
 
     local: Tensor
     keys: Tensor
     order: Tensor
     asked: Tensor
+    merged_keys: Tensor
+    merged_order: Tensor
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All, in the order of the fields."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
 

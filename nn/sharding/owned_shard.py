@@ -44,7 +44,6 @@ class OwnedShard:
 
     @property
     def memory(self) -> str:
-        """Return where the rows lie."""
         if self.tier_index is None:
             return ON_DEVICE
         assert self.table.host is not None, "it lies in host memory or on disk"
@@ -52,7 +51,6 @@ class OwnedShard:
 
     @property
     def described(self) -> TableShard:
-        """The shard as others see it."""
         row, column = self.metadata.shard_offsets
         return TableShard(self.table.name, self.weight, row, column, self.initial)
 

@@ -42,12 +42,10 @@ class ColumnShard:
 
     @property
     def num_vectors(self) -> int:
-        """Vectors of all lookups."""
         return sum(lookup.num_vectors for lookup in self.lookups)
 
     @property
     def width(self) -> int:
-        """Columns of all vectors."""
         return self.num_vectors * self.columns
 
 
@@ -203,7 +201,6 @@ def _requested_tables(
     own: Sequence[OwnedShard],
     tier: HostTier | None,
 ) -> RequestedTables:
-    """Return tables of one width as a group."""
     names = [table.name for table in tables]
     row_shards: dict[str, list[RowShard]] = {name: [] for name in names}
     rows_by_rank = []

@@ -31,12 +31,10 @@ class PlannedTable:
 
     @property
     def name(self) -> str:
-        """Name that the model has declared."""
         return self.declared.name
 
     @property
     def shape(self) -> torch.Size:
-        """Rows and columns."""
         return torch.Size((self.declared.num_embeddings, self.declared.embedding_dim))
 
     @property
@@ -46,7 +44,6 @@ class PlannedTable:
 
     @property
     def num_vectors(self) -> int:
-        """Vectors of all lookups of a sample."""
         return sum(lookup.num_vectors for lookup in self.lookups)
 
     @property
@@ -56,7 +53,6 @@ class PlannedTable:
 
     @property
     def is_row_wise(self) -> bool:
-        """Return whether ranks share the rows."""
         rows = self.declared.num_embeddings
         return any(shard.shard_sizes[0] < rows for shard in self.shards)
 
@@ -111,7 +107,6 @@ def shards_by_rank(tables: Sequence[PlannedTable], world_size: int) -> list[list
 
 
 def rank_of(shard: ShardMetadata) -> int:
-    """Return the rank that holds a shard of a plan."""
     rank = None if shard.placement is None else shard.placement.rank()
     assert rank is not None, "TorchRec places every shard on a rank"
     return rank

@@ -1,14 +1,12 @@
 """Pooled lookups in the distinct rows of a batch, on the rank of the samples."""
 
-from functools import cached_property
-
-import torch
 from torch import Tensor
 
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, SortedIds, addition_scalars
 from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
+from nn.sharding.merged_rows import RowSums
 from nn.sharding.placement import RankTables
 from nn.sharding.request_keys import RequestKeys
 
@@ -22,8 +20,8 @@ class PooledRows:
         self, tables: RankTables, keys: RequestKeys, rows: Tensor, batch_size: int
     ) -> None:
         self._tables, self._keys, self._batch_size = tables, keys, batch_size
-        self._rows = rows
         self._bags = self._bags_of(rows)
+        self._sums = RowSums(self._bags_of, rows.shape, rows.device)
 
     def _bags_of(self, rows: Tensor) -> LocalEmbeddingBags:
         """Return what looks up, or adds to, rows [R, D] by the positions of this rank's ids."""
@@ -52,19 +50,4 @@ class PooledRows:
 
         `gradients` [B, columns of all lookups] are those of the vectors.
         """
-        self._row_sums.zero_()
-        self._sums.update(ids, gradients, self._always)
-        return self._row_sums
-
-    @cached_property
-    def _row_sums(self) -> Tensor:
-        """Evaluation does not need them."""
-        return torch.empty(self._rows.shape, device=self._rows.device)
-
-    @cached_property
-    def _sums(self) -> LocalEmbeddingBags:
-        return self._bags_of(self._row_sums)
-
-    @cached_property
-    def _always(self) -> Tensor:
-        return torch.ones(1, dtype=torch.int32, device=self._rows.device)
+        return self._sums(ids, gradients)

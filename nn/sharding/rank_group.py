@@ -1,11 +1,12 @@
 """Groups of ranks: the ranks of a group share the tables, and the groups hold the same ones.
 
-A rank sends its ids to the owners of all groups, and gets vectors and rows from those of its own. Gradients go to the owners of
-its group, and from there to the same shards of the other groups. So every owner of a shard sums the gradients of the
-global batch in the same order, and the groups keep the same bits. With one group nothing is sent twice.
+A rank gets vectors and rows from the owners of its group, and sends them their gradients. Of rows, an owner sums those of a
+row, and sends it once to the owners of the same shard in the other groups (`nn.sharding.merged_rows`). Gradients of vectors go
+there as they are, and their ids to the owners of all groups. So every owner of a shard sums the gradients of the global
+batch in the same order, and the groups keep the same bits. With one group nothing is sent twice.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,36 @@ class RankGroup:
     def first_rank(self) -> int:
         """Number of the group's first rank over all groups."""
         return self.number * self.size
+
+    def send_within(
+        self, numbers: Tensor, sizes: Sequence[int], channel: dist.ProcessGroup | None
+    ) -> Tensor:
+        """Send `sizes` of the numbers to the group's ranks; return those that they send here, in their order.
+
+        `channel` is of all ranks, each of which must know the same sizes.
+        """
+        here = sizes[self.rank]
+        received = numbers.new_empty(here * self.size)
+        dist.all_to_all_single(
+            received,
+            numbers,
+            self._of_all_ranks([here] * self.size),
+            self._of_all_ranks(sizes),
+            group=channel,
+        )
+        return received
+
+    def _of_all_ranks(self, sizes: Sequence[int]) -> list[int]:
+        """Return the sizes of the group's ranks, and 0 of all others."""
+        others = self.size * (self.count - 1 - self.number)
+        return [0] * self.first_rank + list(sizes) + [0] * others
+
+    def of_all_groups(self, numbers: Tensor, channel: dist.ProcessGroup | None) -> Tensor:
+        """Return as many numbers of each group's rank that has the same shards, in the order of the groups."""
+        gathered = numbers.new_empty(self.count * len(numbers))
+        sizes = [len(numbers) * (rank == self.rank) for rank in range(self.size)] * self.count
+        dist.all_to_all_single(gathered, numbers.repeat(self.count), sizes, sizes, group=channel)
+        return gathered
 
     def open_channels(
         self, ranks: Ranks

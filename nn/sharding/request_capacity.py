@@ -1,17 +1,21 @@
 """Capacity for the distinct rows that a batch asks of their owners: measured, with a reserve for the batches that follow."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from dataloading.dataset.batch_layout import NO_ID
 from nn.distributed.process_group import HostChannel
 from nn.sharding.local_ids import Capacity
 from nn.sharding.placement import RankTables
-from nn.sharding.request_keys import RequestKeys
+from nn.sharding.request_keys import RequestKeys, RowCapacity, SortedKeys
 
+Rows = tuple[tuple[int, ...], ...]
+"""Numbers of rows of each owner, per group of requested tables."""
 RESERVE = 1.125
 """Usual capacity, times the rows that the first batch asks for; `SPREAD` adds what small batches need."""
 SPREAD = 6.0
@@ -36,21 +40,30 @@ class RequestCapacity:
         if self._channel is None:
             return Capacity()
         if batch_size not in self._usual:
-            needed = self._counts(self._channel, batch_size, ids, 0, None)
-            with_reserve = tuple(tuple(map(capacity_for, group)) for group in needed)
-            self._usual[batch_size] = Capacity(0, with_reserve)
+            requests, merged = self._counts(self._channel, batch_size, ids, 0, None)
+            self._usual[batch_size] = Capacity(0, _with_reserve(requests), _with_reserve(merged))
         return self._usual[batch_size]
 
     def facts(self) -> dict[str, Any]:
         """Return the usual capacities as a checkpoint holds them: of every batch size so far, and for which shards."""
         rows = {str(size): capacity.requests for size, capacity in self._usual.items()}
-        return {"shards": self._shards(), "rows": rows}
+        facts = {"shards": self._shards(), "rows": rows}
+        if self._merges:
+            facts["merged"] = {str(size): usual.merged for size, usual in self._usual.items()}
+        return facts
 
     def take(self, facts: Mapping[str, Any]) -> None:
         """Take over the capacities of `facts` if they are for the same shards, so that a resumed run has the same shapes."""
-        if facts["shards"] == self._shards():
-            for size, rows in facts["rows"].items():
-                self._usual[int(size)] = Capacity(0, tuple(map(tuple, rows)))
+        if facts["shards"] != self._shards() or ("merged" in facts) != self._merges:
+            return
+        for size, rows in facts["rows"].items():
+            merged = facts["merged"][size] if self._merges else [[]] * len(rows)
+            self._usual[int(size)] = Capacity(0, tuple(map(tuple, rows)), tuple(map(tuple, merged)))
+
+    @property
+    def _merges(self) -> bool:
+        """Return whether owners merge the rows that the ranks of a group ask for."""
+        return min(self._tables.group.size, self._tables.group.count) > 1
 
     def _shards(self) -> list[Any]:
         return [[group.names, group.rows_by_rank] for group in self._tables.placement.requested]
@@ -61,8 +74,8 @@ class RequestCapacity:
         """Return the capacity for one batch; the host waits for the device."""
         if self._channel is None:
             return Capacity(doublings, is_usual=not doublings)
-        needed = self._counts(self._channel, batch_size, ids, doublings, num_valid)
-        return Capacity(doublings, needed, is_usual=False)
+        requests, merged = self._counts(self._channel, batch_size, ids, doublings, num_valid)
+        return Capacity(doublings, requests, merged, is_usual=False)
 
     def _counts(
         self,
@@ -71,12 +84,43 @@ class RequestCapacity:
         ids: Tensor,
         doublings: int,
         num_valid: int | None,
-    ) -> tuple[tuple[int, ...], ...]:
-        """Return the rows, at least one, that a rank asks of each owner, the most over all ranks, per group."""
-        counts: list[float] = []
-        for group in self._tables.placement.requested:
+    ) -> tuple[Rows, Rows]:
+        """Return the rows, at least one, that a rank asks of each owner, the most over all ranks, per group of tables.
+
+        Behind them come the distinct ones that a group of ranks asks of each owner, the most over all groups.
+        """
+        groups, asked = self._tables.placement.requested, []
+        for group in groups:
             keys = RequestKeys(self._tables, group, batch_size, doublings)
-            counts += keys.distinct(keys.prepare(ids, num_valid)).counts.tolist()
-        most = iter([max(int(count), 1) for count in channel.maximum(counts)])
-        groups = self._tables.placement.requested
-        return tuple(tuple(islice(most, len(group.rows_by_rank))) for group in groups)
+            asked.append((keys, keys.distinct(keys.prepare(ids, num_valid))))
+        sizes = [len(group.rows_by_rank) for group in groups]
+        requests = _most(channel, [rows.counts.tolist() for _, rows in asked], sizes)
+        if not self._merges:
+            return requests, ((),) * len(groups)
+        merges = [group.replica is None for group in groups]
+        here = [
+            self._merged_count(keys, rows, capacity) if is_merged else []
+            for (keys, rows), capacity, is_merged in zip(asked, requests, merges, strict=True)
+        ]
+        return requests, _most(channel, here, list(map(len, here)))
+
+    def _merged_count(
+        self, keys: RequestKeys, rows: SortedKeys, capacity: Sequence[int]
+    ) -> list[int]:
+        """Return the distinct rows that this rank's group asks of it, and 0 of the group's other ranks."""
+        group, ranks = self._tables.group, self._tables.ranks
+        asked, _ = keys.requests(rows, RowCapacity(capacity, ranks.device))
+        arrived = group.send_within(asked, capacity, self._tables.channels.ids)
+        count = len(torch.unique(arrived[arrived != NO_ID]))
+        return [count * (rank == group.rank) for rank in range(group.size)]
+
+
+def _most(channel: HostChannel, counts: Sequence[Sequence[int]], sizes: Sequence[int]) -> Rows:
+    """Return the largest counts over all ranks, at least 1, in parts of such sizes."""
+    most = channel.maximum([count for part in counts for count in part])
+    rows = iter([max(int(count), 1) for count in most])
+    return tuple(tuple(islice(rows, size)) for size in sizes)
+
+
+def _with_reserve(rows: Rows) -> Rows:
+    return tuple(tuple(map(capacity_for, group)) for group in rows)

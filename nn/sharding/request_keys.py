@@ -16,6 +16,7 @@ from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
 from nn.layers.distinct_rows import DistinctRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
+from nn.sharding.merged_rows import distinct_keys
 from nn.sharding.placement import RankTables, RequestedTables
 
 # K: ids of all lookups of a rank's samples, W: owners
@@ -139,10 +140,7 @@ class RequestKeys:
         shard = torch.div(ids, self._rows_per_shard, rounding_mode="floor").clamp_(min=0)
         shift = self._shifts.index_select(0, shard.add_(self._first_shift))
         keys = torch.where(ids == NO_ID, self._no_key, ids + shift)
-        keys, order = torch.sort(keys, stable=True)
-        is_first = keys < self._no_key
-        is_first[1:] &= keys[1:] != keys[:-1]
-        number = is_first.cumsum(0, dtype=torch.int64)
+        keys, order, number = distinct_keys(keys, self._no_key)
         # Distinct rows before each owner's first one.
         edges = torch.searchsorted(keys, self.starts)
         before = torch.cat([number.new_zeros(1), number]).index_select(0, edges)

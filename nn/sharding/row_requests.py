@@ -2,8 +2,11 @@
 
 The rows travel, and not the vectors of every sample. The rank of the samples pools them (`nn.sharding.pooled_rows`), or
 hands them to the dense component. A whole table has one owner, a row-wise one several; of a replicated table, and alone, a
-rank has all rows itself, and nothing is sent. The capacity for the rows is fixed, so that no host reads how many there are
-before it sends; one batch ahead it is known whether it sufficed.
+rank has all rows itself, and nothing is sent. Where groups of ranks hold the same tables, a rank asks the owners of its own,
+and the owners of one shard exchange the distinct rows that they were asked for, and the sums of their gradients.
+
+The capacity for the rows is fixed, so that no host reads how many there are before it sends; one batch ahead it is known
+whether it sufficed.
 """
 
 from collections.abc import Sequence
@@ -14,32 +17,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.schema import OptimizerConfig
 from dataloading.dataset.batch_layout import NO_ID
-from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.id_blocks import IdBlock
-from nn.embedding.local_tables import (
-    LocalTable,
-    SlotRows,
-    SortedIds,
-    UpdateScalars,
-    addition_scalars,
-)
+from nn.embedding.local_tables import LocalTable, SlotRows, SortedIds, addition_scalars
 from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
-from nn.sharding.placement import BLOCK, BY_NUMBER, RankTables, RequestedTables
+from nn.sharding.merged_rows import MergedRows, bags_by_number, of_asked
+from nn.sharding.placement import BY_NUMBER, RankTables, RequestedTables
 from nn.sharding.rank_group import of_all_groups
 from nn.sharding.request_keys import RequestKeys, RowCapacity
 
-# K: ids of all lookups of a rank's samples, W: ranks, R: rows that a rank has capacity for, of all owners, D: columns
+# K: ids of all lookups of a rank's samples, W: ranks of a group, R: rows that a rank has capacity for, of all owners, G: groups,
+# M: distinct rows that a group can ask of this rank, D: columns
 
 
 class RowRequests:
     """The distinct rows of a group of tables, for batches of one size.
 
-    `capacity` is the rows that a rank can ask of each owner; `in_tier` has this rank's tables in host memory, and the rows that
-    all ranks can ask of them. `rows` [R + 1, D] are those of the batch, with zeros where an owner has no more, and in the last
-    one, at which ids without a row point. `replica_gradient` is that of a replicated table.
+    `capacity` is the rows that a rank can ask of each owner, `merged` the distinct ones that a group can, empty if owners do not
+    merge them; `in_tier` has this rank's tables in host memory, and the rows that all groups can ask of them. `rows` [R + 1, D]
+    are those of the batch, with zeros where an owner has no more, and in the last one, at which ids without a row point.
+    `replica_gradient` is that of a replicated table.
     """
 
     def __init__(
@@ -48,6 +45,7 @@ class RowRequests:
         group: RequestedTables,
         keys: RequestKeys,
         capacity: Sequence[int],
+        merged: Sequence[int],
         replica_gradient: Tensor | None = None,
     ) -> None:
         self._dtype, self._keys, self._capacity = tables.dtype, keys, list(capacity)
@@ -57,17 +55,25 @@ class RowRequests:
         here = self._capacity[0 if self._is_local else tables.group.rank]
         self._from_each = [here] * len(self._capacity)
         count = sum(self._from_each)
-        # The owners of all groups are asked for the same rows; those that this group asks for are sent to it.
-        self._num_groups = 1 if group.replica is not None else tables.group.count
-        self._first_asked = count * tables.group.number if self._num_groups > 1 else 0
-        self._is_alone = self._is_local and self._num_groups == 1
-        all_asked = count * self._num_groups
-        bags = partial(_bags_by_number, dtype=tables.dtype, device=ranks.device)
+        columns, self._merged = group.owned[0].weight.shape[1], None
+        # Rows that a group asks of this rank, and those of all groups.
+        asked = merged[tables.group.rank] if merged else count
+        if merged:
+            num_rows = group.rows_by_rank[tables.group.rank]
+            self._merged = MergedRows(tables, count, num_rows, asked, columns)
+        self._group = tables.group
+        self._has_groups = group.replica is None and self._group.count > 1
+        self._own_asked = slice(0, asked)
+        if self._has_groups:
+            first = asked * self._group.number
+            self._own_asked = slice(first, first + asked)
+        all_asked = asked * (self._group.count if self._has_groups else 1)
+        bags = partial(bags_by_number, dtype=tables.dtype, device=ranks.device)
         own = partial(bags, config=tables.config, scalars=tables.scalars)
         self._owned = [own(table, count) for table in group.owned]
         # The gradients of a replicated table are summed over ranks, and its optimizer has them all.
         self._updated = self._owned
-        if self._num_groups > 1:
+        if self._has_groups:
             self._updated = [own(table, all_asked) for table in group.owned]
         elif replica_gradient is not None:
             sums = LocalTable(BY_NUMBER, replica_gradient, {}, first_row=0)
@@ -78,7 +84,6 @@ class RowRequests:
         self.in_tier: list[tuple[SlotRows, int]] = [
             (table.slots, all_asked) for table in group.owned if table.slots is not None
         ]
-        columns = group.owned[0].weight.shape[1]
         self.rows = torch.zeros(
             self._row_capacity.total + 1, columns, dtype=tables.dtype, device=ranks.device
         )
@@ -96,22 +101,31 @@ class RowRequests:
         prepared = keys.prepare(ids, num_valid)
         rows = keys.distinct(prepared)
         asked, position = keys.requests(rows, self._row_capacity)
-        arrived = asked
-        if not self._is_alone:
-            groups = self._num_groups
-            received, sent = self._from_each * groups, self._capacity * groups
-            arrived = asked.new_empty(sum(received))
-            of_all = asked if groups == 1 else asked.repeat(groups)
-            dist.all_to_all_single(arrived, of_all, received, sent, group=self._channels.ids)
-        local = keys.with_row_positions(prepared, position, rows.order)
         overflows = (rows.counts > self._row_capacity.limits).any().view(1)
+        arrived = asked
+        if not self._is_local:
+            arrived = self._group.send_within(asked, self._capacity, self._channels.ids)
+        merged_keys, merged_order = asked.new_empty(0), rows.order.new_empty(0)
+        if self._merged is not None:
+            arrived, merged_keys, merged_order, lacks = self._merged.merge(arrived)
+            overflows |= lacks
+        if self._has_groups:
+            arrived = self._group.of_all_groups(arrived, self._channels.ids)
+        local = keys.with_row_positions(prepared, position, rows.order)
         on_device, in_tier = arrived.new_empty(0), []
         for bags, of_memory in zip(self._owned, self._split(arrived), strict=True):
             if bags.tables[0].slots is None:
                 on_device = of_memory
             else:
                 in_tier.append(of_memory)
-        requested = RequestedIds(local, position.to(arrived.dtype), rows.order, on_device)
+        requested = RequestedIds(
+            local,
+            position.to(arrived.dtype),
+            rows.order,
+            on_device,
+            merged_keys,
+            merged_order,
+        )
         return requested, in_tier, overflows
 
     def _asked(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[Tensor]:
@@ -126,9 +140,9 @@ class RowRequests:
 
         `slots` are those of the rows of the tables `in_tier`.
         """
-        asked_here = (
-            asked.narrow(0, self._first_asked, len(self._sent)) for asked in self._asked(ids, slots)
-        )
+        asked_here = [asked[self._own_asked] for asked in self._asked(ids, slots)]
+        if self._merged is not None:
+            asked_here = [of_asked(rows, ids.merged_keys, ids.merged_order) for rows in asked_here]
         first, *others = zip(self._owned, asked_here, strict=True)
         bags, asked = first
         bags.look_up(asked, self._sent)
@@ -151,17 +165,28 @@ class RowRequests:
         asked = self._asked(ids, slots)
         return [bags.sort(rows) for bags, rows in zip(self._updated, asked, strict=True)]
 
-    def send_back(self, gradients: Tensor) -> Tensor:
-        """Send the gradients of `rows`, [R, D], to the owners: [W * capacity here, D]."""
-        if self._is_alone:
-            return gradients
-        sent = returned = gradients.to(self._dtype)
+    def sort_merged(self, ids: RequestedIds) -> SortedIds | None:
+        """Return the rows that this group asks of this rank for `send_back`; None if they are not merged."""
+        if self._merged is None:
+            return None
+        return self._merged.sort(ids.merged_keys, ids.merged_order)
+
+    def send_back(self, merged: SortedIds | None, gradients: Tensor) -> Tensor:
+        """Send the gradients of `rows`, [R, D], to the owners: [W * capacity here, D], or [G * M, D] of several groups.
+
+        `merged` is the result of `sort_merged`.
+        """
+        sent = returned = gradients
         if not self._is_local:
-            returned = torch.empty_like(self._sent)
+            sent, returned = gradients.to(self._dtype), torch.empty_like(self._sent)
             dist.all_to_all_single(
                 returned, sent, self._from_each, self._capacity, group=self._channels.embeddings
             )
-        return of_all_groups(returned, self._channels.owners)
+        if self._merged is not None and merged is not None:
+            returned = self._merged.sum_by_row(merged, returned)
+        if not self._has_groups:
+            return returned
+        return of_all_groups(returned.to(self._dtype), self._channels.owners)
 
     def update(self, ids: Sequence[SortedIds], gradients: Tensor, is_good: Tensor) -> None:
         """Update this rank's rows with the gradients from `send_back`, unless `is_good` [1] is 0.
@@ -170,19 +195,6 @@ class RowRequests:
         """
         for bags, of_memory in zip(self._updated, ids, strict=True):
             bags.update(of_memory, gradients, is_good)
-
-
-def _bags_by_number(
-    table: LocalTable,
-    count: int,
-    config: OptimizerConfig,
-    scalars: UpdateScalars,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LocalEmbeddingBags:
-    """Return what looks up and updates `count` rows of a table by their numbers."""
-    block = {BLOCK: IdBlock(0, count, count)}
-    return LocalEmbeddingBags([table], block, count, config, scalars, dtype, device)
 
 
 class _RowsOfMemories:

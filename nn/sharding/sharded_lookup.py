@@ -38,15 +38,26 @@ NO_REQUESTS = Capacity()
 
 
 @dataclass(frozen=True, slots=True)
-class SortedOwnedIds:
-    """Sorted ids of the tables that are not replicated.
+class SortedRequest:
+    """Sorted ids of a group of requested tables.
 
-    `requested` has, of each group of requested tables, the rows asked of each memory of this rank, and this rank's own ids if it
-    pools the rows.
+    Attributes:
+        asked: the rows asked of each memory of this rank.
+        merged: the rows that this rank's group asks of it, if it merges them.
+        pooled: this rank's own ids, if it pools the rows.
     """
 
+    asked: list[SortedIds]
+    merged: SortedIds | None
+    pooled: SortedIds | None
+
+
+@dataclass(frozen=True, slots=True)
+class SortedOwnedIds:
+    """Sorted ids of the tables that are not replicated, and of each group of requested tables."""
+
     owned: SortedIds
-    requested: list[tuple[list[SortedIds], SortedIds | None]]
+    requested: list[SortedRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +132,12 @@ class ShardedLookup:
             tables, features_of(placement.replicas, counts), counts, 1, batch_size
         )
         self._groups: list[_Group] = []
-        for group, rows in zip(placement.requested, capacity.requests, strict=True):
+        for group, rows, merged in zip(
+            placement.requested, capacity.requests, capacity.merged, strict=True
+        ):
             keys = RequestKeys(tables, group, batch_size, capacity.doublings)
             gradient = None if group.replica is None else replicated_gradients[group.replica]
-            requests = RowRequests(tables, group, keys, rows, gradient)
+            requests = RowRequests(tables, group, keys, rows, merged, gradient)
             pooled = None
             if not group.hands_out:
                 pooled = PooledRows(tables, keys, requests.rows[:-1], batch_size)
@@ -270,7 +283,6 @@ class ShardedLookup:
         return replace(found, max_length=self._sequences.max_length(feature))
 
     def _number_of(self, table: str) -> int:
-        """Return the number of the group of a table that hands out its rows."""
         return [group.table for group in self._groups].index(table)
 
     def sequence(
@@ -357,8 +369,9 @@ class ShardedLookup:
     def sort(self, ids: LocalIds) -> tuple[SortedOwnedIds, SortedIds]:
         """Sort the ids for the updates: of sharded and requested tables, and of the other replicated tables."""
         requested = [
-            (
+            SortedRequest(
                 group.requests.sort(of_group, slots),
+                group.requests.sort_merged(of_group),
                 None if group.pooled is None else group.pooled.sort(of_group),
             )
             for (group, slots), of_group in zip(
@@ -373,7 +386,9 @@ class ShardedLookup:
         requested = [
             None
             if group.tables.replica is not None
-            else group.requests.send_back(self._row_gradients(number, ids, gradients))
+            else group.requests.send_back(
+                ids.requested[number].merged, self._row_gradients(number, ids, gradients)
+            )
             for number, group in enumerate(self._groups)
         ]
         vectors = self._send_vectors_back(gradients.vectors)
@@ -383,7 +398,7 @@ class ShardedLookup:
         self, number: int, ids: SortedOwnedIds, gradients: LookupGradients
     ) -> Tensor:
         """Return one gradient a row of a requested group, [R, D]: the dense component's, or a sum over its lookups."""
-        group, own = self._groups[number], ids.requested[number][1]
+        group, own = self._groups[number], ids.requested[number].pooled
         if group.pooled is None or own is None:
             return gradients.rows[group.table][:-1]
         return group.pooled.sum_by_row(own, self._requested_part(gradients.vectors, number))
@@ -411,11 +426,11 @@ class ShardedLookup:
     def update(self, ids: SortedOwnedIds, gradients: OwnedGradients, is_good: Tensor) -> None:
         """Update this rank's tables with the gradients from `send_back`, unless `is_good` [1] is 0."""
         self._updated.update(ids.owned, gradients.owned, is_good)
-        for group, (asked, _), returned in zip(
+        for group, sorted_ids, returned in zip(
             self._groups, ids.requested, gradients.requested, strict=True
         ):
             if returned is not None:
-                group.requests.update(asked, returned, is_good)
+                group.requests.update(sorted_ids.asked, returned, is_good)
 
     def accumulate_replicated(
         self, ids: tuple[SortedOwnedIds, SortedIds], gradients: LookupGradients, is_good: Tensor
@@ -426,7 +441,7 @@ class ShardedLookup:
         for number, group in enumerate(self._groups):
             if group.tables.replica is not None:
                 of_rows = self._row_gradients(number, owned, gradients)
-                group.requests.update(owned.requested[number][0], of_rows, is_good)
+                group.requests.update(owned.requested[number].asked, of_rows, is_good)
 
     def _owned_part(self, local: Tensor) -> Tensor:
         """View the looked-up embeddings in the local memory; of a rank with all tables only."""

@@ -137,7 +137,6 @@ class ShardedTables:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tables, as the model declares them."""
         return list(self._tables)
 
     @property
@@ -155,12 +154,10 @@ class ShardedTables:
 
     @property
     def replicated_names(self) -> list[str]:
-        """Names of the replicated tables."""
         return [table.name for table in self._all() if not table.shards]
 
     @property
     def replicated_shapes(self) -> list[torch.Size]:
-        """Shapes of the replicated tables."""
         return [table.shape for table in self._all() if not table.shards]
 
     def _all(self) -> list[PlannedTable]:
@@ -353,7 +350,6 @@ class ShardedTables:
         return state
 
     def optimizer_shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of `optimizer_state`."""
         return {
             f"{table.name}.{state}": shape
             for table in self._all()

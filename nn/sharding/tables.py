@@ -100,7 +100,6 @@ class TableSettings:
 
 
 def local_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return this rank's shards of a tensor that may be sharded."""
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     return [tensor]

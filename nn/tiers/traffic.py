@@ -175,7 +175,6 @@ def _joined(classes: Sequence[Classes]) -> Classes:
 
 
 def _sums(classes: Sequence[Classes], values: np.ndarray) -> list[float]:
-    """Return the sum of the values of each shard's classes."""
     ends = np.cumsum([len(rows) for rows, _ in classes])[:-1]
     return [float(of_shard.sum()) for of_shard in np.split(values, ends)]
 

@@ -224,5 +224,4 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def build_dense_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that the options name."""
     return dense_rule(config).build(list(parameters), config)

@@ -145,7 +145,6 @@ class Evaluator:
         return torch.from_numpy(columns.ids[names.index(str(self._group))].astype(np.int64))
 
     def _available(self, max_steps: int | None) -> int:
-        """Return the number of batches to score."""
         available = self._loader.steps_per_epoch
         return available if max_steps is None else min(max_steps, available)
 
@@ -175,7 +174,6 @@ class Evaluator:
         return self._ranks.broadcast_object(problem)
 
     def _largest_number(self, row: int) -> str:
-        """Return the largest numerical value of a row, for a message."""
         source = self._loader.source
         if not source.spec.numerical:
             return ""

@@ -310,12 +310,12 @@ class ForwardBackward:
                 self._global_valid,
                 None if weights is None else _rows(weights, chunk),
                 vectors.total_weight,
+                {name: _rows(scores, chunk) for name, scores in batch.teachers.items()},
             )
 
         return self._context.dense.add_losses(share_of(logits), share_of)
 
     def _check_loss(self, total: Tensor) -> _Verdict:
-        """Add up the loss over ranks, on the tables' stream."""
         self._tables.wait_for_main()
         with self._tables.launches():
             loss = self._context.ranks.all_reduce_sum(total.clone())
@@ -338,7 +338,6 @@ class ForwardBackward:
     def _update_tables(
         self, vectors: _Vectors, returned: OwnedGradients | None, verdict: _Verdict
     ) -> None:
-        """Update the tables that are not replicated, on their stream."""
         if vectors.owned is not None and returned is not None:
             with self._tables.launches():
                 self._lookup.update(vectors.owned, returned, verdict.is_good)
@@ -388,7 +387,6 @@ class Forward:
 
     @torch.no_grad()
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
-        """Return the logits."""
         rows = self._lookup.rows(ids)
         # Of a kernel that takes rows itself, nothing is looked up before.
         values = self._lookup.look_up(ids) if rows is None else None
@@ -413,7 +411,6 @@ class Forward:
 
 
 def _rows(values: Tensor, chunk: _Chunk) -> Tensor:
-    """Return a column of a batch, or the rows of a chunk of it."""
     return values if len(values) == chunk.end - chunk.first else values[chunk.first : chunk.end]
 
 

@@ -64,7 +64,6 @@ class EvalSteps:
 
     @classmethod
     def of(cls, config: Config, steps_per_epoch: int) -> Self:
-        """Return the steps after which the run `config` evaluates."""
         last_step = total_steps(config, steps_per_epoch)
         chosen = config.eval
         return cls(last_step, steps_per_epoch, chosen.per_epoch, chosen.every, chosen.first_step)
@@ -120,7 +119,6 @@ class Day:
         return cls(**facts.get(DAY_FACTS, {}))
 
     def facts(self) -> dict[str, Any]:
-        """Return what run.json records."""
         names = ("number", "first_step", "identity", "previous")
         return {name: getattr(self, name) for name in names}
 
@@ -129,10 +127,8 @@ class Day:
         return step - self.first_step
 
     def last_step(self, config: Config, steps_per_epoch: int) -> int:
-        """Return the step of the run at which the day is complete."""
         return self.first_step + total_steps(config, steps_per_epoch)
 
     @property
     def label(self) -> dict[str, int]:
-        """Return the entry of its records."""
         return {DAY: self.number} if self.number else {}

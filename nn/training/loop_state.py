@@ -51,7 +51,6 @@ class LoopState:
     ends_day: bool | None = None  # in a loaded checkpoint
 
     def facts(self, *, ends_day: bool) -> dict[str, Any]:
-        """Return what run.json holds."""
         return {
             "loss_sum": self.loss_sum,
             "loss_steps": self.loss_steps,

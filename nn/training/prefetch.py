@@ -132,7 +132,6 @@ class _Buffers:
         self._is_used = torch.cuda.Event()
 
     def fit(self, memory: Tensor) -> bool:
-        """Return whether a batch of this memory has room."""
         return len(memory) <= len(self._blocks[0])
 
     def copied(self, batch: Batch) -> Batch:

@@ -18,7 +18,6 @@ class SideStream:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def launches(self) -> AbstractContextManager:
-        """Return a context that launches on the tables' stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:

@@ -100,7 +100,6 @@ class StepBuilder:
         return parts.forward
 
     def close(self) -> None:
-        """Release the CUDA graphs."""
         for parts in self.sizes.values():
             _close(parts.training)
             _close(parts.forward)

@@ -99,7 +99,6 @@ class StepRunner:
             return training.run(rows, batch)
 
     def update(self) -> None:
-        """Update the replicated tables."""
         self._tables.update_replicated(self._context.gradients.further)
 
     def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
@@ -109,7 +108,6 @@ class StepRunner:
             return self.builder.forward(batch, rows).run(rows, batch)
 
     def close(self) -> None:
-        """Release the CUDA graphs."""
         self.builder.close()
 
     def _is_full(self, batch: Batch) -> bool:

@@ -211,7 +211,6 @@ class TrainStep:
 
     @property
     def table_names(self) -> list[str]:
-        """Names of the tables, in the order of the features."""
         return self.tables.names
 
     @property
@@ -311,7 +310,6 @@ class TrainStep:
 
     @property
     def dense_optimizer(self) -> torch.optim.Optimizer:
-        """The dense component's optimizer."""
         return self._dense_update.optimizer
 
     @property
@@ -319,7 +317,6 @@ class TrainStep:
         return self._dense_update.is_in_pass and Component.dense not in self.frozen
 
     def _autocast(self) -> AbstractContextManager:
-        """Return the autocast context of the dense component."""
         dtype = AMP_DTYPES.get(self._config.train.amp)
         return nullcontext() if dtype is None else torch.autocast(self._ranks.device.type, dtype)
 

@@ -121,7 +121,6 @@ class Trainer:
 
     @property
     def num_steps(self) -> int:
-        """Updates made so far."""
         return self.state.num_steps
 
     @property
@@ -136,12 +135,10 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        """This process among all ranks."""
         return self._ranks.rank
 
     @property
     def run_dir(self) -> Path:
-        """The run directory."""
         return self._recorder.run_dir
 
     def facts(self) -> dict[str, Any]:
@@ -260,7 +257,6 @@ class Trainer:
             raise
 
     def begin_step(self) -> None:
-        """Announce a step."""
         self._observers.tell("on_step_begin", self)
 
     def finish_step(self, trained: StepResult, prefetcher: Prefetcher) -> None:
@@ -303,7 +299,6 @@ class Trainer:
         self._write_late_record()
 
     def stop_reading(self) -> None:
-        """End the threads that read batches."""
         if self._batches is not None:
             self._batches.close()
 
@@ -356,7 +351,6 @@ class Trainer:
         )
 
     def _summary(self, test: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the summary of a run whose result is the evaluation `test`."""
         return {
             "recipe": self._config.recipe,
             "steps": self.num_steps,

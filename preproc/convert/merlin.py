@@ -266,7 +266,6 @@ def _cardinality(properties: any_pb2.Any) -> int | None:
 
 
 def _columns(paths: list[Path], name: str, kind: ColumnKind) -> Iterator[pa.ChunkedArray]:
-    """Yield a column of all files, a row group at a time."""
     for path in paths:
         with open_file(path) as file:
             check_columns(path, file.schema_arrow, {name: kind})

@@ -4,28 +4,24 @@ Its chunks are of type `csv`. `features` lists the columns in order, and the fil
 chunks of a split hold different columns of the same rows. A cardinality may be `auto`: then all files are
 read first, and it is the largest id plus one.
 
-The transcoder knows `train` and `test` alone, so a split `validation` is written but not named: `validation.csv` beside
-`test.csv`.
+The transcoder knows `train` and `test` alone, so earlier versions wrote a split `validation` without naming it:
+`validation.csv` beside `test.csv`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pc
-import yaml
 
 from configs.messages import shortened
-from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.documents import read_yaml
-from dataloading.dataset.durable_files import new_output
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import SplitFiles, expect, find_file, names_of
-from preproc.convert.rows import CHUNK_ROWS, Chunk, Rows, input_feature
+from preproc.convert.rows import CHUNK_ROWS, Chunk, input_feature
 
 TYPE = "csv"
 AUTO = "auto"
@@ -133,7 +129,6 @@ class CsvRows:
             expect(same, here, sorted(listed), "every feature of channel_spec, once")
 
     def _tables(self, split: str) -> Iterator[pa.Table]:
-        """Yield rows with the columns of all chunks."""
         readers = [self._batches(chunk) for chunk in self._sources[split]]
         waiting = [next(reader, None) for reader in readers]
         while True:
@@ -194,7 +189,6 @@ def _section(document: object, where: str, key: str) -> Mapping[str, Any]:
 
 
 def _cardinality(features: Mapping[str, Any], where: str, name: str) -> int | str:
-    """Return the rows of a table, or `auto`."""
     entry = features.get(name)
     rows = entry.get("cardinality") if isinstance(entry, Mapping) else None
     is_count = isinstance(rows, int) and not isinstance(rows, bool) and rows >= 1
@@ -205,7 +199,7 @@ def _cardinality(features: Mapping[str, Any], where: str, name: str) -> int | st
 
 
 def _unnamed_validation(root: Path, sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chunks of split `validation` if `write_csv` left it unnamed: `validation.csv` beside `test.csv`."""
+    """Return the chunks of split `validation` if an earlier version left it unnamed."""
     chunks = [
         {
             **chunk,
@@ -217,70 +211,3 @@ def _unnamed_validation(root: Path, sources: Mapping[str, Any]) -> dict[str, Any
     names = [name for chunk in chunks for name in chunk["files"]]
     is_written = len(chunks) == len(sources["test"]) and all((root / n).is_file() for n in names)
     return {"validation": chunks} if is_written and "validation" not in sources else {}
-
-
-def write_csv(rows: Rows, root: Path, overwrite: bool) -> None:
-    """Write a directory that NVIDIA's transcoder reads, the spec last; ValueError for a feature with several ids per row."""
-    root = check_output(root, overwrite)
-    spec = rows.spec
-    several = [feature.name for feature in spec.categorical if feature.hotness != 1]
-    if several:
-        raise ValueError(
-            f"{several[0]} has several ids per row, which the CSV format cannot hold; use to=parquet"
-        )
-    keyed = [feature.name for feature in spec.categorical if feature.is_dynamic]
-    if keyed:
-        raise ValueError(
-            f"{keyed[0]} has raw keys (vocabulary: dynamic), which the CSV format cannot name; use to=parquet"
-        )
-    if len(spec.row_columns) > 1 or not spec.labels[0].is_binary:
-        names = ", ".join(column.name for column in spec.row_columns)
-        raise ValueError(
-            f"the CSV format holds one binary label, and the dataset has {names}; use to=parquet"
-        )
-    for split in spec.splits:
-        spec.require_labels(split)
-    with new_output(root, partial(check_output, overwrite=overwrite)) as directory:
-        for split in spec.splits:
-            _write_split(rows, split, directory / f"{split}.csv")
-        (directory / SPEC_NAME).write_text(yaml.safe_dump(_document(spec), sort_keys=False))
-
-
-def _write_split(rows: Rows, split: str, path: Path) -> None:
-    spec = rows.spec
-    schema = pa.schema(
-        [(spec.labels[0].name, pa.int8())]
-        + [(name, pa.float32()) for name in spec.numerical]
-        + [(feature.name, pa.int64()) for feature in spec.categorical]
-    )
-    # A float32 is written with the fewest digits that identify it, so nothing is lost.
-    options = pc.WriteOptions(include_header=False)
-    with pc.CSVWriter(path, schema, write_options=options) as writer:
-        for chunk in rows.chunks(split):
-            columns = [chunk.labels.astype(np.int8)]
-            if chunk.numerical is not None:
-                columns += [*chunk.numerical.astype(np.float32).T]
-            columns += [chunk.ids[f.name].reshape(-1).astype(np.int64) for f in spec.categorical]
-            writer.write_table(pa.table([np.ascontiguousarray(c) for c in columns], schema=schema))
-
-
-def _document(spec: FeatureSpec) -> dict[str, Any]:
-    features: dict[str, dict[str, Any]] = {
-        feature.name: {"cardinality": feature.cardinality}
-        | ({"table": feature.table} if feature.table not in (None, feature.name) else {})
-        for feature in spec.categorical
-    }
-    return {
-        "channel_spec": {
-            "categorical": [feature.name for feature in spec.categorical],
-            "label": [spec.labels[0].name],
-            "numerical": list(spec.numerical),
-        },
-        "feature_spec": features | {name: {} for name in (*spec.numerical, spec.labels[0].name)},
-        "metadata": {},
-        "source_spec": {
-            split: [{"type": TYPE, "features": spec.names, "files": [f"{split}.csv"]}]
-            for split in spec.splits
-            if split != "validation"
-        },
-    }

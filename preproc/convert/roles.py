@@ -23,7 +23,7 @@ def print_roles(progress: Progress, rows: Rows) -> None:
 
     lines = {"labels": [f"{printable(label.name)} ({kind(label)})" for label in spec.labels]}
     for column in spec.row_columns[len(spec.labels) :]:
-        lines[column.channel.value] = [printable(column.name)]
+        lines.setdefault(column.channel.value, []).append(printable(column.name))
     lines["numericals"] = [*map(printable, spec.numerical)] or ["none"]
     lines["not converted"] = [*map(printable, rows.left_out)] or ["nothing"]
     for name, values in lines.items():

@@ -28,6 +28,7 @@ class Chunk:
     lengths: Mapping[str, np.ndarray]  # ids per row, [n], of each ragged feature
     weights: np.ndarray | None = None  # numbers [n]; None without such a column
     keep_rates: np.ndarray | None = None  # numbers [n]; None without such a column
+    teachers: Mapping[str, np.ndarray] = field(default_factory=dict)  # numbers [n] by column
     # numbers of events by name, flat, as they are stored, and moments [n] by group; `lengths` has the groups'
     events: Mapping[str, np.ndarray] = field(default_factory=dict)
     moments: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -82,6 +83,7 @@ class SourceRows:
                 lengths,
                 columns.weights,
                 columns.keep_rates,
+                {c.name: v for c, v in zip(self.spec.teachers, columns.teachers, strict=True)},
                 events,
                 moments,
             )

@@ -1,4 +1,4 @@
-"""Conversion from any known format to a dataset directory, or to NVIDIA's CSV, in chunks of rows."""
+"""Conversion from any known format to a dataset directory, in chunks of rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.preproc_schema import Format, PreprocConfig
+from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.dataset_directory import (
     check_output,
     checksums_of,
@@ -21,7 +21,7 @@ from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import SplitFiles
 from preproc.convert.merlin import merlin_rows
 from preproc.convert.mlperf_npy import NpyRows
-from preproc.convert.nvidia_csv import CsvRows, is_csv_spec, write_csv
+from preproc.convert.nvidia_csv import CsvRows, is_csv_spec
 from preproc.convert.roles import print_roles
 from preproc.convert.rows import Remainders, Rows, SourceRows
 from preproc.report.console import LabelSum, Progress, SplitSummary, print_result, print_splits
@@ -38,11 +38,6 @@ def run_convert(config: PreprocConfig, progress: Progress) -> None:
         phase.name = f"open {rows.kind} in {config.path}"
     print_roles(progress, rows)
     _compare(rows.spec, progress)
-    if config.to is Format.csv:
-        with progress.phase(f"write {config.to.name}"):
-            write_csv(rows, output, config.overwrite)
-        progress.console.print(f"written to {output}", highlight=False, soft_wrap=True)
-        return
     summaries = _write_dataset(rows, output, config, progress)
     print_splits(progress.console, summaries)
     print_result(progress.console, progress, output, sum(s.rows for s in summaries.values()))
@@ -91,6 +86,7 @@ def _write_dataset(
         label=spec.labels,
         weight=spec.weight.name if spec.weight else None,
         keep_rate=spec.keep_rate.name if spec.keep_rate else None,
+        teacher=[column.name for column in spec.teachers],
         numerical_dtype=spec.numerical_dtype.name,
         file_format=config.to.name,
         splits=tuple(spec.splits),
@@ -117,6 +113,7 @@ def _write_dataset(
                         labels=chunk.labels if has_labels else None,
                         weights=chunk.weights if _has(spec.weight, files) else None,
                         keep_rates=chunk.keep_rates if _has(spec.keep_rate, files) else None,
+                        teachers={n: v for n, v in chunk.teachers.items() if n not in files.absent},
                         ids=chunk.ids,
                         lengths=chunk.lengths,
                         events=chunk.events,

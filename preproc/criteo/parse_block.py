@@ -61,7 +61,6 @@ class Parsed:
 
     @property
     def num_rows(self) -> int:
-        """Good lines."""
         return len(self.columns[0])
 
 

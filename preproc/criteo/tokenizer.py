@@ -28,7 +28,6 @@ MISSING_BYTES = (NUM_NUMERICAL + 7) // 8
 
 
 def _each(byte: int) -> np.uint64:
-    """Return a word of eight equal bytes."""
     return np.uint64(byte * 0x0101010101010101)
 
 

@@ -50,7 +50,7 @@ class Choice:
     """The use of a column."""
 
     column: Column
-    role: str  # label, weight, time, numerical, categorical, kept or left out
+    role: str  # label, weight, time, numerical, categorical, weights (of ids) or left out
     keys: dict[str, Any]  # of its entry in the description, besides the name
     why: str  # the reason, or what was seen
     is_candidate: bool = False  # whether it may be the label, or the weight, as well
@@ -69,7 +69,11 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
     for column in columns:
         choice = _choice(column, table, by_name)
         if column is chosen:
-            choice = Choice(column, "label", *_label(column))
+            keys, why = _label(column)
+            if column.missing:
+                share = 100 * column.missing / column.rows
+                why += f"; {share:.3g} % of the rows have none and end the run: on_bad=skip leaves them out"
+            choice = Choice(column, "label", keys, why)
         elif column in times:
             is_first = column is times[0]
             why = "orders the rows: the last ones test" if is_first else "another time"
@@ -80,6 +84,7 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
         if column in candidates and column is not chosen and column not in times:
             choice = replace(choice, is_candidate=True)
         choices.append(choice)
+    choices = [_with_ids(choice, choices) for choice in choices]
     numbers = [choice for choice in choices if choice.role == "numerical"]
     if numbers and all(choice.role != "categorical" for choice in choices):
         fewest = min(numbers, key=lambda choice: choice.column.distinct)
@@ -114,7 +119,7 @@ def _label(column: Column) -> tuple[dict[str, Any], str]:
     values = dict(column.values)
     if {value.lower() for value in values} in TRUTH:
         ones = sum(values[value] for value in values if value.lower() in ("1", "1.0", "true"))
-        return {}, f"{100 * ones / column.rows:.3g} % ones"
+        return {}, f"{100 * ones / column.present:.3g} % ones"
     name = quoted(column.name)
     number = f"CAST({name} AS DOUBLE)" if column.is_text else name
     if column.is_number and column.distinct > MOST_VALUES:
@@ -123,14 +128,14 @@ def _label(column: Column) -> tuple[dict[str, Any], str]:
         # The smallest bound that at most half of the rows reach.
         above, bound = 0, column.highest
         for value, times in sorted(column.values, key=lambda pair: -float(pair[0])):
-            if above and above + times > column.rows / 2:
+            if above and above + times > column.present / 2:
                 break
             above, bound = above + times, float(value)
         number_itself = "; for the number itself: kind: regression" * (column.distinct > 2)
-        why = f"{100 * above / column.rows:.3g} % ones{number_itself}"
+        why = f"{100 * above / column.present:.3g} % ones{number_itself}"
         return {"expression": f"{number} >= {bound:g}"}, why
     one = next((v for v in values if v.lower() in POSITIVE), min(values, key=lambda v: values[v]))
-    share = 100 * values[one] / column.rows
+    share = 100 * values[one] / column.present
     return {"expression": f"{name} = {text(one)}"}, f"{share:.3g} % ones"
 
 
@@ -173,9 +178,9 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
 
     source = table.source
     if source.format == "libsvm" and re.fullmatch(r"ids|values|x\d+", column.name):
-        return _libsvm_choice(column, source.columns)
+        return _libsvm_choice(column, source.columns, by_name)
     if source.format == "libffm" and column.name.endswith("_value"):
-        return _values_choice(column, ids=by_name[column.name.removesuffix("_value")])
+        return _values_choice(column, by_name[column.name.removesuffix("_value")])
     if column.is_nested:
         return out(f"{column.type_name}: take single values out of it by an expression")
     if column.distinct == 0:
@@ -184,6 +189,8 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
         return out("the same value in all rows")
     if has_name(column, WEIGHT) and column.is_number and column.lowest >= 0 and not column.missing:
         return Choice(column, "weight", {}, "weighs the rows")
+    if column.kind in ("float[]", "double[]") and (ids := _ids_of(column, by_name)):
+        return _values_choice(column, ids)
     if column.is_list:
         how = {"separator": column.separator} if column.separator else {"list": True}
         return Choice(column, "categorical", how, f"lists of {column.items:,} values")
@@ -191,6 +198,9 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
     is_unique = column.distinct >= UNIQUE * column.present and column.present > 20
     if is_unique and ((is_key and column.is_whole) or not (column.is_number or column.is_time)):
         return out("nearly every row has a value of its own")
+    span = column.highest - column.lowest + 1
+    if column.is_whole and column.distinct == column.rows == span > 20:
+        return out("numbers the rows one by one")
     if table.is_criteo and has_name(column, r"i\d+|num_\d+"):
         transforms = {"transforms": [{"log": 3}, {"fill": 0}]}
         return Choice(column, "numerical", transforms, "as dataset=criteo_kaggle")
@@ -209,6 +219,26 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
     if column.is_float and column.is_whole:
         keys["expression"] = f"CAST({quoted(column.name)} AS BIGINT)"
     return Choice(column, "categorical", keys, f"{column.distinct:,} values")
+
+
+def _ids_of(column: Column, by_name: dict[str, Column]) -> Column | None:
+    """Return the list that a list of numbers weighs, by its name: `tags` of `tag_weights`."""
+    found = re.fullmatch(r"(.+?)s?_(weight|value|score)s?", column.name.strip())
+    names = (found[1], f"{found[1]}s") if found else ()
+    return next(
+        (by_name[name] for name in names if name in by_name and by_name[name].is_list), None
+    )
+
+
+def _with_ids(choice: Choice, choices: list[Choice]) -> Choice:
+    """Return a choice as its ids or weights want it: both are lists, and weights of no feature are left out."""
+    weighed = [c.keys["ids"] for c in choices if c.role == "weights"]
+    if choice.role == "categorical" and choice.column.name in weighed and choice.column.is_text:
+        return replace(choice, keys={"separator": " "})
+    features = [c.column.name for c in choices if c.role == "categorical"]
+    if choice.role == "weights" and choice.keys["ids"] not in features:
+        return replace(choice, role="left out", keys={}, why="its ids are left out")
+    return choice
 
 
 def _numerical(column: Column) -> Choice:
@@ -233,11 +263,11 @@ def without_constant_indices(
     return columns, replace(table, source=source)
 
 
-def _libsvm_choice(column: Column, names: list[str]) -> Choice:
+def _libsvm_choice(column: Column, names: list[str], by_name: dict[str, Column]) -> Choice:
     """Return the choice for ids and values of all items, or for the value of one index, which is 0 where it is absent."""
     has_indices = any(name not in ("label", "qid", "ids", "values") for name in names)
     if column.name == "values" and not has_indices:
-        return _values_choice(column, ids=None)
+        return _values_choice(column, by_name["ids"])
     if column.name == "ids":
         why = f"which of {column.items or column.distinct:,} indices a row has"
         return Choice(column, "categorical", {"separator": " "}, why)
@@ -247,10 +277,10 @@ def _libsvm_choice(column: Column, names: list[str]) -> Choice:
     return Choice(column, "numerical", {"transforms": transforms}, "0 where it is absent")
 
 
-def _values_choice(column: Column, ids: Column | None) -> Choice:
-    """Return the choice for the values of items, texts beside those of the ids: a number where the id is always the same."""
-    if ids is not None and ids.distinct == 1 and column.is_number and column.distinct > 1:
+def _values_choice(column: Column, ids: Column) -> Choice:
+    """Return the choice for the values of items beside those of the ids: a number where the id is always the same."""
+    if ids.distinct == 1 and column.is_number and column.distinct > 1:
         return _numerical(column)
     if column.distinct == 1 or column.items == 1:
         return Choice(column, "left out", {}, "the same value for all ids")
-    return Choice(column, "kept", {}, "values of the ids, by which no model weighs them yet")
+    return Choice(column, "weights", {"ids": ids.name}, f"weights of the ids of {ids.name}")

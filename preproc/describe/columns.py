@@ -45,7 +45,7 @@ class Column:
     highest: float = 0.0
     middle: float = 0.0  # the median
     times: int = 0  # rows with a date or a time in text
-    # of `MISSING_WORDS`, as they are written, if all other values are numbers or times
+    # of `MISSING_WORDS`, as they are written, if all other values are numbers or times: missing values of all texts
     words: list[str] = field(default_factory=list)
     separator: str = ""  # between the items of a text
     items: int = 0  # distinct items of a list
@@ -114,21 +114,31 @@ def count_columns(files: SourceFiles, config: PreprocConfig) -> list[Column]:
                     f"{files.files[0].path}: no rows below the header; give a file with rows"
                 )
             kinds = engine.columns("SELECT * FROM sample_")
-            return [_counted(engine, Column(name=n, kind=k.lower(), rows=rows)) for n, k in kinds]
+            columns = [Column(name=n, kind=k.lower(), rows=rows) for n, k in kinds]
+            for column in columns:
+                _count(engine, column, missing=[])
+            words = sorted({word for column in columns for word in column.words})
+            for column in columns:
+                if words and column.is_text and not column.words:
+                    _count(engine, column, words)
+            return columns
         finally:
             engine.close()
 
 
-def _counted(engine: DuckDBEngine, column: Column) -> Column:
+def _count(engine: DuckDBEngine, column: Column, missing: list[str]) -> None:
+    """Count the values of a column, of which the texts `missing` are none."""
     name = quoted(column.name)
     value = engine.without_nan(name, column.kind) or name
+    none = ", ".join(map(text, ["", *missing]))
     is_number = f"regexp_full_match(v, {text(NUMBER.pattern)})"
     engine.rows(
         "CREATE OR REPLACE TEMP TABLE values_ AS SELECT v, c, "
         f"CASE WHEN {is_number} THEN try_cast(v AS DOUBLE) END AS n, "
         f"v IS NOT NULL AND NOT {is_number} AND try_cast(v AS TIMESTAMP) IS NOT NULL AS t, "
         f"lower(trim(v)) IN ({', '.join(map(text, MISSING_WORDS))}) AS m FROM "
-        f"(SELECT nullif(CAST({value} AS VARCHAR), '') AS v, count(*) AS c FROM sample_ GROUP BY ALL)"
+        f"(SELECT CASE WHEN x NOT IN ({none}) THEN x END AS v, count(*) AS c FROM "
+        f"(SELECT CAST({value} AS VARCHAR) AS x FROM sample_) GROUP BY ALL)"
     )
     sums = {
         "missing": "v IS NULL",
@@ -162,7 +172,6 @@ def _counted(engine: DuckDBEngine, column: Column) -> Column:
         )
     elif column.is_text and not (column.is_number or column.is_time):
         _find_separator(engine, column)
-    return column
 
 
 def _find_separator(engine: DuckDBEngine, column: Column) -> None:

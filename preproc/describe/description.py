@@ -21,6 +21,8 @@ from preproc.table.expressions import quoted
 
 PLAIN = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 YAML_WORDS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
+MOST_ITEMS = 4096
+"""Items of a list of ids with weights; of longer ones the last count."""
 TAKEN = ("label", "numerical")
 """Names of files of a dataset that no categorical feature may have."""
 
@@ -132,16 +134,27 @@ def describe_choices(
             for name, part in (("hour", "hour"), ("weekday", "dayofweek")):
                 entry = _flow({"name": name, "expression": f"{part}({parts})"})
                 lines.append(f"  #  - {entry}")
-    lines += _sequence(by_role, names)
+    lines += _weights(by_role, names) or _sequence(by_role, names)
     if left := by_role.get("left out"):
         lines.append("  # left out:")
         lines += [f"  #  - {_text(c.column.name)}: {c.why}" for c in left]
-    if kept := by_role.get("kept"):
-        names_kept = [choice.column.name for choice in kept]
-        lines.append(f"  keep: {_flow(names_kept)}  # {kept[0].why}")
     lines += _split(by_role.get("time", []), table)
     notes = _notes(choices, table, "label" in by_role)
     return Description("\n".join(lines) + "\n", choices, notes)
+
+
+def _weights(by_role: dict[str, list[Choice]], names: "_Names") -> list[str]:
+    """Return the groups of ids with weights."""
+    entries, option = [], {}
+    for choice in by_role.get("weights", []):
+        column, ids = choice.column.name, names.by_column[choice.keys["ids"]]
+        group, weight = names.of(f"weighed_{ids}"), names.of(column)
+        number = weight if weight == column else {"name": weight, "expression": quoted(column)}
+        entry = {"name": group, "lists": [ids], "numbers": [number], "length": MOST_ITEMS}
+        entries.append(f"    - {_flow(entry)}")
+        option[group] = weight
+    how = f"models weigh these ids with model.event_weights={_flow(option)}"
+    return [f"  sequence:  # {how}", *entries] if entries else []
 
 
 def _sequence(by_role: dict[str, list[Choice]], names: "_Names") -> list[str]:
@@ -237,7 +250,6 @@ def _entry(choice: Choice, names: _Names) -> str:
 
 
 def _flow(value: Any) -> str:
-    """Return plain values as yaml on one line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_flow(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):

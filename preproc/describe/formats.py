@@ -171,7 +171,6 @@ def _separated(lines: list[str]) -> tuple[str | None, list[list[str]], int]:
 
 
 def _is_criteo(row: list[str]) -> bool:
-    """Return whether a row looks like one of Criteo's raw logs."""
     numbers, values = row[1 : 1 + NUM_NUMERICAL], row[1 + NUM_NUMERICAL :]
     return (
         len(row) == len(CRITEO)

@@ -49,5 +49,4 @@ class ItemMaps(NamedTuple):
     albums: np.ndarray
 
     def of(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids of `ITEMS`."""
         return items, self.artists[items], self.albums[items]

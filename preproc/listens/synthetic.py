@@ -30,7 +30,6 @@ SCATTER = 1_000_003
 
 
 def synthetic_listens(config: YambdaConfig, sizes: Sizes, seed: int) -> Iterator[Listens]:
-    """Yield the events of all users, whole users in a chunk."""
     held: list[Listens] = []
     for uid in range(1, config.users + 1):
         held.append(_listens_of(uid, config.mean_events, sizes, seed))
@@ -40,7 +39,6 @@ def synthetic_listens(config: YambdaConfig, sizes: Sizes, seed: int) -> Iterator
 
 
 def synthetic_maps(sizes: Sizes) -> ItemMaps:
-    """Return the artist and the album of each item."""
     items = np.arange(sizes.items)
     return ItemMaps(items * sizes.artists // sizes.items, items * sizes.albums // sizes.items)
 

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from configs.messages import printable, shortened, shown
 from configs.table_schema import TableConfig
+from dataloading.embedding_sizes import suggested_embedding_dim
 from preproc.report.distributions import Distribution
-from preproc.report.embedding_sizes import suggested_embedding_dim
 
 # Root mean square of a numerical feature above which the report has a note. Values scaled by minmax, standardise or
 # a logarithm lie far below: ln(x + 3) of the largest 64-bit integer is 44, and its mean is a fraction of that.
@@ -24,6 +24,8 @@ LARGE_NUMERICAL = 20.0
 # Share of the test rows without an id of a feature from which on the report has a note.
 MANY_NEW = 0.5
 TRAIN, TEST = "train", "test"
+OTHER_WIDTH = 80
+"""Columns that names leave to the rest of the table on a wide terminal."""
 # Frequency limits for which the report shows the kept values and the rows that they cover.
 COVERAGE_LIMITS = (1, 2, 3, 5, 10, 15, 20, 50, 100)
 
@@ -85,7 +87,6 @@ class RowEvents:
     longest: int = 0  # events of a row
 
     def add(self, lengths: np.ndarray) -> None:
-        """Add rows by their numbers of events."""
         self.without_events += int(np.count_nonzero(lengths == 0))
         self.events += int(lengths.sum())
         self.longest = max(self.longest, int(lengths.max(initial=0)))
@@ -240,10 +241,11 @@ def print_columns(
         pad_edge=False,
         padding=0,
     )
-    # Names are never cut; the words of a head stand below each other where the terminal is narrow.
-    table.add_column(
-        "column", overflow="fold", min_width=min(20, max(map(len, columns), default=0))
-    )
+    # Names are never cut: they have their width, or at least 20 columns, and the words of a head stand below each other
+    # where the terminal is narrow.
+    longest = max((len(printable(name)) for name in columns), default=0)
+    width = min(longest, max(20, console.width - OTHER_WIDTH))
+    table.add_column("column", overflow="fold", width=max(width, len("column")))
     for head in ("missing %", "distinct", "kept", "table rows", "suggested dim"):
         table.add_column(head, justify="right")
     for split in splits:

@@ -70,7 +70,6 @@ class StagedRows:
 
     @property
     def are_parquet(self) -> bool:
-        """Return whether the rows are those of Parquet files."""
         return any(file.is_parquet for file in self.files)
 
 
@@ -330,7 +329,6 @@ class DuckDBEngine:
         )
 
     def write(self, query: str, path: Path) -> None:
-        """Write one Parquet file below `path`."""
         temporary = _emptied(path.with_name(f"{path.name}.new"))
         file = text(str(temporary / RELATION_FILE))
         with self._errors_explained():
@@ -338,7 +336,6 @@ class DuckDBEngine:
         replace_directory(temporary, path)
 
     def view(self, name: str, path: Path) -> None:
-        """Read all Parquet files below `path`."""
         files = text(glob.escape(str(path)) + "/*.parquet")
         with self._errors_explained():
             self._current.execute(
@@ -346,7 +343,6 @@ class DuckDBEngine:
             )
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """Return the rows as Python values."""
         with self._errors_explained():
             return self._current.execute(query).fetchall()
 
@@ -404,7 +400,6 @@ class DuckDBEngine:
         )
 
     def exploded(self, relation: str, row: str, column: str) -> str:
-        """Unnest the list together with its subscripts."""
         return (
             f"SELECT {row}, CAST(generate_subscripts({column}, 1) - 1 AS INTEGER) AS position_, "
             f"nullif(CAST(unnest({column}) AS STRING), '') AS value FROM {relation}"
@@ -415,19 +410,16 @@ class DuckDBEngine:
         return f"coalesce({'list_count' if whole else 'len'}({column}), 0)"
 
     def close(self) -> None:
-        """Close the database."""
         self._connection.close()
 
 
 def _emptied(path: Path) -> Path:
-    """Return the path of an empty directory."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
 
 
 def _operators(plan: list[dict[str, Any]]) -> set[str]:
-    """Return the names of all operators of a plan of DuckDB."""
     return {name for node in plan for name in (node["name"], *_operators(node["children"]))}
 
 

@@ -32,12 +32,10 @@ LARGEST_DOUBLE = "1.7976931348623157e308"
 
 
 def quoted(name: str) -> str:
-    """Return `name` as a quoted identifier."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def text(value: str) -> str:
-    """Return `value` as a text literal."""
     return "'" + value.replace("'", "''") + "'"
 
 

@@ -19,7 +19,6 @@ Write = Callable[[str, str], None]
 
 
 def rows_of(rows: range, relation: str = "rows_") -> str:
-    """Return the relation of some rows of a relation."""
     return f"(SELECT * FROM {relation} WHERE row_ >= {rows.start} AND row_ < {rows.stop})"
 
 
@@ -99,30 +98,24 @@ class TextValues:
         return count_values("value", rows_of(rows, self._values(number)))
 
     def num_values(self, number: int, rows: range) -> str:
-        """Count the values that are not missing."""
         return f"SELECT count(value) FROM {rows_of(rows, self._values(number))}"
 
     def num_rows(self, number: int, rows: range) -> str:
-        """Count the rows of the values."""
         values = rows_of(rows, self._values(number))
         return f"SELECT count(DISTINCT row_) FROM {values} WHERE value IS NOT NULL"
 
     def find_ids(self, number: int, vocabulary: str) -> None:
-        """Join every value with its id."""
         ids = vocabulary_ids(self._values(number), vocabulary, self._features[number])
         self._write(f"encoded_{number}", ids)
 
     def hash_ids(self, number: int, owner: Categorical) -> None:
-        """Hash every value."""
         ids = hashed_ids(self._values(number), owner, self._features[number])
         self._write(f"encoded_{number}", ids)
 
     def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
-        """Look up the texts."""
         return look_up(f"r.{column}", f"v{number}_", vocabulary, owner)
 
     def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
-        """Write the ids of the rows."""
         return files.write_ids(f"encoded_{number}", feature, self._features[number])
 
 
@@ -143,14 +136,12 @@ class CodedValues:
         return merge_counts(self._count(number, rows))
 
     def num_values(self, number: int, rows: range) -> str:
-        """Count the codes."""
         column = f"c{number}"
         if self._features[number].is_list:
             return f"SELECT coalesce(sum(list_count({column})), 0) FROM {rows_of(rows)}"
         return f"SELECT count({column}) FROM {rows_of(rows)}"
 
     def num_rows(self, number: int, rows: range) -> str:
-        """Count the rows with a code."""
         column = f"c{number}"
         if self._features[number].is_list:
             column = f"nullif(list_count({column}), 0)"
@@ -171,7 +162,6 @@ class CodedValues:
         self._write(f"ids_{number}", query)
 
     def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
-        """Take the texts and the ids of the codes."""
         code, texts, ids = f"r.{column}", f"t{number}_", f"v{number}_"
         join = (
             f"LEFT JOIN texts_c{number} AS {texts} ON {code} = {texts}.code "
@@ -180,7 +170,6 @@ class CodedValues:
         return Lookup(f"{texts}.value", f"coalesce({ids}.id, 0)", join)
 
     def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
-        """Write the ids of the rows' codes."""
         described = self._features[number]
         return files.write_coded(
             f"c{number}",

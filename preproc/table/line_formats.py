@@ -93,7 +93,6 @@ def _items(source: Source, file: RawFile) -> str:
 
 
 def _value(source: Source, column: str) -> str:
-    """Return the expression of a column."""
     if column == "label":
         return "label_"
     if source.format == "libffm":

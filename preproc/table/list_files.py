@@ -48,8 +48,7 @@ def write_lists(
                     moments = np.asarray(known.fill_null(0))
                     made[-1].append(moments.astype("<i8"))
                 for j, column in enumerate(group.numbers):
-                    lists = batch.column(selected[1 + j]).flatten().fill_null(0.0)
-                    found = np.asarray(lists)
+                    found = np.asarray(batch.column(selected[1 + j]).flatten())
                     with np.errstate(over="ignore"):
                         wrong = ~np.isfinite(found.astype(np.float32))
                     problem = "holds a number that float32 does not hold"

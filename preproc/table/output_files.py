@@ -57,7 +57,6 @@ class TableFiles:
         self._connection.close()
 
     def _files(self, relation: str) -> str:
-        """Return the SQL literal of all files of a relation."""
         return text(glob.escape(str(self.directory / relation)) + "/*.parquet")
 
     def _in_order(self, relation: str, order_by: str) -> str:

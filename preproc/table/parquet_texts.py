@@ -51,7 +51,6 @@ class ParquetTexts:
     """Columns of files, read in order."""
 
     def __init__(self, paths: list[Path], columns: Mapping[str, list[str]], rows: int) -> None:
-        """Open the files."""
         self._batches = self._read(paths, columns, rows)
         self._columns = columns
         self._rest: pa.RecordBatch | None = None

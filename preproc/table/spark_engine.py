@@ -227,11 +227,9 @@ class SparkEngine:
             raise _explained(error) from None
 
     def view(self, name: str, path: Path) -> None:
-        """Read all Parquet files below `path`."""
         self._spark.read.parquet(str(path)).createOrReplaceTempView(name)
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """Return the rows as Python values."""
         try:
             return [tuple(row) for row in self._sql(query).collect()]
         except PySparkException as error:
@@ -253,14 +251,12 @@ class SparkEngine:
         return bad_lines
 
     def exploded(self, relation: str, row: str, column: str) -> str:
-        """Explode the list together with its positions."""
         return (
             f"SELECT {row}, position_, nullif(CAST(item_ AS STRING), '') AS value FROM "
             f"(SELECT {row}, posexplode({column}) AS (position_, item_) FROM {relation})"
         )
 
     def num_items(self, column: str, *, whole: bool) -> str:
-        """Count the items."""
         if whole:
             column = f"filter({column}, item_ -> CAST(item_ AS STRING) <> '')"
         return f"coalesce(array_size({column}), 0)"

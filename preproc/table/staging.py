@@ -75,6 +75,7 @@ ROLES = {
         "label": "label",
         "weight": "weight",
         "keep_rate": "keep rate",
+        "teacher": "teacher",
         "n": "feature",
         "c": "feature",
     },
@@ -100,7 +101,6 @@ class _Expression:
 
     @property
     def is_column(self) -> bool:
-        """Return whether it is the name of a column."""
         return re.fullmatch(r'\w+|"([^"]|"")*"', self.sql) is not None
 
     def is_other_value(self, columns: Container[str]) -> bool:
@@ -286,7 +286,7 @@ class Staging:
             )
 
     def _without_absent(self, base: str) -> TableConfig:
-        """Return the description without the row numbers whose columns do not exist, if no label has its columns."""
+        """Return the description without the row numbers whose columns do not exist, as `TableConfig.without` leaves them out."""
         absent = set()
         for item in self._expressions[: len(self.table.row_numbers)]:
             if item.is_other_value(self._column_names):
@@ -373,7 +373,6 @@ class Staging:
         return TextColumns(sources, result)
 
     def _values(self, base: str) -> str:
-        """Return the query of one column per expression."""
         aware = [item for item in self._expressions if item.sees_nan]
         if aware:
             values = ", ".join(f"({item.sql}\n) AS {item.column}seen_" for item in aware)
@@ -446,7 +445,7 @@ class Staging:
             reasons += mistakes
         for i, lists in enumerate(table.event_lists):
             columns += self._list_columns(i, lists, kinds)
-            reasons.append(self._unequal(lists))
+            reasons += self._mistakes(lists)
         if table.split.by == "column":
             columns.append("CAST(split_ AS STRING) AS split_")
         mistake = f"CASE {' '.join(reasons)} END" if reasons else "CAST(NULL AS STRING)"
@@ -457,7 +456,6 @@ class Staging:
         return f"SELECT {', '.join(columns)} FROM ({values})"
 
     def _kept_columns(self, kinds: dict[str, str]) -> list[str]:
-        """Return the stored columns that the dataset keeps."""
         for i, name in enumerate(self.table.keep):
             kind = kinds[f"keep{i}_"]
             if not KEPT_TYPE.fullmatch(kind):
@@ -516,11 +514,11 @@ class Staging:
                     f"{_where(group)}: {key}: got {shown(sql)}, which is {kind.partition(' ')[0]}; want a list of numbers, or "
                     f"text with the separator of {shown(group.lists[0])}"
                 )
-            columns.append(f"CAST({value} AS {self._engine.doubles}) AS {column}")
+            columns.append(f"try_cast({value} AS {self._engine.doubles}) AS {column}")
         return columns
 
-    def _unequal(self, group: EventLists) -> str:
-        """Return the mistake of a row whose lists have different lengths."""
+    def _mistakes(self, group: EventLists) -> list[str]:
+        """Return the mistakes of a row: lists of different lengths, or without a number for an item."""
         features = {f.name: (i, f) for i, f in enumerate(self.table.categorical)}
         number = self.table.event_lists.index(group)
         sizes = {}
@@ -528,15 +526,20 @@ class Staging:
             i, feature = features[name]
             value = categorical_value(feature, f"c{i}")
             sizes[name] = self._engine.num_items(value, whole=False)
-        stored = self._list_columns(number, group, self._kinds)
+        stored, missing = self._list_columns(number, group, self._kinds), []
         for name, column in zip(group.number_names, stored[bool(group.time) :], strict=True):
-            sizes[name] = self._engine.num_items(column.rpartition(" AS ")[0], whole=False)
+            numbers = column.rpartition(" AS ")[0]
+            sizes[name] = self._engine.num_items(numbers, whole=False)
+            present = self._engine.num_items(numbers, whole=True)
+            lacks = f"{shown(name)} of {shown(group.name)} lacks the number of an item"
+            missing.append(f"WHEN {present} <> {sizes[name]} THEN {text(lacks)}")
         first, *others = sizes.values()
         unequal = " OR ".join(f"{size} <> {first}" for size in others) or "false"
         shown_sizes = " || ', ' || ".join(
             f"CAST({size} AS STRING) || {text(f' of {name}')}" for name, size in sizes.items()
         )
-        return f"WHEN {unequal} THEN {text(f'{group.name} has other numbers of items: ')} || {shown_sizes}"
+        counts = text(f"{group.name} has other numbers of items: ")
+        return [f"WHEN {unequal} THEN {counts} || {shown_sizes}", *missing]
 
     def _refuse_expression(self, base: str, works: Callable[[str], bool]) -> None:
         """Raise ValueError for the first expression for which `works` of its query is false or fails."""
@@ -587,6 +590,7 @@ def _number(name: str, key: str, title: str) -> tuple[str, list[str]]:
             "a finite number that is not negative",
         ),
         "keep_rate": (f"{number} > 0 AND {number} <= 1", "a number above 0 and at most 1"),
+        "teacher": (f"{number} BETWEEN 0 AND 1", "a number from 0 to 1"),
     }[key]
     return number, [
         f"WHEN coalesce(CAST({name} AS STRING), '') = '' THEN {text(f'{title} is missing')}",
@@ -632,7 +636,6 @@ def _where(past: History | EventLog | EventLists) -> str:
 
 
 def _expression(column: str, where: str, name: str, sql: str) -> _Expression:
-    """Return an expression of the description, by default the column `name`."""
     described = f"expression {shown(sql)}" if sql else f"column {shown(name)}"
     return _Expression(
         column, f"{where}{shown(name) if name else ''}", sql or quoted(name), described

@@ -35,7 +35,6 @@ class _Coded:
     missing: pa.Array | None = None  # which rows have no list
 
     def column(self, first: int) -> pa.Array:
-        """Return the column of the codes, counted from `first`."""
         codes = pc.add(self.codes, pa.scalar(first, pa.int32()))
         if self.offsets is None:
             return codes
@@ -145,7 +144,6 @@ class _Writer:
             abandon_writer(writer)
 
     def append(self, batch: pa.RecordBatch, coded: dict[str, _Coded]) -> None:
-        """Append a batch, and the texts that its codes stand for."""
         rows = np.arange(self._num_rows, self._num_rows + len(batch))
         self._num_rows += len(batch)
         columns = [array_of(rows)]

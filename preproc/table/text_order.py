@@ -48,7 +48,6 @@ def remedy(sql: str) -> str:
 
 
 def ordered_text(where: str, ordering: str, sql: str) -> ValueError:
-    """Return the error of what orders the text `sql`."""
     return ValueError(
         f"{where}: {_shown(ordering)} orders text, and {remedy(sql)}, or text_order({_shown(sql)}) where the order of its "
         "bytes is right"

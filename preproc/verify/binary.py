@@ -199,7 +199,6 @@ def _offsets() -> Column:
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """Map a file of offsets, whatever its size."""
     count = path.stat().st_size // OFFSET_DTYPE.itemsize
     return (
         np.memmap(path, OFFSET_DTYPE, "r", shape=(count,)) if count else np.empty(0, OFFSET_DTYPE)

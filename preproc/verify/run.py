@@ -34,7 +34,6 @@ class Findings:
     splits: dict[str, SplitSummary] = field(default_factory=dict)  # rows and labels per split
 
     def add(self, path: Path, text: str, count: int = 1) -> None:
-        """Count `count` mistakes of one kind in `path`."""
         self.num_wrong += count
         self.lines.append(f"{path}: {text}")
 

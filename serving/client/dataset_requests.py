@@ -62,7 +62,6 @@ class RequestEncoder:
             )
 
     def encode(self, columns: Columns, *, with_rates: bool = True) -> EncodedRequest:
-        """Return the request of some rows."""
         inputs = self._inputs(columns)
         if with_rates and columns.keep_rates is not None and self._spec.keep_rate is not None:
             inputs[self._spec.keep_rate.name] = columns.keep_rates

@@ -65,9 +65,10 @@ def _draw_row(row: _Row, latency: Any, speed: Any) -> None:
         found = [result for result in row.results if getattr(result, row.line) == value]
         found.sort(key=lambda result: getattr(result, row.over))
         xs = [getattr(result, row.over) for result in found]
-        latency.plot(
-            xs, [r.p99_ms for r in found], color=color, label=f"{value:,g} {NAMES[row.line]}"
-        )
+        label = f"{value:,g} {NAMES[row.line]}"
+        if value == 1:
+            label = label.replace("s ", " ", 1)  # 1 request at a time
+        latency.plot(xs, [r.p99_ms for r in found], color=color, label=label)
         latency.plot(xs, [r.p50_ms for r in found], color=color, marker=".", linestyle=":")
         speed.plot(xs, [r.rows_per_s for r in found], color=color, marker="o")
         for result, x in zip(found, xs, strict=True):

@@ -82,10 +82,9 @@ def line(result: LoadResult) -> str:
 
 
 def write_csv(results: Sequence[LoadResult], path: Path) -> None:
-    """Write one line per load."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(LoadResult)])
     writer.writeheader()
     for result in results:
         writer.writerow(asdict(result))
-    replace_bytes(path, text.getvalue().encode(), path.with_name(f".{path.name}.tmp"))
+    replace_bytes(path, text.getvalue().encode())

@@ -44,7 +44,6 @@ class FromRows(nn.Module):
         return [*of_rows, *lengths, *numbers]
 
     def forward(self, numerical: Tensor, embeddings: Tensor, *more: Tensor) -> Tensor:
-        """Return the logits of the component."""
         rest = iter(more)
         parts = dict(zip(self._looked_up, islice(rest, len(self._looked_up)), strict=True))
         lengths_of = dict(zip(self._ragged, islice(rest, len(self._ragged)), strict=True))

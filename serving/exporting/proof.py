@@ -199,7 +199,6 @@ def compared(pairs: Iterable[tuple[Tensor, Tensor]], split: str, dtype: str, lim
 
 
 def rows_of(batch: Batch, served: ServedModel) -> Rows:
-    """Return a batch as the server gets it."""
     size = len(batch.numerical)
     fixed = [batch.feature(f.name).values().view(size, -1).long() for f in served.manifest.fixed]
     ids = torch.cat(fixed, dim=1) if fixed else torch.zeros(size, 0, dtype=torch.int64)

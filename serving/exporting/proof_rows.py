@@ -23,7 +23,6 @@ LONGEST = 3
 
 
 def write_proof_rows(directory: Path, rows: Rows) -> None:
-    """Write rows to a model directory."""
     ragged = list(rows.ragged.values())
     has_rates = rows.keep_rates is not None
     head = torch.tensor([len(rows), has_rates, *(len(ids.values) for ids in ragged)])

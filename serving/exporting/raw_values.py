@@ -66,9 +66,8 @@ def write_raw_values(
         for feature in features.categorical
     ]
     history = [_history(history, by_name, columns) for history in features.history]
-    sequences = [
-        _sequence(group, features, sizes, state, columns, types) for group in features.sequence
-    ]
+    lists_of_rows = [_lists(of, by_name, columns) for of in features.event_lists]
+    sequences = [_sequence(log, features, sizes, state, columns, types) for log in features.logs]
     of_events = [feature for of in sequences for feature in of["events"]["categorical"]]
     names = [feature["name"] for feature in [*categorical, *history, *of_events]]
     if names != [feature.name for feature in spec.categorical]:
@@ -93,11 +92,39 @@ def write_raw_values(
         "history": history,
         **({"types": types} if types else {}),
         **({"sequences": sequences} if sequences else {}),
+        **({"lists": lists_of_rows} if lists_of_rows else {}),
+    }
+
+
+def _lists(
+    of: EventLists, by_name: dict[str, Categorical], columns: dict[str, int]
+) -> dict[str, Any]:
+    """Return the description of a group of lists, of whose numbers `columns` gets the columns."""
+    if of.time:
+        raise ValueError(
+            f"the events {shown(of.name)} are lists with times, and a server takes raw values of lists without; leave fitted "
+            "out, and send ids and numbers"
+        )
+    separator = by_name[of.lists[0]].separator
+    numbers = []
+    for number in of.numbers:
+        sql = (number.expression or "").strip()
+        if sql and not COLUMN.fullmatch(sql):
+            raise ValueError(unserved(number.name, sql, "a list"))
+        column = _column_name(sql) or number.name
+        columns[column] = 1 if separator else 2
+        numbers.append({"name": number.name, "column": column})
+    return {
+        "name": of.name,
+        "length": of.length,
+        "features": of.lists,
+        "separator": separator,
+        "numbers": numbers,
     }
 
 
 def _sequence(
-    log: EventLog | EventLists,
+    log: EventLog,
     table: TableConfig,
     sizes: dict[str, tuple[str, int]],
     state: FittedState,
@@ -105,11 +132,10 @@ def _sequence(
     types: dict[str, str],
 ) -> dict[str, Any]:
     """Return the description of a log: of its events as rows of their own, and of the moment, of whose columns `columns` gets."""
-    if isinstance(log, EventLists) or log.source:
-        what = "lists" if isinstance(log, EventLists) else f"of source {shown(log.source)}"
+    if log.source:
         raise ValueError(
-            f"the events {shown(log.name)} are {what}, and a server takes raw values of those that are rows; leave fitted out, "
-            "and send ids and numbers"
+            f"the events {shown(log.name)} are of source {shown(log.source)}, and a server takes raw values of those that are "
+            "rows; leave fitted out, and send ids and numbers"
         )
     by_name = {feature.name: feature for feature in table.categorical}
     of_events: dict[str, int] = {}
@@ -244,7 +270,7 @@ def _column(
     if not expression:
         name = feature.name
     elif COLUMN.fullmatch(expression):
-        name = expression[1:-1].replace('""', '"') if expression[0] == '"' else expression
+        name = _column_name(expression)
     else:
         if dimensions == 2:
             raise ValueError(unserved(feature.name, expression, "a list"))
@@ -253,6 +279,11 @@ def _column(
     if columns.setdefault(name, dimensions) != dimensions:
         raise ValueError(f"column {shown(name)} is a list for one feature and none for another")
     return {"column": name}
+
+
+def _column_name(expression: str) -> str:
+    """Return the name of a column from SQL of it."""
+    return expression[1:-1].replace('""', '"') if expression[:1] == '"' else expression
 
 
 def _add_columns(

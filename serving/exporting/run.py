@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from dataloading.dataset.source import Source
 from nn.build import open_source, stored_key_maps
 from nn.checkpoint.saved import SavedModel
 from nn.deltas.delta import CHAIN
-from nn.embedding.declared_tables import embedding_columns, hands_out_rows
+from nn.embedding.declared_tables import Tables, embedding_columns, hands_out_rows
 from nn.models.options import AttentionNorm, HSTUOptions
 from nn.models.registry import declared_tables
 from nn.models.tasks import Task, tasks_of_run
@@ -51,9 +51,6 @@ from serving.manifest import (
     describe_files,
 )
 
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
-
 
 @dataclass(frozen=True, slots=True)
 class Trained:
@@ -62,7 +59,7 @@ class Trained:
     saved: SavedModel
     config: Config
     source: Source
-    tables: "list[EmbeddingBagConfig]"
+    tables: Tables
     tasks: list[Task]
 
 
@@ -202,6 +199,7 @@ def _manifest(trained: Trained, options: ModelExportConfig, tables: list[Table])
                 numbers=[column.name for column in group.numbers],
                 time=group.time,
                 max_length=group.max_length,
+                weight=group.weight,
             )
             for group in spec.sequences
             if any(hands_out_rows(table, spec) for table in trained.tables)

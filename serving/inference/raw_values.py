@@ -62,6 +62,8 @@ class RawValues:
             (of, RawValues(of["events"], manifest, vocabularies, keys))
             for of in description.get("sequences", [])
         ]
+        self._lists: list[dict[str, Any]] = description.get("lists", [])
+        self._groups = {of.name: of.group for of in manifest.sequences}
         self._numerical: list[dict[str, Any]] = description["numerical"]
         self._categorical: list[dict[str, Any]] = description["categorical"]
         self._histories: list[dict[str, Any]] = description["history"]
@@ -69,6 +71,7 @@ class RawValues:
         self._missing = _MissingValues(description)
         # Where a model of an earlier version does not say, empty items of lists have id 0.
         self._drops_empty = description.get("empty_items") == "dropped"
+        self._keeps_empty = {name for of in self._lists for name in of["features"]}
         # The text of the number 5 in the fit, by column.
         self._five: Mapping[str, str] = {**description.get("five", {})}
         self._vocabularies = vocabularies
@@ -151,6 +154,8 @@ class RawValues:
             name = history["name"]
             ids[name], counts = self._history(history, inputs[name], shapes[name], num_rows)
             lengths.append(counts)
+        for of in self._lists:
+            numbers_of_events |= self._numbers_of_lists(of, inputs, shapes, ids)
         numbers = [self._numbers(feature, inputs[_input(feature)]) for feature in self._numerical]
         stacked = np.zeros((num_rows, 0), np.float32)
         if numbers or lengths:
@@ -220,6 +225,77 @@ class RawValues:
             return {n: RaggedIds(torch.from_numpy(v), counts) for n, v in columns.items()}
 
         return ragged(ids), ragged(found)
+
+    def _numbers_of_lists(
+        self,
+        of: Mapping[str, Any],
+        inputs: Mapping[Any, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        ids: dict[str, Any],
+    ) -> dict[str, RaggedIds]:
+        """Return the numbers of a group of lists; of these and of its features in `ids`, the last ones that a row sees."""
+        first, *others = of["features"]
+        counts = ids[first].lengths.numpy()
+
+        def require_counts(name: str, own: Sequence[int]) -> None:
+            for row, (got, wanted) in enumerate(zip(own, counts.tolist(), strict=True)):
+                if got != wanted:
+                    _refuse(
+                        f"row {row}: {shown(name)} has {got} items, and {shown(first)} {wanted}; want equally many"
+                    )
+
+        for name in others:
+            require_counts(name, ids[name].lengths.tolist())
+        ends = counts.cumsum()
+        seen = np.arange(counts.sum()) >= np.repeat(ends - of["length"], counts)
+        lengths = np.minimum(counts, of["length"])
+        for name in of["features"]:
+            ids[name] = RaggedIds(
+                ids[name].values[torch.from_numpy(seen)], torch.from_numpy(lengths)
+            )
+        found = {}
+        for number in of["numbers"]:
+            rows = self._number_lists(number, of["separator"], inputs, shapes, counts)
+            require_counts(number["name"], [*map(len, rows)])
+            with np.errstate(over="ignore"):
+                values = np.array([x for row in rows for x in row], np.float32)[seen]
+            if (group := self._groups.get(of["name"])) is not None:
+                (column,) = (column for column in group.numbers if column.name == number["name"])
+                try:
+                    group.checked(column, values, lengths, None, lambda row: f"row {row}")
+                except ValueError as error:
+                    _refuse(str(error))
+            found[number["name"]] = RaggedIds(torch.from_numpy(values), torch.from_numpy(lengths))
+        return found
+
+    def _number_lists(
+        self,
+        number: Mapping[str, Any],
+        separator: str,
+        inputs: Mapping[Any, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        counts: np.ndarray,
+    ) -> list[list[float]]:
+        """Return a list of numbers per row; what fills a tensor behind the items, missing or 0, is none."""
+        name, column = number["name"], number["column"]
+        values, rows = inputs[column], list[list[float | None]]()
+        if separator:
+            parted = [_split(text or "", separator) for text in self._texts(column, values)]
+            parted = [[] if items == [None] else items for items in parted]
+            rows = [[_number(name, r, x) for x in items] for r, items in enumerate(parted)]
+        else:
+            width = shapes[column][1]
+            if isinstance(values, list):
+                flat = [_number(name, n // width, x or None) for n, x in enumerate(values)]
+            else:
+                flat = [None if x != x else float(x) for x in values.flat]
+            for row, count in enumerate(counts.tolist()):
+                items = flat[row * width : (row + 1) * width]
+                rows.append(items[:count] if not any(items[count:]) else items)
+        for row, items in enumerate(rows):
+            if None in items:
+                _refuse(f"row {row}: {shown(name)} lacks the number of an item")
+        return [[x for x in items if x is not None] for items in rows]
 
     def _computed(self, inputs: Mapping[str, Any]) -> dict[Any, Any]:
         """Return the values of expressions: texts, whole seconds, or numbers, where a missing one is NaN."""
@@ -315,12 +391,11 @@ class RawValues:
         else:
             width = shapes[feature["column"]][1]
             lists = [without_end(texts[row * width : (row + 1) * width]) for row in range(num_rows)]
-        if self._drops_empty:
+        if self._drops_empty and feature["name"] not in self._keeps_empty:
             lists = [[value for value in values if value is not None] for values in lists]
         return self._several(feature, lists)
 
     def _scalars(self, feature: Mapping[str, Any], inputs: Mapping[Any, Any]) -> Texts:
-        """Return the values of the column, expression or cross of a feature."""
         if not feature["cross"]:
             return self._texts(_input(feature), inputs[_input(feature)])
         columns = [self._texts(name, inputs[name]) for name in feature["cross"]]

@@ -152,13 +152,18 @@ class Versions:
         if not self.serving:
             names = ", ".join(self._refused) or "none"
             raise ValueError(
-                f"model={directory} is no model directory and has no version that can serve (refused: {names}); write one "
+                f"{directory} is no model directory and has no version that can serve (refused: {names}); write one "
                 f"with python -m serving.export output={directory}/1"
             )
 
     @property
     def current(self) -> Version:
         return self.serving[0]
+
+    @property
+    def name(self) -> str:
+        """The name of the model in requests."""
+        return self.current.model.manifest.name
 
     def shares(self) -> list[tuple[Version, float]]:
         """Return the versions that serve with the share of requests that each answers, newest first."""

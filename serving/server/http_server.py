@@ -160,7 +160,6 @@ class App:
         self.received = memoryview(bytearray(READ_BYTES))
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Answer one request."""
         body = _Body(self, receive)
         is_last = False
         try:
@@ -181,7 +180,6 @@ class App:
             self.body_bytes -= body.held
 
     async def refuse_connection(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Answer a request on a connection for which there is no room."""
         error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, TOO_MANY, is_last=True)
         with suppress(TimeoutError):
             await self._answer(self.refuse(error), send, _Body(self, receive), is_last=True)

@@ -40,13 +40,13 @@ class Metrics:
         self.request_seconds = Histogram(
             "serving_request_seconds",
             "Time from a complete request to its scores.",
-            ["version"],
+            ["model", "version"],
             buckets=SECONDS,
             registry=registry,
         )
         self.by_version: list[Counter | Histogram] = [self.request_seconds]
         self.of_late: list[Counter] = []
-        self._served: dict[str, None] = {}
+        self._served: dict[tuple[str, str], None] = {}
         self._batch_rows = Histogram(
             "serving_batch_rows", "Rows of a batch.", buckets=ROWS, registry=registry
         )
@@ -69,31 +69,39 @@ class Metrics:
 
     def text(
         self,
-        model: str,
         shares: Sequence[tuple[Version, float]],
         gauges: dict[str, tuple[str, float]],
     ) -> bytes:
         """Return all metrics; `gauges` have meaning and value by name, and one whose name ends with `_total` is a counter."""
         self._version.clear()
+        serving = []
         for version, share in shares:
-            self._version.labels(model, version.name, version.identity).set(share)
-            self.request_seconds.labels(version.name)  # so that it begins at zero
-        for version, _ in shares:
-            self._served.pop(version.name, None)
-            self._served[version.name] = None
-        latest = list(self._served)[-LATE_VERSIONS:]
+            names = version.model.manifest.name, version.name
+            self._version.labels(*names, version.identity).set(share)
+            self.request_seconds.labels(*names)  # so that it begins at zero
+            self._served.pop(names, None)
+            self._served[names] = None
+            serving.append(names)
+        latest = list(self._served)[-max(LATE_VERSIONS, len(serving)) :]
         self._served = dict.fromkeys(latest)
-        _forget_all_but({version.name for version, _ in shares}, self.by_version)
+        _forget_all_but(set(serving), self.by_version)
         _forget_all_but(set(latest), self.of_late)
         now = CollectorRegistry()
         now.register(_Now(gauges))
         return generate_latest(self.registry) + generate_latest(now)
 
 
-def _forget_all_but(versions: Set[str], metrics: Sequence[Counter | Histogram]) -> None:
+def _forget_all_but(served: Set[tuple[str, str]], metrics: Sequence[Counter | Histogram]) -> None:
+    """Forget what is of other versions than those `served`, (model, version); a metric of the only model does not name it."""
+    versions = {version for _, version in served}
     for metric in metrics:
         labels = [sample.labels for family in metric.collect() for sample in family.samples]
-        gone = [of for of in labels if of["version"] not in versions]
+        gone = [
+            of
+            for of in labels
+            if of["version"] not in versions
+            or ("model" in of and (of["model"], of["version"]) not in served)
+        ]
         # A histogram has several samples with the same labels but `le`.
         for values in {tuple(of[n] for n in of if n != "le") for of in gone}:
             metric.remove(*values)

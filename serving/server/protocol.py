@@ -381,7 +381,6 @@ _remembered_head = lru_cache(REMEMBERED)(_response_head)
 
 
 def json_response(document: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    """Return a response of JSON."""
     return Response(status, json.dumps(document).encode())
 
 

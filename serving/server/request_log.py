@@ -141,7 +141,10 @@ class RequestLog:
         version, scores = self._scored[identity]
         for name, tensor in labels.items():
             if name not in scores:
-                refuse(f"{shown(name)} is no output with probabilities")
+                named = ", ".join(map(shown, filter(None, scores)))
+                refuse(
+                    f"{shown(name)} is no output with probabilities; those are {named or 'none'}"
+                )
             values, wanted = tensor.values, len(scores[name])
             is_right = tensor.datatype != TEXT and values.size == wanted
             if not is_right or not ((values >= 0) & (values <= 1)).all():

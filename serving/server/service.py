@@ -1,4 +1,4 @@
-"""The server: KServe's v2 endpoints over a model and its versions."""
+"""The server: KServe's v2 endpoints over models and their versions."""
 
 import asyncio
 import time
@@ -47,11 +47,11 @@ SWITCH_S = 0.5e-3
 
 
 class Service:
-    """A server of one model."""
+    """A server of models of different names. Raises ValueError: two have one name."""
 
     def __init__(
         self,
-        versions: Versions,
+        models: Sequence[Versions],
         batch_limits: BatchLimits,
         http_limits: HttpLimits,
         poll_s: float,
@@ -59,7 +59,13 @@ class Service:
         request_log: RequestLog | None = None,
     ) -> None:
         self._request_log = request_log
-        self._versions, self._poll_s, self._log = versions, poll_s, log
+        self._models, self._poll_s, self._log = models, poll_s, log
+        names = [versions.name for versions in models]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"two models are named {name}; export one of them with another name=, by which requests choose"
+                )
         self._metrics = Metrics()
         # One batch at a time, which uses all threads of torch; versions are loaded beside it.
         self._batcher = Batcher(batch_limits, self._metrics.batch)
@@ -68,15 +74,17 @@ class Service:
         self._threads = (self._small, self._large, self._batcher)
         self._loader = ThreadPoolExecutor(1, "loader")
         self._http = HttpServer(self._answer, self._refuse, http_limits, log)
-        # Of the latest two versions. Not the versions themselves, whose tables would stay in memory after a swap.
+        # Of the latest two versions of each model. Not the versions themselves, whose tables would stay in memory after a swap.
         self._id_inputs: list[tuple[Manifest, IdInputs]] = []
         self._is_ready = False
 
     @property
     def title(self) -> str:
-        """The model and the versions that serve."""
-        names = " and ".join(version.name for version in self._versions.serving)
-        return f"model {self._versions.current.model.manifest.name}, version {names}"
+        serving = [
+            f"model {of.name}, version {' and '.join(version.name for version in of.serving)}"
+            for of in self._models
+        ]
+        return "; ".join(serving)
 
     async def start(self, host: str, port: int) -> int:
         """Serve until `stop`; return the port. Raises OSError: the address cannot be used."""
@@ -106,10 +114,11 @@ class Service:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._poll_s)
-            try:
-                await loop.run_in_executor(self._loader, self._versions.update)
-            except Exception as error:  # a fault of this program, which must not end the search
-                self._log(f"error while versions were read: {error!r}")
+            for versions in self._models:
+                try:
+                    await loop.run_in_executor(self._loader, versions.update)
+                except Exception as error:  # a fault of this program, which must not end the search
+                    self._log(f"error while versions were read: {error!r}")
 
     def _refuse(self, error: RequestError) -> Response:
         self._metrics.response(error.status.value)
@@ -123,8 +132,6 @@ class Service:
 
     async def _route(self, request: Request) -> Response:
         parts = request.path.strip("/").split("/")
-        version = self._versions.current
-        name = version.model.manifest.name
         match parts:
             case ["metrics"]:
                 self._want(request, "GET")
@@ -141,27 +148,37 @@ class Service:
                 return json_response({"ready": self._is_ready}, status)
             case ["v2", "repository", "index"]:
                 self._want(request, "POST")
-                return json_response([{"name": name, "version": version.name, "state": "READY"}])
+                return json_response(self._index())
             case ["v2", "models"]:
                 self._want(request, "GET")
-                return json_response([{"name": name, "version": version.name, "state": "READY"}])
+                return json_response(self._index())
             case ["v2", "models", model, *rest]:
-                if model != name:
-                    text = f"there is no model {shown(model)}, only {shown(name)}"
+                versions = next((of for of in self._models if of.name == model), None)
+                if versions is None:
+                    names = " and ".join(shown(of.name) for of in self._models)
+                    text = f"there is no model {shown(model)}, only {names}"
                     raise RequestError(HTTPStatus.NOT_FOUND, text)
+                version = versions.current
                 if rest[:1] == ["versions"] and len(rest) > 1:
-                    version, rest = self._version(rest[1]), rest[2:]
+                    version, rest = _version(versions, rest[1]), rest[2:]
                 elif rest == ["infer"]:
-                    version = self._versions.choose(request.headers.get(CANARY_KEY))
-                return await self._model(request, version, rest)
+                    version = versions.choose(request.headers.get(CANARY_KEY))
+                return await self._model(request, versions, version, rest)
         raise RequestError(HTTPStatus.NOT_FOUND, f"there is no {shown(request.path)}")
 
-    async def _model(self, request: Request, version: Version, rest: list[str]) -> Response:
+    def _index(self) -> list[dict[str, str]]:
+        return [
+            {"name": of.name, "version": of.current.name, "state": "READY"} for of in self._models
+        ]
+
+    async def _model(
+        self, request: Request, versions: Versions, version: Version, rest: list[str]
+    ) -> Response:
         body = request.body
         match rest:
             case []:
                 self._want(request, "GET")
-                serving = [of.name for of in self._versions.serving]
+                serving = [of.name for of in versions.serving]
                 return json_response(_metadata(version, serving))
             case ["ready"]:
                 self._want(request, "GET")
@@ -196,7 +213,8 @@ class Service:
         if logged is not None and self._request_log is not None:
             logged.scores = scores
             self._request_log.put(logged)
-        self._metrics.request_seconds.labels(version.name).observe(time.monotonic() - started)
+        seconds = self._metrics.request_seconds.labels(manifest.name, version.name)
+        seconds.observe(time.monotonic() - started)
         return response
 
     async def _read(
@@ -255,7 +273,8 @@ class Service:
         known = next((known for of, known in self._id_inputs if of is manifest), None)
         if known is None:
             known = IdInputs(manifest, version.model.keys)
-            self._id_inputs = [(manifest, known), *self._id_inputs[:1]]
+            latest = self._id_inputs[: 2 * len(self._models) - 1]
+            self._id_inputs = [(manifest, known), *latest]
         arrays = {}
         for tensor in request.inputs.values():
             if isinstance(tensor.values, list):
@@ -267,27 +286,31 @@ class Service:
         gauges: dict[str, tuple[str, float]] = {
             "serving_queued_rows": ("Rows that wait.", self._batcher.queued_rows),
             "serving_connections": ("Open connections.", self._http.num_connections),
-            "serving_version_swaps_total": ("Changes of the version.", self._versions.swaps),
+            "serving_version_swaps_total": (
+                "Changes of the version.",
+                sum(of.swaps for of in self._models),
+            ),
             "serving_versions_refused_total": (
                 "Versions that were refused.",
-                self._versions.refused,
+                sum(of.refused for of in self._models),
             ),
         }
-        name = self._versions.current.model.manifest.name
-        return self._metrics.text(name, self._versions.shares(), gauges)
-
-    def _version(self, name: str) -> Version:
-        serving = {version.name: version for version in self._versions.serving}
-        if name not in serving:
-            text = f"version {shown(name)} does not serve; what serves is {' and '.join(serving)}"
-            raise RequestError(HTTPStatus.NOT_FOUND, text)
-        return serving[name]
+        shares = [share for of in self._models for share in of.shares()]
+        return self._metrics.text(shares, gauges)
 
     def _want(self, request: Request, method: str) -> None:
         if request.method != method:
             raise RequestError(
                 HTTPStatus.METHOD_NOT_ALLOWED, f"want {method}", headers={"Allow": method}
             )
+
+
+def _version(versions: Versions, name: str) -> Version:
+    serving = {version.name: version for version in versions.serving}
+    if name not in serving:
+        text = f"version {shown(name)} does not serve; what serves is {' and '.join(serving)}"
+        raise RequestError(HTTPStatus.NOT_FOUND, text)
+    return serving[name]
 
 
 def _refusing(read: Callable[..., Rows], *args: Any) -> Rows:

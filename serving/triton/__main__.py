@@ -6,7 +6,6 @@ from configs.serving_schema import TritonConfig
 
 
 def run(config: TritonConfig) -> None:
-    """Write the repository."""
     from serving.triton.repository import LOOPBACK, write_repository
 
     names = write_repository(config)

@@ -47,11 +47,13 @@ class FaultyStart:
         codes: exit codes of the ranks.
         output: output of all ranks.
         latest: step of the latest checkpoint at its end.
+        reason: what the run directory says of the end, empty if nothing.
     """
 
     codes: list[int]
     output: str
     latest: int
+    reason: str
 
     @property
     def errors(self) -> list[str]:
@@ -95,9 +97,9 @@ class Faults:
         try:
             assert wait_until(is_ready, 120), log.read_text()
             fault([process.pid for process in ranks.processes], log)
-            self.starts[name] = FaultyStart(
-                ranks.wait(ends_within_s), log.read_text(), self.latest()
-            )
+            codes, ended = ranks.wait(ends_within_s), self.run_dir / "ended.json"
+            reason = json.loads(ended.read_text())["message"] if ended.exists() else ""
+            self.starts[name] = FaultyStart(codes, log.read_text(), self.latest(), reason)
         finally:
             ranks.kill()
 
@@ -166,6 +168,8 @@ def test_the_others_end_with_one_message_when_a_rank_is_killed(rank, faults):
     (line,) = start.errors
     assert line.startswith(f"error: rank {1 - rank} stopped because another rank has exited")
     assert "Traceback" not in start.output
+    # Rank 0 writes it.
+    assert start.reason.startswith("another rank has exited; the same" if rank == 1 else "")
 
 
 def test_a_rank_that_waits_for_one_that_hangs_ends_soon_after_sigterm(faults):

@@ -1,6 +1,7 @@
 """Two nodes of two ranks each, emulated on one machine: rank numbers, plans, and equal training."""
 
 import json
+import re
 
 import pytest
 
@@ -119,7 +120,28 @@ def test_the_plan_for_absent_nodes_equals_that_of_running_ones():
         *overrides, "mode=plan", "sharding.world_size=4", "sharding.local_world_size=2"
     ).out
     assert "table_row_wise" in absent
-    assert absent == running
+    measured = re.compile(
+        r"measured +sharding\.within_gb_s=\S+ sharding\.between_gb_s=\S+, by an all-to-all of these ranks\n"
+    )
+    assert len(measured.findall(running)) == 1
+    assert absent == measured.sub("", running)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "the tables fit 4 x cpu, on which the run would resume"),
+        (["sharding.world_size=2"], None),
+        (["sharding.group_size=6"], "the run cannot go on: sharding.group_size=6 does not divide"),
+        (["sharding.host_gib=0.00004"], "the run cannot go on: the tables do not fit"),
+        (["train.batch_size=6"], "the run cannot go on: train.batch_size=6 must be divisible by 4"),
+    ],
+)
+def test_a_plan_of_several_nodes_says_whether_one_less_suffices(options, says):
+    nodes = ["sharding.world_size=6", "sharding.local_world_size=2", "train.batch_size=48"]
+    out = run_command(*case("sgd", "row_wise"), "mode=plan", *nodes, *options).out
+    assert ("less a node" in out) == (says is not None)
+    assert says is None or says in " ".join(out.split())
 
 
 @pytest.fixture(scope="module")

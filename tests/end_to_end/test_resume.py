@@ -308,10 +308,10 @@ def test_an_unreadable_configuration_is_not_another_run(tmp_path):
 def test_a_disk_that_is_full_at_the_start_is_named_and_costs_nothing(
     uninterrupted, tmp_path, monkeypatch, name
 ):
-    def replace_text(path: Path, text: str, temporary: Path) -> None:
+    def replace_text(path: Path, text: str) -> None:
         if path.name == name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        original(path, text, temporary)
+        original(path, text)
 
     run_dir = tmp_path / "run"
     original = run_directory.replace_text

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +20,10 @@ import pytest
 import torch
 
 from nn.checkpoint.directory import list_checkpoints, step_of
+from nn.checkpoint.tensor_index import read_index
 from tests.helpers.composed import TINY
 from tests.helpers.rank_processes import start
-from tests.helpers.runs import differences, records
+from tests.helpers.runs import differences, jsonl, records, summary
 from tests.helpers.slurm_cluster import INSTALL, NODES, Cluster, missing_commands, slurm_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -344,6 +346,71 @@ def stopped_at(job: Job, start: int, name: str) -> int:
     until(lambda: bool(lines()), job.log, 60)
     assert "; a checkpoint was saved" in lines()[0]
     return int(lines()[0].removeprefix(prefix).split(";")[0])
+
+
+def test_a_job_of_one_or_two_nodes_goes_on_with_the_one_that_is_left(submit, tmp_path):
+    """And takes the other one back when it is requeued, with the bits of runs that were stopped and started again."""
+    epochs = 24
+    arguments = [*OPTIONS, f"train.epochs={epochs}", "checkpoint.keep=1"]
+    others = f"--exclude={','.join(NODES[2:])}"
+    job = submit("paced.py", *arguments, options=("--nodes=1-2", others), PACE="0.03")
+    cluster, pace = job.cluster, job.directory / "pace"
+    pace.touch()
+    saved = job.saved_since(0)
+    first, lost = job.nodes()
+    cluster.lose_node(lost, job.processes(lost))
+    saved = job.saved_since(saved + 50)
+    assert (job.facts()[::2], job.nodes()) == (("RUNNING", "1"), [first])
+    cluster.start_node(lost)
+    cluster.command("scancel", "--batch", "--signal=USR1", job.number)
+    saved = job.saved_since(saved + 50)
+    assert (job.facts()[::2], job.nodes()) == (("RUNNING", "2"), [first, lost])
+    pace.unlink()
+    assert job.end() == ("COMPLETED", "0:0", "2"), job.log()
+    printed = " ".join(job.logs(0, first) + job.logs(0, lost))
+    assert "the tables fit 1 x cpu" in " ".join(printed.split())
+    run, wanted = job.run_dir(), tmp_path / "stopped"
+    stops = [f"train.max_steps={record['step']}" for record in jsonl(run / "restarts.jsonl")]
+    for number, (count, stop) in enumerate(zip((2, 1, 2), [*stops, ""], strict=True)):
+        options = [*arguments, *filter(None, [stop]), f"run_dir={wanted}"]
+        ranks = start(options, count, tmp_path / f"log_{number}", 1)
+        assert ranks.wait(300) == [0] * count, ranks.log.read_text()
+    losses, wanted_losses = (
+        [(record["step"], record["loss"]) for record in records(each) if "loss" in record]
+        for each in (run, wanted)
+    )
+    assert losses == wanted_losses
+    same_tensors(run, wanted)
+
+
+def same_tensors(run: Path, other: Path) -> None:
+    """Check that two finished runs have the bytes of each tensor."""
+    stored, wanted = (
+        read_index(each / "checkpoints" / f"step_{summary(each)['steps']}").tensors
+        for each in (run, other)
+    )
+    assert stored.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert stored[name].array().tobytes() == tensor.array().tobytes(), name
+
+
+@pytest.mark.parametrize("group_size", [4, 2])
+def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_node(submit, tmp_path, group_size):
+    """With all ranks in one group, and with a group a node."""
+    options = [*OPTIONS, f"sharding.group_size={group_size}", "sharding.tables={cat_4: row_wise}"]
+    job = submit("dlrm.py", *options, f"run_dir={tmp_path}/nodes", RANKS_PER_NODE="2")
+    assert job.end() == ("COMPLETED", "0:0", "0"), job.log()
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "dlrm.py")
+    one_node = [sys.executable, *torchrun, *options, f"run_dir={tmp_path}/one"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(one_node, cwd=ROOT, env=environment, check=True, capture_output=True)
+    for name, num_hosts in (("nodes", 2), ("one", 1)):
+        first = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        assert (first["world_size"], first["num_hosts"]) == (4, num_hosts)
+    one, nodes = tmp_path / "one", tmp_path / "nodes"
+    assert (records(nodes), summary(nodes)) == (records(one), summary(one))
+    # Tables of one group may lie on other ranks, since the planner knows the nodes.
+    same_tensors(nodes, one)
 
 
 def test_tasks_of_an_array_in_paths_with_spaces_train_and_are_requeued_alone(

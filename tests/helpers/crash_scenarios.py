@@ -477,11 +477,6 @@ SCENARIOS: dict[str, Scenario] = {
         tree_differences,
         dataset,
     ),
-    "conversion_csv": Scenario(
-        preprocess("mode=convert", "path=input/out", "to=csv", "output=work/out"),
-        tree_differences,
-        dataset,
-    ),
     **{
         f"export_{format}": Scenario(export(*EXPORT, f"format={format}"), tree_differences, trained)
         for format in ("npy", "safetensors", "tf2")

@@ -22,20 +22,6 @@ def violated_rules(root: Path) -> list[str]:
     return [*_of_names(document), *_of_dtypes(document), *_of_splits(root, document)]
 
 
-def violated_csv_rules(root: Path) -> list[str]:
-    """Return the rules of their transcoder from CSV that `root` violates."""
-    document = yaml.safe_load((root / "feature_spec.yaml").read_text())
-    wrong = [f"splits {sorted(document['source_spec'])}"] * (set(document["source_spec"]) != SPLITS)
-    for split, chunks in document["source_spec"].items():
-        for chunk in chunks:
-            wrong += [f"{split}: type {chunk['type']}"] * (chunk["type"] != "csv")
-            wrong += [f"{split}: {chunk['files']}"] * (len(chunk["files"]) != 1)
-            wrong += [
-                f"{name} is missing" for name in chunk["files"] if not (root / name).is_file()
-            ]
-    return wrong + _of_names(document)
-
-
 def _of_names(document: dict[str, Any]) -> list[str]:
     """Return what is wrong with sections, channels and the features in them."""
     channels, features = document["channel_spec"], document["feature_spec"]

@@ -22,9 +22,10 @@ from nn.checkpoint.directory import read_facts, step_of
 from nn.checkpoint.tensor_index import blocks, read_index
 from nn.deltas.delta import read_delta
 from nn.library.loaded_run import Run
-from nn.observability.records import read_run
+from nn.observability.records import read_restarts, read_run
 from nn.observability.run_lock import RunLock
 from nn.run import run
+from status.run_status import read_status
 from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config
 from tests.helpers.distributed import run_distributed
@@ -96,6 +97,12 @@ def uninterrupted(days, tmp_path_factory) -> Path:
     for data in days:
         train(data, run_dir, None)
     return run_dir
+
+
+def test_the_start_of_a_day_is_no_restart(uninterrupted):
+    assert [start["day"] for start in read_restarts(uninterrupted)] == [1, 2]
+    found = read_status(uninterrupted)
+    assert (found.state, found.restarts) == ("finished", 0)
 
 
 @pytest.mark.doors

@@ -55,6 +55,24 @@ def test_a_run_takes_further_options_and_records_the_command_as_written(saved, t
     assert "holds the complete run already" in again.out
 
 
+@pytest.mark.parametrize(
+    ("more", "run_dir"),
+    [
+        ([], "runs/a"),
+        (["mode=train"], "runs/a"),
+        (["mode=eval"], None),
+        (["mode=plan"], None),
+        (["mode=eval", "run_dir=runs/b"], "runs/b"),
+    ],
+)
+def test_another_mode_does_not_write_into_the_directory_of_the_run(saved, more, run_dir):
+    values = yaml.safe_load(saved.read_text())
+    saved.write_text(yaml.safe_dump(values | {"run_dir": "runs/a"}))
+    ended = run_command(f"config={saved}", *more, "--cfg", "job")
+    assert ended.exit_code == 0, ended.err
+    assert yaml.safe_load(ended.out)["run_dir"] == run_dir
+
+
 def test_mappings_of_the_command_line_replace_those_of_the_file(saved, tmp_path):
     text = saved.read_text()
     first = "tasks={label: {label_smoothing: 0.1, focal_gamma: 2}}"
@@ -142,3 +160,21 @@ def test_a_file_that_is_not_there_is_refused_in_one_line(name, message, tmp_path
     assert ended.exit_code == 2
     assert message in ended.err
     assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode", ["eval", "plan"])
+def test_another_mode_leaves_the_directory_of_the_run_alone(mode, saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "trained"
+    options = ["train.max_steps=1", "log.loggers=[]", "log.pictures=false"]
+    assert run_command(f"config={saved}", *options, f"run_dir={run_dir}").err == ""
+
+    def contents():
+        return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+    before = contents()
+    restore = f"checkpoint.restore={run_dir / 'checkpoints/step_1'}"
+    ended = run_command(f"mode={mode}", f"config={run_dir / 'config.yaml'}", restore)
+    assert (ended.exit_code, ended.err) == (0, "")
+    assert contents() == before
+    assert ("test AUC" in ended.out) == (mode == "eval")

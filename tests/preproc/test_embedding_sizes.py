@@ -5,8 +5,8 @@ import io
 import pytest
 
 from configs.console import LiteralConsole
+from dataloading.embedding_sizes import suggested_embedding_dim
 from preproc.report.console import ColumnSummary, SplitSummary, print_columns
-from preproc.report.embedding_sizes import suggested_embedding_dim
 
 
 @pytest.mark.parametrize(

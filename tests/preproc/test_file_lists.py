@@ -21,6 +21,7 @@ from tests.helpers.composed import TINY
 from tests.helpers.datasets import write_clicks
 from tests.helpers.preproc_command import Refused, preproc
 from tests.helpers.runs import records, stored_bytes
+from tests.preproc.convert.test_convert import write_csv_files
 from tests.preproc.table.test_pipeline import build
 
 
@@ -57,12 +58,9 @@ def test_n_files_hold_the_rows_of_one(tmp_path, monkeypatch, num_files):
 
 def test_a_csv_is_divided_too(tmp_path):
     """Its rows are not known before it is read."""
-    root = write_clicks(tmp_path / "a")
-    preproc("mode=convert", "to=csv", f"path={root}", f"output={tmp_path / 'csv'}")
-    options = ["files_per_split=3", "numerical_dtype=float32"]
-    out = converted(tmp_path / "csv", tmp_path / "out", *options)
+    out = converted(write_csv_files(tmp_path / "csv"), tmp_path / "out", "files_per_split=3")
     rows = [pq.read_metadata(path).num_rows for path in sorted((out / "train").glob("*.parquet"))]
-    assert rows == [85, 85, 86]
+    assert rows == [2, 2, 3]
 
 
 def test_more_files_than_rows_and_other_formats_are_refused(tmp_path):

@@ -9,7 +9,7 @@ import yaml
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from tests.helpers.handwritten import write_files, write_handwritten
-from tests.helpers.nvidia_rules import violated_csv_rules, violated_rules
+from tests.helpers.nvidia_rules import violated_rules
 from tests.helpers.preproc_command import data_files, preproc, raw_line, write_lines
 from tests.preproc.table.test_pipeline import _hydra
 
@@ -85,14 +85,13 @@ def test_a_fit_that_is_applied_and_both_conversions_fulfil_them_too(tmp_path, da
     preproc(*logs, *fitted, f"output={tmp_path / 'out'}")
     assert violated_rules(tmp_path / "out") == []
     assert data_files(tmp_path / "out") == data_files(tmp_path / "fit")
-    for there in ("binary", "parquet", "csv"):
+    for there in ("binary", "parquet"):
         preproc("mode=convert", f"to={there}", f"path={tmp_path}/out", f"output={tmp_path / there}")
         back = tmp_path / f"from_{there}"
         preproc("mode=convert", f"path={tmp_path / there}", f"output={back}")
         assert violated_rules(back) == []
         assert data_files(back) == data_files(tmp_path / "fit")
         assert set(FeatureSpec.load(back).splits) == {"train", "test", "validation"}
-    assert violated_csv_rules(tmp_path / "csv") == []
     preproc("mode=verify", f"path={tmp_path / 'out'}")
 
 

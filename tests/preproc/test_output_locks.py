@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import day_files, recovery, train
+from benchmarks import day_files, train
 from benchmarks.rows import ROWS
 from dataloading.dataset.durable_files import exclusive
 from tests.helpers.handwritten import write_handwritten
@@ -44,7 +44,6 @@ COMMANDS = {
     "synthetic": lambda at: ["dataset=synthetic", "data.synthetic.cardinalities=[5]"],
     "convert": lambda at: ["mode=convert", f"path={at}/nvidia"],
     "convert to parquet": lambda at: ["mode=convert", f"path={at}/nvidia", "to=parquet"],
-    "convert to csv": lambda at: ["mode=convert", f"path={at}/nvidia", "to=csv"],
 }
 
 
@@ -68,11 +67,10 @@ def test_runs_to_outputs_of_one_name_do_not_share_a_work_directory(tmp_path, inp
     assert f"is staging {output} in {work}; wait for it, or choose another" in refused.value.message
 
 
-@pytest.mark.parametrize("benchmark", [day_files, recovery, train])
+@pytest.mark.parametrize("benchmark", [day_files, train])
 def test_benchmarks_refuse_it_too(tmp_path, monkeypatch, benchmark):
     options = {
         day_files: [f"output={tmp_path / 'out'}"],
-        recovery: ["dlrm", f"--out={tmp_path / 'out'}"],
         train: [next(iter(ROWS)), f"--out={tmp_path / 'out'}", f"--data={tmp_path}"],
     }
     monkeypatch.setattr(sys, "argv", ["benchmark", *options[benchmark]])

@@ -94,7 +94,12 @@ def test_the_yaml_of_a_page_is_read_by_its_reader(tmp_path):
                 check_space(yaml.safe_dump(content))
             else:
                 assert "layout" in content or "source_spec" in content
-    assert seen == {"docs/your_data.md", "docs/serving.md", "docs/sequences.md"}
+    assert seen == {
+        "docs/your_data.md",
+        "docs/serving.md",
+        "docs/sequences.md",
+        "docs/tasks_and_metrics.md",
+    }
 
 
 def test_python_of_a_page_imports_what_is_there():

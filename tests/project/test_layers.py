@@ -45,6 +45,7 @@ SUBPACKAGES = {
     "dataloading.keys.kernels": set(),
     "dataloading.batch": {"dataloading.dataset"},
     "dataloading.partition": set(),
+    "dataloading.embedding_sizes": set(),
     "dataloading.randomness": set(),
     "dataloading.reader_processes": set(),
     "dataloading.batch_memory": {"dataloading.batch", "dataloading.reader_processes"},
@@ -68,6 +69,11 @@ SUBPACKAGES = {
     "dataloading.held_out_source": {"dataloading.dataset"},
     "dataloading.id_counts": {"dataloading.dataset"},
     "dataloading.permuted_source": {"dataloading.dataset", "dataloading.gather"},
+    "dataloading.negatives_source": {
+        "dataloading.dataset",
+        "dataloading.gather",
+        "dataloading.randomness",
+    },
     "dataloading.arrow_table": {"dataloading.dataset"},
     "dataloading.batch_reader": {
         "dataloading.batch",
@@ -386,6 +392,7 @@ SUBPACKAGES = {
 }
 MOST_MODULES = 21
 KNOWS_RANKS = {
+    "nn.distributed.link_rates",
     "nn.distributed.process_group",
     "nn.planning.balance",
     "nn.planning.host_choice",
@@ -414,6 +421,7 @@ READS_ENVIRONMENT = {
     "main",
     "configs.arguments",  # one rank of a node warns of a renamed option
     "configs.command_line",
+    "configs.console",  # COLUMNS
     "configs.stop_signals",
     "dataloading.storage.local_copy",
     "dataloading.storage.object_store",

@@ -78,7 +78,7 @@ def test_a_running_run_tells_step_rate_time_left_checkpoint_and_delta(run):
         ),
         (
             {"summary": {"steps": 30, "checkpoint_problem": "the disk is full"}},
-            "crashed",
+            "failed",
             "the disk is full",
         ),
         (
@@ -103,6 +103,19 @@ def test_the_state_and_the_error_are_those_of_the_runs_files(run, files, state, 
         (run / f"{name}.json").write_text(json.dumps(content))
     found = read_status(run)
     assert (found.state, found.error, found.left_s) == (state, error, None)
+
+
+def test_a_day_of_one_record_has_its_last_step_and_is_no_restart(tmp_path, capsys):
+    records = [
+        {"step": 20, "epoch": 4, "loss": 0.5},
+        {"step": 24, "epoch": 4, "loss": 0.5, "day": 1},
+    ]
+    run = write_run(tmp_path / "a", [], records=records, options={"train": {"epochs": 4}})
+    (run / "summary.json").write_text(json.dumps({"steps": 24}))
+    (run / "restarts.jsonl").write_text('{"step": 20, "day": 1}\n{"step": 22}\n')
+    found = read_status(run)
+    assert (found.last_step, found.restarts) == (24, 1)
+    assert "state       finished, 1 restart\n" in status(capsys, str(run))
 
 
 def test_a_run_that_was_killed_says_so(run):

@@ -55,7 +55,6 @@ def _rows_of(column):
 
 @parallel_kernel
 def share_jobs(workers, jobs, columns, parts, tables, rules, memory, drawn):
-    """Do jobs as `do_jobs`, in threads."""
     for worker in prange(workers):
         do_jobs((worker, workers), jobs, columns, parts, tables, rules, memory, drawn)
 

@@ -80,7 +80,6 @@ def see(source, own, table, batch, found, drawn):
 
 @kernel
 def _position(runs, number):
-    """Return the run and the position in the column of a key by its number."""
     run = 0
     while run < len(runs) and number >= runs[run, 1] - runs[run, 0]:
         number -= runs[run, 1] - runs[run, 0]

@@ -120,5 +120,4 @@ class ReluRouter(PassLayer):
         self.strength.mul_(STRENGTH_FACTOR ** torch.sign(self._open - self.active))
 
     def extra_repr(self) -> str:
-        """Return the wanted share."""
         return f"active={self.active:g}"

@@ -52,7 +52,6 @@ class EventTokens(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all vectors from a CPU generator."""
         for parameter in self.parameters():
             truncated_normal_(parameter, TOKEN_INIT, generator)
 
@@ -113,7 +112,6 @@ class TransformerBlock(nn.Module):
         self.kept_per_position = (10 + 2 * kind.expansion + 2 * gates) * columns
 
     def flops(self, positions: float) -> float:
-        """Return the operations of a sample with so many positions."""
         columns = self.attended.in_features
         products = sum(
             layer.weight.numel() for layer in self.modules() if isinstance(layer, nn.Linear)

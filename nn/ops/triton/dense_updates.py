@@ -67,7 +67,6 @@ class _Fused(torch.optim.Optimizer):
         return self._found[1]
 
     def _states(self) -> list[list[Tensor]]:
-        """Return the states of all weights, of the shapes of the weights."""
         return []
 
     def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[float, ...]]:

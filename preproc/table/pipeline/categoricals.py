@@ -39,7 +39,6 @@ class EncodedFeature:
     is_dynamic: bool = False  # whether its values are keys
 
     def feature(self, name: str, hotness: int | None, table: str | None) -> CategoricalFeature:
-        """Return the feature as the dataset has it."""
         make = CategoricalFeature.of_keys if self.is_dynamic else CategoricalFeature.of
         return make(name, self.num_embeddings, hotness, table)
 
@@ -114,7 +113,6 @@ def _encode_group(
 
 
 def _rows_with_value(journal: Journal, values: FeatureValues, number: int, counted: range) -> int:
-    """Return how many of the rows `counted` have a value of a categorical feature."""
     ((seen,),) = journal.engine.rows(values.num_rows(number, counted))
     return seen
 
@@ -134,7 +132,6 @@ def _note_values(journal: Journal, first: int, owner: Categorical) -> None:
 
 
 def values_with_id(journal: Journal, first: int, owner: Categorical) -> str:
-    """Return the relation (value, id) that values are looked up in."""
     name = f"vocabulary_{first}"
     return live_values(name) if _has_days(journal, owner) else name
 
@@ -188,13 +185,11 @@ def _keeps_rare(journal: Journal, owner: Categorical) -> bool:
 
 
 def _limit(journal: Journal, owner: Categorical) -> int:
-    """Return the count from which on a value has an id."""
     limit = owner.frequency_limit
     return journal.config.frequency_limit if limit is None else limit
 
 
 def _has_days(journal: Journal, owner: Categorical) -> bool:
-    """Tell whether the vocabulary of a feature has the columns of a later day."""
     if journal.config.mode is Mode.extend:
         return True
     return journal.fitted is not None and journal.fitted.has_days(owner.name)
@@ -208,7 +203,6 @@ def _hashed(
     owner: Categorical,
     counted: range,
 ) -> EncodedFeature:
-    """Find the hashes of the values."""
     values.hash_ids(number, owner)
     ((seen, distinct),) = journal.engine.rows(
         f"SELECT CAST(sum(count) AS BIGINT), count(*) FROM ({values.counts(number, counted)})"

@@ -119,9 +119,8 @@ def _refuse_bad(journal: Journal) -> None:
 
 
 def _where(journal: Journal, row: int, file: int) -> str:
-    """Return the file of a row of `all_`, and its number in the file, from 1."""
     if journal.table.query:
-        return f"the query's result, row {row + 1}"
+        return f"row {row + 1} in the order of table.order_by"
     ((first,),) = journal.engine.rows(f"SELECT min(row_) FROM all_ WHERE file_ = {file}")
     _, files = next(iter(journal.sources.values()))
     return f"{files[file].path}, row {row - first + 1}"

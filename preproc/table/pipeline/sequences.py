@@ -118,7 +118,6 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
 
 
 def sequence_group(of: EventLog | EventLists) -> SequenceGroup:
-    """Return a group as the dataset has it."""
     numbers = tuple(
         EventColumn(name, np.dtype(np.int64 if name == of.time_name else np.float32))
         for name in of.number_names
@@ -160,6 +159,7 @@ def _stage_events(journal: Journal, number: int) -> str:
         label=[],
         weight=None,
         keep_rate=None,
+        teacher=[],
         numerical=[],
         categorical=[features[name] for name in log.of],
         history=[],

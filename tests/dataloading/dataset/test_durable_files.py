@@ -64,18 +64,18 @@ def calls(monkeypatch):
 def test_a_text_is_synced_then_renamed_then_its_name_is_synced(tmp_path, calls):
     path = tmp_path / "state.json"
     path.write_text("old")
-    replace_text(path, "new", tmp_path / "state.json.new")
+    replace_text(path, "new")
     assert path.read_text() == "new"
     assert calls == [
-        ("sync", "state.json.new"),
-        ("replace", "state.json.new", "state.json"),
+        ("sync", ".state.json.tmp"),
+        ("replace", ".state.json.tmp", "state.json"),
         ("sync", tmp_path.name),
     ]
     assert os.listdir(tmp_path) == ["state.json"]
 
 
 def test_a_text_may_be_renamed_without_a_sync(tmp_path, calls):
-    replace_text(tmp_path / "a", "text", tmp_path / ".a.tmp", synced=False)
+    replace_text(tmp_path / "a", "text", synced=False)
     assert calls == [("replace", ".a.tmp", "a")]
 
 
@@ -88,7 +88,7 @@ def test_a_written_text_is_synced(tmp_path, calls):
 def test_a_link_is_replaced_by_rename(tmp_path, calls):
     (tmp_path / "best").symlink_to("step_1")
     (tmp_path / ".best.tmp").symlink_to("left by a killed process")
-    replace_link(tmp_path / "best", "step_2", tmp_path / ".best.tmp")
+    replace_link(tmp_path / "best", "step_2")
     assert os.readlink(tmp_path / "best") == "step_2"
     assert calls == [("replace", ".best.tmp", "best")]
 
@@ -159,10 +159,10 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 
 
 def test_a_replaced_file_is_as_before_on_a_full_disk_and_named(tmp_path):
-    path, temporary = tmp_path / "file", tmp_path / ".file.tmp"
-    replace_text(path, "before", temporary)
+    path = tmp_path / "file"
+    replace_text(path, "before")
     with file_size_limit(1000), pytest.raises(OSError, match=r"File too large: '.*\.file\.tmp'"):
-        replace_text(path, "x" * 2000, temporary)
+        replace_text(path, "x" * 2000)
     assert path.read_text() == "before"
     assert os.listdir(tmp_path) == ["file"]
 

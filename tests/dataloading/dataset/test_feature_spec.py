@@ -190,6 +190,8 @@ def test_ids_in_memory_are_wide_only_for_a_table_that_needs_it(root):
         ("source_spec:\n", "source_spec: {learn: []}\nother:\n",
          "source_spec: got ['learn'], want a split, one of train, test, validation"),
         ("source_spec:\n", "source_spec: 5\nother:\n", "source_spec: got 5, want a mapping"),
+        ("source_spec:\n", "source_spec: null\nother:\n",
+         "source_spec: got None, want a mapping; without rows, leave data.path out"),
         ("  train:\n", "  spare: 4\n  train:\n", "source_spec.spare: got 4, want a list of chunks"),
         ("  train:\n", "  train:\n  - 9\n", "source_spec.train[0]: got 9, want a mapping with type"),
         ("{type: split_binary, features: [label], files: [train", "{type: csv, features: [label], files: [train",

@@ -227,6 +227,16 @@ def test_another_model_is_refused(saved, changes, difference, with_optimizer):
     )
 
 
+def test_another_model_is_refused_with_the_options_of_its_run(saved, tmp_path):
+    path = copy_of(saved, tmp_path / "checkpoints")
+    (tmp_path / "config.yaml").touch()
+    with ranks_of_cpu():
+        built = build(compose_config(*case("adagrad"), *DCNV2, "model.name=dlrm"))
+        wanted = f"that it was trained with (config={tmp_path / 'config.yaml'}), or load"
+        with pytest.raises(ValueError, match=re.escape(wanted)):
+            checkpoint.restore(path, built.step, with_optimizer=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [

@@ -185,6 +185,8 @@ def test_a_recipe_is_a_command_an_experiment_or_a_model():
     kaggle = options("dlrm_criteo_kaggle", "seed=3")
     assert kaggle == options("dlrm", "experiment=dlrm_criteo_kaggle", "seed=3")
     assert kaggle.recipe != options("dlrm").recipe
+    own = options("tests.nn.models.test_third_model:DeepFM")
+    assert (own.recipe, own.model.name) == ("DeepFM", "tests.nn.models.test_third_model:DeepFM")
 
 
 def test_options_from_python_are_those_of_the_command_line():
@@ -201,6 +203,8 @@ def test_options_from_python_are_those_of_the_command_line():
         ("dlrm", "--multirun", "--multirun is a flag of the command line"),
         ("dlmr", "seed=1", "there is no recipe=dlmr; did you mean dlrm. want"),
         ("dlrm", "experiment=nothing", "there is no experiment=nothing"),
+        ("nn.nope:Model", "seed=1", "model.name=nn.nope:Model: nn.nope cannot be imported"),
+        ("nn.nope:", "seed=1", "there is no recipe=nn.nope:"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(recipe, override, message):

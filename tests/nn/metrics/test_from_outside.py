@@ -59,6 +59,11 @@ def exiting(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     raise SystemExit(3)
 
 
+BINS = Metric(
+    name="bins",
+    title="bins",
+    compute=lambda rows: rows.sums(lambda x, y, w: [w.new_zeros(20), w.sum()])[1],
+)
 NOTHING = Metric(name="nothing", title="nothing", compute=lambda rows: None)
 COUNTED = Metric(name="rows", title="rows", compute=brier)
 
@@ -101,6 +106,11 @@ def test_the_loss_is_that_of_the_user(trained, tmp_path):
         next(record["loss"] for record in records(run_dir) if "loss" in record)
         for run_dir in (trained, tmp_path)
     )
+    headers = (
+        json.loads((run_dir / "metrics.jsonl").read_text().partition("\n")[0])
+        for run_dir in (trained, tmp_path)
+    )
+    assert [header["trains_log_loss"] for header in headers] == [False, True]
     # Of logits near 0: exp(0), and ln 2.
     assert abs(ours - 1) < 0.2
     assert abs(plain - math.log(2)) < 0.2
@@ -232,6 +242,10 @@ def test_the_help_names_every_metric_that_may_be_named():
         (
             f"eval.metrics=[{HERE}:NOTHING]",
             "the metric nothing of eval.metrics has failed (TypeError: ",
+        ),
+        (
+            f"eval.metrics=[{HERE}:BINS]",
+            "rows.sums: the function returns shapes [[20], []], want a list of scalars; write",
         ),
         (
             f"eval.metrics=[{HERE}:COUNTED]",

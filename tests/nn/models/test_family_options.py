@@ -20,7 +20,6 @@ from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.sequences import SequenceGroup
 from nn.embedding.declared_tables import embedding_columns, hands_out_rows
 from nn.layers.mlp import MLP
-from nn.models.features import suggested_columns
 from nn.models.numerical_features import encoded_spec, named_numbers
 from nn.models.options import DLRMOptions
 from nn.models.registry import (
@@ -196,10 +195,7 @@ def test_pairs_of_items_and_histories_have_the_order_of_the_options():
     ]
 
 
-def test_columns_are_suggested_as_in_the_movielens_example():
-    """Its notebook prints ({'userId': (162542, 512), 'movieId': (56595, 512)}, {'genres': (21, 16)})."""
-    assert [suggested_columns(rows) for rows in (162_542, 56_595, 21)] == [512, 512, 16]
-    assert suggested_columns(1000) == 77
+def test_columns_are_suggested():
     columns = [columns for *_, columns, _ in tables_of("embedding_mlp", embedding_dims="suggested")]
     assert columns == [16, 16, 16]
     # din takes the rows of `item`, as wide as it wants them.
@@ -549,6 +545,11 @@ def test_numbers_that_an_option_names_are_not_encoded():
         "history_length",
         *(f"age.{column}" for column in range(4)),
     )
+    # The length of padded histories means nothing beside a sequence group, named or the only one.
+    every = [f"{name}.{column}" for name in PAIRS.numerical for column in range(4)]
+    for group in ({"sequence": "history"}, {}):
+        of_group = options_of("din", **group, numerical_encoding="periodic", embedding_dim=4)
+        assert encoded_spec(of_group, PAIRS).numerical == (*every,)
     without = spec_of(*PAIRS.categorical, numerical=("history_length",))
     with pytest.raises(
         ValueError, match="the dataset has no numerical feature to encode; leave it"

@@ -362,6 +362,7 @@ def deepfm_of_a_user(folder: Path) -> None:
         (["model.pooling=mean"], "model.pooling is an option of embedding_mlp, and"),
         (["experiment=deepfm_criteo", "model.top_mlp=[8,1]"], "and model.name=deepfm has none of this"),
         (["model.name=masknet", "model.hidden=[8]"], "model.hidden has no effect: the hidden layers are those"),
+        (["model.name=din", "model.history_positions=3"], "model.history_positions has no effect: the history is"),
         (["model.top_mlp=[1]", "model.dropout=0.1"], "model.dropout has no effect: the model has no hidden"),
         (["experiment=mine", OWN], "experiment/mine.yaml: model.top_mlp is an option of dlrm, dcnv2, and"),
         (["--config-name=mine", OWN, "model.name=deepfm"], "mine.yaml: model.bottom_mlp is an option of"),

@@ -3,10 +3,13 @@
 import re
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from nn.checks import open_checked
+from nn.embedding import pretrained
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.nn.training.plain_training import resumes_bit_by_bit
@@ -34,6 +37,21 @@ def vectors(tmp_path):
     return tmp_path / "items.npy"
 
 
+def as_parquet(npy, *, fixed: bool = False):
+    """Write the vectors in another order, of which each part has some."""
+    rows = np.load(npy).astype(np.float32)
+    order = np.random.default_rng(2).permutation(len(rows))
+    kind = pa.list_(pa.float32(), rows.shape[1] if fixed else -1)
+    table = {
+        "item": pa.array(order, pa.int32()),
+        "title": pa.array([f"t{i}" for i in order]),
+        "vector": pa.array(rows[order].tolist(), kind),
+    }
+    path = npy.with_suffix(".parquet")
+    pq.write_table(pa.table(table), path, row_group_size=16)
+    return path
+
+
 def trained(path, layout: str, optimizer: str) -> tuple[list[float], list[tuple]]:
     """Return the losses, and this rank's shards of the table with their places."""
     layouts = f"sharding.tables={{item:{layout}}}"
@@ -51,6 +69,58 @@ def trained(path, layout: str, optimizer: str) -> tuple[list[float], list[tuple]
         ]
         built.step.close()
     return losses, shards
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_parquet_gives_the_table_of_the_npy(vectors, fixed, monkeypatch):
+    monkeypatch.setattr(pretrained, "ROWS_AT_ONCE", 7)
+    path, wanted = as_parquet(vectors, fixed=fixed), torch.from_numpy(np.load(vectors)).float()
+    open_checked(compose_config(*options_of(path)))
+    losses, ((_, _, whole),) = trained(vectors, "table_wise", "adam")
+    found, ((_, _, of_parquet),) = trained(path, "table_wise", "adam")
+    assert found == losses
+    assert torch.equal(of_parquet, whole)
+    for layout in ("row_wise", "column_wise"):
+        for _, shards in run_distributed(trained, 2, path, layout, "adam"):
+            for row, column, weight in shards:
+                rows, columns = weight.shape
+                assert torch.equal(weight, wanted[row : row + rows, column : column + columns])
+
+
+ROW = [0.5] * 12
+BAD_FILES = [
+    ([*range(39)], [ROW] * 39, "lacks 1 of 40 ids, the first 39; want a vector for each, also for 0"),
+    ([*range(1, 40)], [ROW] * 39, "lacks 1 of 40 ids, the first 0; want a vector for each, also for 0"),
+    ([*range(40), 3], [ROW] * 41, "has id 3 twice; want a vector per id"),
+    ([*range(40), 40], [ROW] * 41, "has id 40, and the table ids 0 to 39; leave it out"),
+    ([-1, *range(40)], [ROW] * 41, "has id -1, and the table ids 0 to 39; leave it out"),
+    ([None, *range(40)], [ROW] * 41, "'id' is missing in a row; fill it"),
+    ([*range(40)], [*[ROW] * 39, None], "'vector' is missing in a row; fill it"),
+    ([*range(40)], [*[ROW] * 39, [*ROW[1:], None]], "a vector lacks a number; fill it"),
+    ([*range(40)], [*[ROW] * 39, ROW[1:]], "the vector of id 39 has 11 columns, and the first one 12"),
+    ([*range(40)], [ROW[1:]] * 40, "holds 40 vectors of 11 columns, and table 'item' has 40 of 12"),
+    ([f"i{i}" for i in range(40)], [ROW] * 40, "has columns id string, vector list<element: double>; want one of int"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ids", "rows", "message"), BAD_FILES)
+def test_parquet_without_a_vector_per_id_is_refused(ids, rows, message, tmp_path):
+    pq.write_table(pa.table({"id": ids, "vector": rows}), tmp_path / "rows.parquet")
+    config = compose_config(*options_of(tmp_path / "rows.parquet"))
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        open_checked(config)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    for content in (None, b"PAR1", b""):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"^model.pretrained.item=.*rows.parquet cannot be read"
+        ):
+            open_checked(compose_config(*options_of(path)))
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), list(zip(LAYOUTS, OPTIMIZERS, strict=True)))

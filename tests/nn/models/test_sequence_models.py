@@ -249,7 +249,7 @@ def sasrec(p: Parameters, of: Sample, *, heads: int = 1, residual: str = "pre_no
     relu = torch.relu
     x = transformer(p, x, of.ages, heads=heads, residual=residual, causal=True, activation=relu)
     last = layer_norm(p, "norm", x[-1]) if len(x) else x.new_zeros(x.shape[1])
-    return last[: len(of.item)] @ of.item + top(p, of, last)
+    return last[: len(of.item)] @ of.item + top(p, of)
 
 
 def bst(p: Parameters, of: Sample, *, heads: int = 2, residual: str = "post_norm") -> Tensor:
@@ -454,6 +454,15 @@ CASES = {
     "sim of one feature": Case("sim", sim, {"recent": 0}, {"found": L, "recent": 0}, SMALL),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@pytest.mark.parametrize("name", ["sasrec", "bst", "transact", "onetrans", "sim"])
+def test_no_bias_drowns_small_rows_of_tables(name):
+    model = build_dense(Case(name, None, {"hidden": [7]}).typed(), SPEC)
+    initialise_dense(model, 1)
+    biases = {key for key, of in model.named_parameters() if key.endswith("bias") and of.any()}
+    # DIN's unit has those of DIN.
+    assert biases <= {f"attention.layers.{number}.bias" for number in range(2)}
 
 
 @each_case

@@ -10,11 +10,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
-from nn.embedding.declared_tables import hands_out_rows
+from nn.embedding.declared_tables import hands_out_rows, table_name
 from nn.layers.pass_state import PassState, attach
 from nn.models.ranking_model import RankingModel
 from nn.models.registry import declared_tables
-from tests.helpers.composed import build, compose_config, losses_of_cases, ranks_of_cpu
+from tests.helpers.composed import Built, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import ON_GPU, worlds
 from tests.nn.models.test_family_options import OF_EVENTS
@@ -117,14 +117,19 @@ def overrides(name: str, data: Path, *others: str) -> list[str]:
     ]
 
 
-def plain_losses(name: str, data: Path) -> list[float]:
-    """Train the tables and the dense component on one device with torch's autograd."""
-    built = build(compose_config(*overrides(name, data)))
+def plain_model(built: Built) -> RankingModel:
+    """Return tables and dense component on one device."""
     config, spec = built.config, built.source.spec
     declared = declared_tables(config.model, spec)
     handed_out = [table.name for table in declared if hands_out_rows(table, spec)]
-    model = RankingModel(declared, built.step.dense, config.seed, handed_out, spec.sequences)
-    state = PassState(config.seed, torch.device("cpu"))
+    return RankingModel(declared, built.step.dense, config.seed, handed_out, spec.sequences)
+
+
+def plain_losses(name: str, data: Path) -> list[float]:
+    """Train the tables and the dense component on one device with torch's autograd."""
+    built = build(compose_config(*overrides(name, data)))
+    model = plain_model(built)
+    state = PassState(built.config.seed, torch.device("cpu"))
     attach(built.step.dense, state)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -160,3 +165,13 @@ def test_it_trains_as_plain_pytorch_on_gpus(dataset, wanted, world_size):
     for found in run_distributed(losses_of_cases, world_size, cases, STEPS):
         for name, losses in zip(OPTIONS, found, strict=True):
             np.testing.assert_allclose(losses, wanted[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_features_of_one_table_share_a_copy_of_it(dataset):
+    with ranks_of_cpu():
+        built = build(compose_config(*overrides("sasrec", dataset)))
+        (batch,) = built.train_loader.batches(0, 1)
+        embeddings = plain_model(built).embeddings(batch)
+        rows = embeddings.distinct_rows(table_name("item"), "item").rows
+        assert embeddings.sequence("history").rows["hist_item"].rows is rows
+        built.step.close()

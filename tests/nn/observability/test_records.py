@@ -93,6 +93,13 @@ def test_a_run_for_a_picture_has_its_restarts_and_no_final_evaluation(tmp_path):
     lines = [{"recipe": "x"}, {"step": 8, "test_auc": 0.7}, {"step": 4, "test_auc": 0.8, FINAL: 1}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert read_run(tmp_path) == RunRecords({"recipe": "x"}, [{"step": 8, "test_auc": 0.7}], [])
+    assert read_run(tmp_path) == RunRecords({"recipe": "x"}, [{"step": 8, "test_auc": 0.7}], [], [])
     (tmp_path / "restarts.jsonl").write_text('{"step": 3}\n{"st\n{"step": 3}\n{"step": 5}')
     assert read_run(tmp_path).restarts == [3, 3]
+
+
+def test_a_picture_has_the_data_of_the_latest_day_and_days_apart_from_restarts(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"data": "data/0"}\n')
+    starts = ['{"step": 3, "data": "data/1", "day": 1}', '{"step": 5, "data": "data/1"}']
+    (tmp_path / "restarts.jsonl").write_text("\n".join([*starts, ""]))
+    assert read_run(tmp_path) == RunRecords({"data": "data/1"}, [], [5], [3])

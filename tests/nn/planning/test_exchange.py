@@ -1,5 +1,6 @@
 """Bytes that a step sends: those of the plan are those that the collectives are given."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from configs.schema import ShardingConfig
 from nn.build import build_plan, hardware_of, open_source, planned_hardware
 from nn.planning.exchange import RankExchange, busiest_links, planned_exchange
+from nn.planning.memory_estimate import requests_of
 from nn.planning.plan import Hardware, TablePlan
 from tests.helpers.command import run_command
 from tests.helpers.composed import Built, build, compose_config, ranks_of_cpu
@@ -51,14 +53,15 @@ def _sent_by_a_step(built: Built, world_size: int) -> dict[str, list[int]]:
     own_all_gather = dist.all_gather_into_tensor
 
     def all_gather(gathered, vectors, **options):
-        for other in range(world_size):
+        for other in dist.get_process_group_ranks(options["group"]):
             sent["all_to_all"][other] += vectors.numel() * vectors.element_size()
         return own_all_gather(gathered, vectors, **options)
 
     def all_to_all(output, vectors, output_sizes=None, input_sizes=None, **options):
         sizes = input_sizes or [len(vectors) // world_size] * world_size
         per_row = prod(vectors.shape[1:]) * vectors.element_size()
-        for other, size in enumerate(sizes):
+        others = dist.get_process_group_ranks(options.get("group") or dist.group.WORLD)
+        for other, size in zip(others, sizes, strict=True):
             sent["all_to_all"][other] += size * per_row
         return own_all_to_all(output, vectors, output_sizes, input_sizes, **options)
 
@@ -77,6 +80,10 @@ def _sent_by_a_step(built: Built, world_size: int) -> dict[str, list[int]]:
     finally:
         dist.all_to_all_single, dist.all_reduce = own_all_to_all, own_all_reduce
         dist.all_gather_into_tensor = own_all_gather
+    [rows] = built.step.path.request_capacity.facts()["rows"].values() or [[]]
+    sent["capacity"] = rows
+    [merged] = built.step.path.request_capacity.facts().get("merged", {}).values() or [[]]
+    sent["merged"] = merged
     built.step.close()
     return sent
 
@@ -105,6 +112,33 @@ def test_the_collectives_send_what_is_planned(layout):
             sent["all_to_all"][1 - rank], rel=tolerance
         )
         assert not any(expected.between.values())
+
+
+@pytest.mark.parametrize("layout", ["vectors", "rows", "both"])
+def test_nodes_as_groups_send_what_is_planned(layout, monkeypatch):
+    """With the capacities that the run has measured, bytes within and between nodes are those of the plan."""
+    exchange = "rows" if layout == "rows" else "vectors"
+    tables = "{cat_0: {type: row_wise, exchange: rows}, cat_1: data_parallel, cat_3: column_wise}"
+    overrides = [*SMALL, SEVERAL_IDS, "sharding.group_size=2", f"sharding.exchange={exchange}"]
+    overrides += [f"sharding.tables={tables}"] * (layout == "both")
+    counted = run_distributed(sent_by_a_step, 4, overrides)
+    capacity, merged = counted[0]["capacity"], counted[0]["merged"]
+    assert len(merged) == (layout != "vectors")
+    assert all(most < 2 * one for most, one in zip(sum(merged, ()), sum(capacity, ()), strict=True))
+
+    def measured(*arguments):
+        sizes = zip(requests_of(*arguments), capacity, merged, strict=True)
+        return [replace(asked, capacity=rows, merged=most) for asked, rows, most in sizes]
+
+    monkeypatch.setattr("nn.planning.exchange.requests_of", measured)
+    for rank, (sent, expected) in enumerate(zip(counted, planned(overrides, 4, 2), strict=True)):
+        to = sent["all_to_all"]
+        own, others = rank ^ 1, [other for other in range(4) if other // 2 != rank // 2]
+        for link, count in (
+            (expected.within, to[own]),
+            (expected.between, sum(to[x] for x in others)),
+        ):
+            assert sum(link.values()) - link["dense gradients"] == count
 
 
 def test_all_bytes_of_nodes_with_one_rank_pass_between_nodes():
@@ -164,12 +198,13 @@ def test_owners_of_one_shard_exchange_gradients_between_groups():
 
 def test_the_plan_of_several_nodes_compares_one_group_with_a_group_a_node():
     nodes = ["sharding.world_size=4", "sharding.local_world_size=2", "sharding.between_gb_s=1"]
-    ended = run_command(*SMALL, "mode=plan", *nodes)
-    lines = dict(line.split("  ", 1) for line in ended.out.splitlines() if "  " in line)
-    sent = {way: lines[way].split() for way in ("one group", "groups of 2")}
-    for words in sent.values():
-        assert words[1:5] == ["MB", "within", "a", "node"]
-    assert lines["less"].split()[:2] == ["one", "group,"]
+    for exchange, less in (("vectors", "one group,"), ("null", "groups of 2,")):
+        ended = run_command(*SMALL, "mode=plan", *nodes, f"sharding.exchange={exchange}")
+        lines = dict(line.split("  ", 1) for line in ended.out.splitlines() if "  " in line)
+        sent = {way: lines[way].split() for way in ("one group", "groups of 2")}
+        for words in sent.values():
+            assert words[1:5] == ["MB", "within", "a", "node"]
+        assert lines["less"].strip().startswith(less)
     alone = run_command(*SMALL, "mode=plan", "sharding.world_size=2")
     assert "one group" not in alone.out
 

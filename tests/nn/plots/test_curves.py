@@ -40,8 +40,13 @@ def draw(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
 
-    def drawn(records: list[dict], header: dict = HEADER, restarts: tuple[int, ...] = ()) -> Figure:
-        draw_curves(RunRecords(header, records, restarts), tmp_path / "curves.png")
+    def drawn(
+        records: list[dict],
+        header: dict = HEADER,
+        restarts: tuple[int, ...] = (),
+        days: tuple[int, ...] = (),
+    ) -> Figure:
+        draw_curves(RunRecords(header, records, restarts, days), tmp_path / "curves.png")
         return figures[-1]
 
     return drawn
@@ -105,6 +110,15 @@ def test_restarts_are_lines_in_every_panel_and_epochs_an_axis(draw):
     figure.axes[-1].figure.draw_without_rendering()
     ends = [child.get_xlim()[1] / figure.axes[0].get_xlim()[1] for child in epochs]
     assert ends == pytest.approx([1 / 80] * 2)
+
+
+def test_days_are_lines_and_no_restarts(draw):
+    records = records_of(4, 2)
+    records[-1]["day"] = 1
+    figure = draw(records, HEADER, days=(20,))
+    assert " steps on 2 days (dotted)" in texts(figure)
+    assert "resumed" not in texts(figure)
+    assert any(list(line.get_xdata()) == [20, 20] for line in figure.axes[0].lines)
 
 
 def test_a_single_record_has_its_value_beside_it(draw):
@@ -229,3 +243,11 @@ def test_many_tasks_are_cut_with_a_note(draw):
     assert len(figure.axes) == 1 + 11 + 1
     assert "11 more tasks" in texts(figure)
     assert "the first 11 of 14 tasks" in texts(figure)
+
+
+def test_a_loss_of_training_that_is_no_log_loss_is_not_called_one(draw):
+    titles = [
+        draw(records_of(3, 2), HEADER | {"trains_log_loss": same}).axes[0].get_title(loc="left")
+        for same in (True, False)
+    ]
+    assert titles == ["log loss", "loss of training, log loss of test"]

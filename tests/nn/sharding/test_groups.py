@@ -1,6 +1,7 @@
 """Groups of ranks with the same tables: they keep the same bits, and train as one group and as one process."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from nn.build import check_group_size
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import read_index
 from nn.distributed.process_group import process_group, ranks_from_environment
+from nn.sharding import request_capacity
 from tests.helpers import sequence_models
 from tests.helpers.checkpoints import save
 from tests.helpers.command import run_command
@@ -76,6 +78,8 @@ def trained(tmp_path_factory, ragged):
         "eval.batch_size=64",
         f"sharding.disk_path={root}",
     ]
+    of_kinds["merged in host and disk"] = [*of_kinds["host and disk"], "sharding.exchange=rows"]
+    of_kinds["host and disk"].append("sharding.exchange=vectors")
     of_kinds["ragged"] = [
         *TINY,
         f"data.path={ragged}",
@@ -114,7 +118,7 @@ def grouped(size: int | None) -> list[str]:
 
 
 def of_groups(weights: list[dict], size: int) -> list[dict[str, torch.Tensor]]:
-    return [whole(weights[first : first + size]) for first in range(0, RANKS, size)]
+    return [whole(weights[first : first + size]) for first in range(0, len(weights), size)]
 
 
 def assert_same_bits(weights: dict, others: dict) -> None:
@@ -123,7 +127,8 @@ def assert_same_bits(weights: dict, others: dict) -> None:
         assert torch.equal(weight, others[name]), name
 
 
-CASES = [*((kind, 2) for kind in (*KINDS, "host and disk", "ragged", "sequences"))]
+OF_DATA = ("host and disk", "merged in host and disk", "ragged", "sequences")
+CASES = [*((kind, 2) for kind in (*KINDS, *OF_DATA))]
 CASES += [("sgd", 1), ("adam", 1), ("sequences", 1)]
 
 
@@ -144,11 +149,40 @@ def test_groups_train_as_one_group_and_as_one_process(trained, kind, size):
             torch.testing.assert_close(first[name], weight, rtol=0, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "host and disk", "sequences"])
-def test_an_owner_sums_in_the_order_of_one_group(trained, kind):
-    """So the bits are those of one group, where no vector is added over ranks."""
+@pytest.mark.parametrize(("kind", "size"), [("bf16", 2), ("adam", 1), ("sequences", 1)])
+def test_an_owner_sums_in_the_order_of_one_group(trained, kind, size):
+    """So the bits are those of one group, where no vector is added over ranks and no owner sums the rows of its group first."""
     results, _, _ = trained
-    assert_same_bits(whole(results[kind, None][1]), whole(results[kind, 2][1][:2]))
+    assert_same_bits(whole(results[kind, None][1]), whole(results[kind, size][1][:size]))
+
+
+def train_tight(case: list[str]) -> tuple:
+    """Return losses and weights where a group asks for more distinct rows than every usual batch has capacity for."""
+    own, calls = request_capacity._with_reserve, []
+
+    def for_merged_one(rows):
+        calls.append(rows)
+        is_merged = len(calls) % 2 == 0
+        return tuple((1,) * len(of) for of in rows) if is_merged else own(rows)
+
+    with (
+        process_group(ranks_from_environment("cpu")),
+        patch.object(request_capacity, "_with_reserve", for_merged_one),
+    ):
+        built = build(compose_config(*case))
+        losses = built.train(0, STEPS)
+        weights = parts(built)
+        built.step.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize("kind", ["adam"])
+def test_a_batch_with_more_distinct_rows_than_fit_trains_alike(trained, kind):
+    results, _, _ = trained
+    losses, weights = results[kind, 2]
+    on_ranks = run_distributed(train_tight, RANKS, [*options(kind), *grouped(2)])
+    assert losses == on_ranks[0][0]
+    assert_same_bits(whole(weights), whole([of_rank for _, of_rank in on_ranks]))
 
 
 @pytest.mark.parametrize(("kind", "origin", "size"), MOVES)
@@ -192,13 +226,15 @@ def test_groups_of_unequal_size_are_refused():
 
 @pytest.mark.parametrize("captures", [True, False])
 @pytest.mark.parametrize("kind", ["sgd", "adam", "bf16"])
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=needs_gpus(2))])
-def test_two_gpus_as_two_groups_train_as_one_group(tmp_path, kind, captures, world_size):
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=needs_gpus(2 * size)) for size in (1, 2)]
+)
+def test_gpus_as_two_groups_train_as_one_group(tmp_path, kind, captures, size):
     case = [*options(kind), *ON_GPU, "train.tf32=false", f"train.capture={captures}"]
-    cases = [([*case, *grouped(size)], None, False) for size in (None, 1)]
-    first, second = run_distributed(train, world_size, cases, tmp_path, "cuda")
-    (flat_losses, _), (losses, weights) = first
-    assert losses == pytest.approx(flat_losses, rel=2e-5)
-    assert_same_bits(whole([weights]), whole([second[1][1]]))
-    for name, weight in whole([first[0][1], second[0][1]]).items():
-        torch.testing.assert_close(whole([weights])[name], weight, rtol=0, atol=2e-4, msg=name)
+    cases = [([*case, *grouped(each)], None, False) for each in (None, size)]
+    flat, of_ranks = zip(*run_distributed(train, 2 * size, cases, tmp_path, "cuda"), strict=True)
+    assert of_ranks[0][0] == pytest.approx(flat[0][0], rel=2e-5)
+    first, second = of_groups([weights for _, weights in of_ranks], size)
+    assert_same_bits(first, second)
+    for name, weight in whole([weights for _, weights in flat]).items():
+        torch.testing.assert_close(first[name], weight, rtol=0, atol=2e-4, msg=name)

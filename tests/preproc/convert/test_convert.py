@@ -44,10 +44,9 @@ def _small_chunks(monkeypatch):
         monkeypatch.setattr(module, "CHUNK_ROWS", 3)
 
 
-@pytest.mark.parametrize("via", ["parquet", "csv"])
-def test_a_dataset_of_nvidias_comes_back_byte_for_byte(tmp_path, via):
+def test_a_dataset_of_nvidias_comes_back_byte_for_byte(tmp_path):
     root = write_handwritten(tmp_path / "nvidia")
-    there = convert(root, tmp_path / "there", f"to={via}")
+    there = convert(root, tmp_path / "there", "to=parquet")
     back = convert(there, tmp_path / "back")
     assert data_files(back) == data_files(root)
     assert FeatureSpec.load(back).fingerprint() == FeatureSpec.load(root).fingerprint()
@@ -64,12 +63,14 @@ def test_several_ids_per_row_survive_parquet(tmp_path):
             )
     there = convert(tmp_path / "a", tmp_path / "b", "to=parquet")
     assert data_files(convert(there, tmp_path / "c")) == data_files(tmp_path / "a")
-    message = error_of(there, tmp_path / "d", "to=csv")
-    assert message.startswith("pair has several ids per row, which the CSV format cannot hold")
 
 
-@pytest.mark.parametrize("via", ["parquet", "csv"])
-def test_shared_tables_survive_a_conversion(tmp_path, via):
+def test_nvidias_csv_is_written_no_more(tmp_path):
+    message = error_of(tmp_path / "a", tmp_path / "b", "to=csv")
+    assert message.startswith("to=csv is gone: NVIDIA's transcoder makes split binary files of")
+
+
+def test_shared_tables_survive_a_conversion(tmp_path):
     features = [
         CategoricalFeature.of("shop", 40, table="place"),
         CategoricalFeature.of("user", 9),
@@ -81,7 +82,7 @@ def test_shared_tables_survive_a_conversion(tmp_path, via):
             dataset[split].append(
                 labels=[0, 1], ids={name: np.array(column) for name, column in ids.items()}
             )
-    there = convert(tmp_path / "a", tmp_path / "b", f"to={via}")
+    there = convert(tmp_path / "a", tmp_path / "b", "to=parquet")
     back = FeatureSpec.load(convert(there, tmp_path / "c"))
     tables = {table: [f.name for f in of] for table, of in back.table_features.items()}
     assert tables == {"place": ["shop", "home"], "user": ["user"]}
@@ -101,24 +102,11 @@ def test_an_automatic_cardinality_is_that_of_the_shared_table(tmp_path):
 
 def test_an_output_that_holds_a_dataset_is_kept(tmp_path):
     root = write_handwritten(tmp_path / "a")
-    convert(root, tmp_path / "b", "to=csv")
+    convert(root, tmp_path / "b")
     with pytest.raises(Refused, match="holds a complete dataset"):
-        convert(root, tmp_path / "b", "to=csv")
+        convert(root, tmp_path / "b")
     convert(root, tmp_path / "b", "to=parquet", "overwrite=true")
     assert FeatureSpec.load(tmp_path / "b").splits["train"].parquet
-
-
-def test_raw_keys_have_no_csv(tmp_path):
-    with write_dataset(
-        tmp_path / "a",
-        categorical=[CategoricalFeature.of_keys("user", 9)],
-        numerical=(),
-        splits=("train",),
-    ) as dataset:
-        dataset["train"].append(labels=np.array([0, 1]), ids={"user": np.array([5, 2**62])})
-    message = error_of(tmp_path / "a", tmp_path / "b", "to=csv")
-    assert "user has raw keys" in message
-    assert "use to=parquet" in message
 
 
 @pytest.mark.parametrize("output", ["a/b", "a"])
@@ -187,6 +175,16 @@ def test_csv_with_chunks_side_by_side_becomes_nvidias_binary(tmp_path):
     out = convert(write_csv_files(tmp_path / "csv"), tmp_path / "out")
     assert data_files(out) == data_files(write_handwritten(tmp_path / "want"))
     assert FeatureSpec.load(out).categorical[0].cardinality == ROWS["train"]  # auto: ids 0 to 6
+
+
+def test_csv_of_earlier_versions_has_a_validation_split_beside_its_spec(tmp_path):
+    root = write_csv_files(tmp_path / "csv")
+    (root / "feature_spec.yaml").write_text(CSV_SPEC.replace("d.csv", "test.csv"))
+    (root / "d.csv").rename(root / "test.csv")
+    (root / "validation.csv").write_text((root / "test.csv").read_text())
+    out = convert(root, tmp_path / "out")
+    found = columns_of(out, "validation"), columns_of(out, "test")
+    assert [columns.labels.tolist() for columns in found] == [[*map(label, range(4))]] * 2
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_a_run_killed_while_it_writes_the_spec_leaves_nothing_of_it(wanted, tmp_
     source, output = wanted[0], tmp_path / "out"
 
     def killed(_spec, directory):
-        for name in (".feature_spec.yaml.partial", "feature_spec.yaml"):
+        for name in (".feature_spec.yaml.tmp", "feature_spec.yaml"):
             (directory / name).write_text("half")
         raise KeyboardInterrupt
 

@@ -7,6 +7,7 @@ import struct
 from contextlib import redirect_stderr
 from datetime import datetime, timedelta
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -323,15 +324,35 @@ def test_a_wrong_line_of_libffm_is_named_while_preprocessing(tmp_path):
         built(source, content, tmp_path / "data")
 
 
-def test_values_of_libffm_are_kept_beside_their_ids(tmp_path):
+def test_values_of_libffm_weigh_their_ids(tmp_path):
     source = lines(
         tmp_path / "a.ffm", (f"{i % 2} 0:{i % 3}:0.5 0:{i % 4}:0.{i % 9}" for i in range(ROWS))
     )
     table = described(source, tmp_path)["table"]
     assert table["categorical"] == [{"name": "f0", "separator": " "}]
-    assert table["keep"] == ["f0_value"]
+    group = {"name": "weighed_f0", "lists": ["f0"], "numbers": ["f0_value"], "length": 4096}
+    assert table["sequence"] == [group]
     built(source, {"table": table, "frequency_limit": 0}, tmp_path / "data")
-    assert all(value.startswith("0.5 0.") for value in kept(tmp_path / "data", "f0_value"))
+    [group] = FeatureSpec.load(tmp_path / "data").sequences
+    assert group.columns == ("f0", "f0_value")
+    weights = np.fromfile(tmp_path / "data/train/f0_value.bin", "<f4").reshape(-1, 2)
+    assert (weights[:, 0] == 0.5).all()
+    assert len(np.unique(weights[:, 1])) == 9
+
+
+def test_a_list_of_weights_in_parquet_is_found_by_its_name(tmp_path):
+    rows = [
+        {"y": i % 2, "tags": ["a", "b", "c"][: i % 4], "tag_weights": [0.1 * i, 2.5, 0.5][: i % 4]}
+        for i in range(ROWS)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    content = described(tmp_path / "t.parquet", tmp_path)
+    table = content["table"]
+    assert table["categorical"] == [{"name": "tags", "list": True}]
+    group = {"name": "weighed_tags", "lists": ["tags"], "numbers": ["tag_weights"], "length": 4096}
+    assert table["sequence"] == [group]
+    built(tmp_path / "t.parquet", content, tmp_path / "data")
+    assert len(FeatureSpec.load(tmp_path / "data").sequences) == 1
 
 
 def test_json_lines_keep_their_order_with_several_threads(tmp_path):
@@ -355,7 +376,8 @@ def test_many_indices_of_libsvm_are_lists(tmp_path):
     content = described(lines(tmp_path / "a.svm", [f"0 {row}", f"1 {row} 999:3"] * 30), tmp_path)
     table = content["table"]
     assert table["categorical"] == [{"name": "ids", "separator": " "}]
-    assert table["keep"] == ["values"]
+    group = {"name": "weighed_ids", "lists": ["ids"], "numbers": ["values"], "length": 4096}
+    assert table["sequence"] == [group]
 
 
 @needs_data
@@ -387,3 +409,30 @@ def test_a_column_named_as_a_label_is_no_feature_and_a_header_that_is_none_is_to
     captured = capsys.readouterr()
     printed = " ".join((captured.out + captured.err).split())
     assert "no first line of names: the columns are c1 to c3; names would differ" in printed
+
+
+def test_a_text_for_no_value_is_one_in_every_column_of_text(tmp_path, capsys):
+    """A penguin's sex is NA, as its mass is: neither a third value nor what the label tells."""
+    sexes = ["NA", "male", "female", "male", "male"]
+    rows = (f"{sexes[i % 5]},{'NA' if i % 5 == 0 else i / 7},{'abc'[i % 3]}" for i in range(ROWS))
+    source = lines(tmp_path / "a.csv", ["sex,mass,island", *rows])
+    content = described(source, tmp_path, "label=sex")
+    assert content["table"]["label"]["expression"] == "\"sex\" = 'female'"
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "sex text 20.0 2 male, female label" in printed
+    bad = "25 % ones; 20 % of the rows have none and end the run: on_bad=skip leaves them out"
+    assert bad in printed
+    assert bad in (tmp_path / "written.yaml").read_text()
+    with pytest.raises(Refused, match=r"a\.csv, row 1: the label is missing"):
+        built(source, content, tmp_path / "refused")
+    content["table"]["order_by"] = ["CAST(mass AS DOUBLE)"]
+    with pytest.raises(Refused, match=r"row 1 in the order of table\.order_by: the label is miss"):
+        built(source, content, tmp_path / "ordered")
+
+
+def test_a_number_of_the_row_is_no_feature(tmp_path):
+    rows = (f"{ROWS - i},{i * i},{'abc'[i % 3]},{i % 2}" for i in range(ROWS))
+    source = lines(tmp_path / "a.csv", ["rownames,square,city,label", *rows])
+    table = described(source, tmp_path)["table"]
+    assert names_of(table["numerical"]) == ["square"]
+    assert "#  - rownames: numbers the rows one by one" in (tmp_path / "written.yaml").read_text()

@@ -9,7 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dataloading.arrow_table import features_source
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
+from preproc.raw_tables import RawTables
 from preproc.transformed_rows import open_transformed_rows
 from tests.helpers.preproc_command import Refused, preproc
 from tests.preproc.table.test_pipeline import build
@@ -121,6 +124,34 @@ def test_raw_rows_with_lists_are_refused_with_the_reason(tmp_path):
         open_transformed_rows(tmp_path / "out", [path])
 
 
+@pytest.mark.parametrize("is_text", [True, False])
+def test_raw_rows_have_the_lists_of_the_dataset(tmp_path, is_text):
+    rows = random_rows(6)
+    path = write(tmp_path, rows, is_text=is_text)
+    table = described(path, is_text=is_text, numbers=["prices"], time="", order_by="")
+    build(tmp_path / "out", table, "vocabulary=all")
+    source = open_dataset(FeatureSpec.load(tmp_path / "out"))
+    halves = [
+        source.read(split, np.array([[0, source.num_rows(split)]])) for split in ("train", "test")
+    ]
+    with open_transformed_rows(tmp_path / "out", [path]) as batches:
+        found = pa.Table.from_batches([features for features, _ in batches])
+    if not is_text:  # as `Run.predict` takes them
+        assert found.equals(RawTables(tmp_path / "out").transformed(pq.read_table(path)))
+    read = features_source(found, source.spec, "rows").read("rows", np.array([[0, len(rows)]]))
+    for name, ids, lengths, *parts in zip(
+        [feature.name for feature in source.spec.categorical],
+        read.ids,
+        read.lengths,
+        *(half.ids for half in halves),
+        *(half.lengths for half in halves),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ids, np.concatenate(parts[:2]), err_msg=name)
+        assert lengths is None or (lengths == np.concatenate(parts[2:])).all()
+    np.testing.assert_array_equal(read.events[0], np.concatenate([h.events[0] for h in halves]))
+
+
 def test_lists_without_times_or_numbers(tmp_path):
     rows = random_rows(1)
     path = write(tmp_path, rows, is_text=True)
@@ -138,6 +169,8 @@ BAD = [
     ({"prices": [1.0, 2.0, 3.0]}, "2 of shops, 3 of prices, 2 of times; correct or remove it, or set on_bad="),
     ({"times": [2, 50]}, "row 2: 'times' holds a time that is not before the moment of its row"),
     ({"times": [3, 1]}, "or earlier than the one before it; correct it, oldest event first"),
+    ({"prices": [1.0, ""]}, "row 2: 'prices' of 'past' lacks the number of an item; correct or remove it"),
+    ({"prices": ["a", 2.0]}, "row 2: 'prices' of 'past' lacks the number of an item; correct or remove it"),
     ({"prices": [1e39, 2.0]}, "row 2: 'prices' holds a number that float32 does not hold"),
 ]  # fmt: skip
 
@@ -147,6 +180,11 @@ BAD = [
 def test_a_bad_row_is_named(tmp_path, change, message, is_text):
     row = {"y": 1, "item": "a", "time": 50, "items": ["a", "b"], "shops": ["1", "2"]}
     row |= {"times": [1, 2], "prices": [1.0, 2.0]}
+    if not is_text:
+        change = {
+            name: [None if isinstance(x, str) and name == "prices" else x for x in values]
+            for name, values in change.items()
+        }
     path = write(tmp_path, [row, row | change, row, row], is_text=is_text)
     with pytest.raises(Refused, match=re.escape(message)) as caught:
         build(tmp_path / "out", described(path, is_text=is_text))

@@ -23,6 +23,7 @@ COLUMNS = {
     ],
     "weight": {"name": "importance"},
     "keep_rate": {"name": "kept", "expression": "share"},
+    "teacher": ["share", {"name": "half", "expression": "CAST(share AS DOUBLE) / 2"}],
 }
 
 
@@ -50,11 +51,29 @@ def test_every_column_is_written_and_named(tmp_path):
         "rating": np.array([4.5, -2, 0.125, 3], "<f4"),
         "importance": np.array([1, 0, 2.5, 1], "<f4"),
         "kept": np.array([0.25, 1, 1, 0.5], "<f4"),
+        "share": np.array([0.25, 1, 1, 0.5], "<f4"),
+        "half": np.array([0.125, 0.5, 0.5, 0.25], "<f4"),
     }
     for name, values in wanted.items():
         stored = files[f"train/{name}.bin"] + files[f"test/{name}.bin"]
         assert stored == values.tobytes()
     assert "train/label.bin" not in files
+    assert [column.name for column in spec.teachers] == ["share", "half"]
+
+
+def test_new_rows_may_lack_the_scores_of_teachers(tmp_path):
+    teacher = {"teacher": ["click_score"]}
+    rows = table(tmp_path / "rows.csv") | {"teacher": [{"name": "old", "expression": "share"}]}
+    build(tmp_path / "out", rows | {"keep_rate": None})
+    lines = (tmp_path / "rows.csv").read_text().splitlines()
+    (tmp_path / "rows.csv").write_text("\n".join(line.rpartition(",")[0] for line in lines) + "\n")
+    build(
+        tmp_path / "new", rows | {"keep_rate": None}, "mode=transform", f"fitted={tmp_path / 'out'}"
+    )
+    spec = FeatureSpec.load(tmp_path / "new")
+    assert spec.splits["test"].absent == {"old"}
+    with pytest.raises(Refused, match=r"table.teacher: 'click_score'.* no column"):
+        build(tmp_path / "more", rows | teacher | {"keep_rate": None})
 
 
 def test_one_regression_label_is_the_file_of_labels(tmp_path):
@@ -83,13 +102,19 @@ def test_one_regression_label_is_the_file_of_labels(tmp_path):
         ),
         (4, "0", "row 2: the keep_rate kept is 0.*, wanted a number above 0 and at most 1"),
         (4, "1.5", "row 2: the keep_rate kept is 1.5, wanted a number above 0 and at most 1"),
+        (5, "1.5", "row 2: the teacher old is 1.5, wanted a number from 0 to 1"),
+        (5, "-0.1", "row 2: the teacher old is -0.1, wanted a number from 0 to 1"),
+        (5, "", "row 2: the teacher old is missing"),
     ],
 )
 def test_a_bad_value_is_named_with_its_row(tmp_path, column, value, message):
-    rows = [list(row) for row in ROWS]
+    rows = [[*row, "0.5"] for row in ROWS]
     rows[1][column] = value
+    described = table(tmp_path / "rows.csv", rows, teacher=["old"])
+    text = (tmp_path / "rows.csv").read_text()
+    (tmp_path / "rows.csv").write_text(text.replace(",share\n", ",share,old\n"))
     with pytest.raises((Refused, ValueError), match=message):
-        build(tmp_path / "out", table(tmp_path / "rows.csv", rows))
+        build(tmp_path / "out", described)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,12 @@ def test_every_axis_has_plain_numbers(name, monkeypatch, tmp_path):
             assert len(set(line.get_xdata())) == len(line.get_xdata())
 
 
+def test_one_request_is_in_the_singular(monkeypatch, tmp_path):
+    latency, _ = drawn([result(*load) for load in LOADS["two by two"]], monkeypatch, tmp_path)
+    names = [text.get_text() for text in latency.get_legend().get_texts()]
+    assert names == ["1 request at a time", "8 requests at a time"]
+
+
 def test_rates_are_on_the_x_axis(monkeypatch, tmp_path):
     loads = [(size, None, rate) for size in (256, 512) for rate in (100.0, 50.0)]
     latency, speed = drawn([result(*load) for load in loads], monkeypatch, tmp_path)

@@ -215,19 +215,11 @@ def test_a_description_of_events_that_anybody_may_have_written_is_checked(change
         check_raw(description, *parts)
 
 
-@pytest.mark.parametrize(
-    ("sources", "sequence", "what"),
-    [
-        (", more: {files: '%s'}", "source: more, of: [user], by: user, order_by: 'CAST(time AS DOUBLE)'", "of source 'more'"),
-        ("", "lists: [tags]", "lists"),
-    ],
-)  # fmt: skip
-def test_events_that_are_no_rows_are_refused_at_the_export(sources, sequence, what, tmp_path, rows):
-    table = f"""{{sources: {{logs: {{files: '%s'}}{sources}}}, label: {{name: click}}, missing: [NA],
-      query: 'SELECT logs.* FROM logs', order_by: ['CAST(time AS DOUBLE)'],
-      categorical: [user, {{name: tags, expression: item, separator: '|'}}],
-      sequence: [{{name: seen, length: 4, {sequence}}}]}}"""
+def test_events_of_another_source_are_refused_at_the_export(tmp_path, rows):
+    table = """{sources: {logs: {files: '%s'}, more: {files: '%s'}}, label: {name: click}, missing: [NA],
+      query: 'SELECT logs.* FROM logs', order_by: ['CAST(time AS DOUBLE)'], categorical: [user],
+      sequence: [{name: seen, length: 4, source: more, of: [user], by: user, order_by: 'CAST(time AS DOUBLE)'}]}"""
     data = fit(tmp_path, rows[:40], table)
-    message = f"^the events 'seen' are {what}, and a server takes raw values of those that are rows; leave fitted out, and"
+    message = "^the events 'seen' are of source 'more', and a server takes raw values of those that are rows; leave fitted out"
     with pytest.raises(ValueError, match=message):
         write_raw_values(tmp_path, str(data), FeatureSpec.load(data), {})

@@ -60,7 +60,7 @@ def model(tmp_path_factory) -> Path:
 def raw(model) -> Iterator[tuple[Client, Raw]]:
     """Return a client of a server that takes raw values, and these."""
     with serving(model, max_queue=40_000, deadline_ms=400.0) as client:
-        served = client.service._versions.current.model
+        served = client.service._models[0].current.model
         served.manifest = replace(served.manifest, raw={"columns": {"city": 1}})
         served.raw = values = Raw()
         try:

@@ -60,7 +60,9 @@ def metrics_text(folder: Path) -> str:
     ):
         counter.labels("1", "click")
     gauges = dict.fromkeys(GAUGES, ("Meaning.", 0.0))
-    text = metrics.text("shop", [(SimpleNamespace(name="1", identity="ab"), 1.0)], gauges).decode()
+    model = SimpleNamespace(manifest=SimpleNamespace(name="shop"))
+    version = SimpleNamespace(name="1", identity="ab", model=model)
+    text = metrics.text([(version, 1.0)], gauges).decode()
     training = PrometheusFile(folder / "a.prom", "runs/a", logging.getLogger("test"))
     training.on_checkpoint(
         Loop(), SimpleNamespace(directory=folder.rename(folder.with_name("step_3")))

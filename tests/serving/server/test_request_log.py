@@ -119,7 +119,7 @@ def test_labels_by_the_id_of_a_request_tell_the_calibration(model, tmp_path):
                 "price",
                 [1],
                 400,
-                "'price' is no output with probabilities",
+                "'price' is no output with probabilities; those are 'click'",
             ),
             (second["id"], "click", [1, 0], 400, "want 3 numbers from 0 to 1"),
             (second["id"], "click", [2, 1, 0], 400, "want 3 numbers from 0 to 1"),
@@ -169,6 +169,7 @@ def test_most_requests_are_not_logged_and_none_without_the_option(model, tmp_pat
 def version():
     output = SimpleNamespace(name="click", is_binary=True)
     manifest = SimpleNamespace(
+        name="m",
         outputs=[output],
         raw={"columns": {"a": 1}},
         fixed=[],
@@ -188,7 +189,7 @@ def logged(version, identity: str, text: str = "x") -> LoggedRequest:
 
 
 def total(metrics: Metrics, name: str) -> float:
-    return float(re.search(rf"(?m)^{name} (\S+)", metrics.text("m", [], {}).decode())[1])
+    return float(re.search(rf"(?m)^{name} (\S+)", metrics.text([], {}).decode())[1])
 
 
 def test_rows_are_dropped_where_the_thread_is_behind_or_the_disk_is_full(
@@ -235,10 +236,12 @@ def test_labels_of_a_version_that_answers_no_more_are_counted(version, tmp_path)
     log.put(logged(version, "a"))
     log.stop()
     log.label("a", {"click": Tensor("click", "FP32", (1,), np.ones(1))})
-    served = [SimpleNamespace(name=str(name), identity="x") for name in range(1, 11)]
+    served = [
+        SimpleNamespace(name=str(name), identity="x", model=version.model) for name in range(1, 11)
+    ]
     kept = []
     for one in served:
-        text = found.text("m", [(one, 1.0)], {}).decode()
+        text = found.text([(one, 1.0)], {}).decode()
         kept.append('serving_labels_total{output="click",version="1"} 1.0' in text)
     assert kept == [True] * 8 + [False] * 2
     assert 'serving_logged_rows_total{output="click",version="1"}' not in text

@@ -20,8 +20,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from configs.serving_schema import ServerConfig
+from serving.inference.model import ServedModel
+from serving.inference.requests import IdInputs
 from serving.inference.versions import Versions
 from serving.manifest import MANIFEST, Manifest
+from serving.run import open_service
 from serving.versions import withdraw
 from tests.helpers.command import ROOT
 from tests.helpers.composed import TINY, ranks_of_cpu
@@ -44,7 +48,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
         }
     for name, checkpoint in runs.items():
         export(checkpoint, root / name)
-    return {name: root / name for name in runs} | {"checkpoint": runs["one"]}
+    checkpoints = {"checkpoint": runs["one"], "second_checkpoint": runs["two"]}
+    return {name: root / name for name in runs} | checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -469,7 +474,7 @@ def test_versions_are_swapped_under_load_and_rolled_back(models, tmp_path, capsy
 
         def wait_for(version: str) -> None:
             deadline = time.monotonic() + 20
-            while client.service._versions.current.name != version:
+            while client.service._models[0].current.name != version:
                 assert time.monotonic() < deadline, version
                 time.sleep(0.01)
 
@@ -486,10 +491,10 @@ def test_versions_are_swapped_under_load_and_rolled_back(models, tmp_path, capsy
         torn.rename(root / "7")
         (root / "8").mkdir()
         deadline = time.monotonic() + 20
-        while client.service._versions.refused < 3:
+        while client.service._models[0].refused < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert client.service._versions.current.name == "5"
+        assert client.service._models[0].current.name == "5"
         assert withdraw(root, 4) == (["8", "7", "6", "5"], "4")
         wait_for("4")
         assert client.infer(inputs(numerical, ids))[1]["model_version"] == "4"
@@ -554,7 +559,9 @@ def test_a_share_of_the_requests_goes_to_the_newest_version_and_the_answer_names
         assert (status, "what serves is 2 and 1" in answer.decode()) == (404, True)
         assert json.loads(client.call("/v2/models/dlrm")[1])["versions"] == ["2", "1"]
         text = client.call("/metrics")[1].decode()
-        counts = re.findall(r'serving_request_seconds_count{version="(.)"} (\S+)', text)
+        counts = re.findall(
+            r'serving_request_seconds_count{model="dlrm",version="(.)"} (\S+)', text
+        )
         assert sum(float(count) for _, count in counts) == 62
         assert sorted(name for name, _ in counts) == ["1", "2"]
         assert re.findall(r'serving_version{.*,version="(.)"} (\S+)', text) == [
@@ -564,10 +571,48 @@ def test_a_share_of_the_requests_goes_to_the_newest_version_and_the_answer_names
         # What is withdrawn has no metrics.
         withdraw(root, 1)
         deadline = time.monotonic() + 20
-        while len(client.service._versions.serving) > 1:
+        while len(client.service._models[0].serving) > 1:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert 'version="2"' not in client.call("/metrics")[1].decode()
+
+
+def test_models_of_several_names_are_served_by_one_process(models, tmp_path):
+    second = tmp_path / "second" / "3"
+    export(models["checkpoint"], tmp_path / "same")
+    export(models["second_checkpoint"], second, name="second")
+    with pytest.raises(ValueError, match="two models are named dlrm; export one"):
+        open_service(ServerConfig(model=str(models["one"]), others=[str(tmp_path / "same")]), None)
+    wanted = {}
+    for name, directory in (("dlrm", models["one"]), ("second", second)):
+        rows_of_ids = IdInputs(Manifest.read(directory), {}).rows(
+            {"numerical": NUMERICAL, "ids": IDS}, len(IDS)
+        )
+        wanted[name] = ServedModel.load(directory).scores(rows_of_ids)[:, 0].tolist()
+    assert not np.allclose(wanted["dlrm"], wanted["second"], atol=1e-4)
+    with (
+        serving(models["one"], others=[str(second.parent)]) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        asked = [*wanted] * 20
+        answers = pool.map(lambda name: client.infer(inputs(NUMERICAL, IDS), name), asked)
+        for name, (status, answer) in zip(asked, answers, strict=True):
+            assert (status, answer["model_name"]) == (200, name)
+            np.testing.assert_allclose(scores(answer), wanted[name], atol=1e-6)
+        states = [
+            {"name": name, "version": version, "state": "READY"}
+            for name, version in (("dlrm", "1"), ("second", "3"))
+        ]
+        for path, body in (("/v2/models", None), ("/v2/repository/index", b"{}")):
+            status, answer = client.call(path, body)
+            assert (status, json.loads(answer)) == (200, states)
+        status, answer = client.call("/v2/models/third")
+        assert status == 404
+        assert json.loads(answer)["error"] == "there is no model 'third', only 'dlrm' and 'second'"
+        text = client.call("/metrics")[1].decode()
+        for name, version in (("dlrm", "1"), ("second", "3")):
+            labels = f'{{model="{name}",version="{version}"}}'
+            assert f"serving_request_seconds_count{labels} 20.0" in text
 
 
 def put(model: Path, target: Path) -> Path:

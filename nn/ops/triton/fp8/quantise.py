@@ -90,7 +90,6 @@ def allocate(
 
 
 def grid(x: Tensor) -> tuple[int, int]:
-    """Return the programs for a matrix."""
     num_rows, num_columns = x.shape
     return triton.cdiv(num_columns, BLOCKS["BLOCK_C"]), triton.cdiv(num_rows, ROWS_OF_PROGRAM)
 

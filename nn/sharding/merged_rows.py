@@ -1,0 +1,128 @@
+"""The distinct rows that the ranks of a group ask of one owner, and the sum of each row's gradients.
+
+The ranks of a group ask for the same frequent rows. So a row and its gradient go once from an owner to those of the same shard
+in other groups, and not once for every rank that asks.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from configs.schema import OptimizerConfig
+from dataloading.dataset.batch_layout import NO_ID
+from nn.embedding.embedding_bags import LocalEmbeddingBags
+from nn.embedding.id_blocks import IdBlock
+from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars, addition_scalars
+from nn.embedding.optimizer import ADDITION
+from nn.sharding.placement import BLOCK, BY_NUMBER, RankTables
+
+# N: rows that the ranks of a group ask of this one, M: distinct ones that it has capacity for, D: columns
+
+
+def distinct_keys(keys: Tensor, no_key: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort keys [K] stably, with their order; also return how many distinct ones below `no_key` there are up to each."""
+    keys, order = torch.sort(keys, stable=True)
+    is_first = keys < no_key
+    is_first[1:] &= keys[1:] != keys[:-1]
+    return keys, order, is_first.cumsum(0, dtype=torch.int64)
+
+
+def bags_by_number(
+    table: LocalTable,
+    count: int,
+    config: OptimizerConfig,
+    scalars: UpdateScalars,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LocalEmbeddingBags:
+    """Return what looks up and updates `count` rows of a table by their numbers."""
+    block = {BLOCK: IdBlock(0, count, count)}
+    return LocalEmbeddingBags([table], block, count, config, scalars, dtype, device)
+
+
+class RowSums:
+    """Sums of the gradients of each row, for the lookups of `bags_of(sums)`; evaluation does not need their memory."""
+
+    def __init__(
+        self,
+        bags_of: Callable[[Tensor], LocalEmbeddingBags],
+        shape: torch.Size,
+        device: torch.device,
+    ) -> None:
+        self._bags_of, self._shape, self._device = bags_of, shape, device
+
+    @cached_property
+    def _sums(self) -> Tensor:
+        return torch.empty(self._shape, device=self._device)
+
+    @cached_property
+    def _bags(self) -> LocalEmbeddingBags:
+        return self._bags_of(self._sums)
+
+    @cached_property
+    def _always(self) -> Tensor:
+        return torch.ones(1, dtype=torch.int32, device=self._device)
+
+    def take_sorted(self, ids: Tensor, keys: Tensor, order: Tensor) -> SortedIds:
+        """Return ids whose keys are sorted already."""
+        return self._bags.take_sorted(ids, keys, order)
+
+    def __call__(self, ids: SortedIds, gradients: Tensor) -> Tensor:
+        """Return the sums, float32, which the next call overwrites; a row's gradients are added in their order."""
+        self._sums.zero_()
+        self._bags.update(ids, gradients, self._always)
+        return self._sums
+
+
+class MergedRows:
+    """The distinct ones of the rows [N] that a group asks of this rank, which has `num_rows` of `columns`."""
+
+    def __init__(
+        self, tables: RankTables, num_asked: int, num_rows: int, capacity: int, columns: int
+    ) -> None:
+        self._no_row, self._capacity = num_rows, capacity
+        device = tables.ranks.device
+
+        def bags_of(sums: Tensor) -> LocalEmbeddingBags:
+            table = LocalTable(BY_NUMBER, sums, {}, first_row=0)
+            scalars = addition_scalars(device)
+            return bags_by_number(table, num_asked, ADDITION, scalars, tables.dtype, device)
+
+        self._sums = RowSums(bags_of, torch.Size((capacity, columns)), device)
+
+    def merge(self, asked: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the distinct rows [M], with `NO_ID` behind the last one, and the position of each asked one among them.
+
+        Positions are sorted, [N], and M for `NO_ID` and a row that does not fit; then comes their order before sorting, and
+        whether any row does not fit, bool.
+        """
+        keys, order, number = distinct_keys(
+            asked.masked_fill(asked == NO_ID, self._no_row), self._no_row
+        )
+        fits = (keys < self._no_row) & (number <= self._capacity)
+        position = torch.where(fits, number - 1, self._capacity)
+        rows = asked.new_full((self._capacity + 1,), NO_ID)
+        # Repetitions of a row write the same number.
+        rows.scatter_(0, position, keys)
+        return (
+            rows[: self._capacity],
+            position.to(asked.dtype),
+            order,
+            number[-1] > self._capacity,
+        )
+
+    def sort(self, position: Tensor, order: Tensor) -> SortedIds:
+        """Return the positions of `merge` for `sum_by_row`."""
+        return self._sums.take_sorted(position, position, order)
+
+    def sum_by_row(self, ids: SortedIds, gradients: Tensor) -> Tensor:
+        """Return the sums [M, D] of the gradients [N, D] of each row, in the order of the ranks that asked."""
+        return self._sums(ids, gradients)
+
+
+def of_asked(values: Tensor, position: Tensor, order: Tensor) -> Tensor:
+    """Return those of values [M] that belong to the rows that were asked for, [N], or `NO_ID`."""
+    unsorted = torch.empty_like(position).scatter_(0, order, position)
+    return torch.cat([values, values.new_full((1,), NO_ID)]).index_select(0, unsorted)
