@@ -28,9 +28,10 @@ FILLED_ROWS = 2**18
 class OwnedShard:
     """A shard of a table on this rank.
 
-    Of one on disk, `weight` has the changes of the weights that `initial` gives (`nn.tiers.initial_rows`). `weight` [rows, columns] and `states` are all its rows, wherever they lie; what is looked up of those in host memory or on
-    disk is an arena of the tier, in which the shard has the number `tier_index`. `touched` is the mask of the rows that updates
-    have changed, uint8 [rows], where rows are tracked.
+    `weight` [rows, columns] and `states` are all its rows, wherever they lie; what is looked up of those in host memory or on
+    disk is an arena of the tier, in which the shard has the number `tier_index`. Of a shard on disk `weight` has the changes of
+    the weights that `initial` gives. `touched` is the mask of the rows that updates have changed, uint8 [rows], where rows are
+    tracked.
     """
 
     table: PlannedTable

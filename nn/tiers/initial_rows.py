@@ -1,7 +1,7 @@
 """Rows as what training has changed of them: the exclusive or with the initial weights, which the seed gives.
 
-A row that was never changed is zeros, so that a file of a table has holes there: only changed rows take room on a disk, and a hole
-is read as the row's initial weights. Optimizer state begins as zeros, and needs no such step.
+A row that was never changed is zeros, so that a file of a table has holes there: only changed rows take room on a disk, and a
+hole is read as the row's initial weights. Optimizer state begins as zeros, and needs no such step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All rows of some tables in mapped files, and a journal of the rows that have changed since the latest save.
 
-The files have rows as `nn.tiers.initial_rows` does: those that never changed are holes, which are computed when they are read. The
-rows of the files stay as they are between two saves, so that a checkpoint is streamed from them while training continues.
+The files have rows as `nn.tiers.initial_rows` does: those that never changed are holes, and are computed when they are read.
+The rows of the files stay as they are between two saves, so that a checkpoint is streamed from them while training continues.
 Changed rows go to the journal, in the order in which they arrive: mostly at its end, one after the other. The next generation
 of the files is made at the next save, by copying the journal's rows in ascending order.
 

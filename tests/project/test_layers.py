@@ -114,7 +114,7 @@ SUBPACKAGES = {
         "nn.tiers",
     },
     "nn.planning": {"nn.embedding", "nn.models", "nn.sharding", "nn.tiers"},
-    "nn.checkpoint": {"nn.distributed", "nn.ops"},
+    "nn.checkpoint": {"nn.distributed", "nn.ops", "nn.tiers"},
     "nn.loggers": set(),
     "nn.observers": {"nn.distributed", "nn.models"},
     "nn.plots": {"nn.models"},

@@ -1,4 +1,4 @@
-"""Runs with tables on disk, whose files and checkpoints have changed rows only: their results are those of all rows on the device."""
+"""Runs with tables on disk, whose files and checkpoints have changed rows only, against runs with all rows on the device."""
 
 import json
 import os
