@@ -140,9 +140,8 @@ class Requests:
     columns: int
     keys: int  # ids of all lookups of a rank's samples
     capacity: tuple[int, ...]  # rows that a rank can ask of each owner
-    merged: tuple[
-        int, ...
-    ]  # distinct ones that a group can ask of each owner, if owners merge them
+    # distinct ones that a group can ask of each owner, if owners merge them
+    merged: tuple[int, ...]
     tiers: frozenset[str]  # memories that their rows lie in
     hands_out: bool = False  # whether the dense component takes the rows
     groups: int = 1  # of ranks, which all hold the tables
