@@ -192,9 +192,6 @@ def build_plan(
         -(-live_samples(config) // hardware.world_size),
         traffic_of,
     )
-    rows = with_rows_of_first_batch(
-        rows, declared, config, source, TRAIN_SPLIT, hardware.world_size
-    )
     room, memories, steps = read_ahead_bytes(config.sharding), 1 + len(rule.states), 0
     if plan.host_tables and config.mode in (Mode.train, Mode.plan):
         # Until a checkpoint or a delta is due at the latest; saves of the best evaluation may be earlier.
@@ -212,9 +209,13 @@ def checked_plan(
 ) -> tuple[TieredPlan, list[TablePlan], str | None]:
     """Plan the sharding of the tables, and check the disk of those on disk, if it is here; ValueError: it has too little room.
 
-    Returns the plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk.
+    A plan of training has the rows of its first batch. Returns the plan in both forms, and what `sharding.disk_path` has room
+    for, as one line; None without tables on disk.
     """
     plan, tables = build_plan(config, source, hardware)
+    if config.mode in (Mode.train, Mode.plan):
+        declared, world_size = _declared_tables(config, source), hardware.world_size
+        tables = with_rows_of_first_batch(tables, declared, config, source, TRAIN_SPLIT, world_size)
     in_node = hardware.local_table_ranks
     need = disk_need(tables, in_node, hardware.local_world_size // in_node)
     if need is None or config.sharding.disk_path is None:

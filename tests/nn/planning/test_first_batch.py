@@ -7,6 +7,7 @@ from dataloading.dataset import parquet_writer
 from nn.build import build_train_loader, checked_plan, open_source, planned_hardware
 from nn.distributed.process_group import ranks_from_environment
 from nn.planning.plan import TablePlan
+from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config
 from tests.helpers.sequence_models import overrides, write_sequences
 
@@ -27,3 +28,19 @@ def test_row_groups_are_read_as_the_loader_reads_them(tmp_path, monkeypatch):
     batch = loader.batch(0)
     asked = np.unique(np.concatenate([batch.feature(name).values() for name in ITEMS]))
     assert items_of(config).batch_rows == (len(asked[asked >= 0]),)
+
+
+def test_rows_are_scored_of_a_dataset_without_a_training_split(tmp_path):
+    options = overrides("din", write_sequences(tmp_path / "data"))
+    run = tmp_path / "run"
+    trained = run_command(*options, f"run_dir={run}", "train.max_steps=2")
+    assert trained.exit_code == 0, trained.err
+    others = write_sequences(tmp_path / "others", {"test": 40})
+    restored = f"checkpoint.restore={run / 'checkpoints/step_2'}"
+    output = f"output={tmp_path / 'scores.parquet'}"
+    ended = run_command(*overrides("din", others), "mode=predict", restored, output)
+    assert ended.exit_code == 0, ended.err
+    assert "40 rows" in ended.out
+    # A plan does without a first batch.
+    config = compose_config(*overrides("din", others), "mode=plan")
+    assert items_of(config).batch_rows == ()
