@@ -1,10 +1,11 @@
 """The first batch of a plan: that of the train loader, read where training is planned."""
 
 import numpy as np
+import pytest
 
 from configs.schema import Config
 from dataloading.dataset import parquet_writer
-from nn.build import build_train_loader, checked_plan, open_source, planned_hardware
+from nn.build import build_train_loader, checked_plan, open_source, planned_hardware, without_a_node
 from nn.distributed.process_group import ranks_from_environment
 from nn.planning.plan import TablePlan
 from tests.helpers.command import run_command
@@ -44,3 +45,13 @@ def test_rows_are_scored_of_a_dataset_without_a_training_split(tmp_path):
     # A plan does without a first batch.
     config = compose_config(*overrides("din", others), "mode=plan")
     assert items_of(config).batch_rows == ()
+
+
+def test_a_plan_for_a_node_less_reads_no_rows(tmp_path, monkeypatch):
+    options = overrides("din", write_sequences(tmp_path / "data"))
+    nodes = ("mode=plan", "sharding.world_size=4", "sharding.local_world_size=2")
+    config = compose_config(*options, *nodes)
+    source = open_source(config)
+    monkeypatch.setattr(type(source), "read", lambda *_: pytest.fail("rows are read"))
+    less = without_a_node(config, source, planned_hardware(config))
+    assert less == "the tables fit 2 x cpu, on which the run would resume"
