@@ -214,8 +214,8 @@ def checked_plan(
     """
     plan, tables = build_plan(config, source, hardware)
     if config.mode in (Mode.train, Mode.plan):
-        declared, world_size = _declared_tables(config, source), hardware.world_size
-        tables = with_rows_of_first_batch(tables, declared, config, source, TRAIN_SPLIT, world_size)
+        declared = _declared_tables(config, source)
+        tables = with_rows_of_first_batch(tables, declared, config, source, TRAIN_SPLIT, hardware)
     in_node = hardware.local_table_ranks
     need = disk_need(tables, in_node, hardware.local_world_size // in_node)
     if need is None or config.sharding.disk_path is None:

@@ -228,8 +228,10 @@ def requests_of(
             per_shard = -(-table.num_embeddings // len(owners))
             for number, rank in enumerate(owners):
                 if table.batch_rows:
-                    of_batch = config.train.batch_size // world_size
-                    capacity[rank] += table.batch_rows[number] * batch / of_batch
+                    scale = batch / (config.train.batch_size // world_size)
+                    capacity[rank] += table.batch_rows[number] * scale
+                    if merged:
+                        merged[rank] += table.group_rows[number] * scale
                     continue
                 first = min(number * per_shard, table.num_embeddings)
                 end = min(first + per_shard, table.num_embeddings)

@@ -7,7 +7,9 @@ from configs.schema import Config
 from dataloading.dataset import parquet_writer
 from nn.build import build_train_loader, checked_plan, open_source, planned_hardware, without_a_node
 from nn.distributed.process_group import ranks_from_environment
+from nn.planning.memory_estimate import requests_of
 from nn.planning.plan import TablePlan
+from nn.sharding.request_capacity import capacity_for
 from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config
 from tests.helpers.sequence_models import overrides, write_sequences
@@ -29,6 +31,30 @@ def test_row_groups_are_read_as_the_loader_reads_them(tmp_path, monkeypatch):
     batch = loader.batch(0)
     asked = np.unique(np.concatenate([batch.feature(name).values() for name in ITEMS]))
     assert items_of(config).batch_rows == (len(asked[asked >= 0]),)
+
+
+def test_groups_merge_the_rows_of_their_ranks(tmp_path):
+    options = overrides("din", write_sequences(tmp_path / "data"))
+    on_gpus = ("device=cuda", "sharding.hbm_gib=1", "sharding.types=[row_wise]")
+    groups = ("mode=plan", "sharding.world_size=4", "sharding.group_size=2", *on_gpus)
+    config = compose_config(*options, *groups, "data.shuffle_block=0")
+    source = open_source(config)
+    columns = dict(
+        zip(
+            [feature.name for feature in source.spec.categorical],
+            # Of ranks 0 and 1, which have four rows each.
+            source.read("train", np.array([[0, 8]])).ids,
+            strict=True,
+        )
+    )
+    rows = np.unique(np.concatenate([columns[name] for name in ITEMS]))
+    wanted = (int((rows < 150).sum()), int((rows >= 150).sum()))
+    found = items_of(config)
+    assert found.group_rows == wanted
+    assert all(0 < own < merged for own, merged in zip(found.batch_rows, wanted, strict=True))
+    asked, twice = (requests_of(config, source.spec, [found], 4, rows)[0] for rows in (4, 8))
+    assert asked.merged == tuple(map(capacity_for, wanted))
+    assert twice.merged == tuple(capacity_for(2 * rows) for rows in wanted)
 
 
 def test_rows_are_scored_of_a_dataset_without_a_training_split(tmp_path):
