@@ -16,8 +16,8 @@ from dataloading.dataset.open_dataset import open_dataset
 from preproc.convert import mlperf_npy as npy
 from preproc.convert import nvidia_csv as csv_spec
 from preproc.convert import rows as rows_module
-from tests.helpers.handwritten import ROWS, ids, label, numericals, write_handwritten
 from tests.helpers.command import run_module
+from tests.helpers.handwritten import ROWS, ids, label, numericals, write_handwritten
 from tests.helpers.preproc_command import Refused, data_files, preproc
 
 
