@@ -203,10 +203,9 @@ class TableFile:
         for part, source in zip(self._parts, sources, strict=True):
             part.write(source, positions, rows)
 
-    def fill(self, first: int, values: Tensor) -> None:
-        """Give rows weights [n, columns], which are other ones than the initial, before the first change."""
-        items = row_items(values)
-        self._parts[0].write(items, np.arange(len(items)), np.arange(first, first + len(items)))
+    def fill(self, rows: np.ndarray, values: Tensor) -> None:
+        """Give ascending rows weights [n, columns], which are other ones than the initial, before the first change."""
+        self._parts[0].write(row_items(values), np.arange(len(rows)), rows)
 
     def num_bytes(self) -> tuple[int, int]:
         """Return the bytes that the files and the journal take on the disk, and those of files that have all rows."""

@@ -49,7 +49,7 @@ def test_changed_rows_are_read_and_reach_the_file_at_the_merge_only(tmp_path, mo
     everything = np.arange(ROWS)
     assert all(map(torch.equal, read(file, everything), initial_rows()))
     weights = torch.rand(300, 6, generator=generator).bfloat16()
-    file.fill(100, weights)
+    file.fill(np.arange(100, 400), weights)
     stored = [rows.clone() for rows in file.rows.values()]
     newest = initial_rows()
     newest[0][100:400] = weights
@@ -130,7 +130,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     file = TableFile(directory, "t", SHARDS, KINDS)
     with pytest.raises(RankError, match=r"no room for 0\.00 GiB more .*No space left"):
-        file.fill(0, torch.zeros(1, 6, dtype=torch.bfloat16))
+        file.fill(np.arange(1), torch.zeros(1, 6, dtype=torch.bfloat16))
     monkeypatch.undo()
     for module, name, error in (
         (os, "open", OSError(errno.ENOSPC, "No space left on device")),
