@@ -84,7 +84,7 @@ class ServerConfig(Section):
     )
     table_gib: float | None = option(
         None,
-        "GiB of tables in the GPU's memory; the first rows of each table, which are the most frequent values, "
+        "GiB of tables of each model in the GPU's memory; the first rows of each table, which are the most frequent values, "
         "lie there, the others in pinned host memory; null: 80 % of what is free",
         gt=0,
         only="device=cuda",

@@ -90,13 +90,14 @@ class NegativesSource(DerivedSource):
         negatives = np.flatnonzero(rows % EPOCH_ROWS % self._size)
         found.labels[negatives] = 0
         own = found.ids[self._features[0]][negatives]
-        taken = self._taken(found, len(rows))
+        # Sorted once: a draw looks its few rows up in the histories of all.
+        taken = np.sort(self._taken(found, len(rows)))
         waiting = np.arange(len(negatives))
         for draw in range(DRAWS):
             places = negatives[waiting]
             drawn = self._drawn(split, rows[places], draw)
             good = (drawn[0] != 0) & (drawn[0] != own[waiting])
-            good &= ~np.isin(_pairs(places, drawn[0]), taken)
+            good &= ~_is_in(_pairs(places, drawn[0]), taken)
             for feature, ids in zip(self._features, drawn, strict=True):
                 found.ids[feature][places[good]] = ids[good]
             waiting = waiting[~good]
@@ -137,6 +138,13 @@ class NegativesSource(DerivedSource):
         first = (numbers * self._source.num_rows(split)).astype(np.int64)
         other = self._source.read(split, np.stack([first, first + 1], axis=1))
         return [other.ids[feature] for feature in self._features]
+
+
+def _is_in(values: np.ndarray, ascending: np.ndarray) -> np.ndarray:
+    at = np.searchsorted(ascending, values)
+    found = at < len(ascending)
+    found[found] = ascending[at[found]] == values[found]
+    return found
 
 
 def _pairs(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:

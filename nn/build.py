@@ -30,6 +30,7 @@ from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.declared_tables import ids_per_sample
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
+from nn.embedding.pretrained import FileRows
 from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import tasks_of_run
@@ -38,6 +39,7 @@ from nn.planning.first_batch import with_rows_of_first_batch
 from nn.planning.host_tables import read_ahead_bytes, with_expected_fetches
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.planner import plan_tables
+from nn.planning.table_sizes import weight_bytes_of
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import TableSettings, TieredPlan
 from nn.tiers.host_tier import DiskSettings
@@ -192,9 +194,6 @@ def build_plan(
         -(-live_samples(config) // hardware.world_size),
         traffic_of,
     )
-    rows = with_rows_of_first_batch(
-        rows, declared, config, source, TRAIN_SPLIT, hardware.world_size
-    )
     room, memories, steps = read_ahead_bytes(config.sharding), 1 + len(rule.states), 0
     if plan.host_tables and config.mode in (Mode.train, Mode.plan):
         # Until a checkpoint or a delta is due at the latest; saves of the best evaluation may be earlier.
@@ -212,11 +211,20 @@ def checked_plan(
 ) -> tuple[TieredPlan, list[TablePlan], str | None]:
     """Plan the sharding of the tables, and check the disk of those on disk, if it is here; ValueError: it has too little room.
 
-    Returns the plan in both forms, and what `sharding.disk_path` has room for, as one line; None without tables on disk.
+    A plan of training has the rows of its first batch. Returns the plan in both forms, and what `sharding.disk_path` has room
+    for, as one line; None without tables on disk.
     """
     plan, tables = build_plan(config, source, hardware)
+    declared = _declared_tables(config, source)
+    if config.mode in (Mode.train, Mode.plan):
+        tables = with_rows_of_first_batch(tables, declared, config, source, TRAIN_SPLIT, hardware)
     in_node = hardware.local_table_ranks
-    need = disk_need(tables, in_node, hardware.local_world_size // in_node)
+    filled = {
+        table.name: table.num_embeddings * table.embedding_dim * weight_bytes_of(table)
+        for table in declared
+        if isinstance(table.init_fn, FileRows)
+    }
+    need = disk_need(tables, in_node, hardware.local_world_size // in_node, filled)
     if need is None or config.sharding.disk_path is None:
         return plan, tables, None
     path = Path(config.sharding.disk_path)

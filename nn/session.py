@@ -197,8 +197,10 @@ def open_session(
         size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
         header = _header_facts(config, source, recorder.run_dir, start)
         print_header(console, facts, {"model": header["model"]} | size | header)
-        if config.mode is Mode.train and ranks.is_rank0:
-            beside = _beside_plan(config, source, recorder, rows, hardware, disk_room)
+        if config.mode is Mode.train:
+            beside = ranks.run_on_rank0(
+                partial(_beside_plan, config, source, recorder, rows, hardware, disk_room)
+            )
             print_plan(console, rows, hardware.table_ranks, beside)
         if memory:
             print_memory(console, memory, hardware.hbm_bytes)

@@ -16,6 +16,7 @@ from configs.stop_signals import INTERRUPTED
 from serving.http_address import authority
 from serving.loading import COPYING_THREADS, model_loader
 from serving.manifest import MANIFEST
+from serving.model_names import name_of, require_names
 from serving.token_file import read_token
 from serving.versions import list_versions
 
@@ -35,6 +36,8 @@ def run(config: ServerConfig) -> None:
     check_model("model", Path(config.model or ""))
     for path in config.others:
         check_model("others", Path(path))
+    names = [name_of(Path(path)) for path in (config.model or "", *config.others)]
+    require_names([name for name in names if name is not None])
     with lasting_imports():
         # Here: torch takes seconds, and errors of options need none.
         from serving.server import service  # noqa: F401

@@ -85,7 +85,7 @@ def list_versions(directory: Path) -> list[str]:
         names = [path.name for path in directory.iterdir() if NAME.fullmatch(path.name)]
     except OSError as error:
         raise ValueError(
-            f"model={directory} cannot be read ({error.strerror}); name a model directory, or a directory of versions"
+            f"{directory} cannot be read ({error.strerror}); name a model directory, or a directory of versions"
         ) from None
     return sorted(names, key=int, reverse=True)
 

@@ -187,6 +187,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from tests.helpers.made_once import make_once
 
         make_once()
+        # The first backward pass starts a thread per device, of the pretended GPU of `torch.export` and fake tensors too, and
+        # torch then refuses one in any fork.
+        torch.ones(1, requires_grad=True).backward()
         threads = other_threads()
         assert not threads, f"forks are not safe: an import of a test file starts {threads}"
         start_servers(session.config._tmp_path_factory.getbasetemp())

@@ -6,12 +6,14 @@ A sample is [context][events, oldest first][candidates]. B samples with K contex
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import normal_, uniform_
 from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import SwishMLP, draw_normal_
@@ -74,6 +76,20 @@ class SampleParts:
             of_candidate = of_candidate[self.candidate]
         rest = torch.where(self.is_candidate, of_candidate, other)
         return torch.where(self.is_event, of_event[self.event], rest).to(of_event.dtype)
+
+    def positions(
+        self, events: Sequence[DistinctRows], candidates: Sequence[DistinctRows]
+    ) -> list[Tensor]:
+        """Return the position in a table's rows of each position, [P] a feature of events; without an id the last row, zeros.
+
+        `candidates` are those of the first features: candidates lack what only events have.
+        """
+        found = []
+        for of_event, of_candidate in zip_longest(events, candidates):
+            last = of_event.rows.shape[0] - 1
+            own = last if of_candidate is None else of_candidate.positions
+            found.append(self.choose(of_event.positions, own, last))
+        return found
 
     def with_context(self, x: Tensor, context: Tensor) -> Tensor:
         """Put the vectors of context [B, K, D] to their positions in [P, D]."""

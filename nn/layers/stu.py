@@ -5,6 +5,7 @@ no sample are finite if the inputs are, reach no other position, and have no gra
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +163,18 @@ class STULayer(nn.Module):
         # One name, so that nothing keeps what dropout has read.
         y = self.dropout(y, queries)
         return x + self.output(y)
+
+
+def kept_columns(
+    layers: Sequence[STULayer], before: tuple[int, int], *, only_candidates: bool
+) -> tuple[int, int]:
+    """Return the columns that backward keeps of a position at its peak, in all layers and `before` them, as `STULayer.kept`."""
+    *first, last = layers
+    kept = [before, *(layer.kept() for layer in first), last.kept(only_candidates=only_candidates)]
+    # A gradient of a layer's columns in both dtypes, or two.
+    widest = max(last.output.out_features, last.uvqk.out_features // 4)
+    columns, wide = (sum(of) + widest * (2 - only_candidates) for of in zip(*kept, strict=True))
+    return columns, wide
 
 
 class RelativeBias(nn.Module):

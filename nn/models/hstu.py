@@ -1,27 +1,22 @@
 """HSTU: a transducer over a user's events and the candidates behind them (arXiv:2402.17152), as in MLPerf's `dlrm_v4`."""
 
-from __future__ import annotations
-
 import math
-from itertools import zip_longest
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.embedding.declared_tables import Tables
 from nn.layers import hstu
 from nn.layers.hstu import SampleParts
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.layers.stu import PositionDropout, RelativeBias, STULayer, SwishMLP
+from nn.layers.stu import PositionDropout, RelativeBias, STULayer, SwishMLP, kept_columns
 from nn.models.event_features import find_events
 from nn.models.model import Activations, Model
 from nn.models.options import AttentionNorm, HSTUOptions, QueryTime
 from nn.ops.fused_linear import as_autocast
 from nn.ops.hstu_attention import JaggedPositions
-
-if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 # B: samples, N: numerical features, K: context vectors, M: candidates, P: positions, D: columns of a position
 
@@ -75,7 +70,7 @@ class HSTU(Model):
         self.head = SwishMLP(width, width, tasks, norm=False, uniform=True)
 
     @classmethod
-    def tables(cls, options: HSTUOptions, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+    def tables(cls, options: HSTUOptions, spec: FeatureSpec) -> Tables:
         """Return a table per feature; those of candidates and events hand out their rows.
 
         Raises ValueError: raised by `find_events`.
@@ -86,13 +81,9 @@ class HSTU(Model):
         """Return what positions and distinct rows keep, and the work of a sample of mean length."""
         options, inputs = self._options, self._found.inputs
         inner, width = options.heads * options.head_dim, options.width
-        *first, last = cast("list[STULayer]", list(self.layers))
+        layers, only = cast("list[STULayer]", list(self.layers)), options.last_layer_of_candidates
         at_position, at_row = self.items.kept()
-        kept = [at_position, *(layer.kept() for layer in first)]
-        kept.append(last.kept(only_candidates=options.last_layer_of_candidates))
-        # Beside it at the peak: a gradient of a layer's columns in both dtypes, or two.
-        beside = max(width, inner) * (1 if options.last_layer_of_candidates else 2)
-        columns, wide = (sum(of) + beside for of in zip(*kept, strict=True))
+        columns, wide = kept_columns(layers, at_position, only_candidates=only)
         group, item = inputs.group.name, inputs.tables[inputs.items[0]]
         length = inputs.mean_events + self._more
         weights = width * (4 + (3 if options.concat else 1)) * inner
@@ -117,17 +108,8 @@ class HSTU(Model):
         parts = SampleParts.of(events, self._num_context, num_candidates)
         at, queries = parts.at, parts.at.last(num_candidates)[0]
 
-        # Candidates lack what only events have; the last row is zeros.
-        rows = [events.rows[name].rows for name in inputs.group.features]
-        positions = [
-            parts.choose(
-                events.rows[name].positions,
-                item.positions if item else of.shape[0] - 1,
-                of.shape[0] - 1,
-            )
-            for name, item, of in zip_longest(inputs.group.features, items, rows)
-        ]
-        x = self.items(rows, positions)
+        features = [events.rows[name] for name in inputs.group.features]
+        x = self.items([of.rows for of in features], parts.positions(features, items))
         if self.actions is not None:
             x = x + self.actions(events.numbers[options.action], parts)
         if self._num_context:

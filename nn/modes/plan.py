@@ -5,6 +5,7 @@ It opens a process group only if it was launched on the ranks that it plans for:
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from configs.schema import Config
 from dataloading.dataset.source import Source
 from nn.build import checked_plan, id_share, model_spec, planned_hardware, without_a_node
-from nn.checks import open_checked
+from nn.checks import check_chunks, open_checked
 from nn.distributed.link_rates import measured_rates
 from nn.distributed.process_group import (
     launched_world,
@@ -95,11 +96,18 @@ def _is_here(hardware: Hardware) -> bool:
 def fitting_chunks(
     config: Config, hardware: Hardware, needed: Callable[[Config], list[RankMemory]]
 ) -> int | None:
-    """Return the least power of two of chunks (`train.accumulate`) with which a step fits the GPUs; None if none does."""
+    """Return the least power of two of chunks (`train.accumulate`) with which a step fits the GPUs.
+
+    None if none does, or if the options or the model take complete batches only.
+    """
     most = config.train.batch_size // hardware.world_size
     for power in range(1, most.bit_length()):
         other = deepcopy(config)
-        other.train.accumulate = 2**power
+        try:
+            other.train = replace(config.train, accumulate=2**power)
+            check_chunks(other)
+        except ValueError:
+            return None
         if max(rank.total for rank in needed(other)) <= hardware.hbm_bytes:
             return 2**power
     return None

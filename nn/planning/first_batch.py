@@ -11,8 +11,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.schema import Config
 from dataloading.dataset.source import Source
-from dataloading.partition import Shuffle, rows_at
-from nn.planning.plan import TablePlan
+from dataloading.loader import Loader, LoaderSettings
+from nn.planning.plan import Hardware, TablePlan
 
 
 def with_rows_of_first_batch(
@@ -21,39 +21,48 @@ def with_rows_of_first_batch(
     config: Config,
     source: Source,
     split: str,
-    world_size: int,
+    hardware: Hardware,
 ) -> list[TablePlan]:
-    """Return the plan with what rank 0 asks of each owner; as it is for clicks that are drawn, and raw keys."""
+    """Return the plan with what rank 0 and its group ask of each owner; as it is for clicks that are drawn, and raw keys."""
     tables = [table.table for table in plan if table.exchange == "rows" and not table.num_vectors]
-    block = config.data.shuffle_block
     if not tables or config.data.path is None or source.spec.dynamic_tables:
         return list(plan)
-    runs = rows_at(
-        0,
-        num_rows=source.num_rows(split),
-        batch_size=config.train.batch_size,
-        rank=0,
-        world_size=world_size,
-        shuffle=Shuffle(config.seed, 0, block) if block else None,
-    ).runs
     try:
-        ids = source.read(split, runs).ids
+        of_rank = _ids_of_first_batch(config, source, split, hardware.world_size)
+        has_merged = 1 < hardware.groups < hardware.world_size
+        # A group's rows are those of a rank, if there were as many ranks as groups.
+        of_group = _ids_of_first_batch(config, source, split, hardware.groups) if has_merged else {}
     except (OSError, ValueError):
         # An estimate does without; the loader names what is wrong.
         return list(plan)
-    of_feature = {
-        feature.name: own for feature, own in zip(source.spec.categorical, ids, strict=True)
-    }
-    of_table = {
-        table.name: [of_feature[name] for name in table.feature_names] for table in declared
-    }
+    features = {table.name: table.feature_names for table in declared}
 
-    def counted(table: TablePlan) -> TablePlan:
-        if table.table not in tables:
-            return table
-        distinct = np.unique(np.concatenate(of_table[table.table]))
+    def counted(table: TablePlan, ids: dict[str, np.ndarray]) -> tuple[int, ...]:
+        distinct = np.unique(np.concatenate([ids[name] for name in features[table.table]]))
         owners = len(table.ranks) if table.is_row_wise else 1
         owner = distinct // -(-table.num_embeddings // owners)
-        return replace(table, batch_rows=tuple(np.bincount(owner, minlength=owners).tolist()))
+        return tuple(np.bincount(owner, minlength=owners).tolist())
 
-    return [counted(table) for table in plan]
+    return [
+        replace(
+            table,
+            batch_rows=counted(table, of_rank),
+            group_rows=counted(table, of_group) if of_group else (),
+        )
+        if table.table in tables
+        else table
+        for table in plan
+    ]
+
+
+def _ids_of_first_batch(
+    config: Config, source: Source, split: str, world_size: int
+) -> dict[str, np.ndarray]:
+    """Return the ids of each feature in the rows that the loader of rank 0 reads first, of so many ranks."""
+    block = config.data.shuffle_block
+    settings = LoaderSettings(
+        batch_size=config.train.batch_size, seed=config.seed, shuffle_block=block
+    )
+    runs = Loader(source, split, settings, world_size=world_size).rows(0).runs
+    names = [feature.name for feature in source.spec.categorical]
+    return dict(zip(names, source.read(split, runs).ids, strict=True))

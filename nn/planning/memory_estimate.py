@@ -140,9 +140,8 @@ class Requests:
     columns: int
     keys: int  # ids of all lookups of a rank's samples
     capacity: tuple[int, ...]  # rows that a rank can ask of each owner
-    merged: tuple[
-        int, ...
-    ]  # distinct ones that a group can ask of each owner, if owners merge them
+    # distinct ones that a group can ask of each owner, if owners merge them
+    merged: tuple[int, ...]
     tiers: frozenset[str]  # memories that their rows lie in
     hands_out: bool = False  # whether the dense component takes the rows
     groups: int = 1  # of ranks, which all hold the tables
@@ -229,8 +228,10 @@ def requests_of(
             per_shard = -(-table.num_embeddings // len(owners))
             for number, rank in enumerate(owners):
                 if table.batch_rows:
-                    of_batch = config.train.batch_size // world_size
-                    capacity[rank] += table.batch_rows[number] * batch / of_batch
+                    scale = batch / (config.train.batch_size // world_size)
+                    capacity[rank] += table.batch_rows[number] * scale
+                    if merged:
+                        merged[rank] += table.group_rows[number] * scale
                     continue
                 first = min(number * per_shard, table.num_embeddings)
                 end = min(first + per_shard, table.num_embeddings)

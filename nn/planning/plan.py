@@ -40,6 +40,8 @@ class TablePlan:
     exchange: str = "vectors"
     # distinct rows that a rank's first batch asks of each owner; empty where they are estimated
     batch_rows: tuple[int, ...] = ()
+    # the same of all ranks of a group, where there are several groups of several ranks
+    group_rows: tuple[int, ...] = ()
 
     @property
     def has_arena(self) -> bool:

@@ -59,7 +59,7 @@ class RankGroup:
         others = self.size * (self.count - 1 - self.number)
         return [0] * self.first_rank + list(sizes) + [0] * others
 
-    def of_all_groups(self, numbers: Tensor, channel: dist.ProcessGroup | None) -> Tensor:
+    def numbers_of_all_groups(self, numbers: Tensor, channel: dist.ProcessGroup | None) -> Tensor:
         """Return as many numbers of each group's rank that has the same shards, in the order of the groups."""
         gathered = numbers.new_empty(self.count * len(numbers))
         sizes = [len(numbers) * (rank == self.rank) for rank in range(self.size)] * self.count
@@ -80,7 +80,7 @@ class RankGroup:
         return within, open_channel(ranks, f"gradients of {self.size}", owners)
 
 
-def of_all_groups(gradients: Tensor, owners: dist.ProcessGroup | None) -> Tensor:
+def gradients_of_all_groups(gradients: Tensor, owners: dist.ProcessGroup | None) -> Tensor:
     """Return the gradients [n, ...] that the `owners` of one shard have, one after the other in the order of the ranks."""
     if owners is None or not gradients.numel():
         return gradients

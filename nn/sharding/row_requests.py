@@ -23,7 +23,7 @@ from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
 from nn.sharding.merged_rows import MergedRows, bags_by_number, of_asked
 from nn.sharding.placement import BY_NUMBER, RankTables, RequestedTables
-from nn.sharding.rank_group import of_all_groups
+from nn.sharding.rank_group import gradients_of_all_groups
 from nn.sharding.request_keys import RequestKeys, RowCapacity
 
 # K: ids of all lookups of a rank's samples, W: ranks of a group, R: rows that a rank has capacity for, of all owners, G: groups,
@@ -110,7 +110,7 @@ class RowRequests:
             arrived, merged_keys, merged_order, lacks = self._merged.merge(arrived)
             overflows |= lacks
         if self._has_groups:
-            arrived = self._group.of_all_groups(arrived, self._channels.ids)
+            arrived = self._group.numbers_of_all_groups(arrived, self._channels.ids)
         local = keys.with_row_positions(prepared, position, rows.order)
         on_device, in_tier = arrived.new_empty(0), []
         for bags, of_memory in zip(self._owned, self._split(arrived), strict=True):
@@ -186,7 +186,7 @@ class RowRequests:
             returned = self._merged.sum_by_row(merged, returned)
         if not self._has_groups:
             return returned
-        return of_all_groups(returned.to(self._dtype), self._channels.owners)
+        return gradients_of_all_groups(returned.to(self._dtype), self._channels.owners)
 
     def update(self, ids: Sequence[SortedIds], gradients: Tensor, is_good: Tensor) -> None:
         """Update this rank's rows with the gradients from `send_back`, unless `is_good` [1] is 0.

@@ -25,7 +25,7 @@ from nn.sharding.id_all_to_all import IdAllToAll
 from nn.sharding.local_ids import Capacity, LocalIds
 from nn.sharding.placement import RankTables, RequestedTables
 from nn.sharding.pooled_rows import PooledRows
-from nn.sharding.rank_group import GroupIds, of_all_groups
+from nn.sharding.rank_group import GroupIds, gradients_of_all_groups
 from nn.sharding.request_keys import RequestKeys
 from nn.sharding.row_requests import RowRequests
 from nn.tiers.live_batches import Hold
@@ -392,7 +392,7 @@ class ShardedLookup:
             for number, group in enumerate(self._groups)
         ]
         vectors = self._send_vectors_back(gradients.vectors)
-        return OwnedGradients(of_all_groups(vectors, self._channels.owners), requested)
+        return OwnedGradients(gradients_of_all_groups(vectors, self._channels.owners), requested)
 
     def _row_gradients(
         self, number: int, ids: SortedOwnedIds, gradients: LookupGradients

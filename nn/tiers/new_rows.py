@@ -42,17 +42,7 @@ class RowResets:
     def __init__(self, shards: Sequence[KeyedShard], seed: int) -> None:
         groups: list[list[KeyedShard]] = []
         for shard in shards:
-            before = groups[-1][-1] if groups else None
-            tensors = (shard.weight, *shard.states)
-            is_alone = before is None or before.slots is not None or shard.slots is not None
-            if not is_alone and all(
-                one.dtype == other.dtype
-                and one.shape[1:] == other.shape[1:]
-                and are_adjacent(one, other)
-                for one, other in zip(
-                    (groups[-1][-1].weight, *groups[-1][-1].states), tensors, strict=True
-                )
-            ):
+            if groups and _adjoin(groups[-1][-1], shard):
                 groups[-1].append(shard)
             else:
                 groups.append([shard])
@@ -61,6 +51,15 @@ class RowResets:
     def write(self, new_rows: Mapping[str, NewRows]) -> None:
         for group in self._groups:
             group.write(new_rows)
+
+
+def _adjoin(shard: KeyedShard, other: KeyedShard) -> bool:
+    """Return whether `other` lies behind a shard in one memory, all rows of both."""
+    tensors = (shard.weight, *shard.states), (other.weight, *other.states)
+    return shard.slots is other.slots is None and all(
+        one.dtype == two.dtype and one.shape[1:] == two.shape[1:] and are_adjacent(one, two)
+        for one, two in zip(*tensors, strict=True)
+    )
 
 
 class _Group:

@@ -278,7 +278,7 @@ class RawValues:
     ) -> list[list[float]]:
         """Return a list of numbers per row; what fills a tensor behind the items, missing or 0, is none."""
         name, column = number["name"], number["column"]
-        values, rows = inputs[column], list[list[float | None]]()
+        values, rows = inputs[column], list[Sequence[float | None]]()
         if separator:
             parted = [_split(text or "", separator) for text in self._texts(column, values)]
             parted = [[] if items == [None] else items for items in parted]
@@ -286,12 +286,15 @@ class RawValues:
         else:
             width = shapes[column][1]
             if isinstance(values, list):
-                flat = [_number(name, n // width, x or None) for n, x in enumerate(values)]
-            else:
-                flat = [None if x != x else float(x) for x in values.flat]
-            for row, count in enumerate(counts.tolist()):
-                items = flat[row * width : (row + 1) * width]
-                rows.append(items[:count] if not any(items[count:]) else items)
+                given = [_number(name, n // width, x or None) for n, x in enumerate(values)]
+                values = np.array([math.nan if x is None else x for x in given])
+            matrix = values.reshape(len(counts), width)
+            for items, count in zip(matrix, counts.tolist(), strict=True):
+                behind = items[count:]
+                if len(items) < count or ((behind != 0) & (behind == behind)).any():
+                    rows.append(range(width))  # of another length, which is refused
+                else:
+                    rows.append([None if x != x else x for x in items[:count].tolist()])
         for row, items in enumerate(rows):
             if None in items:
                 _refuse(f"row {row}: {shown(name)} lacks the number of an item")

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,15 +43,16 @@ class _Waiting:
 class Batcher:
     """Queue of one thread, which scores one batch at a time.
 
-    A batch has the rows of one version, so a response is that of the version it names. The thread takes what waits as soon as
-    it is free, without a turn of the event loop: a batch is handed over twice, once from the loop and once back. `measure`:
-    called in the loop with the rows and the seconds of every batch.
+    A batch has the rows of one version of one model, so a response is that of the version it names. The thread takes what
+    waits as soon as it is free, without a turn of the event loop: a batch is handed over twice, once from the loop and once
+    back. `measure`: called in the loop with the rows and the seconds of every batch.
     """
 
     def __init__(self, limits: BatchLimits, measure: Callable[[int, float], None]) -> None:
         self._limits, self._measure = limits, measure
         self._waiting: SimpleQueue[_Waiting | None] = SimpleQueue()
-        self._left: _Waiting | None = None
+        # Taken from there, and left to later batches; oldest first.
+        self._left: deque[_Waiting] = deque()
         # Each is counted by one thread: the loop, and the one that scores.
         self._rows_put = self._rows_taken = 0
         self._is_ended = False
@@ -134,23 +136,25 @@ class Batcher:
             self._call(self._answer, timely, scores, time.monotonic() - started)
 
     def _next_batch(self) -> list[_Waiting]:
-        """Wait for rows; return those of the next batch, which are none at the end."""
-        part = self._left or self._waiting.get()
-        self._left = None
-        batch: list[_Waiting] = []
+        """Wait for rows; return those of the next batch, which are none at the end: of the version that has waited longest."""
+        part = self._left.popleft() if self._left else self._waiting.get()
+        batch, others = list[_Waiting](), deque[_Waiting]()
         num_rows, limits = 0, self._limits
         while part is not None:
-            if batch and (
-                part.version is not batch[0].version or num_rows + part.num_rows > limits.max_batch
-            ):
-                self._left = part
+            if batch and part.version is not batch[0].version:
+                others.append(part)
+            elif num_rows + part.num_rows > limits.max_batch:
+                self._left.appendleft(part)
                 break
-            batch.append(part)
-            num_rows += part.num_rows
-            self._rows_taken += part.num_rows
-            if num_rows == limits.max_batch:
-                break
-            part = self._next(batch[0].arrived + limits.delay_s)
+            else:
+                batch.append(part)
+                num_rows += part.num_rows
+                self._rows_taken += part.num_rows
+                if num_rows == limits.max_batch:
+                    break
+            end = batch[0].arrived + limits.delay_s
+            part = self._left.popleft() if self._left else self._next(end)
+        self._left.extendleft(reversed(others))
         return batch
 
     def _next(self, end: float) -> _Waiting | None:

@@ -309,8 +309,12 @@ class _Body:
         chunk = await self._next()
         body[: len(chunk)] = chunk
         scope[REST] = body[len(chunk) :]
-        while not self._is_complete:
-            await self._next()
+        try:
+            while not self._is_complete:
+                await self._next()
+        finally:
+            # A connection keeps its scope until its next request, which would keep the body.
+            del scope[REST]
         return body
 
     async def chunks(self, first: int) -> memoryview:

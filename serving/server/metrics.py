@@ -1,6 +1,6 @@
 """Metrics of the server for Prometheus."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,6 +18,9 @@ from serving.inference.versions import Version
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 ROWS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
 CONTENT_TYPE = "text/plain; version=0.0.4"
+
+Gauges = Mapping[str, tuple[str, float | Mapping[str, float]]]
+"""Meaning and value by name, or values by model."""
 
 disable_created_metrics()
 LATE_VERSIONS = 8
@@ -70,9 +73,9 @@ class Metrics:
     def text(
         self,
         shares: Sequence[tuple[Version, float]],
-        gauges: dict[str, tuple[str, float]],
+        gauges: Gauges,
     ) -> bytes:
-        """Return all metrics; `gauges` have meaning and value by name, and one whose name ends with `_total` is a counter."""
+        """Return all metrics; a gauge whose name ends with `_total` is a counter."""
         self._version.clear()
         serving = []
         for version, share in shares:
@@ -108,10 +111,17 @@ def _forget_all_but(served: Set[tuple[str, str]], metrics: Sequence[Counter | Hi
 
 
 class _Now:
-    def __init__(self, values: dict[str, tuple[str, float]]) -> None:
+    def __init__(self, values: Gauges) -> None:
         self._values = values
 
     def collect(self) -> Iterable[Metric]:
         for name, (meaning, value) in self._values.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield kind(name.removesuffix("_total"), meaning, value=value)
+            short = name.removesuffix("_total")
+            if isinstance(value, float | int):
+                yield kind(short, meaning, value=value)
+                continue
+            family = kind(short, meaning, labels=["model"])
+            for model, of_model in value.items():
+                family.add_metric([model], of_model)
+            yield family

@@ -17,10 +17,11 @@ from serving.inference.requests import IdInputs, InputError, describe_inputs, ta
 from serving.inference.scores import why_not_finite
 from serving.inference.versions import Version, Versions
 from serving.manifest import Manifest
+from serving.model_names import require_names
 from serving.server.batching import Batcher, BatchLimits
 from serving.server.http_server import HttpLimits, HttpServer, Request, RequestError, Response
 from serving.server.lane import Lane
-from serving.server.metrics import CONTENT_TYPE, Metrics
+from serving.server.metrics import CONTENT_TYPE, Gauges, Metrics
 from serving.server.protocol import (
     Described,
     InferRequest,
@@ -60,12 +61,7 @@ class Service:
     ) -> None:
         self._request_log = request_log
         self._models, self._poll_s, self._log = models, poll_s, log
-        names = [versions.name for versions in models]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(
-                    f"two models are named {name}; export one of them with another name=, by which requests choose"
-                )
+        require_names([versions.name for versions in models])
         self._metrics = Metrics()
         # One batch at a time, which uses all threads of torch; versions are loaded beside it.
         self._batcher = Batcher(batch_limits, self._metrics.batch)
@@ -116,9 +112,15 @@ class Service:
             await asyncio.sleep(self._poll_s)
             for versions in self._models:
                 try:
-                    await loop.run_in_executor(self._loader, versions.update)
+                    is_new = await loop.run_in_executor(self._loader, versions.update)
                 except Exception as error:  # a fault of this program, which must not end the search
                     self._log(f"error while versions were read: {error!r}")
+                    continue
+                if is_new:
+                    try:
+                        require_names([of.name for of in self._models])
+                    except ValueError as error:
+                        self._log(f"{error}; until then they reach the first one")
 
     def _refuse(self, error: RequestError) -> Response:
         self._metrics.response(error.status.value)
@@ -283,16 +285,16 @@ class Service:
         return False, partial(_refusing, known.rows, arrays, num_rows)
 
     def _metrics_text(self) -> bytes:
-        gauges: dict[str, tuple[str, float]] = {
+        gauges: Gauges = {
             "serving_queued_rows": ("Rows that wait.", self._batcher.queued_rows),
             "serving_connections": ("Open connections.", self._http.num_connections),
             "serving_version_swaps_total": (
                 "Changes of the version.",
-                sum(of.swaps for of in self._models),
+                {of.name: of.swaps for of in self._models},
             ),
             "serving_versions_refused_total": (
                 "Versions that were refused.",
-                sum(of.refused for of in self._models),
+                {of.name: of.refused for of in self._models},
             ),
         }
         shares = [share for of in self._models for share in of.shares()]

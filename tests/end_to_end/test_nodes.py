@@ -1,13 +1,18 @@
 """Two nodes of two ranks each, emulated on one machine: rank numbers, plans, and equal training."""
 
+import errno
 import json
+import os
 import re
 
 import pytest
 
 from configs.schema import ShardingType
+from nn import session
+from nn.distributed.errors import Rank0Error
 from nn.distributed.process_group import ranks_from_environment
 from nn.embedding.optimizer import table_rule
+from nn.observability.console import make_console
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -142,6 +147,29 @@ def test_a_plan_of_several_nodes_says_whether_one_less_suffices(options, says):
     out = run_command(*case("sgd", "row_wise"), "mode=plan", *nodes, *options).out
     assert ("less a node" in out) == (says is not None)
     assert says is None or says in " ".join(out.split())
+
+
+def refusal_of_training(overrides: list[str]) -> str:
+    """Return what a rank is told where rank 0 cannot read what a plan for a node less needs."""
+
+    def unreadable(*_: object) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(session, "without_a_node", unreadable)
+        with (
+            pytest.raises(Rank0Error) as refused,
+            session.open_session(compose_config(*overrides), "", make_console(1)),
+        ):
+            pass
+    return str(refused.value)
+
+
+def test_all_ranks_learn_that_the_plan_for_a_node_less_has_failed(tmp_path):
+    options = [*case("sgd", "row_wise"), f"run_dir={tmp_path / 'run'}"]
+    told = run_distributed(refusal_of_training, 2, options)
+    assert os.strerror(errno.EIO) in told[0]
+    assert told[1] == told[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """A small dataset of a sequence group, and models of it as options of the command."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,7 @@ def overrides(name: str, data: Path) -> list[str]:
     ]
 
 
-def write_sequences(root: Path) -> Path:
+def write_sequences(root: Path, splits: Mapping[str, int] = ROWS) -> Path:
     """Write a Parquet dataset whose labels the last event decides; the first row of a split has no events."""
     random = np.random.default_rng(1)
     features = [
@@ -72,8 +73,9 @@ def write_sequences(root: Path) -> Path:
         numerical_dtype="float32",
         sequences=(HISTORY, SEARCHES),
         file_format="parquet",
+        splits=list(splits),
     ) as dataset:
-        for split, rows in ROWS.items():
+        for split, rows in splits.items():
             lengths = {
                 "history": np.minimum(random.geometric(0.25, rows), LONGEST),
                 "searches": random.integers(0, 4, rows),

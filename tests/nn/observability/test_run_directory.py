@@ -98,6 +98,7 @@ def test_config_and_plan_are_written_as_given(tmp_path):
             "journal_rows": 0.0,
             "memories": 1,
             "exchange": "vectors",
+            "batch_rows": [],
         }
     ]
 

@@ -4,6 +4,7 @@ import shutil
 from collections import namedtuple
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nn.build import build_plan, open_source, planned_hardware
@@ -64,6 +65,7 @@ def test_the_fullest_node_counts():
     need = disk_need(tables, 2)
     # Rows of 1.2 and of 10 bytes.
     assert need == DiskNeed(800, pytest.approx(60 * 1.2 * 7 / 12 + 5 * 10))
+    assert disk_need(tables, 2, filled={"a": 300}).filled_bytes == 300 * 7 / 12
     assert disk_need(tables[2:], 2) is None
 
 
@@ -134,3 +136,22 @@ def test_a_plan_and_a_start_are_refused_before_anything_is_written(tmp_path, mon
         assert ended.exit_code == 2
         assert ended.err.startswith(f"error: sharding.disk_path={disk} has 0.00 GiB free, and")
         assert list(tmp_path.rglob("*")) == [disk]
+
+
+def test_vectors_of_a_file_are_written_in_full(tmp_path, monkeypatch):
+    """20,000 vectors of 8 numbers of 4 bytes, and as many bytes of Adagrad's state, which are not written."""
+    vectors = tmp_path / "vectors.npy"
+    np.save(vectors, np.zeros((ROWS, 8), np.float32))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = [*ON_DISK, f"sharding.disk_path={disk}", "mode=plan"]
+    filled = ["model.embedding_dims={cat_0:8}", f"model.pretrained={{cat_0:{vectors}}}"]
+    need = need_of()
+    free = need.journal_bytes + ROWS * 8 * 4
+    for some, ends in ((free + 1, 0), (free - 1, 2)):
+        with_free(monkeypatch, some / GIB)
+        assert run_command(*command, *filled).exit_code == ends
+        assert run_command(*command).exit_code == 0
+    assert str(DiskNeed(3 * GIB, GIB, 2 * GIB)).startswith(
+        "the tables with tier: disk take at most 3.00 GiB (2.00 GiB at the start), and rows"
+    )

@@ -1,16 +1,18 @@
 """Memory estimate of a GPU: against peaks measured on H200, term by term, and how it grows."""
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from benchmarks.rows import ROWS
+from configs.schema import Config
 from nn.build import build_plan, open_source, planned_hardware
 from nn.models.registry import build_meta
+from nn.modes.plan import fitting_chunks
 from nn.planning.memory_estimate import RankMemory, plan_memory, update_bytes
-from nn.planning.plan import TablePlan
+from nn.planning.plan import Hardware, TablePlan
 from nn.sharding.sharded_lookup import ShardedLookup
 from nn.sharding.tables import local_tensors
 from nn.training.dense_optimizer import dense_rule
@@ -271,6 +273,20 @@ def test_a_plan_for_gpus_tells_the_peak_and_whether_it_fits():
     assert "too much" not in in_chunks
     assert "do not: lower train.batch_size" in run_command(*plan, "sharding.hbm_gib=0.05").out
     assert "at its peak" not in run_command("mode=plan", *TINY).out
+
+
+@pytest.mark.parametrize(
+    ("options", "chunks"),
+    [((), 2), (("model.name=fcn",), None), (("train.amp=bf16", "train.fp8=full"), None)],
+)
+def test_a_plan_advises_no_chunks_that_are_refused(options, chunks):
+    def needed(config: Config) -> list[RankMemory]:
+        rank = ranks_of("dlrm", *TINY)[0]
+        return [replace(rank, tables=2 * GIB // config.train.accumulate)]
+
+    config = compose_config(*TINY, *options)
+    hardware = Hardware("cuda", 1, 1, int(1.5 * GIB), GIB)
+    assert fitting_chunks(config, hardware, needed) == chunks
 
 
 def test_a_plan_compares_the_link_to_host_memory_with_a_step_on_a_gpu():

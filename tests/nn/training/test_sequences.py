@@ -20,7 +20,7 @@ from dataloading.dataset.batch_layout import id_counts
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
-from nn.build import build_plan, open_source, planned_hardware
+from nn.build import build_plan, checked_plan, open_source, planned_hardware
 from nn.checkpoint import state as checkpoint
 from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.embedding.declared_tables import embedding_columns, one_table_per_feature
@@ -478,7 +478,7 @@ def test_a_plan_has_the_distinct_rows_of_a_first_batch(dataset):
     found = overrides_of(dataset, "sgd", "table_wise", *options, row_wise)
     config = compose_config(*found, "data.shuffle_block=0")
     source = open_source(config)
-    plan = {row.table: row for row in build_plan(config, source, planned_hardware(config))[1]}
+    plan = {row.table: row for row in checked_plan(config, source, planned_hardware(config))[1]}
     # The rows of rank 0.
     ids = source.read("train", np.array([[0, 32]])).ids
     of = dict(zip([feature.name for feature in source.spec.categorical], ids, strict=True))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
-from dataloading.dataset.source import Columns
+from dataloading.dataset.source import Columns, DerivedSource
 from nn.build import open_source
 from nn.distributed.errors import DivergedError
 from nn.sharding.batch_rows import BatchRows
@@ -275,18 +275,12 @@ def test_a_compiled_dense_half_trains_alike_and_keeps_its_names():
     assert not any("_orig_mod" in name for name in names["true"])
 
 
-class OneBadRow:
+class OneBadRow(DerivedSource):
     """A source whose training row `row` has a numerical that is no number."""
 
     def __init__(self, source, row: int) -> None:
-        self.spec = source.spec
-        self._source, self._row = source, row
-
-    def num_rows(self, split: str) -> int:
-        return self._source.num_rows(split)
-
-    def granule(self, split: str) -> int:
-        return self._source.granule(split)
+        super().__init__(source)
+        self._row = row
 
     def read(self, split: str, runs: np.ndarray, *others) -> Columns:
         columns = self._source.read(split, runs, *others)

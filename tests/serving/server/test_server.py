@@ -26,6 +26,7 @@ from serving.inference.requests import IdInputs
 from serving.inference.versions import Versions
 from serving.manifest import MANIFEST, Manifest
 from serving.run import open_service
+from serving.server.http_server import REST
 from serving.versions import withdraw
 from tests.helpers.command import ROOT
 from tests.helpers.composed import TINY, ranks_of_cpu
@@ -328,6 +329,20 @@ def test_large_bodies_that_come_in_turns_are_read_whole(client):
         assert scores(found) == scores(client.infer(inputs(NUMERICAL, IDS))[1])
 
 
+def test_a_connection_that_waits_keeps_no_body(client):
+    """`max_memory_mib` counts a body until its answer is written."""
+    body = json.dumps({"inputs": inputs(NUMERICAL, IDS), "id": "x" * 500_000}).encode()
+    connection = HTTPConnection("127.0.0.1", client.port, timeout=20)
+    connection.request("POST", INFER, body)
+    assert connection.getresponse().read()
+    http = client.service._http
+    held = [waiting.cycle.scope for waiting in http._server.server_state.connections]
+    assert http.app.body_bytes == 0
+    assert held
+    assert not [scope for scope in held if REST in scope]
+    connection.close()
+
+
 def test_half_a_head_and_a_pause_between_requests_end_after_the_time_limit(client):
     for data in (HEAD[:-5], HEAD + b"\r\n"):
         started = time.monotonic()
@@ -591,7 +606,7 @@ def test_models_of_several_names_are_served_by_one_process(models, tmp_path):
         wanted[name] = ServedModel.load(directory).scores(rows_of_ids)[:, 0].tolist()
     assert not np.allclose(wanted["dlrm"], wanted["second"], atol=1e-4)
     with (
-        serving(models["one"], others=[str(second.parent)]) as client,
+        serving(models["one"], others=[str(second.parent)], batch_delay_ms=30.0) as client,
         ThreadPoolExecutor(8) as pool,
     ):
         asked = [*wanted] * 20
@@ -613,6 +628,28 @@ def test_models_of_several_names_are_served_by_one_process(models, tmp_path):
         for name, version in (("dlrm", "1"), ("second", "3")):
             labels = f'{{model="{name}",version="{version}"}}'
             assert f"serving_request_seconds_count{labels} 20.0" in text
+        # Requests of two models in turns share batches nevertheless.
+        assert float(text.split("serving_batch_rows_count ")[1].split()[0]) <= 20
+
+
+@pytest.mark.parametrize(
+    ("others", "problem"),
+    [("nope", "nope cannot be read"), ("same", "two models are named dlrm; export one of them")],
+)
+def test_another_model_that_cannot_be_served_is_refused_before_torch(
+    models, tmp_path, others, problem
+):
+    export(models["checkpoint"], tmp_path / "same")
+    command = [sys.executable, "-X", "importtime", "-m", "serving.run", f"model={models['one']}"]
+    ended = subprocess.run(
+        [*command, f"others=[{tmp_path / others}]"], cwd=ROOT, capture_output=True, text=True
+    )
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("import time:")]
+    assert ended.returncode == 2
+    assert len(lines) == 1
+    assert problem in lines[0]
+    assert "model=nope" not in lines[0]
+    assert not re.search(r"\| +torch\n", ended.stderr)
 
 
 def put(model: Path, target: Path) -> Path:
