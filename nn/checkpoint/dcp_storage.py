@@ -291,7 +291,7 @@ def _copy_changes(values: Tensor, out: Tensor) -> None:
     count, file = len(values), Path(str(out.untyped_storage().filename))
     bits = [of.contiguous().view(count, -1).view(torch.uint8) for of in (values, out)]
     differs = (bits[0] != bits[1]).any(dim=1)
-    numbers = out.storage_offset() + differs.nonzero().view(-1).numpy() * out.stride(0)
+    numbers = int(out.storage_offset()) + differs.nonzero().view(-1).numpy() * out.stride(0)
     pages = np.unique(pages_of(numbers * out.itemsize, values[:1].nbytes))
     # A page without room would end the process.
     descriptor = os.open(file, os.O_RDWR)
