@@ -5,11 +5,9 @@ the errors of its helper threads, so that a full disk would leave a checkpoint t
 chunk completely from which a rank needs a row.
 """
 
-import errno
 import json
 import mmap
 import os
-import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +50,7 @@ from nn.checkpoint.tensor_index import (
 )
 from nn.ops.host_copy import HostCopy
 from nn.tiers.initial_rows import InitialRows
+from nn.tiers.table_file import pages_of, reserve_pages
 
 ALIGNMENT = 64
 """Bytes; arrays begin at multiples of it, so that they can be mapped into memory."""
@@ -292,10 +291,16 @@ def _copy_changes(values: Tensor, out: Tensor) -> None:
     count, file = len(values), Path(str(out.untyped_storage().filename))
     bits = [of.contiguous().view(count, -1).view(torch.uint8) for of in (values, out)]
     differs = (bits[0] != bits[1]).any(dim=1)
-    needed = int(differs.sum()) * max(values[:1].nbytes, 1) + mmap.PAGESIZE
+    numbers = int(out.storage_offset()) + differs.nonzero().view(-1).numpy() * out.stride(0)
+    pages = np.unique(pages_of(numbers * out.itemsize, values[:1].nbytes))
     # A page without room would end the process.
-    if shutil.disk_usage(file.parent).free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        reserve_pages(descriptor, pages)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from None
+    finally:
+        os.close(descriptor)
     out[differs] = values[differs]
 
 

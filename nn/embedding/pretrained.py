@@ -61,24 +61,31 @@ class FileRows:
 
     def __call__(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
         """Fill a shard of the table [rows, columns]. Raises ValueError: a number is not finite in the table's type."""
-        columns = slice(first_column, first_column + weight.shape[1])
+        for rows, values in self.parts(weight.shape, weight.dtype, first_row, first_column):
+            weight.index_copy_(0, rows.to(weight.device), values.to(weight.device))
+
+    def parts(
+        self, shape: torch.Size, dtype: torch.dtype, first_row: int, first_column: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows of a shard, ascending, int64 [n], and their weights [n, columns], until it has all; see `__call__`."""
+        num_rows, num_columns = shape
+        columns = slice(first_column, first_column + num_columns)
+        for ids, vectors in self._of_rows(first_row, first_row + num_rows):
+            mine = np.flatnonzero((ids >= first_row) & (ids < first_row + num_rows))
+            mine = mine[np.argsort(ids[mine])]
+            values = torch.from_numpy(vectors[mine, columns]).to(dtype)
+            self._require_finite(values, ids[mine])
+            yield torch.from_numpy(ids[mine] - first_row), values
+
+    def _of_rows(self, first: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield ids, int64 [n], of some rows at least, and their vectors, floats [n, columns]."""
         if self.path.endswith(".parquet"):
-            for ids, vectors in self._vectors(first_row, first_row + len(weight)):
-                mine = np.flatnonzero((ids >= first_row) & (ids < first_row + len(weight)))
-                rows = torch.from_numpy(vectors[mine, columns]).to(weight.dtype)
-                self._require_finite(rows, ids[mine])
-                places = torch.from_numpy(ids[mine] - first_row).to(weight.device)
-                weight.index_copy_(0, places, rows.to(weight.device))
+            yield from self._vectors(first, end)
             return
         of_file = self.opened()
-        for first, part in zip(
-            range(0, len(weight), ROWS_AT_ONCE), weight.split(ROWS_AT_ONCE), strict=True
-        ):
-            begin = first_row + first
-            block = np.array(of_file[begin : begin + len(part), columns])
-            rows = torch.from_numpy(block).to(part.dtype)
-            self._require_finite(rows, range(begin, begin + len(rows)))
-            part.copy_(rows)
+        for begin in range(first, end, ROWS_AT_ONCE):
+            ids = np.arange(begin, min(begin + ROWS_AT_ONCE, end))
+            yield ids, of_file[begin : begin + len(ids)]
 
     def _require_finite(self, rows: Tensor, ids: Sequence[int] | np.ndarray) -> None:
         if not rows.isfinite().all():

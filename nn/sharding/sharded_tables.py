@@ -28,7 +28,7 @@ from nn.embedding.pretrained import FileRows
 from nn.embedding.torch_optimizer import table_optimizer
 from nn.embedding.touched_rows import TouchedReplicas
 from nn.layers.sequence_events import SequenceTables
-from nn.sharding.owned_shard import FILLED_ROWS, OwnedShard, adjacent, allocate_shards, fill_shard
+from nn.sharding.owned_shard import OwnedShard, adjacent, allocate_shards, fill_shard
 from nn.sharding.placement import Channels, ColumnShard, Placement, RankTables, place, track_rows
 from nn.sharding.planned_tables import PlannedTable, planned_tables, rank_of, shards_by_rank
 from nn.sharding.rank_group import RankGroup
@@ -129,11 +129,10 @@ class ShardedTables:
         """Write the weights of a file to a shard on disk."""
         assert self.tier is not None, "it is on disk"
         assert own.tier_index is not None, "it is on disk"
-        row, column = own.metadata.shard_offsets
-        for number, part in enumerate(own.weight.split(FILLED_ROWS)):
-            block, first = torch.empty_like(part), number * FILLED_ROWS
-            rows(block, row + first, column)
-            self.tier.fill(own.tier_index, first, block)
+        shape, dtype = own.weight.shape, own.weight.dtype
+        # The file is read once, in whatever order it has the rows.
+        for numbers, values in rows.parts(shape, dtype, *own.metadata.shard_offsets):
+            self.tier.fill(own.tier_index, numbers, values)
 
     @property
     def names(self) -> list[str]:

@@ -60,6 +60,8 @@ class TableShard:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return a copy of the weights of some rows, int64 [n]: [n, columns]."""
+        # Of a GPU's table in host memory or on disk the mask of its rows is on the GPU.
+        ids = ids.to(self.weight.device)
         rows = self.weight[ids]
         if self.initial is not None:
             self.initial.toggle(rows, ids + self.row_offset, self.column_offset)

@@ -40,9 +40,9 @@ class DiskStore(RowStore):
         if device.type == "cuda":
             self._buffer_row = self._buffer_row.to(device)
 
-    def fill(self, first: int, values: Tensor) -> None:
+    def fill(self, rows: Tensor, values: Tensor) -> None:
         """Give rows other weights than the initial ones; see `TableFile.fill`."""
-        self._file.fill(first, values)
+        self._file.fill(rows.numpy(), values)
 
     def num_bytes(self) -> tuple[int, int]:
         """Return the bytes on the disk; see `TableFile.num_bytes`."""

@@ -174,12 +174,12 @@ class HostTier:
         end = first + self._shards[index].rows
         return {name: rows[first:end] for name, rows in self._groups[group].store.host.items()}
 
-    def fill(self, index: int, row: int, values: Tensor) -> None:
-        """Give rows of a shard on disk, from one on, other weights than the initial ones, [n, columns]; `reload` follows."""
+    def fill(self, index: int, rows: Tensor, values: Tensor) -> None:
+        """Give ascending rows of a shard on disk other weights than the initial ones, [n, columns]; `reload` follows."""
         group, first = self._group_and_row[index]
         store = self._groups[group].disk_store
         assert store is not None, "it is on disk"
-        store.fill(first + row, values)
+        store.fill(first + rows, values)
 
     def disk_bytes(self) -> tuple[int, int]:
         """Return the bytes that the files take on the disk, and what all rows would take."""

@@ -45,6 +45,8 @@ BLOCK_ROWS = 2**16
 """Rows that are written at once, through a copy in memory."""
 EXTENT_BYTES = 2**26
 """Bytes by which a file of the journal grows."""
+EXTENT_PAGES = 2**8
+"""Pages of a table's file that get room as one once half of them have some, so that few calls reserve a dense stretch."""
 ATTEMPTS = 100
 
 Toggle = Callable[[np.ndarray, np.ndarray], None]
@@ -201,10 +203,9 @@ class TableFile:
         for part, source in zip(self._parts, sources, strict=True):
             part.write(source, positions, rows)
 
-    def fill(self, first: int, values: Tensor) -> None:
-        """Give rows weights [n, columns], which are other ones than the initial, before the first change."""
-        items = row_items(values)
-        self._parts[0].write(items, np.arange(len(items)), np.arange(first, first + len(items)))
+    def fill(self, rows: np.ndarray, values: Tensor) -> None:
+        """Give ascending rows weights [n, columns], which are other ones than the initial, before the first change."""
+        self._parts[0].write(row_items(values), np.arange(len(rows)), rows)
 
     def num_bytes(self) -> tuple[int, int]:
         """Return the bytes that the files and the journal take on the disk, and those of files that have all rows."""
@@ -272,6 +273,9 @@ class _Mapping:
     def __init__(self, path: Path, num_rows: int, row_bytes: int) -> None:
         self._path, self.row_bytes = path, row_bytes
         self._num_bytes, self._allocated = num_rows * row_bytes, 0
+        # Of the pages of whole extents; unused ones take no memory.
+        num_extents = -(-self._num_bytes // (EXTENT_PAGES * mmap.PAGESIZE))
+        self._has_room = np.zeros(num_extents * EXTENT_PAGES, bool)
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             weakref.finalize(self, os.close, self._descriptor)
@@ -288,32 +292,37 @@ class _Mapping:
         if needed <= self._allocated:
             return
         end = min(-(-needed // EXTENT_BYTES) * EXTENT_BYTES, self._num_bytes)
-        self._allocate(self._allocated, end)
+        try:
+            os.posix_fallocate(self._descriptor, self._allocated, end - self._allocated)
+        except OSError as error:
+            raise self._no_room(end - self._allocated, error) from None
         self._allocated = end
 
     def reserve(self, rows: np.ndarray) -> None:
-        """Let the disk have room for ascending rows, as `grow` does for the first ones."""
-        page = mmap.PAGESIZE
-        firsts = rows * self.row_bytes // page
-        ends = -(-(rows + 1) * self.row_bytes // page)
-        is_first = np.append(True, firsts[1:] > ends[:-1])[: len(rows)]
-        is_last = np.append(is_first[1:], True)[: len(rows)]
-        for first, end in zip(firsts[is_first].tolist(), ends[is_last].tolist(), strict=True):
-            self._allocate(first * page, min(end * page, self._num_bytes))
+        """Let the disk have room for ascending rows, as `grow` does for the first ones; pages that have it cost no call."""
+        pages = pages_of(rows * self.row_bytes, self.row_bytes)
+        pages = _distinct(pages[~self._has_room[pages]])
+        self._has_room[pages] = True
+        extents = _distinct(pages // EXTENT_PAGES)
+        used = self._has_room.reshape(-1, EXTENT_PAGES)[extents].sum(axis=1)
+        dense = extents[2 * used >= EXTENT_PAGES, None] * EXTENT_PAGES + np.arange(EXTENT_PAGES)
+        self._has_room[dense] = True
+        pages = _distinct(np.concatenate([pages, dense.ravel()]))
+        try:
+            reserve_pages(self._descriptor, pages)
+        except OSError as error:
+            raise self._no_room(len(pages) * mmap.PAGESIZE, error) from None
 
     def stored_bytes(self) -> int:
         """Return the bytes of the file that take room on the disk."""
         return 512 * os.fstat(self._descriptor).st_blocks
 
-    def _allocate(self, first: int, end: int) -> None:
-        try:
-            os.posix_fallocate(self._descriptor, first, end - first)
-        except OSError as error:
-            free = shutil.disk_usage(self._path.parent).free
-            raise RankError(
-                f"sharding.disk_path={self._path.parent.parent}: no room for {(end - first) / 2**30:,.2f} GiB more of "
-                f"the tables with tier: disk ({error.strerror}, {free / 2**30:,.2f} GiB free); {REMEDY}"
-            ) from None
+    def _no_room(self, num_bytes: int, error: OSError) -> RankError:
+        free = shutil.disk_usage(self._path.parent).free
+        return RankError(
+            f"sharding.disk_path={self._path.parent.parent}: no room for {num_bytes / 2**30:,.2f} GiB more of "
+            f"the tables with tier: disk ({error.strerror}, {free / 2**30:,.2f} GiB free); {REMEDY}"
+        )
 
     def read_ahead(self, rows: np.ndarray) -> None:
         """Let the kernel read runs of adjoining pages as one; single pages are read when they are touched."""
@@ -326,6 +335,29 @@ class _Mapping:
         for start, end in zip(first[is_run].tolist(), last[is_run].tolist(), strict=True):
             num_bytes = min((end + 1) * page, self._num_bytes) - start * page
             self._pages.madvise(mmap.MADV_WILLNEED, start * page, num_bytes)
+
+
+def pages_of(starts: np.ndarray, num_bytes: int) -> np.ndarray:
+    """Return the pages of a file that have some of `num_bytes` bytes from each start on, int64, of which some are repeated."""
+    firsts, lasts = starts // mmap.PAGESIZE, (starts + num_bytes - 1) // mmap.PAGESIZE
+    spans = range(int((lasts - firsts).max(initial=0)) + 1)
+    return np.concatenate([np.minimum(firsts + step, lasts) for step in spans])
+
+
+def reserve_pages(descriptor: int, pages: np.ndarray) -> None:
+    """Let the disk have room for pages of a file, distinct and ascending, which keeps its size; OSError: it is full."""
+    size = os.fstat(descriptor).st_size
+    is_first = np.diff(pages, prepend=-2) > 1
+    is_last = np.append(is_first[1:], True)[: len(pages)]
+    for first, last in zip(pages[is_first].tolist(), pages[is_last].tolist(), strict=True):
+        begin, end = first * mmap.PAGESIZE, min((last + 1) * mmap.PAGESIZE, size)
+        os.posix_fallocate(descriptor, begin, end - begin)
+
+
+def _distinct(numbers: np.ndarray) -> np.ndarray:
+    """Return each of some numbers once, ascending; those of one row after the other are nearly sorted."""
+    ordered = np.sort(numbers, kind="stable")
+    return ordered[np.diff(ordered, prepend=-1) != 0]
 
 
 def _copy(

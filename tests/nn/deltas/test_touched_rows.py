@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from configs.schema import Config
 from nn.checkpoint.directory import list_checkpoints
@@ -17,6 +18,8 @@ from nn.deltas.row_ids import decode_ids, encode_ids
 from nn.deltas.table_rows import replayed_table
 from nn.deltas.writer import DeltaRun, DeltaWriter
 from nn.distributed.process_group import process_group, ranks_from_environment
+from nn.sharding.tables import TableShard
+from nn.tiers.initial_rows import InitialRows
 from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config
@@ -153,3 +156,15 @@ def test_a_delta_that_could_not_be_written_costs_nothing(tmp_path, monkeypatch):
         *("step_8", "step_6", "step_4")
     ]
     assert_replayed(tmp_path / "run", tmp_path)
+
+
+def test_rows_of_a_table_on_disk_are_copied_where_they_lie(monkeypatch):
+    """Of a GPU's table on disk, the mask of changed rows and so their numbers are on another device than the rows."""
+    devices = []
+    monkeypatch.setattr(
+        InitialRows, "toggle", lambda _, values, rows, column: devices.append(rows.device)
+    )
+    weight = torch.empty(5, 2, device="meta")
+    shard = TableShard("a", weight, 0, 0, InitialRows(3, "a", 0.5))
+    assert shard.rows(torch.tensor([1, 4])).shape == (2, 2)
+    assert devices == [weight.device]

@@ -8,9 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nn.checkpoint.tensor_index import SPARSE_FORMAT, blocks, read_index
+from nn.embedding.pretrained import FileRows
 from nn.tiers import table_file
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
@@ -117,13 +120,32 @@ def test_deltas_are_those_of_rows_on_the_device(tmp_path):
     assert found["disk"] == found["device"]
 
 
-def test_a_table_on_disk_begins_with_the_vectors_of_a_file(tmp_path):
-    vectors = tmp_path / "vectors.npy"
-    np.save(vectors, np.random.default_rng(1).random((1000, 8), dtype=np.float32))
-    options = (*BASE, f"model.pretrained={{cat_4: {vectors}}}", "model.embedding_dims={cat_4: 8}")
-    found = []
-    for name, tables in (("device", []), ("disk", on_disk(tmp_path))):
-        run = tmp_path / name
+@pytest.mark.parametrize("name", ["vectors.npy", "vectors.parquet"])
+def test_a_table_on_disk_begins_with_the_vectors_of_a_file(tmp_path, monkeypatch, name):
+    """The ids of the Parquet file have no order; it is read as often as for a table on the device."""
+    rows = 2**18 + 1000
+    vectors, rng = tmp_path / name, np.random.default_rng(1)
+    values = rng.random((rows, 4), dtype=np.float32)
+    if name.endswith("npy"):
+        np.save(vectors, values)
+    else:
+        lists = pa.FixedSizeListArray.from_arrays(values.ravel(), 4)
+        pq.write_table(pa.table({"id": rng.permutation(rows), "vector": lists}), vectors)
+    options = (
+        *(*BASE, f"data.synthetic.cardinalities=[{rows},40,7,300,1000]"),
+        *(f"model.pretrained={{cat_0: {vectors}}}", "model.embedding_dims={cat_0: 4}"),
+        *("train.max_steps=8", "checkpoint.save_every=8"),
+    )
+    reads: list[object] = []
+    batches = FileRows._batches
+    monkeypatch.setattr(FileRows, "_batches", lambda *call: (reads.append(call), batches(*call))[1])
+    found, num_reads = [], []
+    table = "sharding.tables={cat_0: {tier: disk, cache: 0.001}}"
+    for where, tables in (("device", []), ("disk", [*on_disk(tmp_path), table])):
+        reads.clear()
+        run = tmp_path / where
         assert run_command(*options, *tables, f"run_dir={run}").exit_code == 0
-        found.append(checkpoint_of(run, 24))
+        found.append(checkpoint_of(run, 8))
+        num_reads.append(len(reads))
     same(found[1], found[0])
+    assert num_reads[1] == num_reads[0]

@@ -49,7 +49,7 @@ def test_changed_rows_are_read_and_reach_the_file_at_the_merge_only(tmp_path, mo
     everything = np.arange(ROWS)
     assert all(map(torch.equal, read(file, everything), initial_rows()))
     weights = torch.rand(300, 6, generator=generator).bfloat16()
-    file.fill(100, weights)
+    file.fill(np.arange(100, 400), weights)
     stored = [rows.clone() for rows in file.rows.values()]
     newest = initial_rows()
     newest[0][100:400] = weights
@@ -90,6 +90,30 @@ def test_rows_that_never_change_take_no_room(tmp_path):
     assert all(map(torch.equal, found, values))
 
 
+def test_room_is_asked_for_once_and_for_dense_stretches_as_one(tmp_path, monkeypatch):
+    """Of pages of 4 KiB with 32 rows; 256 pages are an extent."""
+    calls = []
+    fallocate = os.posix_fallocate
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda *call: calls.append(call[1:]) or fallocate(*call)
+    )
+    shards = [ShardOfFile(32 * 600 + 1, InitialRows(3, "a", 0.5))]
+    file = TableFile(TierDirectory(tmp_path), "t", shards, {"weight": ([32], torch.float32)})
+
+    def store(pages: np.ndarray) -> list[tuple[int, int]]:
+        calls.clear()
+        values = torch.ones(len(pages), 32)
+        file.store(pages * 32, [row_items(values)], np.arange(len(pages)))
+        return [(first // 4096, num_bytes) for first, num_bytes in calls]
+
+    few = np.array([0, 1, 9, 600])
+    assert store(few) == [(0, 2 * 4096), (9, 4096), (600, 128)]
+    assert store(few) == []
+    # Half of the pages of the second extent.
+    assert store(np.arange(256, 512, 2)) == [(256, 256 * 4096)]
+    assert store(np.arange(257, 512, 2)) == []
+
+
 def raising(error: Exception) -> Callable[..., None]:
     def call(*_: object, **__: object) -> None:
         raise error
@@ -106,7 +130,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     file = TableFile(directory, "t", SHARDS, KINDS)
     with pytest.raises(RankError, match=r"no room for 0\.00 GiB more .*No space left"):
-        file.fill(0, torch.zeros(1, 6, dtype=torch.bfloat16))
+        file.fill(np.arange(1), torch.zeros(1, 6, dtype=torch.bfloat16))
     monkeypatch.undo()
     for module, name, error in (
         (os, "open", OSError(errno.ENOSPC, "No space left on device")),
