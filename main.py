@@ -257,7 +257,10 @@ def _predict(config: Config, config_yaml: str) -> None:
 
         try:
             raw = open_transformed_rows(
-                Path(config.fitted), [Path(config.source)], config.predict.columns
+                Path(config.fitted),
+                [Path(config.source)],
+                config.predict.columns,
+                config.model.event_weights,
             )
         except ValueError as error:  # preprocessing keeps columns that its description names
             text = str(error).replace("table.keep: ", "predict.columns: ")

@@ -12,8 +12,8 @@ from configs.table_schema import TableConfig
 
 Mode = StrEnum("Mode", "fit transform extend verify convert describe")
 """Modes of the command."""
-Format = StrEnum("Format", "binary parquet csv")
-"""Output format of `mode=convert`; 0.4.0 forgets csv, which is refused with the reason."""
+Format = StrEnum("Format", "binary parquet")
+"""Output format of `mode=convert`."""
 Layout = StrEnum("Layout", "criteo mlperf table synthetic yambda")
 """Kind of input."""
 EngineName = StrEnum("EngineName", "duckdb spark")
@@ -76,7 +76,10 @@ class PreprocConfig(Section):
         "Merlin's Parquet, MLPerf's npy files",
         path=True,
     )
-    to: Format = option(Format.binary, "what to convert to: binary or parquet")
+    to: Format = option(
+        Format.binary,
+        "what to convert to: binary (NVIDIA's transcoder made it of csv, which is gone) or parquet",
+    )
     files_per_split: int | None = option(
         None,
         "files of each split, which SPLIT/_file_list.txt lists; null: a file per 16,777,216 rows, and no list",
@@ -187,10 +190,6 @@ class PreprocConfig(Section):
         require(
             self.mode is not Mode.convert or self.path is not None,
             "no path: set path=DIR, the directory to convert",
-        )
-        require(
-            self.to is not Format.csv,
-            "to=csv is gone: NVIDIA's transcoder makes split binary files of such CSV, and to=binary writes those",
         )
         require(
             self.output is not None,

@@ -395,6 +395,14 @@ class NegativesConfig(Section):
             self.rule is DrawRule.frequency or len(self.features) == 1,
             f"data.negatives.rule=uniform draws ids of one feature, got features={self.features}; set rule=frequency",
         )
+        require(
+            len({*self.features}) == len(self.features),
+            f"data.negatives.features={self.features} names a feature twice; name each once, the item first",
+        )
+        require(
+            self.history not in self.features,
+            f"data.negatives.history={self.history} is one of data.negatives.features; name a feature with a list of other items",
+        )
 
 
 @dataclass(kw_only=True, slots=True)

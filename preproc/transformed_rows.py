@@ -7,8 +7,9 @@ files. Labels and weights are not read.
 
 import glob
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, Self
@@ -59,19 +60,22 @@ class RowBatch(NamedTuple):
 
 
 def open_transformed_rows(
-    fitted: Path, sources: Sequence[Path], keep: Sequence[str] = ()
+    fitted: Path,
+    sources: Sequence[Path],
+    keep: Sequence[str] = (),
+    event_weights: Mapping[str, str] | None = None,
 ) -> "TransformedRows":
     """Open raw files whose rows are transformed by the fit in the dataset directory `fitted`.
 
-    `fitted`: a dataset with its fit; the files of its rows need not exist. Raises ValueError: there is no fit, its features
-    have histories, or the files lack the column of a feature or of `keep`; one line.
+    `fitted`: a dataset with its fit; the files of its rows need not exist. `event_weights`: of the model, whose weights must
+    not be negative. Raises ValueError: there is no fit, its features have histories, or the files lack the column of a
+    feature or of `keep`; one line.
     """
     table = described_rows(fitted, [str(source) for source in sources])
     refuse_histories(fitted, table)
     state = load_fitted(fitted, table)
-    return TransformedRows(
-        FeatureSpec.load_features(fitted), replace(table, keep=list(keep)), state
-    )
+    spec = FeatureSpec.load_features(fitted).with_event_weights(event_weights or {})
+    return TransformedRows(spec, replace(table, keep=list(keep)), state)
 
 
 def refuse_histories(fitted: Path, table: TableConfig) -> None:
@@ -214,6 +218,7 @@ class TransformedRows:
             for j, name in enumerate(group.number_names):
                 lists[name] = batch.column(f"numbers{number}_{j}_")
             columns |= {name: _last(values, group.length) for name, values in lists.items()}
+        self._check_weights(columns, partial(self._where, batch, first))
         if self._table.logs:
             staged = filter(OF_LOG.fullmatch, batch.schema.names)
             # No feature has a slash in its name.
@@ -223,6 +228,15 @@ class TransformedRows:
             pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns)),
             pa.RecordBatch.from_arrays(kept, schema=self.kept_schema),
         )
+
+    def _check_weights(self, columns: Mapping[str, pa.Array], where: Callable[[int], str]) -> None:
+        """Raise ValueError for a negative weight, since here the file of its row is known."""
+        for group in self.spec.sequences:
+            for number in group.numbers:
+                if number.name == group.weight:
+                    lists = columns[number.name]
+                    values, lengths = np.asarray(lists.flatten()), np.asarray(lists.value_lengths())
+                    group.checked(number, values, lengths, None, where)
 
     def _numericals(self, batch: pa.RecordBatch, first: int) -> dict[str, pa.Array]:
         features = self._table.numerical

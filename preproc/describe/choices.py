@@ -64,6 +64,8 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
         raise ValueError(f"label={label}: no such column; the columns are {', '.join(by_name)}")
     likeliest = candidates[0] if candidates else None
     chosen = by_name[label.strip()] if label is not None else likeliest
+    if label is not None and chosen is not None:
+        _check_label(chosen)
     times = [c for c in columns if _is_time(c, _has_names(table)) and c is not chosen]
     choices = []
     for column in columns:
@@ -91,6 +93,17 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
         why = f"{fewest.column.distinct:,} values, {FEWEST}"
         choices[choices.index(fewest)] = replace(fewest, role="categorical", keys={}, why=why)
     return choices
+
+
+def _check_label(column: Column) -> None:
+    """Raise ValueError unless a column that the option `label` names has single values."""
+    if column.distinct == 0:
+        raise ValueError(f"label={column.name}: no row has a value; name another column")
+    if column.is_list or column.is_nested:
+        raise ValueError(
+            f"label={column.name}: got values of type {column.type_name}, want a number, a truth or a text per row; name another "
+            "column, or leave label out and write an expression"
+        )
 
 
 def label_candidates(columns: list[Column]) -> list[Column]:
@@ -189,7 +202,7 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
         return out("the same value in all rows")
     if has_name(column, WEIGHT) and column.is_number and column.lowest >= 0 and not column.missing:
         return Choice(column, "weight", {}, "weighs the rows")
-    if column.kind in ("float[]", "double[]") and (ids := _ids_of(column, by_name)):
+    if column.is_list and column.has_numbers and (ids := _ids_of(column, by_name)):
         return _values_choice(column, ids)
     if column.is_list:
         how = {"separator": column.separator} if column.separator else {"list": True}
@@ -222,19 +235,18 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
 
 
 def _ids_of(column: Column, by_name: dict[str, Column]) -> Column | None:
-    """Return the list that a list of numbers weighs, by its name: `tags` of `tag_weights`."""
+    """Return the list that a list of numbers weighs, by its name: `tags` of `tag_weights`, with its separator if it is a text."""
     found = re.fullmatch(r"(.+?)s?_(weight|value|score)s?", column.name.strip())
     names = (found[1], f"{found[1]}s") if found else ()
-    return next(
-        (by_name[name] for name in names if name in by_name and by_name[name].is_list), None
-    )
+    lists = [by_name[name] for name in names if name in by_name and by_name[name].is_list]
+    return next((ids for ids in lists if ids.separator == column.separator), None)
 
 
 def _with_ids(choice: Choice, choices: list[Choice]) -> Choice:
     """Return a choice as its ids or weights want it: both are lists, and weights of no feature are left out."""
-    weighed = [c.keys["ids"] for c in choices if c.role == "weights"]
+    weighed = {c.keys["ids"]: c.column.separator or " " for c in choices if c.role == "weights"}
     if choice.role == "categorical" and choice.column.name in weighed and choice.column.is_text:
-        return replace(choice, keys={"separator": " "})
+        return replace(choice, keys={"separator": weighed[choice.column.name]})
     features = [c.column.name for c in choices if c.role == "categorical"]
     if choice.role == "weights" and choice.keys["ids"] not in features:
         return replace(choice, role="left out", keys={}, why="its ids are left out")

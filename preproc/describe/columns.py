@@ -49,6 +49,7 @@ class Column:
     words: list[str] = field(default_factory=list)
     separator: str = ""  # between the items of a text
     items: int = 0  # distinct items of a list
+    has_numbers: bool = False  # whether all items of its lists are numbers, from `lowest` on
 
     @property
     def present(self) -> int:
@@ -167,11 +168,21 @@ def _count(engine: DuckDBEngine, column: Column, missing: list[str]) -> None:
             f"WHERE 2 * s >= {column.numbers}"
         )
     if column.kind.endswith("]") and not column.is_nested:
-        ((column.items,),) = engine.rows(
-            f"SELECT count(DISTINCT i) FROM (SELECT unnest({name}) AS i FROM sample_)"
-        )
+        _count_items(engine, column, f"unnest({name}) AS i FROM sample_")
     elif column.is_text and not (column.is_number or column.is_time):
         _find_separator(engine, column)
+        items = f"string_split(v, {text(column.separator or ' ')})"
+        _count_items(engine, column, f"unnest({items}) AS i FROM values_")
+
+
+def _count_items(engine: DuckDBEngine, column: Column, items: str) -> None:
+    """Count the items of lists, of which `items` selects `i`."""
+    number = "try_cast(CAST(i AS VARCHAR) AS DOUBLE)"
+    ((column.items, others, lowest),) = engine.rows(
+        f"SELECT count(DISTINCT i), count(i) - count({number}), min({number}) FROM (SELECT {items})"
+    )
+    if lowest is not None and not others:
+        column.has_numbers, column.lowest = True, lowest
 
 
 def _find_separator(engine: DuckDBEngine, column: Column) -> None:
@@ -187,7 +198,7 @@ def _find_separator(engine: DuckDBEngine, column: Column) -> None:
         )
         # Words of a title recur as well, but there are many of them.
         if items <= column.distinct / (2 if part == 0.3 else 1) or part == 0.02:
-            column.separator, column.items = separator, items
+            column.separator = separator
             return
 
 

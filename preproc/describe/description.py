@@ -144,17 +144,32 @@ def describe_choices(
 
 
 def _weights(by_role: dict[str, list[Choice]], names: "_Names") -> list[str]:
-    """Return the groups of ids with weights."""
-    entries, option = [], {}
-    for choice in by_role.get("weights", []):
+    """Return the groups of ids with weights: one of the same ids, with all numbers that weigh them."""
+    groups: dict[str, dict[str, Any]] = {}
+    option: dict[str, str] = {}
+    # Those of which none is negative first: a model takes one of a group.
+    for choice in sorted(by_role.get("weights", []), key=lambda choice: choice.column.lowest < 0):
         column, ids = choice.column.name, names.by_column[choice.keys["ids"]]
-        group, weight = names.of(f"weighed_{ids}"), names.of(column)
+        if ids not in groups:
+            group = names.of(f"weighed_{ids}")
+            groups[ids] = {"name": group, "lists": [ids], "numbers": [], "length": MOST_ITEMS}
+        weight = names.of(column)
         number = weight if weight == column else {"name": weight, "expression": quoted(column)}
-        entry = {"name": group, "lists": [ids], "numbers": [number], "length": MOST_ITEMS}
-        entries.append(f"    - {_flow(entry)}")
-        option[group] = weight
+        groups[ids]["numbers"].append(number)
+        option.setdefault(groups[ids]["name"], weight)
     how = f"models weigh these ids with model.event_weights={_flow(option)}"
-    return [f"  sequence:  # {how}", *entries] if entries else []
+    entries = [f"    - {_flow(group)}" for group in groups.values()]
+    entries += [f"    # {note}" for note in _weights_below_0(by_role.get("weights", []))]
+    return [f"  sequence:  # {how}", *entries] if groups else []
+
+
+def _weights_below_0(choices: list[Choice]) -> list[str]:
+    weights = [choice.column for choice in choices if choice.role == "weights"]
+    return [
+        f"{shown(column.name)} has weights from {column.lowest:g} on; model.event_weights refuses those below 0"
+        for column in weights
+        if column.lowest < 0
+    ]
 
 
 def _sequence(by_role: dict[str, list[Choice]], names: "_Names") -> list[str]:
@@ -201,6 +216,7 @@ def _notes(choices: list[Choice], table: FoundTable, has_label: bool) -> list[st
         notes.append(
             f"{len(blanks)} names of columns have blanks at an end ({_listed(blanks)}); the features have names without"
         )
+    notes += _weights_below_0(choices)
     if not has_label:
         notes.append("no column looks like a label; name one by label=COLUMN")
     if table.source.columns and not table.is_criteo and table.source.format not in LINE_FORMATS:

@@ -21,7 +21,7 @@ from preproc.report.distributions import Distribution
 # Root mean square of a numerical feature above which the report has a note. Values scaled by minmax, standardise or
 # a logarithm lie far below: ln(x + 3) of the largest 64-bit integer is 44, and its mean is a fraction of that.
 LARGE_NUMERICAL = 20.0
-# Share of the test rows without an id of a feature from which on the report has a note.
+# Share of a feature's values in the test rows without an id from which on the report has a note.
 MANY_NEW = 0.5
 TRAIN, TEST = "train", "test"
 OTHER_WIDTH = 80
@@ -55,6 +55,7 @@ class SplitSummary:
     # sum of every label; none if the rows have no labels
     labels: dict[str, LabelSum] = field(default_factory=dict)
     zero_ids: dict[str, int] = field(default_factory=dict)  # ids that are 0 per categorical feature
+    num_ids: dict[str, int] = field(default_factory=dict)  # ids likewise; absent: one per row
     unseen: dict[str, int] = field(default_factory=dict)
     lists: dict[str, ListCounts] = field(default_factory=dict)  # what became of lists, per feature
     emptied: dict[str, int] = field(default_factory=dict)
@@ -69,6 +70,10 @@ class SplitSummary:
             ones = {"ones": int(label.total), "rate": mean}
             labels[name] = ones if label.is_binary else {"mean": mean}
         return asdict(self) | {"labels": labels}
+
+    def zero_share(self, name: str) -> float:
+        """Return the share of a categorical feature's ids that are 0."""
+        return self.zero_ids[name] / max(self.num_ids.get(name, self.rows), 1)
 
     def rate(self, name: str) -> str:
         """Return the rate of a binary label in per cent, or the mean of another one."""
@@ -257,7 +262,7 @@ def print_columns(
             num_rows = column.kept + 1
             cells += [f"{column.distinct:,}", f"{column.kept:,}", f"{num_rows:,}"]
             cells.append(f"{suggested_embedding_dim(num_rows):,}")
-            cells += [f"{100 * split.zero_ids[name] / split.rows:.2f}" for split in splits.values()]
+            cells += [f"{100 * split.zero_share(name):.2f}" for split in splits.values()]
         table.add_row(*cells)
     console.print(table)
 
@@ -265,19 +270,18 @@ def print_columns(
 def print_new_values(
     console: Console, splits: dict[str, SplitSummary], *, is_ordered: bool
 ) -> None:
-    """Print one line per categorical feature whose values are mostly others in the test rows than in the training rows."""
+    """Print one line per categorical feature of which most ids of the test rows, but not of the training rows, are 0."""
     if TRAIN not in splits or TEST not in splits:
         return
     train, test = splits[TRAIN], splits[TEST]
-    for name, zeros in test.zero_ids.items():
-        in_test = zeros / max(test.rows, 1)
-        in_train = train.zero_ids[name] / max(train.rows, 1)
+    for name in test.zero_ids:
+        in_test, in_train = test.zero_share(name), train.zero_share(name)
         if in_test >= MANY_NEW and in_test >= 2 * in_train:
             advice = "If the files are sorted by it, set table.order_by to their time; "
             _line(
                 console,
-                f"note: {100 * in_test:.1f} % of the test rows, and {100 * in_train:.1f} % of the training rows, have no id "
-                f"for {shown(name)}: their values are new after the training rows. {advice * (not is_ordered)}"
+                f"note: {100 * in_test:.1f} % of the values of {shown(name)} in the test rows, and {100 * in_train:.1f} % in the "
+                f"training rows, have no id: they are new after the training rows. {advice * (not is_ordered)}"
                 "split.by=random mixes values that are new in time, too",
             )
 

@@ -225,6 +225,8 @@ REFUSED = [
     ([*ITEM, "data.negatives.rule=uniform"], "data.negatives.rule=uniform draws ids of one feature, got"),
     ([*ITEM, "data.negatives.history=user"], "data.negatives.history: 'user' has the table 'user', and 'item' 'item'"),
     ([*ITEM, "data.negatives.history=cart"], "data.negatives names 'cart', which the dataset lacks; it has user,"),
+    ([ITEM[0], "data.negatives.features=[item,item]"], "data.negatives.features=['item', 'item'] names a feature twice; name"),
+    ([*ITEM, "data.negatives.history=item"], "data.negatives.history=item is one of data.negatives.features; name a"),
     ([ITEM[0], "data.negatives.features=[pair]"], "data.negatives.features: 'pair' has raw keys, several ids per row"),
     ([*ITEM, "tasks={label: {teacher: old}}"], "tasks.label.teacher has scores of the rows of the dataset, and data.neg"),
 ]  # fmt: skip

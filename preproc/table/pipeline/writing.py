@@ -68,10 +68,14 @@ def write_splits(
         for log in logs:
             log.result()
         nonzeros: dict[str, dict[str, int]] = {split: {} for split in splits}
+        hotness = {feature.name: feature.hotness for feature in of.categorical}
         for name, counts in features.items():
             for split, (num_nonzero, num_zero) in counts.result().items():
                 nonzeros[split][name] = num_nonzero
                 summaries[split].zero_ids[name] = num_zero
+                # Lists of a fixed length are cut and filled, ragged ones are complete.
+                num_ids = len(splits[split]) * (hotness[name] or 0) or num_nonzero + num_zero
+                summaries[split].num_ids[name] = num_ids
         for number in range(len(table.event_lists)):
             _write_lists(journal, of, files, number)
     # A fit that is only applied cannot be changed.

@@ -175,6 +175,55 @@ def test_a_bad_row_is_refused_with_its_place(trained, tmp_path):
     assert not (tmp_path / "scores.parquet").exists()
 
 
+def test_a_negative_weight_is_refused_with_its_place(tmp_path):
+    rows = [
+        {"label": i % 2, "user": i % 3, "tags": [1 + i % 4, 2], "tag_weights": [0.5, i % 7]}
+        for i in range(200)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "old.parquet")
+    # Behind the rows that are transformed at once.
+    rows[110]["tag_weights"] = [0.5, -0.875]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "new.parquet")
+    table = {
+        "sources": {"rows": {"files": str(tmp_path / "old.parquet"), "format": "parquet"}},
+        "label": {"name": "label"},
+        "categorical": ["user", {"name": "tags", "list": True}],
+        "sequence": [
+            {"name": "weighed", "lists": ["tags"], "numbers": ["tag_weights"], "length": 4}
+        ],
+        "split": {"by": "random", "train": 0.8},
+    }
+    build(tmp_path / "fit", table)
+    run_dir = f"run_dir={tmp_path / 'run'}"
+    model = ["model.name=embedding_mlp", "model.embedding_dim=4", "model.hidden=[4]"]
+    ended = run_command(
+        *model,
+        "model.event_weights={weighed: tag_weights}",
+        f"data.path={tmp_path / 'fit'}",
+        run_dir,
+        "train.batch_size=32",
+        f"eval.batch_size={BATCH}",
+        "device=cpu",
+        "log.loggers=[]",
+        "log.pictures=false",
+        recipe="main",
+    )
+    assert ended.exit_code == 0, ended.err
+    ended = run_command(
+        "mode=predict",
+        f"config={tmp_path / 'run/config.yaml'}",
+        f"checkpoint.restore={tmp_path / 'run/checkpoints/best'}",
+        f"source={tmp_path / 'new.parquet'}",
+        f"output={tmp_path / 'scores.parquet'}",
+        recipe="main",
+    )
+    assert ended.exit_code == 2
+    place = (
+        f"'tag_weights': an event has -0.875 at {tmp_path / 'new.parquet'}, row 111; want a weight"
+    )
+    assert place in ended.err
+
+
 def test_another_vocabulary_of_the_same_size_is_refused(trained, tmp_path):
     text = (trained.root / "old.csv").read_text()
     (tmp_path / "towns.csv").write_text(text.replace("city ", "town "))

@@ -16,6 +16,7 @@ from dataloading.dataset.open_dataset import open_dataset
 from preproc.convert import mlperf_npy as npy
 from preproc.convert import nvidia_csv as csv_spec
 from preproc.convert import rows as rows_module
+from tests.helpers.command import run_module
 from tests.helpers.handwritten import ROWS, ids, label, numericals, write_handwritten
 from tests.helpers.preproc_command import Refused, data_files, preproc
 
@@ -66,8 +67,12 @@ def test_several_ids_per_row_survive_parquet(tmp_path):
 
 
 def test_nvidias_csv_is_written_no_more(tmp_path):
-    message = error_of(tmp_path / "a", tmp_path / "b", "to=csv")
-    assert message.startswith("to=csv is gone: NVIDIA's transcoder makes split binary files of")
+    convert = ("mode=convert", f"path={tmp_path / 'a'}", f"output={tmp_path / 'b'}", "to=csv")
+    ended = run_module("preproc", *convert)
+    assert ended.exit_code == 2
+    assert ended.err == "error: to: Invalid value 'csv', expected one of [binary, parquet]\n"
+    shown = " ".join(run_module("preproc", "--help").out.split())
+    assert "binary (NVIDIA's transcoder made it of csv, which is gone) or parquet" in shown
 
 
 def test_shared_tables_survive_a_conversion(tmp_path):

@@ -355,6 +355,85 @@ def test_a_list_of_weights_in_parquet_is_found_by_its_name(tmp_path):
     assert len(FeatureSpec.load(tmp_path / "data").sequences) == 1
 
 
+def weighed_rows(i):
+    """Weights of every kind: floats, whole numbers, texts that are numbers."""
+    return {
+        "y": i % 2,
+        "tags": ["a", "b", "c"][: 1 + i % 3],
+        "tag_scores": [-0.5 * (i % 4), 2.5, 0.5][: 1 + i % 3],
+        "tag_weights": [i % 5, 1, 0][: 1 + i % 3],
+        "tag_values": [str(i % 5), "1.5", "0"][: 1 + i % 3],
+    }
+
+
+def weighed_parquet(path):
+    pq.write_table(pa.Table.from_pylist([weighed_rows(i) for i in range(ROWS)]), path)
+
+
+def weighed_json(path):
+    lines(path, (json.dumps(weighed_rows(i)) for i in range(ROWS)))
+
+
+def weighed_csv(path):
+    texts = [
+        [
+            "|".join(map(str, value)) if isinstance(value, list) else str(value)
+            for value in weighed_rows(i).values()
+        ]
+        for i in range(ROWS)
+    ]
+    lines(path, [",".join(weighed_rows(0)), *map(",".join, texts)])
+
+
+@pytest.mark.parametrize("write", [weighed_parquet, weighed_json, weighed_csv])
+def test_lists_of_weights_of_any_kind_are_numbers_of_one_group(tmp_path, write, capsys):
+    source = tmp_path / "rows.data"
+    write(source)
+    content = described(source, tmp_path)
+    table = content["table"]
+    how = {"separator": "|"} if write is weighed_csv else {"list": True}
+    assert table["categorical"] == [{"name": "tags"} | how]
+    numbers = ["tag_weights", "tag_values", "tag_scores"]
+    group = {"name": "weighed_tags", "lists": ["tags"], "numbers": numbers, "length": 4096}
+    assert table["sequence"] == [group]
+    low = "'tag_scores' has weights from -1.5 on; model.event_weights refuses those below 0"
+    text = (tmp_path / "written.yaml").read_text()
+    assert f"    # {low}\n" in text
+    assert "model.event_weights={weighed_tags: tag_weights}" in text
+    assert f"note: {low}" in " ".join(capsys.readouterr().out.split())
+    built(source, content, tmp_path / "data")
+    [group] = FeatureSpec.load(tmp_path / "data").sequences
+    assert group.columns == ("tags", *numbers)
+    found = np.fromfile(tmp_path / "data/train/tag_scores.bin", "<f4")
+    assert found.min() == -1.5
+
+
+def test_a_list_of_other_texts_or_separators_weighs_nothing(tmp_path):
+    rows = (f"{i % 2},{'ab'[i % 2]}|c,{i % 3};1,{i % 3}|high" for i in range(ROWS))
+    source = lines(tmp_path / "a.csv", ["y,tags,tag_weights,tag_scores", *rows])
+    table = described(source, tmp_path)["table"]
+    assert names_of(table["categorical"]) == ["tags", "tag_weights", "tag_scores"]
+    assert "sequence" not in table
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_a_label_without_single_values_is_refused(tmp_path, is_text):
+    if is_text:
+        rows = (f"{i % 2},{'ab'[i % 2]}|c," for i in range(ROWS))
+        source = lines(tmp_path / "a.csv", ["y,tags,none", *rows])
+    else:
+        source = tmp_path / "a.parquet"
+        rows = [{"y": i % 2, "tags": [i % 3, 7], "none": None} for i in range(ROWS)]
+        pq.write_table(pa.Table.from_pylist(rows), source)
+    for name, message in (
+        ("none", "label=none: no row has a value; name another column"),
+        ("tags", "label=tags: got values of type list, want a number, a truth or a text per row"),
+    ):
+        with pytest.raises(Refused, match=message) as refused:
+            described(source, tmp_path, f"label={name}")
+        assert "\n" not in refused.value.message
+
+
 def test_json_lines_keep_their_order_with_several_threads(tmp_path):
     many = 30_000
     source = lines(

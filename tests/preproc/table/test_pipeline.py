@@ -123,6 +123,24 @@ def test_csv_tsv_parquet_gzip_and_a_query_are_one_dataset(tmp_path, people):
     assert build(tmp_path / "out", joined, "overwrite=true") == wanted
 
 
+@pytest.mark.parametrize("hotness", [None, 3])
+def test_the_note_counts_values_of_lists_and_not_rows(tmp_path, capfd, hotness):
+    rows = [f"{i % 2},{'a|b|c' if i < 15 else 'x|y|a'}\n" for i in range(20)]
+    (tmp_path / "r.csv").write_text("y,tags\n" + "".join(rows))
+    table = {
+        "sources": {"rows": {"files": str(tmp_path / "r.csv")}},
+        "label": {"name": "y"},
+        "categorical": [{"name": "tags", "separator": "|"} | ({"hotness": 3} if hotness else {})],
+        "split": {"train": 0.75},
+    }
+    build(tmp_path / "out", table)
+    out = capfd.readouterr().out
+    note = "note: 66.7 % of the values of 'tags' in the test rows, and 0.0 % in the training rows, have no id: they"
+    assert note in out.replace("\n", " ")
+    [counts] = [line.split() for line in out.splitlines() if line.split()[:1] == ["tags"]]
+    assert counts[-2:] == ["0.00", "66.67"]
+
+
 def test_a_single_source_is_ordered_and_a_note_says_if_a_split_has_other_values(tmp_path, capfd):
     rows = [f"{i % 2},u{i // 5},{(7 * i) % 20}\n" for i in range(20)]
     (tmp_path / "r.csv").write_text("y,user,time\n" + "".join(rows))
@@ -133,9 +151,8 @@ def test_a_single_source_is_ordered_and_a_note_says_if_a_split_has_other_values(
         "split": {"train": 0.75},
     }
     build(tmp_path / "by_file", table)
-    assert "100.0 % of the test rows, and 0.0 % of the training rows, have no id for 'user'" in (
-        capfd.readouterr().out.replace("\n", " ")
-    )
+    note = "note: 100.0 % of the values of 'user' in the test rows, and 0.0 % in the training rows, have no id: they"
+    assert note in capfd.readouterr().out.replace("\n", " ")
     by_time = build(tmp_path / "by_time", table | {"order_by": "CAST(time AS INT) // 2"})
     assert "have no id" not in capfd.readouterr().out
     # Pairs of one time keep the order of the file.
