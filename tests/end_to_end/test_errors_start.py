@@ -54,7 +54,7 @@ EARLY = [
 EARLY_SERVING = [
     ("export", [], r"no checkpoint: set checkpoint="),
     ("export", ["checkpoint=/nope", "output=/nope/x"], r"checkpoint=/nope is not a checkpoint"),
-    ("run", ["model=/nope"], r"model=/nope cannot be read"),
+    ("run", ["model=/nope"], r"error: /nope cannot be read"),
     ("run", ["model={empty}"], r"is no model directory and has no versions"),
     ("run", ["model={empty}", "token_file={file}"], r"token_file=.*file: want one line"),
     ("run", ["model={empty}", "port=70000"], r"port must be at most 65,535, got 70000"),

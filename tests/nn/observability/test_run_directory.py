@@ -99,6 +99,7 @@ def test_config_and_plan_are_written_as_given(tmp_path):
             "memories": 1,
             "exchange": "vectors",
             "batch_rows": [],
+            "group_rows": [],
         }
     ]
 

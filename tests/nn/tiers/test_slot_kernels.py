@@ -171,7 +171,7 @@ def test_a_tier_with_kernels_keeps_the_rows_of_one_without(device, on_disk, monk
         for index in range(2):
             values = (torch.arange(shards[index].rows).view(-1, 1) % 89).float().repeat(1, 4)
             if tier is tiers[1] and on_disk:
-                tier.fill(index, 0, values)
+                tier.fill(index, torch.arange(len(values)), values)
             else:
                 tier.host_rows(index)[WEIGHT].copy_(values)
         tier.reload()
