@@ -127,11 +127,21 @@ class Job:
         """Return the process ids of a node: torchrun, then its ranks."""
         variables = {f"SLURM_JOB_ID={self.number}".encode(), f"SLURMD_NODENAME={node}".encode()}
         variables.add(f"SLURM_CONF={self.cluster.environment['SLURM_CONF']}".encode())
-        return sorted(
+        found = [
             int(path.parent.name)
             for path in Path("/proc").glob("[0-9]*/environ")
             if variables <= set(environment_of(path))
-        )
+        ]
+        # Not by number, which begins anew after the largest one.
+        return sorted(found, key=started_at)
+
+
+def started_at(pid: int) -> int:
+    """Return when a process began, in ticks of the machine's clock; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
 
 
 def environment_of(path: Path) -> list[bytes]:
