@@ -78,7 +78,8 @@ def show_plan(config: Config, config_yaml: str) -> None:
             dense_states=dense_states(config),
         )
         memory = needed(config)
-        chunks = fitting_chunks(config, hardware, needed)
+        fits = max(rank.total for rank in memory) <= hardware.hbm_bytes
+        chunks = None if fits else fitting_chunks(config, hardware, needed)
         print_memory(console, memory, hardware.hbm_bytes, chunks)
     if plan_json is not None and process_rank() == 0:
         plan_json.parent.mkdir(parents=True, exist_ok=True)
