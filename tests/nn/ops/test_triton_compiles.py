@@ -43,7 +43,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 80
+    assert done.stdout.count("compiled") == 92
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -177,6 +177,37 @@ def run() -> None:
     build_fp8()
     build_jagged()
     build_hstu_attention()
+    build_layer_norm()
+
+
+def build_layer_norm() -> None:
+    """Compile the kernels of layer norms, of narrow and of wide rows."""
+    from triton import next_power_of_2
+
+    from nn.ops.triton import layer_norm as kernels
+
+    sums = dict.fromkeys(("weight", "bias", "sums"), "*fp32") | {"eps": "fp32", "scale": "fp32"}
+    integers = dict.fromkeys(("samples", "offsets", "step", "first_row"), "*i64")
+    for dtype, columns, chosen in (
+        ("*bf16", 64, False),
+        ("*bf16", 512, True),
+        ("*fp32", 100, True),
+    ):
+        of_rows = dict.fromkeys(("x", "u", "a", "grad", "out", "of_x", "of_u", "of_a"), dtype)
+        dtypes = of_rows | sums | integers
+        aligned = [*of_rows, *sums][:-2] * (columns != 100)
+        for kernel in (
+            kernels._norm,
+            kernels._norm_gradient,
+            kernels._gate,
+            kernels._gate_gradient,
+        ):
+            options = {"CONCAT": chosen, "DROPS": chosen}
+            if kernel in (kernels._norm, kernels._norm_gradient):
+                options = {"SWISH": chosen}
+            block = next_power_of_2(columns)
+            blocks = {"COLUMNS": columns, "R": 2048 // block, "C": block}
+            build(kernel, dtypes, aligned=aligned, **options, **blocks)
 
 
 def build_hstu_attention() -> None:
