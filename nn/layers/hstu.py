@@ -15,7 +15,7 @@ from torch.nn.functional import embedding
 
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import normal_, uniform_
-from nn.layers.layer_norm import LayerNorm
+from nn.layers.sequence import LayerNorm
 from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import SwishMLP, draw_normal_
 from nn.ops.hstu_attention import JaggedPositions

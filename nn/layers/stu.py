@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
-from nn.layers.layer_norm import LayerNorm
+from nn.layers.sequence import LayerNorm
 from nn.ops.fused_linear import can_fuse
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
 from nn.ops.jagged import pad
@@ -33,12 +33,7 @@ class SwishNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., columns] to the same shape and dtype."""
-        if not can_fuse(x, self.norm.weight):
-            return x * torch.sigmoid(self.norm(x))
-        # Only CUDA builds of torch include Triton.
-        from nn.ops.triton.layer_norm import layer_norm
-
-        return layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps, swish=True)
+        return self.norm(x, swish=True)
 
 
 class SwishMLP(nn.Module):

@@ -5,9 +5,8 @@ from torch import Tensor
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.transformer import EventTokens
-from nn.layers.layer_norm import LayerNorm
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.layers.sequence import pool
+from nn.layers.sequence import LayerNorm, pool
 from nn.models.options import SASRecOptions
 from nn.models.sequence_model import SequenceModel
 

@@ -12,8 +12,7 @@ from torch.nn.functional import embedding
 from dataloading.dataset.sequences import SequenceGroup
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import truncated_normal_
-from nn.layers.layer_norm import LayerNorm
-from nn.layers.sequence import SamplePositions, ScoreBias, attend
+from nn.layers.sequence import LayerNorm, SamplePositions, ScoreBias, attend
 from nn.layers.sequence_events import SequenceEvents
 from nn.ops.jagged import offsets
 from nn.ops.jagged_attention import time_bucket

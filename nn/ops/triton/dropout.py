@@ -57,7 +57,7 @@ def row_bits(step, first_row, key, sample):
 
 @triton.jit
 def is_kept(of_row, column, threshold):
-    """Whether the elements at these columns of a sample are kept."""
+    """Return whether the elements at these columns of a sample are kept."""
     bits = mix(of_row + column.to(tl.uint32) * COLUMN)
     return (bits >> 1) >= threshold.to(tl.uint32)
 

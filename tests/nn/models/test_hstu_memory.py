@@ -170,7 +170,7 @@ def test_what_a_row_keeps_is_declared(without_kernels, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pass_allocates_what_is_declared(without_kernels, variant, monkeypatch):
     # As on a GPU.
-    for name in ("stu", "layer_norm"):
+    for name in ("stu", "sequence"):
         monkeypatch.setattr(f"nn.layers.{name}.can_fuse", lambda *_: True)
 
     def peak(events: int) -> tuple[int, int]:

@@ -186,28 +186,23 @@ def build_layer_norm() -> None:
 
     from nn.ops.triton import layer_norm as kernels
 
-    sums = dict.fromkeys(("weight", "bias", "sums"), "*fp32") | {"eps": "fp32", "scale": "fp32"}
-    integers = dict.fromkeys(("samples", "offsets", "step", "first_row"), "*i64")
+    of_columns = dict.fromkeys(("weight", "bias", "sums"), "*fp32")
+    numbers = {"eps": "fp32", "scale": "fp32", "at": ("*i64",) * 4}
     for dtype, columns, chosen in (
         ("*bf16", 64, False),
         ("*bf16", 512, True),
         ("*fp32", 100, True),
     ):
-        of_rows = dict.fromkeys(("x", "u", "a", "grad", "out", "of_x", "of_u", "of_a"), dtype)
-        dtypes = of_rows | sums | integers
-        aligned = [*of_rows, *sums][:-2] * (columns != 100)
-        for kernel in (
-            kernels._norm,
-            kernels._norm_gradient,
-            kernels._gate,
-            kernels._gate_gradient,
-        ):
-            options = {"CONCAT": chosen, "DROPS": chosen}
-            if kernel in (kernels._norm, kernels._norm_gradient):
-                options = {"SWISH": chosen}
-            block = next_power_of_2(columns)
-            blocks = {"COLUMNS": columns, "R": 2048 // block, "C": block}
-            build(kernel, dtypes, aligned=aligned, **options, **blocks)
+        matrices = dict.fromkeys(("x", "u", "a", "grad", "out", "of_x"), dtype)
+        dtypes, block = matrices | of_columns | numbers, next_power_of_2(columns)
+        width = columns * (3 if chosen else 1)
+        shape = kernels.Shape(columns, block, 2048 // block, width, chosen, chosen)
+        aligned = [*matrices, *of_columns, "u_stride"] * (columns != 100)
+        for kernel in (kernels._norm, kernels._norm_gradient, kernels._gate):
+            build(kernel, dtypes, aligned=aligned, S=shape)
+        results = {"out": (dtype, dtype, "*fp32")}
+        aligned = [name for name in aligned if name != "out"]
+        build(kernels._gate_gradient, dtypes | results, aligned=aligned, S=shape)
 
 
 def build_hstu_attention() -> None:

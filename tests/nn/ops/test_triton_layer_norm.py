@@ -22,7 +22,7 @@ needs_no_gpu = pytest.mark.skipif(
 
 
 def inputs_of(form: str, rows: int, columns: int, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """What is normalised, weight and bias, and of a gate what it multiplies by, as a part of wider rows."""
+    """Return the input of a norm, weight and bias, and of a gate its factors, a part of wider rows."""
     generator = torch.Generator().manual_seed(1)
     x = 2 + torch.randn(rows, columns, generator=generator)
     parameters = [torch.randn(columns, generator=generator).to(device) for _ in range(2)]
