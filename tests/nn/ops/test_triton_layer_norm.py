@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, silu
 
+from nn.layers.pass_state import PassState, attach
+from nn.layers.stu import STULayer
 from nn.ops.dropout_mask import DropoutMask
+from nn.ops.hstu_attention import JaggedPositions
 from tests.helpers.gpus import needs_one_gpu
 
 EPS = 1e-5
@@ -131,3 +134,29 @@ def test_on_a_gpu_two_runs_and_a_graph_give_the_same_bits(form, columns):
         captured = once()
     graph.replay()
     assert all(torch.equal(one, two) for one, two in zip(first, captured, strict=True))
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("only_candidates", [True, False])
+@pytest.mark.parametrize("concat", [True, False])
+def test_an_interpreted_layer_equals_plain_torch(concat, only_candidates, monkeypatch):
+    torch.manual_seed(0)
+    layer, state = STULayer(12, 2, 4, 0.3, concat=concat), PassState(1, torch.device("cpu"), 2)
+    attach(layer, state)
+    state.set(5, 4, 4, 12)
+    lengths = torch.tensor([3, 1, 9])
+    starts, samples = lengths.cumsum(0) - lengths, torch.tensor([0] * 3 + [1] + [2] * 11)
+    offsets = torch.arange(15) - starts[samples]
+    at = JaggedPositions(starts, lengths, samples, offsets, offsets < lengths[samples], 9)
+
+    x = torch.randn(15, 12, requires_grad=True)
+
+    def run() -> list[Tensor]:
+        out = layer(x, at, torch.full((3,), 9), only_candidates=only_candidates)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+    plain = run()
+    for name in ("stu", "sequence"):
+        monkeypatch.setattr(f"nn.layers.{name}.can_fuse", lambda *_: True)
+    for one, wanted in zip(run(), plain, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)
