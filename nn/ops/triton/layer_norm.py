@@ -26,7 +26,7 @@ FORWARD, BACKWARD, GATE_FORWARD, GATE_BACKWARD = 4096, 2048, 2048, 1024
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for."""
+    """Constants of a kernel."""
 
     C: int
     BLOCK_C: int
