@@ -1,4 +1,4 @@
-"""Memory that HSTU declares, against the bytes of the tensors that torch keeps; without a GPU, of one too."""
+"""Memory that HSTU and transformer blocks declare, against the bytes that torch keeps; without a GPU, of one too."""
 
 import sys
 from types import ModuleType
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nn.layers.distinct_rows import DistinctRows
+from nn.layers.interactions.transformer import BlockKind, TransformerBlock
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence_events import SequenceEvents
 from nn.models.hstu import HSTU
@@ -117,26 +118,32 @@ def without_kernels(monkeypatch):
 def kept_bytes(model_options: dict, events: int, rows: int, amp: bool) -> tuple[int, int]:
     """Return the bytes that a GPU keeps for the backward pass and what is declared, parameters and samples apart."""
     dtype = torch.bfloat16 if amp else torch.float32
-    memories: dict[int, Any] = {}
     with FakeTensorMode(), torch.device("cuda"):
         model = HSTU.build(options_of(**SIZES | model_options), hstu_spec())
-        parameters = {of.untyped_storage()._cdata for of in model.parameters()}
+        embeddings = inputs(events, rows, dtype, "cuda")
+        kept = bytes_kept_by(model, amp, torch.empty(SAMPLES, 1), embeddings)
+    return kept, declared(model, events, rows, dtype)
 
-        def pack(tensor: Tensor) -> Tensor:
-            memory = tensor.untyped_storage()
-            if memory._cdata not in parameters:
-                memories[memory._cdata] = memory
-            return tensor
 
-        torch.set_autocast_enabled("cuda", amp)
-        torch.set_autocast_dtype("cuda", torch.bfloat16)
-        try:
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
-                model(torch.empty(SAMPLES, 1), inputs(events, rows, dtype, "cuda"))
-        finally:
-            torch.set_autocast_enabled("cuda", False)
-            torch.clear_autocast_cache()
-    return sum(of.nbytes() for of in memories.values()), declared(model, events, rows, dtype)
+def bytes_kept_by(module: nn.Module, amp: bool, *arguments: Any) -> int:
+    memories: dict[int, Any] = {}
+    parameters = {of.untyped_storage()._cdata for of in module.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory._cdata not in parameters:
+            memories[memory._cdata] = memory
+        return tensor
+
+    torch.set_autocast_enabled("cuda", amp)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            module(*arguments)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.clear_autocast_cache()
+    return sum(of.nbytes() for of in memories.values())
 
 
 def declared(model: HSTU, events: int, rows: int, dtype: torch.dtype) -> int:
@@ -184,3 +191,20 @@ def test_a_pass_allocates_what_is_declared(without_kernels, variant, monkeypatch
     small, of_small = peak(4_000)
     large, of_large = peak(9_000)
     assert large - small == pytest.approx(of_large - of_small, rel=0.05)
+
+
+@pytest.mark.parametrize("amp", [True, False])
+@pytest.mark.parametrize("residual", ["pre_norm", "post_norm", "gated"])
+def test_what_a_transformer_block_keeps_is_declared(without_kernels, residual, amp, monkeypatch):
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        return Kept.apply(q, k, v)
+
+    monkeypatch.setattr("nn.layers.interactions.transformer.attend", attend)
+    dtype = torch.bfloat16 if amp else torch.float32
+    with FakeTensorMode(), torch.device("cuda"):
+        block = TransformerBlock(64, BlockKind(2, 4, residual, activation="leaky_relu"))
+        x = torch.empty(100_000, 64, dtype=dtype, requires_grad=True)
+        kept = bytes_kept_by(block, amp, x, None)
+    # ReLU keeps a copy less, which is as large as a gradient. Copies of weights are small beside the positions.
+    wanted = 100_000 * dtype.itemsize * block.kept_per_position
+    assert kept == pytest.approx(wanted, rel=1e-3)
