@@ -6,7 +6,6 @@ from enum import StrEnum
 from configs.schema import Component, Section, option, require
 
 ExportFormat = StrEnum("ExportFormat", "npy safetensors tf2")
-"""File formats of exported tables."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -179,19 +179,14 @@ def require_rate(name: str, rate: float) -> None:
 
 
 Mode = StrEnum("Mode", "train eval inference importance predict plan")
-"""Modes of a run."""
 Amp = StrEnum("Amp", "off bf16 fp16")
 """Precision of the dense component."""
 Fp8 = StrEnum("Fp8", "off partial full")
 """Matrix products of wide layers in 8 bits: all three of a layer, or without the gradients of weights."""
 TableDtype = StrEnum("TableDtype", "fp32 bf16 fp16")
-"""Storage dtype of table weights."""
 EventPooling = StrEnum("EventPooling", "sum mean last attention")
-"""Pooling of the events of a feature."""
 NumericalEncoding = StrEnum("NumericalEncoding", "plain periodic buckets")
-"""Form in which models read numerical features."""
 DecayShape = StrEnum("DecayShape", "polynomial cosine")
-"""Curve of the learning rate's decay."""
 OptimizerName = StrEnum("OptimizerName", "sgd adagrad rowwise_adagrad adam lion lamb")
 """Built-in optimizers of the dense component; all but lamb are some of tables too."""
 
@@ -222,13 +217,11 @@ class Evict(Enum):
 Tier = StrEnum("Tier", "device host disk")
 """Memory that holds all rows of a table: the device's, or the host's or a disk with an arena of rows on the device."""
 DrawRule = StrEnum("DrawRule", "frequency uniform")
-"""Rules that items of negatives are drawn by."""
 Component = StrEnum("Component", "dense tables")
 """The two components of a model: the data-parallel dense layers and the model-parallel tables."""
 CheckpointPart = StrEnum("CheckpointPart", "dense tables optimizer")
 """Parts of a checkpoint that can be loaded: weights of either component, and the optimizers' state with the step."""
 DeltaType = StrEnum("DeltaType", "table bf16")
-"""Dtypes of the rows in deltas."""
 Division = StrEnum("Division", "closed open")
 """Divisions of MLPerf: the benchmark's own training method, or any other."""
 RENAMED = {
@@ -237,13 +230,10 @@ RENAMED = {
 }
 """Options of earlier versions, and their names now; 0.4.0 refuses them."""
 DayToTrain = StrEnum("DayToTrain", "next")
-"""Days that continue a run."""
 Device = StrEnum("Device", "auto cpu cuda")
-"""Device that a run uses."""
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless `condition` holds: an option has an invalid value."""
     if not condition:
         raise ValueError(message)
 
@@ -1317,8 +1307,6 @@ class ProfileConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class Config(Section):
-    """All options of one run."""
-
     recipe: str = option("dlrm", "name of the recipe, used in the default run_dir")
     config: str | None = option(
         None,

@@ -152,7 +152,6 @@ class Categorical:
 
     @property
     def length_name(self) -> str:
-        """Return the name of the numerical feature with the number of items."""
         return f"{self.name}_length"
 
     @property
@@ -192,7 +191,6 @@ class History:
 
     @property
     def length_name(self) -> str:
-        """Return the name of the numerical feature with the number of values."""
         return f"{self.name}_length"
 
 
@@ -458,7 +456,6 @@ class TableConfig:
         return [feature for feature in self.categorical if feature.length]
 
     def check(self) -> None:
-        """Raise ValueError if settings contradict each other."""
         lowered = [name.lower() for name in self.keep]
         twice = [name for name in self.keep if lowered.count(name.lower()) > 1 or not name]
         require(

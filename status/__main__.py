@@ -26,7 +26,6 @@ PIPE_WIDTH = 200
 
 
 def main() -> None:
-    """Read the command line and print."""
     parser = argparse.ArgumentParser(
         "python -m status",
         description="State, step, rate, time left, last checkpoint, delta and error of runs.",

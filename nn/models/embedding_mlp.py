@@ -64,6 +64,5 @@ class EmbeddingMLP(Model):
         return Activations(reread_columns=self._embedding_columns)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
         x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
         return self.mlp(x).squeeze(1).float()

@@ -135,7 +135,6 @@ class OneTrans(SequenceModel):
         )
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and `PooledEmbeddings` to logits [B] in float32."""
         parts = self.inputs.read(numerical, embeddings)
         joined = JoinedTokens.of(parts.events, self._shape[0])
         events = self.places(self.events(parts.vectors), parts.events)

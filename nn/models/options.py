@@ -139,7 +139,6 @@ class DeepFMOptions(_DeepOptions):
 
 
 Pooling = StrEnum("Pooling", "sum mean none")
-"""Pooling of the embeddings of a feature's ids."""
 
 
 @dataclass(kw_only=True, slots=True)

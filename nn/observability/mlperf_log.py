@@ -176,7 +176,6 @@ class MlperfLog(Observer):
         self._start_block()
 
     def on_evaluation_begin(self, loop: Loop) -> None:
-        """Write that training pauses."""
         self.start_evaluation(loop.num_steps)
 
     def on_evaluation(self, loop: Loop, record: Mapping[str, Any], *, is_final: bool) -> None:

@@ -204,7 +204,6 @@ class DuckDBEngine:
         )
 
     def columns(self, query: str) -> list[tuple[str, str]]:
-        """Describe the query."""
         return [(name, kind) for name, kind, *_ in self.rows(f"DESCRIBE {query}")]
 
     def without_nan(self, value: str, kind: str, instead: str = "NULL") -> str | None:
