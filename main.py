@@ -38,13 +38,7 @@ from configs.exit_codes import (
     USER_ERROR_EXIT_CODE,
 )
 from configs.messages import load_error_text, on_one_line, os_error_text
-from configs.overrides import (
-    WrittenOption,
-    drop_replaced,
-    refuse_unresolved,
-    texts_of,
-    to_config,
-)
+from configs.overrides import WrittenOption, drop_replaced, refuse_unresolved, texts_of, to_config
 from configs.schema import Config, Mode
 from configs.stop_signals import INTERRUPTED, restore_signals
 from nn.days import UnfinishedDaysError, train_days

@@ -31,43 +31,25 @@ from nn.build import (
     model_spec,
     without_a_node,
 )
-from nn.checkpoint.directory import (
-    CHECKPOINTS,
-    clear,
-    prune,
-)
+from nn.checkpoint.directory import CHECKPOINTS, clear, prune
 from nn.checkpoint.mirror import catch_up
 from nn.checks import check_run, count, open_checked
 from nn.distributed.errors import DivergedError, RankError, SharedError
 from nn.distributed.failures import report_faults, report_lost_rank
 from nn.distributed.preemption import Heartbeat
-from nn.distributed.process_group import (
-    Ranks,
-    process_group,
-    process_rank,
-    ranks_from_environment,
-)
+from nn.distributed.process_group import Ranks, process_group, process_rank, ranks_from_environment
 from nn.loggers.choice import make_loggers
 from nn.models.description import describe_model
 from nn.models.metric import METRIC_FACTS, Metric, facts_of_metrics
 from nn.models.registry import find_model
 from nn.models.tasks import metrics_of, tasks_of_run
-from nn.observability.console import (
-    make_console,
-    make_logger,
-    print_header,
-    print_summary,
-)
+from nn.observability.console import make_console, make_logger, print_header, print_summary
 from nn.observability.environment import environment
 from nn.observability.model_summary import size_line
 from nn.observability.plan_table import BesidePlan, print_memory, print_plan
 from nn.observability.profiler import Profiler
 from nn.observability.records import DATA_IDENTITY, DAY, ENDED, PLAN, PROBLEM
-from nn.observability.run_directory import (
-    RunDirectory,
-    draw_missing_pictures,
-    empty_summary,
-)
+from nn.observability.run_directory import RunDirectory, draw_missing_pictures, empty_summary
 from nn.observability.run_lock import RunLock
 from nn.observers.choice import ENDS_OF_RUNS
 from nn.planning.exchange import planned_links

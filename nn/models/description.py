@@ -24,12 +24,7 @@ from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import ModelConfig
 from dataloading.dataset.documents import read_json
-from dataloading.dataset.feature_spec import (
-    DYNAMIC,
-    CategoricalFeature,
-    FeatureSpec,
-    id_dtype,
-)
+from dataloading.dataset.feature_spec import DYNAMIC, CategoricalFeature, FeatureSpec, id_dtype
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from nn.embedding.declared_tables import embedding_columns, handing_tables, hands_out_rows
