@@ -24,6 +24,7 @@ def compare(config: CompareConfig) -> None:
 
     Raises ValueError: there is no run, or none has the metric. Raises OSError: a file cannot be read or written.
     """
+    restore_signals()
     _check_outputs(config)
     found = [RunRecord.read(path) for path in find_runs(config.runs)]
     trained = [run for run in found if run.is_training]
@@ -76,11 +77,6 @@ def _check_outputs(config: CompareConfig) -> None:
             )
 
 
-def run(config: CompareConfig) -> None:
-    restore_signals()
-    compare(config)
-
-
 if __name__ == "__main__":
     with_runs = partial(with_directories, schema=CompareConfig, option="runs")
-    command(run, CompareConfig, "compare", ("runs",), arguments=with_runs)
+    command(compare, CompareConfig, "compare", ("runs",), arguments=with_runs)

@@ -102,7 +102,9 @@ def composed_command(
             if _was_called(task, error) or isinstance(error, ImportError):
                 raise
             if isinstance(error, BrokenPipeError):
-                _end_unread()
+                # Whoever reads has read enough, as `--help | head` does; Python would write the rest when it ends.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                sys.exit()
             raise ValueError(one_line(error)) from None
 
     with_hydra = hydra.main(
@@ -304,13 +306,6 @@ def project_version() -> str:
 def _was_called(function: Callable, error: BaseException) -> bool:
     code = inspect.unwrap(function).__code__
     return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _end_unread() -> NoReturn:
-    """End a command whose reader has read enough, as `--help | head` does."""
-    # Python would write the rest when it ends.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit()
 
 
 def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:

@@ -29,11 +29,8 @@ def check_values(values: Mapping[Any, Any], schema: type, prefix: str = "") -> N
     for declared in fields(schema):
         if declared.name not in values:
             continue
-        option, hint, value = (
-            f"{prefix}{declared.name}",
-            types[declared.name],
-            values[declared.name],
-        )
+        option, hint = f"{prefix}{declared.name}", types[declared.name]
+        value = values[declared.name]
         if is_dataclass(hint) and isinstance(value, Mapping):
             check_values(value, hint, f"{option}.")  # type: ignore[arg-type]
             continue

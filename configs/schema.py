@@ -280,19 +280,14 @@ class SyntheticConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        require(
-            not self.hotness or len(self.hotness) == len(self.cardinalities),
-            f"data.synthetic.hotness has {len(self.hotness)} entries for "
-            f"{len(self.cardinalities)} data.synthetic.cardinalities; give one per table, or none",
-        )
-        names = self.names
-        require(
-            not names or len(names) == len(self.cardinalities),
-            f"data.synthetic.names has {len(names)} entries for {len(self.cardinalities)} "
-            "data.synthetic.cardinalities; give one per table, or none",
-        )
+        for option, given in (("hotness", self.hotness), ("names", self.names)):
+            require(
+                len(given) in (0, len(self.cardinalities)),
+                f"data.synthetic.{option} has {len(given)} entries for {len(self.cardinalities)} "
+                "data.synthetic.cardinalities; give one per table, or none",
+            )
         taken = {"", "label", *(f"num_{number}" for number in range(self.num_numerical))}
-        for name in names:
+        for name in self.names:
             require(
                 name not in taken,
                 f"data.synthetic.names has '{name}', which is empty or the name of another column",

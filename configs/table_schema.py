@@ -528,22 +528,16 @@ class TableConfig:
         for categorical in self.categorical:
             if categorical.is_list and categorical.hotness is None:
                 taken[f"{categorical.name}.offsets"] = f"the offsets of {shown(categorical.name)}"
-        for categorical in self.categorical:
+        row_numbers = list(self.row_numbers.values())[len(self.label) == 1 :]
+        for key, column in (
+            *(("categorical", categorical) for categorical in self.categorical),
+            *row_numbers,
+            *(("history", history) for history in self.history),
+        ):
             require(
-                categorical.name not in taken,
-                f"table.categorical: {shown(categorical.name)} would share a file with "
-                f"{taken.get(categorical.name)}; rename it, and set expression to the column",
-            )
-        for key, number in list(self.row_numbers.values())[len(self.label) == 1 :]:
-            require(
-                number.name not in taken,
-                f"table.{key}: {shown(number.name)} would share a file with {taken.get(number.name)}; rename it, and set "
-                "expression to the column",
-            )
-        for history in self.history:
-            require(
-                history.name not in taken,
-                f"table.history: {shown(history.name)} would share a file with {taken.get(history.name)}; rename it",
+                column.name not in taken,
+                f"table.{key}: {shown(column.name)} would share a file with {taken.get(column.name)}; rename it"
+                + ", and set expression to the column" * (key != "history"),
             )
 
     def _check_vocabularies(self) -> None:

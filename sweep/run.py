@@ -7,14 +7,15 @@ from typing import Any
 
 from rich.console import Console
 
+from compare.table import as_csv
 from configs.many_runs_schema import Sampler, SweepConfig
 from configs.schema import require
-from dataloading.dataset.durable_files import exclusive
+from dataloading.dataset.durable_files import exclusive, replace_text
 from sweep.driver import Driver
 from sweep.gpus import visible_gpus
 from sweep.pictures import COORDINATES, IMPORTANCES, draw_coordinates, draw_importances
 from sweep.plan import TEST, TrialPlan, plan_trials
-from sweep.results import SWEEP, TABLE, print_trials, rows_of, test_once, write_sweep, write_table
+from sweep.results import SWEEP, TABLE, print_trials, rows_of, test_once, write_sweep
 from sweep.space import Space, grid_of, read_space
 from sweep.study import DATA, Study, check_same_data, keep_settings, settings_of
 from sweep.trial_process import Process, Start, TrialServer
@@ -108,7 +109,7 @@ def _conclude(
     rows = rows_of(directory, study, space)
     console.print()
     print_trials(console, rows, space, f"{plan.split} {plan.metric.key}")
-    write_table(directory, rows)
+    replace_text(directory / TABLE, as_csv(rows))
     draw_coordinates(rows, space, plan.metric, plan.split, directory / COORDINATES)
     importances = study.importances()
     num_complete = sum(row["state"] == "complete" for row in rows)

@@ -96,10 +96,8 @@ def _features(stored: FeatureSpec, spec: FeatureSpec) -> dict[str, Any]:
 def _group(group: SequenceGroup) -> dict[str, Any]:
     numbers = [{"name": column.name, "dtype": column.dtype.name} for column in group.numbers]
     facts = {**asdict(group), "features": list(group.features), "numbers": numbers}
-    del (
-        facts["pools"],
-        facts["weight"],
-    )  # a model sees what pools have chosen, and has the weight among its options
+    # A model sees what pools have chosen, and has the weight among its options.
+    del facts["pools"], facts["weight"]
     return facts
 
 

@@ -117,9 +117,8 @@ class Model(nn.Module):
         """
         for name, term in self.extra_losses().items():
             share = share + term
-            if (
-                name not in self.logged_losses
-            ):  # one piece of memory, which all captured passes write
+            # One piece of memory, which all captured passes write.
+            if name not in self.logged_losses:
                 self.logged_losses[name] = torch.empty_like(term, requires_grad=False)
             self.logged_losses[name].copy_(term.detach())
         return share

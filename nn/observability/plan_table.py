@@ -12,7 +12,7 @@ from rich.table import Table
 from configs.schema import Config
 from nn.observability.layout import grid, print_columns, ranges
 from nn.planning.exchange import Link
-from nn.planning.host_tables import disk_read_bytes, fetched_bytes, link_ms
+from nn.planning.host_tables import disk_row_bytes, fetched_bytes, link_ms
 from nn.planning.memory_estimate import RankMemory
 from nn.planning.plan import Hardware, TablePlan, lookups_by_rank
 from nn.tiers.read_ahead import READ_AHEAD_BATCHES
@@ -217,7 +217,7 @@ def _host_lines(rows: Sequence[TablePlan], beside: BesidePlan) -> dict[str, str]
     if on_disk:
         size = sum(sum(row.disk_bytes_per_rank) for row in on_disk)
         read = sum(row.staged_rows for row in on_disk)
-        moved_bytes = sum(disk_read_bytes(row) for row in on_disk)
+        moved_bytes = sum(row.staged_rows * disk_row_bytes(row) for row in on_disk)
         lines["disk"] = f"{size / GIB:,.1f} GiB of {_names(on_disk)}; {_device_room(on_disk)}"
         lines["read ahead"] = (
             f"of {READ_AHEAD_BATCHES} steps about {read:,.0f} rows read from disk and at most as many written, "
