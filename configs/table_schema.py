@@ -267,7 +267,7 @@ class EventLists:
         """Return key and SQL of the columns of rows that group `number` of `event_lists` needs, by their names."""
         named = {f"moment{number}_": ("order_by", self.order_by)} if self.time else {}
         return named | {
-            f"numbers{number}_{j}_": (f"numbers: {shown(n.name)}", n.expression or _identifier(n))
+            f"numbers{number}_{j}_": (f"numbers: {shown(n.name)}", n.expression or quoted(n.name))
             for j, n in enumerate(self.numbers)
         }
 
@@ -409,9 +409,8 @@ class TableConfig:
         if self.query or not self.order_by:
             return self
         (name,) = self.sources
-        quoted = name.replace('"', '""')
         order_by = [*self.order_by, "file_", "order_"]
-        return replace(self, query=f'SELECT * FROM "{quoted}"', order_by=order_by)
+        return replace(self, query=f"SELECT * FROM {quoted(name)}", order_by=order_by)
 
     @property
     def numerical_names(self) -> list[str]:
@@ -447,7 +446,7 @@ class TableConfig:
         if past.filter:
             named[f"past{number}_"] = ("filter", past.filter)
         for j, item in enumerate(past.numbers if isinstance(past, EventLog) else []):
-            sql = item.expression or _identifier(item)
+            sql = item.expression or quoted(item.name)
             named[f"event{number}_{j}_"] = (f"numbers: {shown(item.name)}", sql)
         return named
 
@@ -786,8 +785,8 @@ def _sequence(content: Any, where: str) -> EventLog | EventLists:
     return group
 
 
-def _identifier(number: RowNumber) -> str:
-    return '"' + number.name.replace('"', '""') + '"'
+def quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _list_of(kind: type, content: Any, where: str) -> list[Any]:

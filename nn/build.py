@@ -414,10 +414,20 @@ def _loader(
     complete = LoaderSettings(
         seed=config.seed, prefetch=data.prefetch, workers=data.workers, **settings
     )
+    return loader_of_rank(source, split, complete, ranks, key_maps)
+
+
+def loader_of_rank(
+    source: Source,
+    split: str,
+    settings: LoaderSettings,
+    ranks: Ranks,
+    key_maps: "KeyMaps | None",
+) -> Loader:
     return Loader(
         source,
         split,
-        complete,
+        settings,
         rank=ranks.rank,
         world_size=ranks.world_size,
         device=ranks.device,

@@ -9,8 +9,8 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -112,13 +112,20 @@ class Jobs:
             if signum != signal.SIGINT:
                 os.kill(pid, signum)
 
-        before = {signum: signal.signal(signum, forward) for signum in STOPPING}
-        try:
+        with on_stop(forward):
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
         return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def on_stop(handle: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Call `handle` upon SIGINT and SIGTERM."""
+    before = {signum: signal.signal(signum, handle) for signum in STOPPING}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 JOBS = Jobs()

@@ -180,8 +180,9 @@ def open_session(
         header = _header_facts(config, source, recorder.run_dir, start)
         print_header(console, facts, {"model": header["model"]} | size | header)
         if config.mode is Mode.train:
+            listed = str(recorder.run_dir / PLAN)
             beside = ranks.run_on_rank0(
-                partial(_beside_plan, config, source, recorder, rows, hardware, disk_room)
+                partial(beside_plan, config, source, rows, hardware, listed, disk_room)
             )
             print_plan(console, rows, hardware.table_ranks, beside)
         if memory:
@@ -201,18 +202,19 @@ def open_session(
                 yield session
 
 
-def _beside_plan(
+def beside_plan(
     config: Config,
     source: Source,
-    recorder: RunDirectory,
     rows: Sequence[TablePlan],
     hardware: Hardware,
+    listed: str,
     disk_room: str | None,
+    floor_ms: float | None = None,
 ) -> BesidePlan:
+    """Return what is printed beside a plan whose tables are all in the file `listed`."""
     links = planned_links(config, source.spec, rows, hardware)
-    listed, has_gpus = str(recorder.run_dir / PLAN), hardware.device_type == "cuda"
-    less = without_a_node(config, source, hardware)
-    return BesidePlan(listed, links, None, disk_room, has_gpus, hardware.groups, less)
+    less, has_gpus = without_a_node(config, source, hardware), hardware.device_type == "cuda"
+    return BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups, less)
 
 
 @contextmanager
@@ -278,11 +280,7 @@ def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> Non
 def _environment(
     config: Config, source: Source, ranks: Ranks, start: ResumePoint
 ) -> dict[str, Any]:
-    num_hosts = ranks.world_size // ranks.local_world_size
-    facts: dict[str, Any] = environment(
-        config.recipe, ranks.device, world_size=ranks.world_size, num_hosts=num_hosts
-    )
-    facts |= {
+    facts = environment(config.recipe, ranks) | {
         "teacher_auc": teacher_auc(config, source) if ranks.is_rank0 else None,
         # The title of the pictures.
         "model": config.model.name,

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from compare.table import as_csv
+from configs.console import print_line
 from configs.many_runs_schema import Sampler, SweepConfig
 from configs.schema import require
 from dataloading.dataset.durable_files import exclusive, replace_text
@@ -58,7 +60,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start | None = None)
             f"{plan.split}",
             f"output {directory}/",
         ):
-            _print(console, text)
+            print_line(console, text)
         if study.has_more():
             # It shows that a sweep is complete, and this one is not.
             (directory / SWEEP).unlink(missing_ok=True)
@@ -69,7 +71,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start | None = None)
             plan,
             study,
             slots,
-            lambda text: _print(console, text),
+            partial(print_line, console),
             start_on_same_data,
         )
         driver.run()
@@ -90,10 +92,6 @@ def _slots(config: SweepConfig, plan: TrialPlan) -> Sequence[str | None]:
         "device=cpu",
     )
     return gpus[: config.parallel]
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
 
 
 def _conclude(
@@ -134,4 +132,4 @@ def _conclude(
         f"written to  {directory}/",
         f"            {SWEEP}  {TABLE}  {COORDINATES}  {IMPORTANCES}  trials/  logs/",
     ):
-        _print(console, text)
+        print_line(console, text)

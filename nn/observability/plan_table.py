@@ -5,12 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from configs.schema import Config
-from nn.observability.layout import grid, print_columns, ranges
+from nn.observability.layout import bare_table, grid, print_columns, ranges
 from nn.planning.exchange import Link
 from nn.planning.host_tables import disk_row_bytes, fetched_bytes, link_ms
 from nn.planning.memory_estimate import RankMemory
@@ -101,7 +99,7 @@ def print_plan(
     expanded = sum(row.expansion_bytes * len(row.ranks) for row in rows)
     printed = list(_lines(rows))
     unit = "GiB" if bytes_of.total() >= GIB_FROM else "MiB"
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = bare_table()
     table.add_column("table", overflow="fold")
     for name in ("rows", "dim", "hotness"):
         table.add_column(name, justify="right", no_wrap=True)

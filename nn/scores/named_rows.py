@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from configs.messages import printable, shortened, shown
 from dataloading.dataset.kept_columns import KeptColumns
+from dataloading.dataset.parquet_writer import as_arrow
 
 ROW = "row"
 """Column of row numbers, from 0."""
@@ -21,12 +22,6 @@ class NamedRows(Protocol):
     fields: Sequence[pa.Field]
 
     def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]: ...
-
-
-def as_arrow(numbers: np.ndarray) -> pa.Array:
-    """Return contiguous numbers as an array of Arrow; `pyarrow.array` would import pandas, which takes seconds."""
-    dtype = pa.from_numpy_dtype(numbers.dtype)
-    return pa.Array.from_buffers(dtype, len(numbers), [None, pa.py_buffer(numbers)])
 
 
 class RowNumbers:

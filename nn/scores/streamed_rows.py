@@ -16,6 +16,7 @@ from dataloading.batch import Batch
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
+from nn.build import loader_of_rank
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import Ranks
 from nn.scores.named_rows import NamedRows, RowNumbers
@@ -156,16 +157,7 @@ class StreamedRows:
             source = features_source(part, self._spec, self.title)
         except ValueError as error:
             raise SharedError(str(error)) from error
-        ranks = self._ranks
-        return Loader(
-            source,
-            SPLIT,
-            self._settings,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            device=ranks.device,
-            key_maps=self._key_maps,
-        )
+        return loader_of_rank(source, SPLIT, self._settings, self._ranks, self._key_maps)
 
     def _complete_parts(self) -> Iterator[pa.Table]:
         """Yield the features of consecutive rows, in multiples of a batch up to the last."""
