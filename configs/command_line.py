@@ -27,8 +27,8 @@ from configs.built_in import MODELS
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from configs.help import NO_SECTIONS, SectionClasses, Topics, register_option_help
 from configs.messages import UNKNOWN_FILE, load_error_text, on_one_line, os_error_text, shown
+from configs.options import open_sections
 from configs.overrides import WrittenOption, one_line, options_text, texts_of, to_config
-from configs.schema import open_sections
 from configs.stop_signals import INTERRUPTED
 
 PROJECT = "hybrid-parallel-recsys"

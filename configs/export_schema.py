@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.schema import Component, Section, option, require
+from configs.options import Section, option, require
+from configs.schema import Component
 
 ExportFormat = StrEnum("ExportFormat", "npy safetensors tf2")
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.schema import Section, option, require
+from configs.options import Section, option, require
 
 
 @dataclass(kw_only=True, slots=True)

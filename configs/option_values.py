@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 
 from configs.messages import shown
-from configs.schema import require, type_hints
+from configs.options import require, type_hints
 
 INT64_MAX = 2**63 - 1
 # The normal numbers of float32, in which weights, learning rates and losses are computed; GPUs may flush smaller ones to zero.

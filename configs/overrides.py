@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.messages import printable, shortened, shown
 from configs.option_values import check_values, expand_home
-from configs.schema import RENAMED, open_sections, option_names, replaced_options, type_hints
+from configs.options import open_sections, option_names, replaced_options, type_hints
+from configs.schema import RENAMED
 
 
 class WrittenOption(NamedTuple):

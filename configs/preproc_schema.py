@@ -7,7 +7,8 @@ from typing import Any
 from omegaconf import MISSING
 
 from configs.messages import shown
-from configs.schema import Section, SyntheticConfig, option, require
+from configs.options import Section, option, require
+from configs.schema import SyntheticConfig
 from configs.table_schema import TableConfig
 
 Mode = StrEnum("Mode", "fit transform extend verify convert describe")

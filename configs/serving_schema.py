@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.schema import Section, option, require
+from configs.options import Section, option, require
 
 URL = "http://127.0.0.1:8000"
 NAME = "..., its name at the server (curl URL/v2/models)"

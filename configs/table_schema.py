@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
 from configs.messages import printable, shortened, shown
-from configs.schema import is_file_name, is_import_path, require
+from configs.options import is_file_name, is_import_path, require
 from configs.transforms import TRANSFORMS, transform_named
 
 LINE_FORMATS = ("jsonl", "libsvm", "libffm")

@@ -12,7 +12,8 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.messages import shown
-from configs.schema import MOST_SAMPLES, Amp, Component, Config, Device, Fp8, Mode
+from configs.options import MOST_SAMPLES
+from configs.schema import Amp, Component, Config, Device, Fp8, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source

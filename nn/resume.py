@@ -11,7 +11,8 @@ from typing import Any
 
 from configs.messages import printable, shortened
 from configs.option_values import plain_values
-from configs.schema import RENAMED, Component, Config, Mode, default_values
+from configs.options import default_values
+from configs.schema import RENAMED, Component, Config, Mode
 from dataloading.dataset.documents import read_mapping
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_data, changed_files, verify_small_files

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from compare.run_record import RunRecord
 from compare.table import short_names
-from configs.schema import require
+from configs.options import require
 from dataloading.dataset.durable_files import replace_link, replace_text
 from nn.observability.records import METRICS
 from sweep.driver import BEST_STEP, IDLE, POLL_SECONDS, PROBLEM, RUN_DIR, STATES

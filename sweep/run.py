@@ -11,7 +11,7 @@ from rich.console import Console
 from compare.table import as_csv
 from configs.console import print_line
 from configs.many_runs_schema import Sampler, SweepConfig
-from configs.schema import require
+from configs.options import require
 from dataloading.dataset.durable_files import exclusive, replace_text
 from sweep.driver import Driver
 from sweep.gpus import visible_gpus

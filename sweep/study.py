@@ -14,7 +14,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from configs.many_runs_schema import Sampler, SweepConfig
-from configs.schema import require
+from configs.options import require
 from dataloading.dataset.documents import read_json
 from dataloading.dataset.durable_files import AppendedFile, replace_text
 from dataloading.dataset.file_states import changed_data

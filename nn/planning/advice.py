@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from torchrec import EmbeddingBagCollection
 
 from configs.messages import first_line
-from configs.schema import MOST_RANKS, ShardingConfig, ShardingType, Tier
+from configs.options import MOST_RANKS
+from configs.schema import ShardingConfig, ShardingType, Tier
 from nn.embedding.optimizer import TableRule, less_state
 from nn.planning.host_tables import DISK_ROW_BYTES, read_ahead_bytes
 from nn.planning.plan import Hardware

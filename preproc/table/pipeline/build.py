@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.messages import shown
+from configs.options import require
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
-from configs.schema import require
 from configs.table_schema import SplitRule, TableConfig
 from dataloading.lineage import vocabularies
 from preproc.complete_dataset import WrittenColumns, complete_dataset
