@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
-from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.ops.fused_linear import as_autocast
 
 if TYPE_CHECKING:
     # TorchRec takes seven seconds to import, and `--help` needs the options only.
@@ -64,8 +65,8 @@ class Model(nn.Module):
     """
 
     Options: ClassVar[type[ModelConfig]]  # dataclass of the options, a subclass of `ModelConfig`
-    # columns that `forward` puts before the embeddings (`nn.layers.pooled_embeddings.join`); the lookup leaves room
-    # for them, which saves a copy
+    # columns that `forward` puts before the embeddings (`join_inputs`); the lookup leaves room for them, which saves a
+    # copy
     prefix_columns: int = 0
     # whether `forward` gives all embeddings to one layer that looks up rows itself where it can, and to nothing
     # else; in training on one GPU nothing is then looked up before
@@ -102,6 +103,10 @@ class Model(nn.Module):
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
         raise NotImplementedError
+
+    def join_inputs(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Return one matrix of the embeddings, behind the numericals if these are the prefix."""
+        return join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
 
     def extra_losses(self) -> dict[str, Tensor]:
         """Return this rank's shares [] of further terms of the loss by name, after `forward` in training; none unless overridden.
