@@ -102,10 +102,8 @@ def _compare(run_dirs: Iterable[str]) -> None:
         if path.is_dir():
             try:
                 found.append(RunRecord.read(path))
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # the result of the jobs is not lost with one's records
+            # The result of the jobs is not lost with one's records.
+            except (OSError, ValueError) as error:
                 print(f"warning: {on_one_line(str(error))}", file=sys.stderr)
     if trained := [run for run in found if run.records and run.is_training]:
         print_comparison(make_console(0), trained, None)
