@@ -44,7 +44,6 @@ class BesidePlan:
 
 
 def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
-    """Print the hardware that a plan is made for."""
     per_rank = hardware.bytes_per_rank
     usable = per_rank * (1 - config.sharding.reserve)
     nodes = hardware.world_size // hardware.local_world_size

@@ -45,7 +45,6 @@ DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def phase_of(kernel: str) -> str:
-    """Return the phase of a kernel by its name."""
     return next((phase for phase, pattern in _PATTERNS.items() if pattern.search(kernel)), OTHER)
 
 

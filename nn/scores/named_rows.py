@@ -25,8 +25,6 @@ class NamedRows(Protocol):
 
 
 class RowNumbers:
-    """Numbers of the rows."""
-
     fields: Sequence[pa.Field] = (ROW_FIELD,)
 
     def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]:

@@ -58,8 +58,6 @@ class MissingColumnError(QueryError):
 
 @dataclass(frozen=True, slots=True)
 class StagedRows:
-    """Rows of the sources."""
-
     query: str  # of them
     # columns of the query that order it: `file_` and `order_` of one source, or others
     order_by: list[str]

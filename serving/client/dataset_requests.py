@@ -20,8 +20,6 @@ DTYPES = {"FP32": "<f4", "INT32": "<i4", "INT64": "<i8"}
 
 @dataclass(frozen=True, slots=True)
 class EncodedRequest:
-    """A request for scores."""
-
     num_rows: int  # B
     body: bytes  # JSON, and binary tensors behind it
     header_length: int  # bytes of the JSON
