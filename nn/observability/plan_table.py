@@ -27,8 +27,6 @@ GIB_FROM = 100_000 * MIB
 
 @dataclass(frozen=True, slots=True)
 class BesidePlan:
-    """Facts that are printed beside the tables of a plan."""
-
     # where all tables are listed, for a plan that is folded; empty if nowhere
     complete_in: str = ""
     # the ranks that send most per step within a node and between nodes; empty if that was not counted

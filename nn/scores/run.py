@@ -140,11 +140,13 @@ def _score(
 
     def timed() -> Iterator[Batch]:
         nonlocal data_wait_s
-        asked = time.perf_counter()
-        for batch in batches:
-            data_wait_s += time.perf_counter() - asked
-            yield batch
+        while True:
             asked = time.perf_counter()
+            batch = next(batches, None)
+            data_wait_s += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
 
     for batch, logits in predictions(step, timed(), ranks.device):
         gathered = ranks.gather(scores_of(step.tasks, logits, batch.keep_rates))
