@@ -83,16 +83,14 @@ class HSTU(Model):
         inner, width = options.heads * options.head_dim, options.width
         layers, only = cast("list[STULayer]", list(self.layers)), options.last_layer_of_candidates
         at_position, at_row = self.items.kept()
-        columns, wide = kept_columns(layers, at_position, only_candidates=only)
+        columns = kept_columns(layers, at_position, only_candidates=only)
         group, item = inputs.group.name, inputs.tables[inputs.items[0]]
         length = inputs.mean_events + self._more
         weights = width * (4 + (3 if options.concat else 1)) * inner
         return Activations(
-            backward_columns=self._more * (columns + 2 * wide),
+            backward_columns=self._more * columns,
             event_columns={group: columns},
-            event_float32_columns={group: wide},
-            row_columns={item: at_row[0]},
-            row_float32_columns={item: at_row[1]},
+            row_columns={item: at_row},
             products={
                 "positions": round(2 * options.layers * (length - 1) * weights),
                 "attention": round(2 * options.layers * length**2 * inner),
