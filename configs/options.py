@@ -1,4 +1,4 @@
-"""How options are declared, checked and listed: the base of the classes in `configs/schema.py` and of those like it."""
+"""Declaration, checks and lists of options: the base of the classes in `configs/schema.py` and of those like it."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence

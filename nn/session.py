@@ -180,9 +180,8 @@ def open_session(
         header = _header_facts(config, source, recorder.run_dir, start)
         print_header(console, facts, {"model": header["model"]} | size | header)
         if config.mode is Mode.train:
-            listed = str(recorder.run_dir / PLAN)
             beside = ranks.run_on_rank0(
-                partial(beside_plan, config, source, rows, hardware, listed, disk_room)
+                partial(beside_plan, config, source, rows, hardware, disk_room, recorder.run_dir)
             )
             print_plan(console, rows, hardware.table_ranks, beside)
         if memory:
@@ -207,11 +206,12 @@ def beside_plan(
     source: Source,
     rows: Sequence[TablePlan],
     hardware: Hardware,
-    listed: str,
     disk_room: str | None,
+    run_dir: Path | None,
     floor_ms: float | None = None,
 ) -> BesidePlan:
-    """Return what is printed beside a plan whose tables are all in the file `listed`."""
+    """Return what is printed beside a plan, which `run_dir` gets complete."""
+    listed = "run_dir=DIR writes them to DIR/plan.json" if run_dir is None else str(run_dir / PLAN)
     links = planned_links(config, source.spec, rows, hardware)
     less, has_gpus = without_a_node(config, source, hardware), hardware.device_type == "cuda"
     return BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups, less)

@@ -31,7 +31,6 @@ from nn.observability.plan_table import (
     print_rates,
     print_ways,
 )
-from nn.observability.records import PLAN
 from nn.observability.run_directory import write_model, write_plan
 from nn.planning.exchange import Link, planned_links
 from nn.planning.memory_estimate import RankMemory, plan_memory
@@ -50,14 +49,13 @@ def show_plan(config: Config, config_yaml: str) -> None:
         ranks = ranks_from_environment(hardware.device_type)
         with process_group(ranks):
             print_rates(console, *measured_rates(ranks))
-    plan_json = None if config.run_dir is None else Path(config.run_dir) / PLAN
-    listed = "run_dir=DIR writes them to DIR/plan.json" if plan_json is None else str(plan_json)
+    run_dir = None if config.run_dir is None else Path(config.run_dir)
     floor_ms = None
     if hardware.device_type == "cuda" and any(row.has_arena for row in rows):
         spec, share_of = model_spec(config, source), partial(id_share, config, source)
         floor = floor_of(config, spec, hardware.world_size, share_of, replicated_tables(rows))
         floor_ms = floor.ms
-    beside = beside_plan(config, source, rows, hardware, listed, disk_room, floor_ms)
+    beside = beside_plan(config, source, rows, hardware, disk_room, run_dir, floor_ms)
     print_plan(console, rows, hardware.table_ranks, beside)
     if hardware.world_size > hardware.local_world_size:
         print_ways(console, _ways(config, source, hardware, beside.links))
@@ -77,11 +75,11 @@ def show_plan(config: Config, config_yaml: str) -> None:
         fits = max(rank.total for rank in memory) <= hardware.hbm_bytes
         chunks = None if fits else fitting_chunks(config, hardware, needed)
         print_memory(console, memory, hardware.hbm_bytes, chunks)
-    if plan_json is not None and process_rank() == 0:
-        plan_json.parent.mkdir(parents=True, exist_ok=True)
-        write_plan(plan_json.parent, rows, memory)
+    if run_dir is not None and process_rank() == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_plan(run_dir, rows, memory)
         if description is not None:
-            write_model(plan_json.parent, description)
+            write_model(run_dir, description)
 
 
 def _is_here(hardware: Hardware) -> bool:
