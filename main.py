@@ -185,7 +185,7 @@ def _run(composed: DictConfig) -> None:
         if JOBS.has_several():
             JOBS.run(composed, _run)
             return
-        refuse_unresolved(composed, Config)
+        refuse_unresolved(composed)
         if composed.days:
             to_config(composed)  # which checks the options before any day
             train_days(composed, _run)

@@ -167,9 +167,7 @@ def load(config: Config, start: ResumePoint, step: Trained, logger: Logger) -> N
         logger.info(f"note: {note}")
 
 
-def kept_records(
-    config: Config, run_dir: Path, start: ResumePoint, logger: Logger
-) -> KeptRecords | None:
+def kept_records(run_dir: Path, start: ResumePoint, logger: Logger) -> KeptRecords | None:
     """Return the records that a run keeps, None for one that starts from nothing; only rank 0 may call it."""
     if not start.is_continuation:
         return None

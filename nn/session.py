@@ -344,7 +344,7 @@ def _recorder(
         else:
             run_dir = Path(config.run_dir)
             lock.create(run_dir)
-        kept = kept_records(config, run_dir, start, lock.logger)
+        kept = kept_records(run_dir, start, lock.logger)
         loggers = make_loggers(config.log.loggers, lock.logger)
         made.append(make(run_dir, loggers=loggers, kept=kept))
         return run_dir
