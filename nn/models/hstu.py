@@ -11,6 +11,7 @@ from nn.embedding.declared_tables import Tables
 from nn.layers import hstu
 from nn.layers.hstu import SampleParts
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import PositionDropout, RelativeBias, STULayer, SwishMLP, kept_columns
 from nn.models.event_features import find_events
 from nn.models.model import Activations, Model
@@ -122,6 +123,7 @@ class HSTU(Model):
         )
         x = as_autocast(self.dropout(x, at))
 
+        norm = self._norm(at, events)
         for number, layer in enumerate(self.layers):
             only = number == options.layers - 1 and options.last_layer_of_candidates
             bias = (
@@ -129,18 +131,20 @@ class HSTU(Model):
                 if self.biases
                 else None
             )
-            x = layer(x, at, self._norm(at), num_candidates, only_candidates=only, bias=bias)
+            x = layer(x, at, norm, num_candidates, only_candidates=only, bias=bias)
         if not options.last_layer_of_candidates:
             x = x.index_select(0, parts.at.last(num_candidates)[1])
         item = self.candidate(torch.cat([of.by_id()[: x.shape[0]] for of in items], dim=1))
         logits = self.head(self.user(x, hours) * item).float().view(at.starts.shape[0], -1)
         return logits.squeeze(1) if logits.shape[1] == 1 else logits
 
-    def _norm(self, at: JaggedPositions) -> Tensor:
+    def _norm(self, at: JaggedPositions, events: SequenceEvents) -> Tensor:
         """Return what the attention of each sample is divided by, [B], as if it had one candidate: others change no score."""
         others = self._found.inputs.num_candidates - 1
-        if self._options.attention_norm is AttentionNorm.capacity:
-            return torch.full_like(at.lengths, self._max_length - others)
-        is_own = self._options.attention_norm is AttentionNorm.length
-        lengths = at.lengths - others
-        return lengths if is_own else lengths.max().expand_as(lengths)
+        match self._options.attention_norm:
+            case AttentionNorm.capacity:
+                return torch.full_like(at.lengths, self._max_length - others)
+            case AttentionNorm.length:
+                return at.lengths - others
+            case _:
+                return (events.longest + self._num_context + 1).expand_as(at.lengths)
