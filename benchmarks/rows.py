@@ -161,7 +161,7 @@ HSTU = Row(
         *("sharding.types=[table_wise,row_wise]", f"sharding.tables={{{TABLES_ON_DISK}}}"),
         f"sharding.disk_path={gettempdir()}",
     ),
-    users=3000,
+    users=1000,
 )
 
 ROWS = {
