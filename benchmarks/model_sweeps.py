@@ -70,7 +70,10 @@ class ModelSweep:
             command = [*main, *self.options, *settings, f"run_dir={run_dir}", *QUIET]
             run(command, folder / f"seed-{seed}.log")
         if not (tested / "summary.json").exists():
-            best = [f"config={run_dir}/config.yaml", f"checkpoint.restore={run_dir}/checkpoints/best"]
+            best = [
+                f"config={run_dir}/config.yaml",
+                f"checkpoint.restore={run_dir}/checkpoints/best",
+            ]
             command = [*main, "mode=eval", *best, "eval.split=test", f"run_dir={tested}"]
             run(command, folder / f"seed-{seed}-tested.log")
         summary = json.loads((tested / "summary.json").read_text())
