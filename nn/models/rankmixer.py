@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.interactions.experts import Towers
-from nn.layers.interactions.per_token import PerTokenExperts, PerTokenLinear, ReluRouter
 from nn.layers.mlp import round_up
+from nn.layers.per_token import PerTokenExperts, PerTokenLinear, ReluRouter
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import LayerNorm
 from nn.models.features import chosen_features, in_table_order, rates
@@ -44,23 +44,12 @@ class RankMixerBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, B, D] to [T, B, D]."""
         if self.router is None and can_fuse(x, self.network.up):
-            return self._forward_fused(as_autocast(x))
+            norms = self.mixing_norm, self.network_norm
+            return self.network.between_norms(as_autocast(x), *norms)
         mixed = x.unflatten(2, (len(x), -1)).permute(2, 1, 0, 3).flatten(2)
         s = self.mixing_norm(mixed + x)
         gates = None if self.router is None else self.router(s)
         return self.network_norm(self.network(s, gates) + s)
-
-    def _forward_fused(self, x: Tensor) -> Tensor:
-        # Only CUDA builds of torch include Triton.
-        from nn.ops.triton.rankmixer import Parameters, mixer_block
-
-        network = self.network
-        of = Parameters(
-            *(network.up, network.down, network.up_bias, network.down_bias),
-            *(self.mixing_norm.weight, self.mixing_norm.bias),
-            *(self.network_norm.weight, self.network_norm.bias),
-        )
-        return mixer_block(x, self.mixing_norm.eps, of)
 
 
 class RankMixer(Model):

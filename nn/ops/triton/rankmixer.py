@@ -60,7 +60,6 @@ class Parameters(NamedTuple):
     network_bias: Tensor
 
 
-@torch.compiler.disable
 def mixer_block(x: Tensor, eps: float, of: Parameters) -> Tensor:
     """Map tokens [T, B, D] to the same, as `nn.models.rankmixer.RankMixerBlock` with one expert and GELU."""
     return _Block.apply(x, eps, *of)

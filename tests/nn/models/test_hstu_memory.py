@@ -220,7 +220,7 @@ def test_what_a_block_of_rankmixer_keeps_is_declared(amp, monkeypatch):
         monkeypatch.setattr(f"{kernels}.{name}", NoKernel())
     monkeypatch.setattr(f"{kernels}.cast_parameters", lambda to, of: [one.to(to) for one in of])
     # Drawing reads numbers.
-    monkeypatch.setattr("nn.layers.interactions.per_token.truncated_normal_", lambda *_: None)
+    monkeypatch.setattr("nn.layers.per_token.truncated_normal_", lambda *_: None)
     dtype = torch.bfloat16 if amp else torch.float32
     sizes = {"embedding_dim": 8, "tokens": 4, "token_dim": 64, "expansion": 3}
     one, two = (RankMixerOptions(layers=layers, **sizes) for layers in (1, 2))
