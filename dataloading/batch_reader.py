@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dataloading.batch import Batch
 from dataloading.batch_memory import Slots
-from dataloading.dataset.batch_layout import BatchLayout
-from dataloading.dataset.source import Source
+from dataloading.dataset.batch_layout import Allocate, BatchLayout
+from dataloading.dataset.source import Columns, Source
 from dataloading.partition import RankRows
 
 TOO_LARGE = -1
@@ -38,9 +38,15 @@ class BatchReader:
             made.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin))
             return made[0].numpy()
 
-        columns = self._source.read(self._split, rows.runs, rows.padded_to, allocate)
+        columns = self._columns(rows, allocate)
         (memory,) = made
         return Batch(memory, columns.layout, rows.num_valid, rows.global_valid)
+
+    def _columns(self, rows: RankRows, allocate: Allocate) -> Columns:
+        columns = self._source.read(self._split, rows.runs, rows.padded_to, allocate)
+        if columns.global_rows is not None:
+            columns.global_rows[:] = rows.global_rows
+        return columns
 
     def read_into(self, slots: Slots, slot: int, rows: RankRows) -> None:
         """Read a batch into a slot, if it has room there."""
@@ -52,7 +58,7 @@ class BatchReader:
             return memory[:num_bytes]
 
         try:
-            columns = self._source.read(self._split, rows.runs, rows.padded_to, allocate)
+            columns = self._columns(rows, allocate)
             slots.doublings[slot] = columns.layout.doublings
         except SlotFullError:
             slots.doublings[slot] = TOO_LARGE

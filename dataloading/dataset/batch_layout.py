@@ -89,6 +89,9 @@ class BatchLayout:
         self.weights = None if spec.weight is None else self._add(rows)
         self.keep_rates = None if spec.keep_rate is None else self._add(rows)
         self.teachers = {column.name: self._add(rows) for column in spec.teachers}
+        # Ranks have other rows than consecutive ones only where rows have events.
+        dtype = np.dtype(np.int32)
+        self.global_rows = self._add(rows, dtype=dtype) if spec.sequences else None
         self.events = [
             self._add(counts[group.features[0]].capacity)
             for group in spec.sequences

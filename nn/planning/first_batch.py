@@ -61,7 +61,10 @@ def _ids_of_first_batch(
     """Return the ids of each feature in the rows that the loader of rank 0 reads first, of so many ranks."""
     block = config.data.shuffle_block
     settings = LoaderSettings(
-        batch_size=config.train.batch_size, seed=config.seed, shuffle_block=block
+        batch_size=config.train.batch_size,
+        seed=config.seed,
+        shuffle_block=block,
+        balances_events=True,
     )
     runs = Loader(source, split, settings, world_size=world_size).rows(0).runs
     names = [feature.name for feature in source.spec.categorical]

@@ -52,11 +52,13 @@ def batch_of(num_valid: int = 3, rows: int = 4, lengths: tuple[int, ...] = (2, 0
     columns.lengths[2][:num_valid] = lengths
     columns.events[0][:] = np.arange(len(columns.events[0])) + 0.5
     columns.weights[:num_valid] = 2
+    columns.global_rows[:] = np.arange(rows)[::-1]
     return Batch(made[0], columns.layout, num_valid, 5)
 
 
 def contents(batch: Batch) -> list:
-    tensors = (batch.numerical, batch.labels, batch.weights, batch.ids.values(), *batch.events)
+    of_rows = batch.numerical, batch.labels, batch.weights, batch.global_rows
+    tensors = (*of_rows, batch.ids.values(), *batch.events)
     return [*(tensor.tolist() for tensor in tensors), batch.ids.lengths().tolist()]
 
 
