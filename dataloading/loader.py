@@ -109,7 +109,7 @@ class Loader:
         granule = source.granule(split)
         self.shuffle_block = -(-settings.shuffle_block // granule) * granule
         self._batch_reader = BatchReader(source, split, pin=self.device.type == "cuda")
-        usual = RAGGED_READERS if self._batch_reader.is_ragged else READERS
+        usual = RAGGED_READERS if self._batch_reader.num_ragged else READERS
         self.prefetch = settings.prefetch or usual
         self.workers = settings.workers or usual
         self.steps_per_epoch = num_steps(self.num_rows, self.batch_size)
@@ -137,7 +137,7 @@ class Loader:
         size = -(-min(self.batch_size, self.num_rows) // self.world_size)
         num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._batch_reader.slot_bytes(size)
         try:
-            self._slots = Slots(num_slots, slot_bytes)
+            self._slots = Slots(num_slots, slot_bytes, max(self._batch_reader.num_ragged, 1))
         except OSError as error:
             raise ValueError(
                 f"{num_slots} batches of {slot_bytes / 2**20:.1f} MiB, which are read ahead, do not fit in memory "
