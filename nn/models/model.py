@@ -33,6 +33,8 @@ class Activations:
     # columns kept for the backward pass per event, by sequence group, and those of float32 under autocast too
     event_columns: dict[str, int] = field(default_factory=dict)
     event_float32_columns: dict[str, int] = field(default_factory=dict)
+    # of `event_columns`, those of gradients, which are made when the layers behind the events keep nothing any more
+    event_gradient_columns: dict[str, int] = field(default_factory=dict)
     # the same per distinct row, by table that hands out its rows
     row_columns: dict[str, int] = field(default_factory=dict)
     row_float32_columns: dict[str, int] = field(default_factory=dict)
