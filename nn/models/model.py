@@ -30,14 +30,12 @@ class Activations:
     """Memory and work of a dense component per sample, in addition to the inputs and outputs of its linear layers."""
 
     backward_columns: int = 0  # additional columns kept for the backward pass
-    # columns kept for the backward pass per event, by sequence group, and those of float32 under autocast too
+    # columns kept for the backward pass per event, by sequence group
     event_columns: dict[str, int] = field(default_factory=dict)
-    event_float32_columns: dict[str, int] = field(default_factory=dict)
     # of `event_columns`, those of gradients, which are made when the layers behind the events keep nothing any more
     event_gradient_columns: dict[str, int] = field(default_factory=dict)
     # the same per distinct row, by table that hands out its rows
     row_columns: dict[str, int] = field(default_factory=dict)
-    row_float32_columns: dict[str, int] = field(default_factory=dict)
     # additional columns that exist beside the widest layer in a forward pass alone
     forward_columns: int = 0
     # columns of linear layers' inputs that are in memory already: embeddings, or another layer's input

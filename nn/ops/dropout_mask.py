@@ -48,10 +48,10 @@ class DropoutMask:
         """Return `at` of `apply` with the numbers of samples so that `first_row` more are those in the global batch."""
         if self.global_rows is None:
             return at
+        samples = (self.global_rows - self.first_row).int()
         if at is None:
-            samples = self.global_rows[:rows]
-            return samples - self.first_row, torch.zeros_like(samples)
-        return self.global_rows.index_select(0, at[0]) - self.first_row, at[1]
+            return samples[:rows], torch.zeros_like(samples[:rows])
+        return samples.index_select(0, at[0]), at[1]
 
     def kept(self, rows: int, columns: int, at: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return which elements are kept, bool [rows, columns]; `at` as in `apply`."""
