@@ -21,8 +21,8 @@ class Row:
 
     `exponent` is that of the ids' power law; 0 is uniform. `train_rows` fit into the page cache, and an epoch is a multiple of 50
     steps, so that its evaluation coincides with a record. The first `ragged` features have 0 to 10 ids per row instead of one.
-    `synthetic` are further options of `data.synthetic` with their values, and replace those of the file. With `users` the data are
-    instead their log of listens (`python -m preproc dataset=yambda`).
+    `synthetic` are further options of `data.synthetic` with their values, and replace those of the file. With `users` the data
+    are instead their log of listens (`python -m preproc dataset=yambda`).
     """
 
     recipe: str
@@ -161,7 +161,7 @@ HSTU = Row(
         *("sharding.types=[table_wise,row_wise]", f"sharding.tables={{{TABLES_ON_DISK}}}"),
         f"sharding.disk_path={gettempdir()}",
     ),
-    users=3000,
+    users=1000,
 )
 
 ROWS = {

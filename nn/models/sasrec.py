@@ -33,7 +33,6 @@ class SASRec(SequenceModel):
         self.add_top(options, 0)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and `PooledEmbeddings` to logits [B] in float32."""
         parts = self.inputs.read(numerical, embeddings)
         item, events = parts.candidate, parts.events
         x = self.tokens(parts.vectors, events)
