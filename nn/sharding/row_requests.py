@@ -96,6 +96,8 @@ class RowRequests:
             table = LocalTable(BY_NUMBER, sums[:-1], {}, first_row=0)
             return bags(table, num_keys, ADDITION, addition_scalars(ranks.device))
 
+        # torch's index_select takes a block of threads a row, however narrow.
+        self._by_id = bags_of(self.rows)
         # Sums of the gradients of each of `rows`, of one per id.
         self.sums_by_id = RowSums(bags_of, self.rows.shape, ranks.device)
         # The rows of one memory, if there are several.
@@ -169,6 +171,12 @@ class RowRequests:
                 self._from_each,
                 group=self._channels.embeddings,
             )
+
+    def rows_of(self, positions: Tensor) -> Tensor:
+        """Return those of `rows` at the positions of all ids, [K, D]."""
+        out = self.rows.new_empty(len(positions), self.rows.shape[1])
+        self._by_id.look_up(positions, out)
+        return out
 
     def sort(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[SortedIds]:
         """Sort the rows that are asked of this rank, for each memory."""

@@ -24,7 +24,6 @@ from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.id_all_to_all import IdAllToAll
 from nn.sharding.local_ids import Capacity, LocalIds, RequestedIds
-from nn.sharding.merged_rows import RowSums
 from nn.sharding.placement import RankTables, RequestedTables
 from nn.sharding.pooled_rows import PooledRows
 from nn.sharding.rank_group import GroupIds, gradients_of_all_groups
@@ -292,7 +291,7 @@ class ShardedLookup:
         positions = [
             requested.local.narrow(0, block.first, block.count) for block in blocks.values()
         ]
-        found = _ById.apply(rows, group.requests.sums_by_id, requested, *positions)
+        found = _ById.apply(rows, group.requests, requested, *positions)
         of_block = dict(zip(blocks, found, strict=True))
         return {feature: of_block[block] for feature, block in group.keys.block_of.items()}
 
@@ -472,10 +471,11 @@ class _ById(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sums: RowSums, ids: RequestedIds, *positions: Tensor
+        ctx: Any, rows: Tensor, requests: RowRequests, ids: RequestedIds, *positions: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.sums, ctx.ids, ctx.dtype = sums, ids, rows.dtype
-        return tuple(rows.index_select(0, of_feature) for of_feature in positions)
+        ctx.sums, ctx.ids, ctx.dtype = requests.sums_by_id, ids, rows.dtype
+        sizes = [len(of_feature) for of_feature in positions]
+        return requests.rows_of(torch.cat(positions)).split(sizes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
