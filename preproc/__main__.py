@@ -20,7 +20,7 @@ from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command
 from configs.console import command_console
 from configs.messages import require_package
 from configs.overrides import options_text, texts_of, to_config
-from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig, Split
+from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig, Split, topic_of
 from configs.schema import require
 from configs.stop_signals import restore_signals
 from configs.table_schema import TableConfig
@@ -113,6 +113,12 @@ def execute(config: PreprocConfig) -> None:
     config = replace(config, **read)
     if config.output is None:
         _execute(config)
+        return
+    if topic_of(config.source) is not None:
+        from preproc.kafka_parts import follow_topic
+
+        restore_signals()
+        follow_topic(config)
         return
     for key, path in read.items():
         require(

@@ -332,6 +332,7 @@ SUBPACKAGES = {
         "preproc.work_directory",
     },
     "preproc.convert": {"preproc.report"},
+    "preproc.kafka_parts": {"preproc.report", "preproc.table.pipeline"},
     "preproc.synthetic": {"preproc.ordered_map", "preproc.report"},
     "preproc.listens": {"preproc.report", "preproc.work_directory"},
     "preproc.verify": {"preproc.report", "preproc.vocabulary_file"},
@@ -388,6 +389,7 @@ SUBPACKAGES = {
     "preproc.__main__": {
         "preproc.convert",
         "preproc.describe",
+        "preproc.kafka_parts",
         "preproc.criteo",
         "preproc.listens",
         "preproc.report",
