@@ -91,7 +91,7 @@ class StreamSource(DerivedSource):
         return spec.with_means_of(own).with_event_weights(weights)
 
     def append(self, part: Part, trained_rows: int = 0) -> None:
-        """Take the rows of a part as the next ones; ValueError if some are not among the trained rows, and it is not as it was."""
+        """Take the rows of a part as the next ones; ValueError if it has changed, and not all of its rows are trained."""
         self.parts.append(part)
         self._starts.append(self.known_rows + part.rows)
         if self.known_rows > trained_rows:

@@ -64,6 +64,11 @@ SUBPACKAGES = {
         "dataloading.teacher",
     },
     "dataloading.known_ids_source": {"dataloading.dataset"},
+    "dataloading.stream_source": {
+        "dataloading.dataset",
+        "dataloading.held_out_source",
+        "dataloading.lineage",
+    },
     "dataloading.lineage": set(),
     "dataloading.row_sql": set(),
     "dataloading.held_out_source": {"dataloading.dataset"},
