@@ -168,8 +168,8 @@ class PartFinder:
         taken = {part.name for part in stream.parts}
         self._report_changes()
         for name in sorted(os.listdir(stream.directory)):
-            is_part = not name.startswith(".") and (stream.directory / name / SPEC_NAME).is_file()
-            if not is_part or name in taken:
+            is_known = name in taken or name.startswith(".")
+            if is_known or not (stream.directory / name / SPEC_NAME).is_file():
                 continue
             if found is None:
                 found = self._whole(name)
@@ -182,10 +182,8 @@ class PartFinder:
 
     def _whole(self, name: str) -> Part | None:
         """Return a part if every row of it can be trained; say why not once it is no longer written."""
-        path, (state, was_said) = (
-            self._source.directory / name,
-            self._left_out.get(name, ([], False)),
-        )
+        path = self._source.directory / name
+        state, was_said = self._left_out.get(name, (None, False))
         now = _state(path)
         if was_said and now == state:
             return None
@@ -220,5 +218,8 @@ class PartFinder:
 
 def _state(path: Path) -> list[object]:
     """Return names, sizes and times of the files of a part; empty if it is gone."""
-    files = [(file, file.stat()) for file in sorted(path.rglob("*")) if file.is_file()]
+    try:
+        files = [(file, file.stat()) for file in sorted(path.rglob("*")) if file.is_file()]
+    except FileNotFoundError:  # it is removed while it is read
+        return []
     return [(str(file), found.st_size, found.st_mtime_ns) for file, found in files]
