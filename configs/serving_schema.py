@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.schema import Section, option, require
+from configs.options import Section, option, require
 
 URL = "http://127.0.0.1:8000"
 NAME = "..., its name at the server (curl URL/v2/models)"
@@ -13,17 +13,13 @@ MOST_REQUESTS = 512
 
 
 TableType = StrEnum("TableType", "fp32 bf16 int8")
-"""Dtypes of served tables."""
 Device = StrEnum("Device", "cpu cuda")
-"""Devices of the server."""
 DenseType = StrEnum("DenseType", "fp32 bf16")
 """Dtypes of the dense component on a GPU."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelExportConfig(Section):
-    """Export of a checkpoint as a model directory."""
-
     checkpoint: str | None = option(
         None,
         "checkpoint to export: a run's checkpoints/best or checkpoints/step_N",
@@ -70,8 +66,6 @@ def require_model_name(name: str) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class ServerConfig(Section):
-    """The embedded server."""
-
     model: str | None = option(
         None, "model directory, or one of versions", path=True, required="..., a model directory"
     )
@@ -150,7 +144,6 @@ class ServerConfig(Section):
 
 
 Layout = StrEnum("Layout", "monolithic ensemble")
-"""Layouts of a repository of Triton."""
 DenseFormat = StrEnum("DenseFormat", "onnx pytorch")
 """Formats of the dense model of an ensemble."""
 
@@ -208,8 +201,6 @@ class TritonConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class RollbackConfig(Section):
-    """Return to an earlier version."""
-
     model: str | None = option(
         None, "directory of versions", path=True, required="..., a directory of versions"
     )
@@ -230,8 +221,6 @@ class RollbackConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class ApplyConfig(Section):
-    """Deltas on a model."""
-
     model: str | None = option(
         None,
         "directory of versions, whose newest is the base, or a model directory",
@@ -254,8 +243,6 @@ class ApplyConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class AccuracyConfig(Section):
-    """Accuracy of a split as a server scores it."""
-
     model: str | None = option(None, "name of the model at the server", required=NAME)
     data_path: str | None = option(
         None, "dataset with the model's features", path=True, required="..., a dataset directory"
@@ -271,8 +258,6 @@ class AccuracyConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class LatencyConfig(Section):
-    """Latency and throughput of a server under load."""
-
     model: str | None = option(None, "name of the model at the server", required=NAME)
     data_path: str | None = option(
         None, "dataset with the model's features", path=True, required="..., a dataset directory"
