@@ -263,7 +263,7 @@ class DataConfig(Section):
         gt=0,
         lt=1,
     )
-    watch: str | None = option(
+    watch_dir: str | None = option(
         None,
         "directory to which datasets of the fit of data.path are added while a run trains: their training rows follow "
         "those of data.path, each once (docs/every_day.md)",
@@ -271,8 +271,8 @@ class DataConfig(Section):
     )
     watch_idle_s: float | None = option(
         None,
-        "seconds without a further batch after which a run with data.watch ends; null: wait",
-        ge=0,
+        "seconds without a further batch after which a run with data.watch_dir ends; null: wait",
+        gt=0,
     )
     dynamic: DynamicConfig = MISSING
     negatives: NegativesConfig = MISSING
@@ -1246,8 +1246,8 @@ class Config(Section):
             (is_as_read, "neither data.validation_fraction nor data.negatives"),
             (self.day is None and not self.log.mlperf, "neither day nor log.mlperf"),
         ):
-            is_watched = data.watch is not None and self.mode is Mode.train
-            require(is_met or not is_watched, f"data.watch={data.watch} wants {wanted}")
+            is_watched = data.watch_dir is not None and self.mode is Mode.train
+            require(is_met or not is_watched, f"data.watch_dir={data.watch_dir} wants {wanted}")
 
     def _check_day(self) -> None:
         """Refuse a next day of a run that cannot have one."""

@@ -73,8 +73,8 @@ def open_source(config: Config, trained: FeatureSpec | None = None) -> Source:
         source = SyntheticSource.of(data.synthetic, config.seed)
     if data.negatives.features and config.mode is not Mode.predict:
         source = NegativesSource(source, data.negatives, config.seed)
-    if data.watch is not None and config.mode is Mode.train:
-        return StreamSource(source, Path(data.watch))
+    if data.watch_dir is not None and config.mode is Mode.train:
+        return StreamSource(source, Path(data.watch_dir))
     fraction = data.validation_fraction
     scores_others = config.mode is Mode.predict and config.predict.split != VALIDATION
     return source if fraction is None or scores_others else HeldOutSource(source, fraction)

@@ -268,7 +268,7 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
     trained = Day.of_facts(facts)
     is_other = None not in (trained.identity, day.identity) and trained.identity != day.identity
     # Which rows of a stream another run has trained is not known here.
-    is_other = is_other or (is_training and config.data.watch is not None)
+    is_other = is_other or (is_training and config.data.watch_dir is not None)
     first_step = facts["num_steps"] if is_other else trained.first_step
     if is_other and is_training and has_ended(first_step, config.scheduler):
         raise ValueError(

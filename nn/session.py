@@ -384,7 +384,7 @@ def _header_facts(
         "model": f"{config.model.name}, {len(spec.numerical)} numerical and "
         f"{len(spec.categorical)} categorical features, dim {config.model.embedding_dim}",
         "data": f"{config.data.path or SYNTHETIC}, "
-        f"{rows:,} training rows{f' and those of {config.data.watch}' * is_stream}, "
+        f"{rows:,} training rows{f' and those of {config.data.watch_dir}' * is_stream}, "
         f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
         **_negatives_fact(config),
         "seed": str(config.seed),

@@ -43,7 +43,7 @@ class Stream:
     def start(self, *options: str) -> rank_processes.Ranks:
         self.starts += 1
         arguments = [
-            *(*RUN, f"data.path={self.root / 'first'}", f"data.watch={self.parts}"),
+            *(*RUN, f"data.path={self.root / 'first'}", f"data.watch_dir={self.parts}"),
             *(f"run_dir={self.run_dir}", *options),
         ]
         log = self.root / f"log_{self.starts}"

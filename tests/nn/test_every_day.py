@@ -91,12 +91,12 @@ def test_the_page_trains_a_part_that_comes(tmp_path, monkeypatch):
     )
     subprocess.run(["bash", "-e", "-c", days], cwd=tmp_path, check=True)
     preproc(*shlex.split(first.splitlines()[0])[3:])
-    (stream,) = (block for block in blocks if "data.watch" in block)
+    (stream,) = (block for block in blocks if "data.watch_dir" in block)
     (hour,) = (block for block in blocks if "split_name=train" in block and "kafka" not in block)
     make, train = stream.splitlines()
     assert make == "mkdir parts"
     (tmp_path / "parts").mkdir()
-    arguments = [*shlex.split(train)[2:], "data.watch_idle_s=0", *SMALL]
+    arguments = [*shlex.split(train)[2:], "data.watch_idle_s=0.01", *SMALL]
     rows = FeatureSpec.load(tmp_path / "data" / "0").rows_of("train")
     for number in (1, 2):
         part = f"parts/2026-11-27T0{number}"

@@ -168,7 +168,7 @@ def test_messages_are_trained_as_without_a_kill(topic, tmp_path):
     first = FeatureSpec.load(tmp_path / "first").rows_of("train")
     assert (first + MESSAGES) % BATCH < 30
     topic.parts.mkdir()
-    of_topic = [*run, f"data.watch={topic.parts}", f"run_dir={tmp_path / 'run'}"]
+    of_topic = [*run, f"data.watch_dir={topic.parts}", f"run_dir={tmp_path / 'run'}"]
 
     def reaches(rows: int) -> bool:
         def is_there() -> bool:
@@ -198,7 +198,12 @@ def test_messages_are_trained_as_without_a_kill(topic, tmp_path):
         *("mode=transform", "fitted=first", "source=all.jsonl", "output=whole/clicks"),
         *("split_name=train", "numerical_dtype=float32"),
     )
-    wanted = [*run, f"data.watch={tmp_path / 'whole'}", f"run_dir={tmp_path / 'wanted'}", *options]
+    wanted = [
+        *run,
+        f"data.watch_dir={tmp_path / 'whole'}",
+        f"run_dir={tmp_path / 'wanted'}",
+        *options,
+    ]
     training = rank_processes.start(wanted, 1, tmp_path / "log_wanted")
     assert training.wait(120) == [0], training.log.read_text()
     assert summary(tmp_path / "wanted")["steps"] == (first + MESSAGES) // BATCH
