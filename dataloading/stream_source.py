@@ -106,7 +106,8 @@ class StreamSource(DerivedSource):
         spec = self.spec_of(part.name) if path.is_dir() else None
         if spec is None or data_identity(spec) != part.identity:
             raise ValueError(
-                f"{path} has changed or is gone since its rows were taken; restore its bytes"
+                f"{path} has changed or is gone since its rows were taken; restore its bytes, or go on in another run_dir with "
+                "checkpoint.restore"
             )
         return open_dataset(spec)
 

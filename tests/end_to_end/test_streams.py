@@ -9,6 +9,7 @@ import pytest
 from nn.training import new_rows
 from tests.helpers import rank_processes
 from tests.helpers.datasets import write_rows
+from tests.helpers.gpus import needs_one_gpu
 from tests.helpers.rank_processes import wait_until
 from tests.helpers.runs import records, stored_bytes, summary
 
@@ -16,7 +17,7 @@ BATCH = 32
 ENDS = [150, 250, 287, 480, 640]
 """Rows up to the end of the first dataset, and of each part: batches lie across their borders."""
 RUN = [
-    *("model.embedding_dim=8", "model.bottom_mlp=[16,8]", "model.top_mlp=[16,1]", "device=cpu"),
+    *("model.embedding_dim=8", "model.bottom_mlp=[16,8]", "model.top_mlp=[16,1]"),
     *(f"train.batch_size={BATCH}", "eval.batch_size=64", "eval.every=7", "log.every=1"),
     *("optimizer.name=adam", "optimizer.lr=0.005", "log.loggers=[]", "log.pictures=false"),
     *("checkpoint.save_every=3", "data.shuffle_block=0", "train.tf32=false"),
@@ -31,8 +32,8 @@ def look_often(rank: int) -> None:
 class Stream:
     """A dataset, a directory that grows, and the starts of one training on them."""
 
-    def __init__(self, root: Path, num_ranks: int) -> None:
-        self.root, self.num_ranks = root, num_ranks
+    def __init__(self, root: Path, num_ranks: int, device: str = "cpu") -> None:
+        self.root, self.num_ranks, self.run = root, num_ranks, [*RUN, f"device={device}"]
         self.run_dir, self.parts = root / "run", root / "parts"
         self.parts.mkdir()
         write_rows(root / "first", 0, ENDS[0])
@@ -43,7 +44,7 @@ class Stream:
     def start(self, *options: str) -> rank_processes.Ranks:
         self.starts += 1
         arguments = [
-            *(*RUN, f"data.path={self.root / 'first'}", f"data.watch_dir={self.parts}"),
+            *(*self.run, f"data.path={self.root / 'first'}", f"data.watch_dir={self.parts}"),
             *(f"run_dir={self.run_dir}", *options),
         ]
         log = self.root / f"log_{self.starts}"
@@ -64,7 +65,7 @@ class Stream:
     def differing(self, name: str = "wanted") -> list[str]:
         """Return the files of the last checkpoint that differ from those of a training on all rows at once."""
         whole = write_rows(self.root / "whole", 0, ENDS[-1])
-        arguments = [*RUN, f"data.path={whole}", f"run_dir={self.root / name}"]
+        arguments = [*self.run, f"data.path={whole}", f"run_dir={self.root / name}"]
         log = self.root / "log_wanted"
         ranks = rank_processes.start(arguments, self.num_ranks, log)
         assert ranks.wait(60) == [0] * self.num_ranks, log.read_text()
@@ -100,4 +101,15 @@ def test_rows_that_come_while_a_run_is_killed_are_trained_once(tmp_path, num_ran
     assert ranks.wait(60) == [0] * num_ranks, ranks.log.read_text()
     assert summary(stream.run_dir)["stopped"] == "no new rows for data.watch_idle_s"
     assert summary(stream.run_dir)["steps"] == ENDS[-1] // BATCH
+    assert stream.differing() == []
+
+
+@needs_one_gpu
+def test_parts_on_a_gpu_are_trained_as_one_dataset(tmp_path):
+    stream = Stream(tmp_path, 1, "cuda")
+    for name in PARTS:
+        stream.add(name)
+    ranks = stream.start("data.watch_idle_s=0.3")
+    assert ranks.wait(120) == [0], ranks.log.read_text()
+    assert "step: a CUDA graph" in ranks.log.read_text()
     assert stream.differing() == []
