@@ -37,6 +37,8 @@ class Columns:
     events: list[np.ndarray]
     # float32 [B] each, 0 of padding rows, by `FeatureSpec.teachers`
     teachers: list[np.ndarray]
+    # int32 [B], of `BatchLayout`: the loader knows them
+    global_rows: np.ndarray | None = None
 
     @classmethod
     def empty(
@@ -96,6 +98,7 @@ class Columns:
             None if layout.keep_rates is None else padded(layout.keep_rates, 1),
             events,
             [padded(column) for column in layout.teachers.values()],
+            None if layout.global_rows is None else view(layout.global_rows),
         )
 
     def row_columns(self, spec: FeatureSpec) -> list[tuple[RowColumn, np.ndarray]]:
@@ -149,6 +152,10 @@ class Source(ABC):
         """
         return 1
 
+    def grows(self, split: str) -> bool:
+        """Return whether rows are added to `split` while it is read."""
+        return False
+
     def before_fork(self, split: str, num_processes: int) -> None:  # noqa: B027, most decode nothing
         """Decode the data of a split that `num_processes` processes, forked next, would otherwise each decode."""
 
@@ -167,6 +174,13 @@ class Source(ABC):
         ValueError: an id outside its table, a value that is missing or not finite, or an invalid label, weight or keep
         rate; the message names feature, value, row and file.
         """
+
+    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
+        """Return about how many events each row of `runs` has, int64 [rows]; None if all have as many, or it takes long to tell.
+
+        Lengths that are damaged are returned as they are; `read` refuses them.
+        """
+        return None
 
     @abstractmethod
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
@@ -200,8 +214,32 @@ class DerivedSource(Source):
     def before_fork(self, split: str, num_processes: int) -> None:
         self._source.before_fork(split, num_processes)
 
+    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
+        return self._source.event_counts(split, runs)
+
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         return self._source.read_keys(split, runs, feature)
+
+
+def joined(
+    spec: FeatureSpec,
+    pieces: Sequence[Columns],
+    padded_to: int | None = None,
+    allocate: Allocate = own_memory,
+) -> Columns:
+    """Return the rows of `pieces`, which have no padding, one piece after another; the rest as of `Columns.empty`."""
+    num_ids = [sum(map(len, ids)) for ids in zip(*(piece.ids for piece in pieces), strict=True)]
+    num_rows = sum(len(piece.labels) for piece in pieces)
+    out = Columns.empty(spec, num_rows, padded_to, num_ids, allocate)
+
+    def arrays(columns: Columns) -> list[np.ndarray]:
+        single = [numbers for _, numbers in columns.row_columns(spec)]
+        lengths = [counts for counts in columns.lengths if counts is not None]
+        return [columns.numerical, *single, *columns.ids, *lengths, *columns.events]
+
+    for target, *own in zip(arrays(out), *map(arrays, pieces), strict=True):
+        np.concatenate(own, out=target[: sum(map(len, own))])
+    return out
 
 
 def read_with_keys(source: Source, split: str, runs: np.ndarray) -> Columns:
