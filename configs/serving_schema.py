@@ -253,6 +253,24 @@ class ApplyConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
+class ForgetConfig(Section):
+    """Removal of values of a feature."""
+
+    feature: str | None = option(
+        None, "categorical feature that the values are of", required="..., a categorical feature"
+    )
+    keys: str | None = option(
+        None, "file of the values, one a line as the logs have them", path=True, required="FILE"
+    )
+    directories: list[str] = option(
+        [],
+        "runs, checkpoints, exports, models and datasets, or directories of them: all that have the values, at once",
+        path=True,
+        required="[DIR,...], of runs, models and datasets",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
 class AccuracyConfig(Section):
     """Accuracy of a split as a server scores it."""
 

@@ -177,4 +177,4 @@ class KeyMaps:
                     own.load_keys(mine[KEYS])
                 else:
                     self._batch = own.load(mine)
-            self._num_used = sum(own.rows.used - 1 for own in self._maps)
+            self._num_used = sum(own.rows.num_keys for own in self._maps)

@@ -173,7 +173,7 @@ def _apply(
             f"deltas: {delta.path}: table {table.name} has grown from {rows:,} to {change.rows:,} rows; set fitted=DIR, the "
             "dataset of that day"
         )
-    weights, scales = _opened(directory, dtype, table, change.rows)
+    weights, scales = opened_table(directory, dtype, table, change.rows)
     num_new = 0
     changed = ChangedRows.of_table(delta, table.name)
     for ids, values in changed.before(change.rows):
@@ -227,7 +227,7 @@ def _apply_keys(
     return {feature: files[file] for feature, file in manifest.keys.items()}
 
 
-def _opened(
+def opened_table(
     directory: Path, dtype: str, table: Table, rows: int
 ) -> tuple[np.memmap, np.memmap | None]:
     """Map the files of a table to write them, grown to `rows` rows: its weights, and its scales if it has any."""

@@ -226,7 +226,7 @@ def _copy_vocabulary(journal: Journal, name: str, path: Path) -> None:
     fitted = journal.fitted
     assert fitted is not None
     fitted.copy_vocabulary(name, path)
-    if _of_copy(journal, path, vocabulary_name(name), "count(*) - count(DISTINCT value)"):
+    if _of_copy(journal, path, vocabulary_name(name), "count(value) - count(DISTINCT value)"):
         raise fitted.two_ids(name)
 
 

@@ -101,6 +101,32 @@ def test_it_equals_a_dictionary_over_many_batches(
     assert max(reference.rows.slots.values()) < capacity
 
 
+@pytest.mark.parametrize("evict", Evict)
+def test_rows_whose_key_was_removed_from_a_state_are_used_again(evict):
+    policy = DynamicConfig(admit_after=2, evict=evict)
+    rng = np.random.default_rng(0)
+    own, reference = AloneMap(200, policy), ReferenceMap(200, policy)
+    for batch in range(1, 201):
+        keys = drifting(rng, batch, 24)
+        if evict is Evict.never and len(reference.rows.slots) > 150:
+            keys = rng.choice([*reference.rows.slots], 24)
+        column = BatchKeys.alone(keys)
+        own.map([column], batch)
+        assert column.rows.tolist() == reference.map(keys.tolist(), batch)
+        if batch % 20 == 0:
+            state = own.state(batch)
+            for prefix, table in (("", reference.rows), ("candidate_", reference.candidates)):
+                held = state[f"{prefix}keys"]
+                gone = np.flatnonzero(held)[rng.random(np.count_nonzero(held)) < 0.4]
+                for key in held[gone].tolist():
+                    table.remove(key)
+                held[gone] = state[f"{prefix}facts"][gone] = 0
+            own = AloneMap(200, policy)
+            own.load(state)
+    assert reference.rows.used == 200
+    assert 0 in reference.rows.keys.values() or evict is not Evict.never
+
+
 @pytest.mark.parametrize(
     ("admit_after", "evict"), [(1, Evict.age), (1, Evict.count), (2, Evict.age)]
 )
