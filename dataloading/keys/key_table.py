@@ -10,7 +10,8 @@ key, and are used again first, once no slot is new.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -45,6 +46,16 @@ class TableChange:
     old_facts: np.ndarray  # of these slots, int32 [m, 2]
     used: int  # slots in use before
     leaving: Leaving  # the marked keys before
+
+    def with_removed(self, later: Self) -> Self:
+        """Return the change of a batch that removes keys too, which it does not have itself."""
+        return replace(
+            self,
+            slots=np.concatenate([self.slots, later.slots]),
+            keys=np.concatenate([self.keys, later.keys]),
+            old_keys=np.concatenate([self.old_keys, later.old_keys]),
+            old_facts=np.concatenate([self.old_facts, later.old_facts]),
+        )
 
 
 @dataclass(slots=True)
@@ -149,6 +160,17 @@ class KeyTable:
         self.fields[Field.SPARE] = 0
         self._cells[:] = 0
         fill(self._cells, self._entries, self._keys, state.facts[:, LAST].copy(), DRAWN)
+
+    def remove_unseen(self, first: int) -> TableChange:
+        """Remove the keys that no batch from `first` on has had."""
+        state = self.state()
+        slots = np.flatnonzero((state.keys != 0) & (state.facts[:, LAST] < first))
+        old = state.keys[slots], state.facts[slots]
+        change = TableChange(slots, np.zeros_like(slots), *old, state.used, state.leaving)
+        if len(slots):
+            state.keys[slots] = state.facts[slots] = 0
+            self.load(state)
+        return change
 
     def look_up(self, keys: np.ndarray) -> np.ndarray:
         """Return the slots of int64 keys [K], int32 [K]; 0 of keys without one."""
