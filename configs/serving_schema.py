@@ -12,7 +12,7 @@ MOST_REQUESTS = 512
 """At a time."""
 
 
-TableType = StrEnum("TableType", "fp32 bf16 int8")
+TableType = StrEnum("TableType", "fp32 bf16 int8 int4")
 """Dtypes of served tables."""
 Device = StrEnum("Device", "cpu cuda")
 """Devices of the server."""
@@ -38,7 +38,8 @@ class ModelExportConfig(Section):
         required="..., a directory",
     )
     dtype: TableType = option(
-        TableType.fp32, "of the tables: fp32, bf16, or int8 with a scale per row"
+        TableType.fp32,
+        "of the tables: fp32, bf16, or int8 or int4 with a scale per row; int4 is served on CPUs",
     )
     fitted: str | None = option(
         None, "dataset whose fit turns raw values into features; null: ids are sent", path=True

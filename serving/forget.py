@@ -45,14 +45,12 @@ def run(config: ForgetConfig) -> None:
         print(on_one_line(f"{path}: {text}"))
     left = [(path, kind) for directory in directories for path, kind in holders(directory, values)]
     for path, kind in left:
-        print(
-            on_one_line(f"{path}: still has a value ({kind}); remove it, or make it again without")
-        )
+        print(on_one_line(f"{path}: still has a value ({kind}); remove it, or make it again"))
     where = ", ".join(map(str, directories))
     if left or unchanged:
-        print(on_one_line(f"{unchanged + len(left)} places below {where} are left"))
+        print(on_one_line(f"places left below {where}: {unchanged + len(left)}"))
         raise SystemExit(1)
-    print(on_one_line(f"no file below {where} has any of the {len(values.texts):,} values"))
+    print(on_one_line(f"left below {where}: none of {len(values.texts):,} values"))
 
 
 def _with(name: str, directories: list[Path]) -> Iterator[Path]:

@@ -74,15 +74,10 @@ class BatchMapper:
     def _expire(self, first: int, change: BatchChange) -> None:
         """Remove the keys that no batch from `first` on has had, and note what changed."""
         for table, own in enumerate(self._maps):
-            changed = change.changed.get(table, MapChange([]))
-            rows, candidates = (of.remove_unseen(first) for of in (own.rows, own.candidates))
-            change.changed[table] = replace(
-                changed,
-                rows=changed.rows.with_removed(rows) if changed.rows else rows,
-                candidates=changed.candidates.with_removed(candidates)
-                if changed.candidates
-                else candidates,
-            )
+            now = change.changed.get(table, MapChange([]))
+            rows = own.rows.remove_unseen(first, now.rows)
+            candidates = own.candidates.remove_unseen(first, now.candidates)
+            change.changed[table] = replace(now, rows=rows, candidates=candidates)
 
     def look_up(self, keys: DescribedKeys) -> None:
         """Write the rows of keys, and note nothing."""

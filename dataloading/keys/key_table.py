@@ -10,8 +10,7 @@ key, and are used again first, once no slot is new.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,16 +45,6 @@ class TableChange:
     old_facts: np.ndarray  # of these slots, int32 [m, 2]
     used: int  # slots in use before
     leaving: Leaving  # the marked keys before
-
-    def with_removed(self, later: Self) -> Self:
-        """Return the change of a batch that removes keys too, which it does not have itself."""
-        return replace(
-            self,
-            slots=np.concatenate([self.slots, later.slots]),
-            keys=np.concatenate([self.keys, later.keys]),
-            old_keys=np.concatenate([self.old_keys, later.old_keys]),
-            old_facts=np.concatenate([self.old_facts, later.old_facts]),
-        )
 
 
 @dataclass(slots=True)
@@ -161,16 +150,20 @@ class KeyTable:
         self._cells[:] = 0
         fill(self._cells, self._entries, self._keys, state.facts[:, LAST].copy(), DRAWN)
 
-    def remove_unseen(self, first: int) -> TableChange:
-        """Remove the keys that no batch from `first` on has had."""
+    def remove_unseen(self, first: int, own: TableChange | None) -> TableChange:
+        """Remove the keys that no batch from `first` on has had; return what they and `own`, of the last batch, change."""
         state = self.state()
         slots = np.flatnonzero((state.keys != 0) & (state.facts[:, LAST] < first))
-        old = state.keys[slots], state.facts[slots]
-        change = TableChange(slots, np.zeros_like(slots), *old, state.used, state.leaving)
+        removed = slots, np.zeros_like(slots), state.keys[slots], state.facts[slots]
+        change = TableChange(*removed, state.used, state.leaving)
         if len(slots):
             state.keys[slots] = state.facts[slots] = 0
             self.load(state)
-        return change
+        if own is None:
+            return change
+        before = own.slots, own.keys, own.old_keys, own.old_facts
+        slots, keys, old, facts = map(np.concatenate, zip(before, removed, strict=True))
+        return TableChange(slots, keys, old, facts, own.used, own.leaving)
 
     def look_up(self, keys: np.ndarray) -> np.ndarray:
         """Return the slots of int64 keys [K], int32 [K]; 0 of keys without one."""

@@ -57,19 +57,16 @@ def forget(values: Values, found: Mapping[str, Sequence[Path]]) -> Iterator[Line
         for value, number in ids_of(dataset.path, dataset.owner, values.texts).items():
             if ids.setdefault(value, number) != number:
                 raise ValueError(
-                    f"directories: the vocabulary of {dataset.path} has other ids than another one; name directories of one fit "
-                    "and its days at a time"
+                    f"directories: {dataset.path} has another id of a value; name one fit and its days at a time"
                 )
     rows = np.array(sorted(ids.values()), np.int64) if datasets else None
     deltas = set()
     for path in found[INDEX_FILE]:
-        if DELTA not in read_json(path / RUN_FILE):
-            for line in _tried(path, partial(_in_checkpoint, path, values, rows, datasets)):
-                deltas.add(path.parent.parent / DELTAS)
-                yield line
-    for path in sorted(of for of in deltas if of.is_dir()):
-        text = "its deltas have the rows as they were; remove them once every reader begins at a newer base"
-        yield path, text, True
+        for line in _tried(path, partial(_in_checkpoint, path, values, rows, datasets)):
+            deltas.add(path.parent.parent / DELTAS)
+            yield line
+    for path in sorted(filter(Path.is_dir, deltas)):
+        yield path, "has the rows as they were; remove it once readers begin at a newer base", True
     for path in found[DENSE]:
         yield from _tried(path, partial(_in_model, path, values, rows))
     for dataset in datasets:
@@ -95,8 +92,7 @@ def _dataset(path: Path, feature: str) -> _Dataset | None:
     owner = declared.table or feature
     if not declared.is_dynamic and not (path / vocabulary_name(owner)).exists():
         raise ValueError(
-            f"feature={feature}: {path} has no vocabulary of it, as where values are hashed: no file has them, and others share "
-            "their rows"
+            f"feature={feature}: {path} has no vocabulary of it, as where values are hashed into rows that others share"
         )
     return _Dataset(path, spec, owner, declared.is_dynamic)
 
@@ -104,6 +100,8 @@ def _dataset(path: Path, feature: str) -> _Dataset | None:
 def _in_checkpoint(
     path: Path, values: Values, ids: np.ndarray | None, datasets: Sequence[_Dataset]
 ) -> str:
+    if DELTA in read_json(path / RUN_FILE):
+        return ""
     saved = SavedModel.open(path, "directories")
     config = config_of(saved.facts)
     dataset = next(iter(datasets), None) or _dataset(Path(config.data.path or ""), values.feature)
@@ -120,14 +118,14 @@ def _in_checkpoint(
         rows |= {f"tables.{table}.": ids for table in tables_of[sharing.name]}
     if rows:
         forget_rows(saved, rows)
-        return f"{max(map(len, rows.values())):,} values removed: {', '.join(rows)}"
+        return f"values removed: {max(map(len, rows.values())):,} ({', '.join(rows)})"
     return ""
 
 
 def _in_dataset(dataset: _Dataset, values: Values) -> str:
     count = len(ids_of(dataset.path, dataset.owner, values.texts))
     forget_values(dataset.path, dataset.owner, values.texts)
-    text = f"{count:,} values removed from the vocabulary; rows of the splits keep the ids: make it again to train on it again"
+    text = f"values removed: {count:,} of the vocabulary; rows of the splits keep the ids: make it again to train on it again"
     return text if count else ""
 
 
@@ -172,4 +170,4 @@ def _in_model(directory: Path, values: Values, ids: np.ndarray | None) -> str:
         (copy / MANIFEST).unlink()
         document = replace(manifest, files=describe_files(copy)).to_json()
         write_synced(copy / MANIFEST, document)
-    return f"{len(rows):,} values removed"
+    return f"values removed: {len(rows):,}"
