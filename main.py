@@ -38,13 +38,7 @@ from configs.exit_codes import (
     USER_ERROR_EXIT_CODE,
 )
 from configs.messages import load_error_text, on_one_line, os_error_text
-from configs.overrides import (
-    WrittenOption,
-    drop_replaced,
-    refuse_unresolved,
-    texts_of,
-    to_config,
-)
+from configs.overrides import WrittenOption, drop_replaced, refuse_unresolved, texts_of, to_config
 from configs.schema import Config, Mode
 from configs.stop_signals import INTERRUPTED, restore_signals
 from nn.days import UnfinishedDaysError, train_days
@@ -108,10 +102,8 @@ def _compare(run_dirs: Iterable[str]) -> None:
         if path.is_dir():
             try:
                 found.append(RunRecord.read(path))
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # the result of the jobs is not lost with one's records
+            # The result of the jobs is not lost with one's records.
+            except (OSError, ValueError) as error:
                 print(f"warning: {on_one_line(str(error))}", file=sys.stderr)
     if trained := [run for run in found if run.records and run.is_training]:
         print_comparison(make_console(0), trained, None)
@@ -193,7 +185,7 @@ def _run(composed: DictConfig) -> None:
         if JOBS.has_several():
             JOBS.run(composed, _run)
             return
-        refuse_unresolved(composed, Config)
+        refuse_unresolved(composed)
         if composed.days:
             to_config(composed)  # which checks the options before any day
             train_days(composed, _run)

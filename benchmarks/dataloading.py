@@ -6,7 +6,8 @@ The rows are random and written to a temporary directory. Their layout is that o
 float16 numericals, 26 ids of 1, 2 or 4 bytes, 89 bytes per row. The binary files are read for some epochs with and without
 the check of ids, and the same rows from Parquet. Rows/s and GB/s (bytes on disk) are printed as min / median / max over the
 epochs. With processes=1 reader processes read, as in training on a GPU; their CPU time is not printed. It is the default on
-a machine with a GPU.
+a machine with a GPU. `--data DIR` reads the training rows of a dataset instead, such as one that `benchmarks.train` has
+generated, and counts its events too.
 """
 
 import argparse
@@ -80,17 +81,23 @@ def read_epoch(loader: Loader, epoch: int) -> tuple[float, float]:
     return loader.num_rows / seconds, worked / loader.num_rows * 1e9
 
 
-def report(name: str, rates: Sequence[float], cpu_ns: Sequence[float], row_bytes: float) -> None:
-    """Print one line of a measurement; `rates` in rows/s, `cpu_ns` per row."""
+def report(
+    name: str, rates: Sequence[float], cpu_ns: Sequence[float], row_bytes: float, events: float
+) -> None:
+    """Print one line of a measurement; `rates` in rows/s, `cpu_ns` and `events` per row."""
     numbers = (min(rates), statistics.median(rates), max(rates))
     rows = " / ".join(f"{rate / 1e6:6.2f}" for rate in numbers)
     volume = " / ".join(f"{rate * row_bytes / 1e9:5.2f}" for rate in numbers)
+    volume += " GB/s"
+    if events:
+        volume += "   " + " / ".join(f"{rate * events / 1e6:5.1f}" for rate in numbers)
+        volume += " M events/s"
     cpu = f"   {statistics.median(cpu_ns):5.1f} ns CPU per row" if cpu_ns else ""
-    print(f"{name:36s} {rows} M rows/s   {volume} GB/s   (min / median / max){cpu}", flush=True)
+    print(f"{name:36s} {rows} M rows/s   {volume}   (min / median / max){cpu}", flush=True)
 
 
-def parse() -> dict[str, int]:
-    """Return the options of the command line."""
+def parse() -> tuple[dict[str, int], Path | None]:
+    """Return the options of the command line, and the dataset to read instead of random rows."""
     options = {
         "rows": 4_194_304,
         "batch_size": 65_536,
@@ -106,12 +113,23 @@ def parse() -> dict[str, int]:
     parser.add_argument(
         "option", nargs="*", help=" ".join(f"{key}={value}" for key, value in options.items())
     )
-    for option in parser.parse_args().option:
+    parser.add_argument("--data", type=Path, help="a dataset directory")
+    args = parser.parse_args()
+    for option in args.option:
         key, _, value = option.partition("=")
         if key not in options or not value.isdigit():
             parser.error(f"got {option!r}, want KEY=NUMBER with one of {', '.join(options)}")
         options[key] = int(value)
-    return options
+    return options, args.data
+
+
+def open_rows(root: Path, name: str) -> tuple[Source, float]:
+    """Open a dataset; return it with its bytes per training row."""
+    source = open_dataset(FeatureSpec.load(root))
+    size = sum(path.stat().st_size for path in (root / "train").iterdir())
+    row_bytes = size / source.num_rows("train")
+    print(f"{name}: {row_bytes:.0f} bytes per row on disk")
+    return source, row_bytes
 
 
 def write_sources(folder: Path, num_rows: int) -> tuple[dict[str, Source], dict[str, float]]:
@@ -121,13 +139,9 @@ def write_sources(folder: Path, num_rows: int) -> tuple[dict[str, Source], dict[
     for file_format in ("binary", "parquet"):
         root = folder / file_format
         write_rows(root, num_rows, file_format)
-        spec = FeatureSpec.load(root)
-        size = sum(path.stat().st_size for path in (root / "train").iterdir())
-        row_bytes[file_format] = size / num_rows
-        print(f"{file_format}: {row_bytes[file_format]:.0f} bytes per row on disk")
-        sources[file_format] = open_dataset(spec)
+        sources[file_format], row_bytes[file_format] = open_rows(root, file_format)
         if file_format == "binary":
-            sources["binary, unchecked"] = UncheckedSource(spec)
+            sources["binary, unchecked"] = UncheckedSource(sources["binary"].spec)
             row_bytes["binary, unchecked"] = row_bytes["binary"]
     return sources, row_bytes
 
@@ -174,23 +188,34 @@ def compare(
     ][1:]
     for name, loader in loaders.items():
         rates, cpu_ns = zip(*(turn[name] for turn in turns), strict=True)
-        report(f"{order}, {name}", rates, () if loader.reader_pids else cpu_ns, row_bytes[name])
+        spec = loader.source.spec
+        means = {feature.name: feature.mean_hotness for feature in spec.categorical}
+        events = sum(means[group.features[0]] for group in spec.sequences)
+        cpu_ns = () if loader.reader_pids else cpu_ns
+        report(f"{order}, {name}", rates, cpu_ns, row_bytes[name], events)
+    if "parquet" not in loaders:
+        return
     speed = statistics.median(turn["parquet"][0] / turn["binary"][0] for turn in turns)
     print(f"{order}: parquet at {speed:.2f} of the speed of binary")
 
 
 def main() -> None:
     """Run the benchmark of the command line."""
-    options = parse()
+    options, data = parse()
     print(f"{options}; destination memory for {device_name()}")
     with tempfile.TemporaryDirectory() as folder:
-        sources, row_bytes = write_sources(Path(folder), options["rows"])
+        if data is None:
+            sources, row_bytes = write_sources(Path(folder), options["rows"])
+        else:
+            source, size = open_rows(data, data.name)
+            sources, row_bytes = {"dataset": source}, {"dataset": size}
         for order, block in (("order on disk", 0), ("shuffled", options["shuffle_block"])):
             loaders = make_loaders(sources, options, block)
             compare(order, loaders, row_bytes, options["epochs"])
             for loader in loaders.values():
                 loader.close()
-    print(f"peer: {PEER}")
+    if data is None:
+        print(f"peer: {PEER}")
 
 
 if __name__ == "__main__":

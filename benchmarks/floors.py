@@ -8,6 +8,7 @@ What is counted, and what burst and sustained are, `nn/step_floor.py` says. Tabl
 """
 
 import argparse
+from pathlib import Path
 
 from benchmarks.rows import ROWS, Row
 from nn.build import build_plan, model_spec, open_source
@@ -18,9 +19,9 @@ H200_BYTES, HOST_BYTES = 139 * 2**30, 512 * 2**30
 """Memory of the machines of the benchmark: of a GPU, and of the host."""
 
 
-def floor_of_row(row: Row, gpu: str = "") -> Floor:
-    """Count a step of a row of the benchmark on a card of this name."""
-    config = row.config()
+def floor_of_row(row: Row, gpu: str = "", data_path: Path | None = None) -> Floor:
+    """Count a step of a row of the benchmark on a card of this name; a log of listens lies at `data_path`."""
+    config = row.config(data_path)
     source = open_source(config)
     replicated: list[str] = []
     if row.world_size > 1:
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"any of {', '.join(ROWS)}")
     parser.add_argument("--explain", action="store_true", help="print every term")
     parser.add_argument("--gpu", default="H200", choices=[*HBM_BYTES_PER_S], help="the card")
+    parser.add_argument("--data", type=Path, help="dataset of the rows of HSTU")
     args = parser.parse_args()
     unknown = [name for name in args.rows if name not in ROWS]
     if unknown:
@@ -47,7 +49,10 @@ def main() -> None:
         "| row | GPUs | global batch | FLOPs ms: burst | sustained | HBM ms | all-to-all ms | M samples/s at most: burst | "
         "sustained |\n|---|---|---|---|---|---|---|---|---|"
     )
-    floors = {name: floor_of_row(ROWS[name], args.gpu) for name in args.rows or ROWS}
+    floors = {
+        name: floor_of_row(ROWS[name], args.gpu, args.data)
+        for name in args.rows or (name for name, row in ROWS.items() if not row.users)
+    }
     for name, floor in floors.items():
         flops, *others = (
             f"**{ms:.2f}**" if resource == floor.bound else f"{ms:.2f}"
@@ -57,7 +62,7 @@ def main() -> None:
         speeds = [floor.global_batch_size / ms / 1e3 for ms in (floor.ms, floor.sustained_ms)]
         print(
             f"| `{name}` | {ROWS[name].world_size} | {floor.global_batch_size:,} | {flops} | {sustained:.2f} | "
-            f"{' | '.join(others)} | {speeds[0]:.1f} | {speeds[1]:.1f} |"
+            f"{' | '.join(others)} | {speeds[0]:.4g} | {speeds[1]:.4g} |"
         )
     if args.explain:
         for name, floor in floors.items():

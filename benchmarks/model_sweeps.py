@@ -58,14 +58,25 @@ class ModelSweep:
         return {"values": best["values"], "validation": best["value"]}
 
     def test(self, folder: Path, values: dict[str, Any], seed: int, data: Path) -> dict[str, float]:
-        """Train the chosen settings with a seed, unless that is done; return the metrics on test rows."""
-        run_dir = folder / f"seed-{seed}"
+        """Train the chosen settings with a seed, unless that is done; return the metrics on test rows.
+
+        Validation rows choose among the checkpoints, as in the sweep.
+        """
+        run_dir, tested = folder / f"seed-{seed}", folder / f"seed-{seed}-tested"
         settings = [f"{key}={written(value)}" for key, value in values.items()]
-        settings += [f"seed={seed}", f"data.path={data}", f"run_dir={run_dir}"]
+        settings += [f"seed={seed}", "eval.split=validation", f"data.path={data}"]
+        main = [sys.executable, str(ROOT / "main.py")]
         if not (run_dir / "summary.json").exists():
-            command = [sys.executable, str(ROOT / "main.py"), *self.options, *settings, *QUIET]
+            command = [*main, *self.options, *settings, f"run_dir={run_dir}", *QUIET]
             run(command, folder / f"seed-{seed}.log")
-        summary = json.loads((run_dir / "summary.json").read_text())
+        if not (tested / "summary.json").exists():
+            best = [
+                f"config={run_dir}/config.yaml",
+                f"checkpoint.restore={run_dir}/checkpoints/best",
+            ]
+            command = [*main, "mode=eval", *best, "eval.split=test", f"run_dir={tested}"]
+            run(command, folder / f"seed-{seed}-tested.log")
+        summary = json.loads((tested / "summary.json").read_text())
         return {key: value for key, value in summary.items() if key.startswith("test_")}
 
 

@@ -21,7 +21,8 @@ class Row:
 
     `exponent` is that of the ids' power law; 0 is uniform. `train_rows` fit into the page cache, and an epoch is a multiple of 50
     steps, so that its evaluation coincides with a record. The first `ragged` features have 0 to 10 ids per row instead of one.
-    `synthetic` are further options of `data.synthetic` with their values, and replace those of the file.
+    `synthetic` are further options of `data.synthetic` with their values, and replace those of the file. With `users` the data
+    are instead their log of listens (`python -m preproc dataset=yambda`).
     """
 
     recipe: str
@@ -33,9 +34,13 @@ class Row:
     train_rows: int = field(default=200 * 65_536, kw_only=True)
     ragged: int = field(default=0, kw_only=True)
     synthetic: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    users: int = field(default=0, kw_only=True)
 
-    def config(self) -> Config:
-        """Return the configuration of the row's command line."""
+    def config(self, data_path: Path | None = None) -> Config:
+        """Return the configuration of the row's command line; a log of listens must lie at `data_path`."""
+        if self.users:
+            path = f"data.path={data_path}"
+            return compose_row(self.recipe, f"experiment={self.experiment}", path, *self.overrides)
         return compose_row(
             self.recipe,
             f"experiment={self.experiment}",
@@ -114,6 +119,8 @@ FAMILY = {
 PEPNET = ("model.domain_features=[cat_5]", "model.prior_features=[cat_0,cat_1,cat_2,cat_3]")
 FAMILY["pepnet_1"] = replace(FAMILY["pepnet_1"], overrides=(*FAMILY["pepnet_1"].overrides, *PEPNET))
 """Models without a recipe of their own, with their default sizes."""
+MIXER = replace(FAMILY["rankmixer_1"], overrides=(*FAMILY["rankmixer_1"].overrides, *BF16))
+OF_100M = ("model.token_dim=768", "model.expansion=3")
 SOK = Row("main", 1, "embedding_mlp_sok", "sok", exponent=0, train_rows=50 * 65_536)
 DIN = Row(
     "main",
@@ -139,6 +146,22 @@ SASREC = (
     *("train.batch_size=4096", "train.amp=bf16", "model.name=sasrec", "model.embedding_dim=64"),
     *("~model.history_features", "~model.history_length", "~model.attention_hidden"),
     *("~model.attention_pooling", "model.sequence=history", "model.heads=2"),
+)
+CROSSES = ("user_x_artist", "user_x_album", "item_x_hour", "user_x_artist_x_hour", "artist_x_hour")
+ON_DISK = dict.fromkeys((*CROSSES, "user_x_hour"), 0.001) | {"user_x_is_organic": 0.01}
+TABLES_ON_DISK = ",".join(f"{name}: {{tier: disk, cache: {c}}}" for name, c in ON_DISK.items())
+HSTU = Row(
+    "main",
+    1,
+    "hstu_mlperf",
+    "",
+    # 29 GiB of tables on the GPU; of the crosses, 531 GiB, the rows that were read lie where TMPDIR says.
+    overrides=(
+        *("train.batch_size=1024", "eval.batch_size=1024", "train.accumulate=8"),
+        *("sharding.types=[table_wise,row_wise]", f"sharding.tables={{{TABLES_ON_DISK}}}"),
+        f"sharding.disk_path={gettempdir()}",
+    ),
+    users=1000,
 )
 
 ROWS = {
@@ -206,9 +229,11 @@ ROWS = {
     # On a local disk: host memory has 8 GiB for their rows, and the GPU 25.
     "dlrm_t3_1_disk": replace(HOST_T3, overrides=(*DISK_T3, in_tier("disk", 0.3))),
     "dlrm_t0_4": Row("dlrm", 4, "dlrm_criteo_t0", "criteo_t0"),
+    "dlrm_t0_4_bf16_tables": Row("dlrm", 4, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES),
     # 420.9 GiB of tables in float32, on GPUs of 141 GB.
     "dlrm_t0_2_bf16_tables": Row("dlrm", 2, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES),
-    # 210.5 GiB of tables, of which the planner puts most into host memory.
+    # 420.9 and 210.5 GiB of tables, of which the planner puts most into host memory.
+    "dlrm_t0_1_host_fp32": Row("dlrm", 1, "dlrm_criteo_t0", "criteo_t0"),
     "dlrm_t0_1_host": Row("dlrm", 1, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES),
     # DCNv2, Adam.
     "dcnv2_t15_1": Row("dcnv2", 1, *CROSS_T15),
@@ -220,6 +245,8 @@ ROWS = {
     "dcnv2_t15_1_fp32": Row("dcnv2", 1, *CROSS_T15, overrides=FP32),
     "dcnv2_t15_1_fp16": Row("dcnv2", 1, *CROSS_T15, overrides=FP16),
     "dcnv2_t15_2": Row("dcnv2", 2, *CROSS_T15),
+    "dcnv2_t15_2_weak": Row("dcnv2", 2, *CROSS_T15, overrides=("train.batch_size=131072",)),
+    "dcnv2_t15_4": Row("dcnv2", 4, *CROSS_T15),
     "dcnv2_t3_4": Row("dcnv2", 4, "dcnv2_criteo_t3", "criteo_t3"),
     # MLPerf's DCNv2: 214 lookups per sample, a global batch of 32,768. On one GPU the tables leave memory for one optimizer
     # state per row.
@@ -257,6 +284,16 @@ ROWS = {
     "deepfm_1": DEEPFM,
     "deepfm_1_bf16": replace(DEEPFM, overrides=(*DEEPFM.overrides, *BF16)),
     **FAMILY,
+    # Dense parameters: 10 and 113 million.
+    "rankmixer_1_10m": replace(
+        MIXER, overrides=(*MIXER.overrides, "model.token_dim=224", OF_100M[1])
+    ),
+    "rankmixer_1_100m": replace(MIXER, overrides=(*MIXER.overrides, *OF_100M)),
+    "rankmixer_1_100m_16384": replace(
+        MIXER,
+        overrides=(*MIXER.overrides, *OF_100M, "train.batch_size=16384"),
+        train_rows=200 * 16_384,
+    ),
     "sok_1": SOK,
     "sok_1_bf16": replace(SOK, overrides=(*SOK.overrides, *BF16)),
     # DIN: 50 positions of history in the table of the item.
@@ -267,4 +304,8 @@ ROWS = {
     "din_1_bf16_events": DIN_EVENTS,
     "sasrec_1_events": replace(DIN, overrides=SASREC, synthetic=LONG, train_rows=614_400),
     "din_1_bf16": replace(DIN, overrides=(*DIN.overrides, *BF16)),
+    # MLPerf's dlrm_v4, 1,024 samples a GPU of 2,700 positions on average.
+    "hstu_1": HSTU,
+    "hstu_2": replace(HSTU, world_size=2, overrides=(*HSTU.overrides, "train.batch_size=2048")),
+    "hstu_4": replace(HSTU, world_size=4, overrides=(*HSTU.overrides, "train.batch_size=4096")),
 }

@@ -60,10 +60,11 @@ def main() -> None:
     with held_output(args.out):
         for name in args.rows:
             run_dir = args.out / name
-            if not _run(name, ROWS[name], args, run_dir):
+            dataset = row_dataset(ROWS[name], args.data)
+            if not _run(name, command_of(ROWS[name], dataset, run_dir, args.steps), args):
                 failed.append(name)
                 continue
-            result = read_result(name, ROWS[name], run_dir)
+            result = read_result(name, ROWS[name], run_dir, data_path=dataset)
             (args.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
             results.append(result)
             print(speed_line(result), flush=True)
@@ -87,8 +88,7 @@ def command_of(row: Row, data_path: Path, run_dir: Path, steps: int) -> list[str
     ]
 
 
-def _run(name: str, row: Row, args: argparse.Namespace, run_dir: Path) -> bool:
-    command = command_of(row, row_dataset(row, args.data), run_dir, args.steps)
+def _run(name: str, command: list[str], args: argparse.Namespace) -> bool:
     log = args.out / f"{name}.log"
     log.write_text(shlex.join(command) + "\n")
     with launched(command, log) as launcher:
@@ -107,10 +107,16 @@ def _run(name: str, row: Row, args: argparse.Namespace, run_dir: Path) -> bool:
     return True
 
 
-def read_result(name: str, row: Row, run_dir: Path, floor: Floor | None = None) -> dict[str, Any]:
-    """Read the result of a finished run."""
+def read_result(
+    name: str,
+    row: Row,
+    run_dir: Path,
+    floor: Floor | None = None,
+    data_path: Path | None = None,
+) -> dict[str, Any]:
+    """Read the result of a finished run on the dataset at `data_path`."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    floor = floor or floor_of_row(row, lines[0].get("gpu") or "")
+    floor = floor or floor_of_row(row, lines[0].get("gpu") or "", data_path)
     # The first record includes compilation and capture. A record of profiled steps only has no speed.
     records = [line for line in lines if line.get("samples_per_s") is not None][1:]
     breakdown = json.loads((run_dir / "profile/summary.json").read_text())
@@ -163,6 +169,7 @@ HEAD = (
 def speed_line(result: dict[str, Any]) -> str:
     """Return one row of the table of speeds."""
     low, median, high = (result["samples_per_s"][key] / 1e6 for key in ("min", "median", "max"))
+    digits = 2 if median > 0.1 else 5
     peak, planned = result["peak_hbm_bytes"], result["planned_hbm_bytes"]
     if planned is not None and peak is not None:
         error = planned["total"] / peak - 1
@@ -172,7 +179,7 @@ def speed_line(result: dict[str, Any]) -> str:
     floor = result["floor"]
     return (
         f"| `{result['row']}` | {result['world_size']} | {result['global_batch_size']:,} "
-        f"| {low:.2f} / **{median:.2f}** / {high:.2f} | {result['step_ms']:.2f} "
+        f"| {low:.{digits}f} / **{median:.{digits}f}** / {high:.{digits}f} | {result['step_ms']:.2f} "
         f"| {result['data_wait_ms']:.2f} | {floor['ms']:.2f} ({floor['bound']}), {floor['sustained_ms']:.2f} "
         f"| {result['times_the_floor']:.1f}, {result['times_the_sustained_floor']:.1f} | {memory} |"
     )
@@ -215,27 +222,37 @@ def row_dataset(row: Row, root: Path) -> Path:
         return ragged_dataset(row_dataset(replace(row, ragged=0), root), row.ragged, row.exponent)
     more = "".join(f"_{value}" for _, value in row.synthetic)
     path = root / f"{row.tables}_{row.exponent:g}_{row.train_rows}{more}"
+    if row.users:
+        path = root / f"listens_{row.users}"
     if (path / "feature_spec.yaml").exists():
         return path
     root.mkdir(parents=True, exist_ok=True)
+    if row.users:
+        _preprocess("dataset=yambda", f"output={path}", f"yambda.users={row.users}")
+        return path
     tables = yaml.safe_load((ROOT / "configs/data" / f"{row.tables}.yaml").read_text())["synthetic"]
     tables |= {"exponent": row.exponent, "train_rows": row.train_rows, "test_rows": TEST_ROWS}
+    _preprocess(
+        "dataset=synthetic",
+        f"output={path}",
+        *(
+            f"data.synthetic.{key}={json.dumps(value)}"
+            for key, value in tables.items()
+            if key not in dict(row.synthetic)
+        ),
+        *(f"data.synthetic.{key}={value}" for key, value in row.synthetic),
+    )
+    return path
+
+
+def _preprocess(*settings: str) -> None:
     subprocess.run(
-        [
-            *(sys.executable, "-m", "preproc", "dataset=synthetic", f"output={path}"),
-            *(
-                f"data.synthetic.{key}={json.dumps(value)}"
-                for key, value in tables.items()
-                if key not in dict(row.synthetic)
-            ),
-            *(f"data.synthetic.{key}={value}" for key, value in row.synthetic),
-        ],
+        [sys.executable, "-m", "preproc", *settings],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    return path
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from compare.report import print_comparison
 from compare.run_record import RunRecord, find_runs
 from compare.table import as_csv, as_json, names_of, rows_of
 from configs.command_line import command
-from configs.console import command_console
+from configs.console import command_console, print_line
 from configs.many_runs_schema import CompareConfig
 from configs.stop_signals import restore_signals
 
@@ -24,6 +24,7 @@ def compare(config: CompareConfig) -> None:
 
     Raises ValueError: there is no run, or none has the metric. Raises OSError: a file cannot be read or written.
     """
+    restore_signals()
     _check_outputs(config)
     found = [RunRecord.read(path) for path in find_runs(config.runs)]
     trained = [run for run in found if run.is_training]
@@ -35,11 +36,10 @@ def compare(config: CompareConfig) -> None:
     console = command_console()
     groups = print_comparison(console, trained, config.metric)
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
     if left_out := len(found) - len(trained):
-        say(f"{left_out} left out: evaluations (mode=eval) and others that do not train")
+        print_line(
+            console, f"{left_out} left out: evaluations (mode=eval) and others that do not train"
+        )
     every = [run for runs, _ in groups for run in runs]
     if config.csv is not None:
         Path(config.csv).write_text(as_csv(rows_of(every)), encoding="utf-8")
@@ -52,7 +52,10 @@ def compare(config: CompareConfig) -> None:
         runs, metric = groups[0]
         draw_runs(runs, names_of(runs), metric, Path(config.picture))
         if len(groups) > 1:
-            say(f"{config.picture} shows the first table; name its runs or others to draw those")
+            print_line(
+                console,
+                f"{config.picture} shows the first table; name its runs or others to draw those",
+            )
 
 
 def _check_outputs(config: CompareConfig) -> None:
@@ -76,11 +79,6 @@ def _check_outputs(config: CompareConfig) -> None:
             )
 
 
-def run(config: CompareConfig) -> None:
-    restore_signals()
-    compare(config)
-
-
 if __name__ == "__main__":
     with_runs = partial(with_directories, schema=CompareConfig, option="runs")
-    command(run, CompareConfig, "compare", ("runs",), arguments=with_runs)
+    command(compare, CompareConfig, "compare", ("runs",), arguments=with_runs)

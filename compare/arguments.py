@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs.arguments import quoted
-from configs.schema import describe
+from configs.options import describe
 
 
 def with_directories(arguments: Sequence[str], schema: type, option: str) -> list[str]:

@@ -48,7 +48,7 @@ def draw_runs(
             lines = [series(records, name) for records in curves]
             # The best one last, on top of the others.
             for index in reversed(range(len(runs))):
-                style = _style(index, runs[index], colors, names)
+                style = _style(index, colors, names)
                 _draw(axes, lines[index], runs[index], has_dots=has_dots, **style)
             _finish(axes, lines)
         handles = left.get_legend_handles_labels()
@@ -64,9 +64,7 @@ def draw_runs(
         )
 
 
-def _style(
-    index: int, run: RunRecord, colors: Sequence[Any], names: Sequence[str]
-) -> dict[str, Any]:
+def _style(index: int, colors: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
     """Return colour, width, order and label of a run; of the runs without a name, the first has the common label."""
     if index < len(colors):
         text = names[index]

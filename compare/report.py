@@ -18,6 +18,7 @@ from compare.table import (
     sorted_runs,
     title_of,
 )
+from configs.console import print_line
 from nn.models.metric import Metric
 from nn.observability.records import BASELINE, baseline_text
 
@@ -36,9 +37,6 @@ def print_comparison(console: Console, runs: Sequence[RunRecord], name: str | No
     # One that no run has is refused here.
     named = name and choose_metric(runs, name)
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
     ordered: Ordered = []
     for group in groups_of(runs):
         metric = named or choose_metric(group, None)
@@ -47,23 +45,24 @@ def print_comparison(console: Console, runs: Sequence[RunRecord], name: str | No
     names = {run.path: label for run, label in zip(every, labels(every), strict=True)}
     for dataset, metric in ordered:
         if len(ordered) > 1:
-            say(title_of(dataset))
+            print_line(console, title_of(dataset))
         _print_means(console, dataset, metric)
         recipes = recipes_of(dataset)
         for recipe, of_recipe in recipes.items():
             if len(recipes) > 1:
-                say(recipe)
+                print_line(console, recipe)
             print_table(console, of_recipe, [names[run.path] for run in of_recipe], metric)
             if len(recipes) > 1:
-                say("")
+                console.print()
         measured = max(dataset, key=lambda run: run.summary.get(f"{BASELINE}rows", 0))
         if baseline := baseline_text(measured.summary, measured.metrics()):
-            say(f"baseline: {baseline}")
+            print_line(console, f"baseline: {baseline}")
         if len(ordered) > 1:
-            say("")
+            console.print()
     if len(ordered) > 1:
-        say(
-            f"{len(ordered)} tables: metrics on different data, splits, days or rows cannot be compared"
+        print_line(
+            console,
+            f"{len(ordered)} tables: metrics on different data, splits, days or rows cannot be compared",
         )
     return ordered
 

@@ -13,7 +13,7 @@ from statistics import median_high
 from typing import Any
 
 from configs.schema import RENAMED, Mode
-from dataloading.dataset.documents import read_json, read_yaml
+from dataloading.dataset.documents import read_mapping
 from nn.loggers.run_logger import flat_options
 from nn.models.metric import METRIC_FACTS, Metric, best_of, metric_of_key, metrics_of_facts
 from nn.observability.records import (
@@ -76,12 +76,15 @@ class RunRecord:
         records: list[dict[str, Any]] = []
         with suppress(FileNotFoundError):
             header, records = read_records(path / METRICS)
-        summary, ended = _mapping(path / SUMMARY), _mapping(path / ENDED)
+        summary, ended = (read_mapping(path / name) or {} for name in (SUMMARY, ENDED))
         return cls(
             path,
             _state(path, summary, ended),
             str(ended.get("message", "")),
-            {RENAMED.get(option, option): v for option, v in flat_options(_mapping(path / CONFIG))},
+            {
+                RENAMED.get(option, option): v
+                for option, v in flat_options(read_mapping(path / CONFIG) or {})
+            },
             header,
             records,
             summary,
@@ -251,15 +254,6 @@ def _state(path: Path, summary: dict[str, Any], ended: dict[str, Any]) -> State:
     if summary:
         return State.failed if summary.get(UNSAVED) else State.finished
     return State.crashed
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping that a file holds; empty if it is missing or damaged."""
-    try:
-        content = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _number(value: object) -> float | None:

@@ -20,8 +20,9 @@ from hydra.errors import HydraException
 
 from configs.messages import printable, shown
 from configs.option_values import FLOAT32_MAX, hints, takes, wanted
+from configs.options import open_sections, option_names
 from configs.overrides import no_option
-from configs.schema import RENAMED, open_sections, option_names
+from configs.schema import RENAMED
 from configs.tf2_flags import is_tf2_flag, translated
 
 # Those of Hydra that commands take; with a value -> the values, empty if any is allowed.

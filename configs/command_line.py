@@ -25,15 +25,10 @@ from omegaconf import DictConfig, OmegaConf
 from configs.arguments import Choices, help_words, hydra_arguments
 from configs.built_in import MODELS
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
-from configs.help import (
-    NO_SECTIONS,
-    SectionClasses,
-    Topics,
-    register_option_help,
-)
+from configs.help import NO_SECTIONS, SectionClasses, Topics, register_option_help
 from configs.messages import UNKNOWN_FILE, load_error_text, on_one_line, os_error_text, shown
+from configs.options import open_sections
 from configs.overrides import WrittenOption, one_line, options_text, texts_of, to_config
-from configs.schema import open_sections
 from configs.stop_signals import INTERRUPTED
 
 PROJECT = "hybrid-parallel-recsys"
@@ -107,7 +102,9 @@ def composed_command(
             if _was_called(task, error) or isinstance(error, ImportError):
                 raise
             if isinstance(error, BrokenPipeError):
-                _end_unread()
+                # Whoever reads has read enough, as `--help | head` does; Python would write the rest when it ends.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                sys.exit()
             raise ValueError(one_line(error)) from None
 
     with_hydra = hydra.main(
@@ -309,13 +306,6 @@ def project_version() -> str:
 def _was_called(function: Callable, error: BaseException) -> bool:
     code = inspect.unwrap(function).__code__
     return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _end_unread() -> NoReturn:
-    """End a command whose reader has read enough, as `--help | head` does."""
-    # Python would write the rest when it ends.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit()
 
 
 def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:

@@ -25,3 +25,8 @@ def command_console(pipe_width: int = 120) -> LiteralConsole:
     console = LiteralConsole()
     has_width = console.is_terminal or "COLUMNS" in os.environ
     return console if has_width else LiteralConsole(width=pipe_width)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print a text that no width breaks, with nothing of it coloured."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

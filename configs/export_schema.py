@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.schema import Component, Section, option, require
+from configs.options import Section, option, require
+from configs.schema import Component
 
 ExportFormat = StrEnum("ExportFormat", "npy safetensors tf2")
-"""File formats of exported tables."""
 
 
 @dataclass(kw_only=True, slots=True)

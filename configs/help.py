@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.messages import shown
 from configs.option_values import written
-from configs.schema import describe, type_hints
+from configs.options import describe, type_hints
 
 NOT_COMPOSED = object()
 WIDTH = 100

@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.schema import Section, option, require
+from configs.options import Section, option, require
 
 
 @dataclass(kw_only=True, slots=True)
 class CompareConfig:
-    """Comparison of runs."""
-
     runs: list[str] = option(
         ["runs"], "run directories, or folders of some; also written without runs=", path=True
     )
@@ -40,8 +38,6 @@ Pruner = StrEnum("Pruner", "none reach median asha hyperband")
 
 @dataclass(kw_only=True, slots=True)
 class SweepConfig(Section):
-    """Search for the best values of options."""
-
     recipe: str = option(
         "dlrm",
         "what the trials train: dlrm or dcnv2 (as dlrm.py, dcnv2.py), an experiment such as deepfm_criteo, or a model such "

@@ -146,6 +146,11 @@ def require_package(name: str, purpose: str) -> None:
         )
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of a library's error that has text."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+
+
 def require_onnx() -> None:
     """Raise `ValueError` unless the packages that write an ONNX model, and prove it, are installed."""
     for name in EXTRAS["onnx"]:

@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 
 from configs.messages import shown
-from configs.schema import require, type_hints
+from configs.options import require, type_hints
 
 INT64_MAX = 2**63 - 1
 # The normal numbers of float32, in which weights, learning rates and losses are computed; GPUs may flush smaller ones to zero.
@@ -29,11 +29,8 @@ def check_values(values: Mapping[Any, Any], schema: type, prefix: str = "") -> N
     for declared in fields(schema):
         if declared.name not in values:
             continue
-        option, hint, value = (
-            f"{prefix}{declared.name}",
-            types[declared.name],
-            values[declared.name],
-        )
+        option, hint = f"{prefix}{declared.name}", types[declared.name]
+        value = values[declared.name]
         if is_dataclass(hint) and isinstance(value, Mapping):
             check_values(value, hint, f"{option}.")  # type: ignore[arg-type]
             continue

@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.messages import printable, shortened, shown
 from configs.option_values import check_values, expand_home
-from configs.schema import RENAMED, open_sections, option_names, replaced_options, type_hints
+from configs.options import open_sections, option_names, replaced_options, type_hints
+from configs.schema import RENAMED
 
 
 class WrittenOption(NamedTuple):
@@ -42,7 +43,7 @@ def to_config(composed: DictConfig) -> Any:
             "this configuration has no schema; begin the list of its defaults with base"
         )
     composed = copy.deepcopy(composed)
-    refuse_unresolved(composed, schema)
+    refuse_unresolved(composed)
     try:
         expand_home(composed, schema)
         values = OmegaConf.to_container(composed, resolve=True)
@@ -62,7 +63,7 @@ def to_config(composed: DictConfig) -> Any:
         raise ValueError(one_line(error)) from None
 
 
-def refuse_unresolved(composed: DictConfig, schema: type) -> None:
+def refuse_unresolved(composed: DictConfig) -> None:
     """Raise ValueError for the first option whose interpolation does not resolve; one line that names it."""
     problems = []
     for option, text, error in _unresolved(composed, OmegaConf.to_container(composed), ""):

@@ -7,27 +7,21 @@ from typing import Any
 from omegaconf import MISSING
 
 from configs.messages import shown
-from configs.schema import Section, SyntheticConfig, option, require
+from configs.options import Section, option, require
+from configs.schema import SyntheticConfig
 from configs.table_schema import TableConfig
 
 Mode = StrEnum("Mode", "fit transform extend verify convert describe")
-"""Modes of the command."""
 Format = StrEnum("Format", "binary parquet")
 """Output format of `mode=convert`."""
 Layout = StrEnum("Layout", "criteo mlperf table synthetic yambda")
-"""Kind of input."""
 EngineName = StrEnum("EngineName", "duckdb spark")
-"""Engine that runs the SQL."""
 Split = StrEnum("Split", "fraction last_file")
 """Division of `source` into training and test lines."""
 SplitName = StrEnum("SplitName", "train test validation")
-"""Splits."""
 VocabularyRows = StrEnum("VocabularyRows", "train all")
-"""Rows that are counted for the vocabularies."""
 OnBad = StrEnum("OnBad", "fail skip quarantine")
-"""Reaction to a row that cannot be read."""
 NumericalType = StrEnum("NumericalType", "float16 float32")
-"""Storage dtype of numerical features."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,8 +50,6 @@ class YambdaConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class PreprocConfig(Section):
-    """Options of one run of `python -m preproc`."""
-
     mode: Mode = option(
         Mode.fit,
         "fit (make a dataset, vocabularies and statistics from its training rows), transform (make one by the fit "

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.schema import Section, option, require
+from configs.options import Section, option, require
 
 URL = "http://127.0.0.1:8000"
 NAME = "..., its name at the server (curl URL/v2/models)"
@@ -13,17 +13,13 @@ MOST_REQUESTS = 512
 
 
 TableType = StrEnum("TableType", "fp32 bf16 int8 int4")
-"""Dtypes of served tables."""
 Device = StrEnum("Device", "cpu cuda")
-"""Devices of the server."""
 DenseType = StrEnum("DenseType", "fp32 bf16")
 """Dtypes of the dense component on a GPU."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelExportConfig(Section):
-    """Export of a checkpoint as a model directory."""
-
     checkpoint: str | None = option(
         None,
         "checkpoint to export: a run's checkpoints/best or checkpoints/step_N",
@@ -71,8 +67,6 @@ def require_model_name(name: str) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class ServerConfig(Section):
-    """The embedded server."""
-
     model: str | None = option(
         None, "model directory, or one of versions", path=True, required="..., a model directory"
     )
@@ -151,7 +145,6 @@ class ServerConfig(Section):
 
 
 Layout = StrEnum("Layout", "monolithic ensemble")
-"""Layouts of a repository of Triton."""
 DenseFormat = StrEnum("DenseFormat", "onnx pytorch")
 """Formats of the dense model of an ensemble."""
 
@@ -209,8 +202,6 @@ class TritonConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class RollbackConfig(Section):
-    """Return to an earlier version."""
-
     model: str | None = option(
         None, "directory of versions", path=True, required="..., a directory of versions"
     )
@@ -231,8 +222,6 @@ class RollbackConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class ApplyConfig(Section):
-    """Deltas on a model."""
-
     model: str | None = option(
         None,
         "directory of versions, whose newest is the base, or a model directory",
@@ -255,8 +244,6 @@ class ApplyConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class ForgetConfig(Section):
-    """Removal of values of a feature."""
-
     feature: str | None = option(
         None, "categorical feature that the values are of", required="..., a categorical feature"
     )
@@ -273,8 +260,6 @@ class ForgetConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class AccuracyConfig(Section):
-    """Accuracy of a split as a server scores it."""
-
     model: str | None = option(None, "name of the model at the server", required=NAME)
     data_path: str | None = option(
         None, "dataset with the model's features", path=True, required="..., a dataset directory"
@@ -290,8 +275,6 @@ class AccuracyConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class LatencyConfig(Section):
-    """Latency and throughput of a server under load."""
-
     model: str | None = option(None, "name of the model at the server", required=NAME)
     data_path: str | None = option(
         None, "dataset with the model's features", path=True, required="..., a dataset directory"

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
 from configs.messages import printable, shortened, shown
-from configs.schema import is_file_name, is_import_path, require
+from configs.options import is_file_name, is_import_path, require
 from configs.transforms import TRANSFORMS, transform_named
 
 LINE_FORMATS = ("jsonl", "libsvm", "libffm")
@@ -152,7 +152,6 @@ class Categorical:
 
     @property
     def length_name(self) -> str:
-        """Return the name of the numerical feature with the number of items."""
         return f"{self.name}_length"
 
     @property
@@ -192,7 +191,6 @@ class History:
 
     @property
     def length_name(self) -> str:
-        """Return the name of the numerical feature with the number of values."""
         return f"{self.name}_length"
 
 
@@ -269,7 +267,7 @@ class EventLists:
         """Return key and SQL of the columns of rows that group `number` of `event_lists` needs, by their names."""
         named = {f"moment{number}_": ("order_by", self.order_by)} if self.time else {}
         return named | {
-            f"numbers{number}_{j}_": (f"numbers: {shown(n.name)}", n.expression or _identifier(n))
+            f"numbers{number}_{j}_": (f"numbers: {shown(n.name)}", n.expression or quoted(n.name))
             for j, n in enumerate(self.numbers)
         }
 
@@ -411,9 +409,8 @@ class TableConfig:
         if self.query or not self.order_by:
             return self
         (name,) = self.sources
-        quoted = name.replace('"', '""')
         order_by = [*self.order_by, "file_", "order_"]
-        return replace(self, query=f'SELECT * FROM "{quoted}"', order_by=order_by)
+        return replace(self, query=f"SELECT * FROM {quoted(name)}", order_by=order_by)
 
     @property
     def numerical_names(self) -> list[str]:
@@ -449,7 +446,7 @@ class TableConfig:
         if past.filter:
             named[f"past{number}_"] = ("filter", past.filter)
         for j, item in enumerate(past.numbers if isinstance(past, EventLog) else []):
-            sql = item.expression or _identifier(item)
+            sql = item.expression or quoted(item.name)
             named[f"event{number}_{j}_"] = (f"numbers: {shown(item.name)}", sql)
         return named
 
@@ -458,7 +455,6 @@ class TableConfig:
         return [feature for feature in self.categorical if feature.length]
 
     def check(self) -> None:
-        """Raise ValueError if settings contradict each other."""
         lowered = [name.lower() for name in self.keep]
         twice = [name for name in self.keep if lowered.count(name.lower()) > 1 or not name]
         require(
@@ -531,22 +527,16 @@ class TableConfig:
         for categorical in self.categorical:
             if categorical.is_list and categorical.hotness is None:
                 taken[f"{categorical.name}.offsets"] = f"the offsets of {shown(categorical.name)}"
-        for categorical in self.categorical:
+        row_numbers = list(self.row_numbers.values())[len(self.label) == 1 :]
+        for key, column in (
+            *(("categorical", categorical) for categorical in self.categorical),
+            *row_numbers,
+            *(("history", history) for history in self.history),
+        ):
             require(
-                categorical.name not in taken,
-                f"table.categorical: {shown(categorical.name)} would share a file with "
-                f"{taken.get(categorical.name)}; rename it, and set expression to the column",
-            )
-        for key, number in list(self.row_numbers.values())[len(self.label) == 1 :]:
-            require(
-                number.name not in taken,
-                f"table.{key}: {shown(number.name)} would share a file with {taken.get(number.name)}; rename it, and set "
-                "expression to the column",
-            )
-        for history in self.history:
-            require(
-                history.name not in taken,
-                f"table.history: {shown(history.name)} would share a file with {taken.get(history.name)}; rename it",
+                column.name not in taken,
+                f"table.{key}: {shown(column.name)} would share a file with {taken.get(column.name)}; rename it"
+                + ", and set expression to the column" * (key != "history"),
             )
 
     def _check_vocabularies(self) -> None:
@@ -795,8 +785,8 @@ def _sequence(content: Any, where: str) -> EventLog | EventLists:
     return group
 
 
-def _identifier(number: RowNumber) -> str:
-    return '"' + number.name.replace('"', '""') + '"'
+def quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _list_of(kind: type, content: Any, where: str) -> list[Any]:

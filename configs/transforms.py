@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from configs.messages import shown
-from configs.schema import is_import_path
+from configs.options import is_import_path
 from configs.user_objects import load_user_object
 
 

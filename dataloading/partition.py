@@ -107,9 +107,8 @@ def block_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
             f"shuffling {num_blocks} blocks needs {num_blocks * 8 / 2**30:.1f} GiB per reader process, and at most "
             f"{MAX_BLOCKS} blocks are allowed; make the shuffle block {-(-num_blocks // MAX_BLOCKS)} times as long or longer"
         )
-    with (
-        _ORDER_LOCK
-    ):  # several reader threads call this at the start of an epoch; only one should compute
+    # Several reader threads call this at the start of an epoch; only one should compute.
+    with _ORDER_LOCK:
         return _block_order(num_blocks, seed, epoch)
 
 

@@ -66,7 +66,6 @@ class SyntheticSource(Source):
 
     @classmethod
     def of(cls, stream: SyntheticConfig, seed: int) -> "SyntheticSource":
-        """Return the source that options describe."""
         source = cls(
             stream.train_rows,
             stream.test_rows,

@@ -48,7 +48,6 @@ class SyntheticHistory:
         exponent: float,
         key: Callable[..., int],
     ) -> None:
-        self.liked = liked
         self.features = tuple(
             replace(
                 CategoricalFeature.of(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # In a wheel, which this is for, they lie there.
+    from hybrid_parallel_recsys.configs.options import option  # type: ignore[import-not-found]
     from hybrid_parallel_recsys.configs.schema import (  # type: ignore[import-not-found]
         ModelConfig,
-        option,
     )
     from hybrid_parallel_recsys.dataloading.dataset.dataset_directory import (  # type: ignore[import-not-found]
         write_dataset,
@@ -74,7 +74,7 @@ MODULES = {
     "TableRule": "nn.embedding.optimizer",
     "Training": "nn.library.own_training",
     "describe": "preproc.frames",
-    "option": "configs.schema",
+    "option": "configs.options",
     "options": "nn.library.options",
     "preprocess": "preproc.frames",
     "write_dataset": "dataloading.dataset.dataset_directory",

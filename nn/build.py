@@ -12,7 +12,8 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.messages import shown
-from configs.schema import MOST_SAMPLES, Amp, Component, Config, Device, Fp8, Mode
+from configs.options import MOST_SAMPLES
+from configs.schema import Amp, Component, Config, Device, Fp8, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
@@ -414,10 +415,20 @@ def _loader(
     complete = LoaderSettings(
         seed=config.seed, prefetch=data.prefetch, workers=data.workers, **settings
     )
+    return loader_of_rank(source, split, complete, ranks, key_maps)
+
+
+def loader_of_rank(
+    source: Source,
+    split: str,
+    settings: LoaderSettings,
+    ranks: Ranks,
+    key_maps: "KeyMaps | None",
+) -> Loader:
     return Loader(
         source,
         split,
-        complete,
+        settings,
         rank=ranks.rank,
         world_size=ranks.world_size,
         device=ranks.device,

@@ -15,10 +15,7 @@ from nn.build import (
     open_source,
     planned_hardware,
 )
-from nn.distributed.process_group import (
-    Ranks,
-    launcher_restarts,
-)
+from nn.distributed.process_group import Ranks, launcher_restarts
 from nn.embedding.optimizer import table_rule, update_settings
 from nn.embedding.pretrained import check_pretrained
 from nn.models.metric import PR_AUC
@@ -26,9 +23,7 @@ from nn.models.registry import build_meta, check_model, declared_tables, find_mo
 from nn.models.tasks import tasks_of_run
 from nn.observability.profiler import check_profile
 from nn.ops.fp8 import MULTIPLE
-from nn.resume import (
-    ResumePoint,
-)
+from nn.resume import ResumePoint
 from nn.training.dense_optimizer import check_dense_rule
 from nn.training.limits import EvalSteps, total_steps
 

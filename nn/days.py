@@ -25,7 +25,7 @@ from dataloading.storage.local_copy import local_path
 from nn.checkpoint.directory import CHECKPOINTS, list_checkpoints, read_facts
 from nn.checkpoint.run_facts import DAY_FACTS
 from nn.distributed.launcher import is_launched
-from nn.multirun import JOBS, STOPPING
+from nn.multirun import JOBS, STOPPING, on_stop
 from nn.observability.run_lock import RunLock
 from nn.shared_imports import import_for_runs
 
@@ -212,17 +212,10 @@ def _run_process(
 def _wait(seconds: float) -> None:
     """Sleep, and end the command after a signal."""
     caught: list[int] = []
-    before = {
-        signum: signal.signal(signum, lambda number, _: caught.append(number))
-        for signum in STOPPING
-    }
-    try:
+    with on_stop(lambda signum, _: caught.append(signum)):
         end = time.monotonic() + seconds
         while not caught and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
     if caught:
         signum = signal.Signals(caught[0])
         raise UnfinishedDaysError(

@@ -74,9 +74,9 @@ def _check_dataset(config: Config) -> None:
         split = split_to_score(config, spec)
         if config.predict.columns:
             # Imported here, since only columns of raw data need pyarrow.
-            from nn.scores.named_rows import KeptRows
+            from nn.scores.named_rows import kept_rows
 
-            KeptRows(root, TRAIN if is_held_out(config) else split, None, config.predict.columns)
+            kept_rows(root, TRAIN if is_held_out(config) else split, None, config.predict.columns)
     elif config.mode is not Mode.plan:
         spec.rows_of(_evaluated_split(config))
     if config.mode in LABELLED:

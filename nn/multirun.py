@@ -9,8 +9,8 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,6 @@ from omegaconf import DictConfig, OmegaConf
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.messages import on_one_line
 from configs.overrides import refuse_unresolved, texts_of, to_config
-from configs.schema import Config
 from nn.distributed.launcher import is_launched
 from nn.shared_imports import import_for_runs
 
@@ -69,7 +68,7 @@ class Jobs:
         print(on_one_line(f"job {HydraConfig.get().job.num}: {composed.run_dir}"), flush=True)
         written = texts_of(HydraConfig.get().overrides.task)
         with suppress(ValueError):  # the job reports it
-            refuse_unresolved(composed, Config)
+            refuse_unresolved(composed)
             to_config(composed)
             import_for_runs()
         self.exit_codes[str(composed.run_dir)] = self.fork(lambda: work(composed), written)
@@ -112,13 +111,20 @@ class Jobs:
             if signum != signal.SIGINT:
                 os.kill(pid, signum)
 
-        before = {signum: signal.signal(signum, forward) for signum in STOPPING}
-        try:
+        with on_stop(forward):
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
         return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def on_stop(handle: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Call `handle` upon SIGINT and SIGTERM."""
+    before = {signum: signal.signal(signum, handle) for signum in STOPPING}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 JOBS = Jobs()
@@ -157,7 +163,7 @@ def job_directory(composed: DictConfig, arguments: Sequence[str]) -> str:
         if sweeps.get(o.get_key_element(), True)
     }
     if "run_dir" in differing or "${" in _as_written(composed, "run_dir"):
-        refuse_unresolved(composed, Config)
+        refuse_unresolved(composed)
         return str(composed.run_dir)
     return str(Path(hydra.sweep.dir) / named(hydra.job.num, differing))
 

@@ -3,7 +3,6 @@
 A run resumes in its own `run_dir` only with the same data and the same settings that decide what is learnt.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import Logger
@@ -12,8 +11,9 @@ from typing import Any
 
 from configs.messages import printable, shortened
 from configs.option_values import plain_values
-from configs.schema import RENAMED, Component, Config, Mode, default_values
-from dataloading.dataset.documents import read_json, read_yaml
+from configs.options import default_values
+from configs.schema import RENAMED, Component, Config, Mode
+from dataloading.dataset.documents import read_mapping
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_data, changed_files, verify_small_files
 from dataloading.dataset.source import Source
@@ -122,7 +122,7 @@ def finished_run(
         summary_path = Path(config.run_dir) / SUMMARY
 
         def has_ended() -> bool:
-            summary = _mapping(read_json, summary_path)
+            summary = read_mapping(summary_path)
             # That of the step of its latest checkpoint.
             if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
                 return False
@@ -167,9 +167,7 @@ def load(config: Config, start: ResumePoint, step: Trained, logger: Logger) -> N
         logger.info(f"note: {note}")
 
 
-def kept_records(
-    config: Config, run_dir: Path, start: ResumePoint, logger: Logger
-) -> KeptRecords | None:
+def kept_records(run_dir: Path, start: ResumePoint, logger: Logger) -> KeptRecords | None:
     """Return the records that a run keeps, None for one that starts from nothing; only rank 0 may call it."""
     if not start.is_continuation:
         return None
@@ -188,10 +186,10 @@ def kept_records(
 
 def can_restart(run_dir: Path, config: Config) -> bool:
     """Tell whether a run directory holds an unfinished run of the same settings, which may restart without a checkpoint."""
-    summary = _mapping(read_json, run_dir / SUMMARY)
+    summary = read_mapping(run_dir / SUMMARY)
     if summary is not None and not summary.get(UNSAVED):
         return False
-    before = _mapping(read_yaml, run_dir / CONFIG)
+    before = read_mapping(run_dir / CONFIG)
     return (
         before is not None
         and before.get("mode", config.mode.value) == config.mode.value
@@ -202,11 +200,11 @@ def can_restart(run_dir: Path, config: Config) -> bool:
 def _is_repeated(config: Config, run_dir: Path) -> bool:
     """Tell whether a run without a start has its complete result, as an evaluation may; ValueError for another run's records."""
     path = run_dir / METRICS
-    is_finished = path.exists() and _mapping(read_json, run_dir / SUMMARY) is not None
+    is_finished = path.exists() and read_mapping(run_dir / SUMMARY) is not None
     # A start that was killed, or had no room, before its first record left nothing to lose.
     if not (has_records(path) or is_finished) or can_restart(run_dir, config):
         return False
-    before = _mapping(read_yaml, run_dir / CONFIG)
+    before = read_mapping(run_dir / CONFIG)
 
     def chosen(options: dict[str, Any]) -> dict[str, Any]:
         paths = ("run_dir", "config")
@@ -233,15 +231,6 @@ def _is_repeated(config: Config, run_dir: Path) -> bool:
     raise ValueError(
         f"{text}, but no complete checkpoint to resume from{unusable}; {set_another}, or delete {path} to restart there"
     )
-
-
-def _mapping(read: Callable[[Path], Any], path: Path) -> dict[str, Any] | None:
-    """Return the mapping that a file holds; None if it is missing or damaged."""
-    try:
-        content = read(path)
-    except (FileNotFoundError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def _has_own_checkpoint(config: Config) -> bool:

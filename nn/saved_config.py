@@ -10,8 +10,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.built_in import MODELS
 from configs.messages import shown
+from configs.options import describe, open_sections
 from configs.overrides import no_option, unknown_options
-from configs.schema import RENAMED, Config, describe, open_sections
+from configs.schema import RENAMED, Config
 from dataloading.dataset.documents import read_yaml
 from nn.models.registry import typed_config
 

@@ -31,43 +31,25 @@ from nn.build import (
     model_spec,
     without_a_node,
 )
-from nn.checkpoint.directory import (
-    CHECKPOINTS,
-    clear,
-    prune,
-)
+from nn.checkpoint.directory import CHECKPOINTS, clear, prune
 from nn.checkpoint.mirror import catch_up
 from nn.checks import check_run, count, open_checked
 from nn.distributed.errors import DivergedError, RankError, SharedError
 from nn.distributed.failures import report_faults, report_lost_rank
 from nn.distributed.preemption import Heartbeat
-from nn.distributed.process_group import (
-    Ranks,
-    process_group,
-    process_rank,
-    ranks_from_environment,
-)
+from nn.distributed.process_group import Ranks, process_group, process_rank, ranks_from_environment
 from nn.loggers.choice import make_loggers
 from nn.models.description import describe_model
 from nn.models.metric import METRIC_FACTS, Metric, facts_of_metrics
 from nn.models.registry import find_model
 from nn.models.tasks import metrics_of, tasks_of_run
-from nn.observability.console import (
-    make_console,
-    make_logger,
-    print_header,
-    print_summary,
-)
+from nn.observability.console import make_console, make_logger, print_header, print_summary
 from nn.observability.environment import environment
 from nn.observability.model_summary import size_line
 from nn.observability.plan_table import BesidePlan, print_memory, print_plan
 from nn.observability.profiler import Profiler
 from nn.observability.records import DATA_IDENTITY, DAY, ENDED, PLAN, PROBLEM
-from nn.observability.run_directory import (
-    RunDirectory,
-    draw_missing_pictures,
-    empty_summary,
-)
+from nn.observability.run_directory import RunDirectory, draw_missing_pictures, empty_summary
 from nn.observability.run_lock import RunLock
 from nn.observers.choice import ENDS_OF_RUNS
 from nn.planning.exchange import planned_links
@@ -199,7 +181,7 @@ def open_session(
         print_header(console, facts, {"model": header["model"]} | size | header)
         if config.mode is Mode.train:
             beside = ranks.run_on_rank0(
-                partial(_beside_plan, config, source, recorder, rows, hardware, disk_room)
+                partial(beside_plan, config, source, rows, hardware, disk_room, recorder.run_dir)
             )
             print_plan(console, rows, hardware.table_ranks, beside)
         if memory:
@@ -219,18 +201,20 @@ def open_session(
                 yield session
 
 
-def _beside_plan(
+def beside_plan(
     config: Config,
     source: Source,
-    recorder: RunDirectory,
     rows: Sequence[TablePlan],
     hardware: Hardware,
     disk_room: str | None,
+    run_dir: Path | None,
+    floor_ms: float | None = None,
 ) -> BesidePlan:
+    """Return what is printed beside a plan, which `run_dir` gets complete."""
+    listed = "run_dir=DIR writes them to DIR/plan.json" if run_dir is None else str(run_dir / PLAN)
     links = planned_links(config, source.spec, rows, hardware)
-    listed, has_gpus = str(recorder.run_dir / PLAN), hardware.device_type == "cuda"
-    less = without_a_node(config, source, hardware)
-    return BesidePlan(listed, links, None, disk_room, has_gpus, hardware.groups, less)
+    less, has_gpus = without_a_node(config, source, hardware), hardware.device_type == "cuda"
+    return BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups, less)
 
 
 @contextmanager
@@ -296,11 +280,7 @@ def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> Non
 def _environment(
     config: Config, source: Source, ranks: Ranks, start: ResumePoint
 ) -> dict[str, Any]:
-    num_hosts = ranks.world_size // ranks.local_world_size
-    facts: dict[str, Any] = environment(
-        config.recipe, ranks.device, world_size=ranks.world_size, num_hosts=num_hosts
-    )
-    facts |= {
+    facts = environment(config.recipe, ranks) | {
         "teacher_auc": teacher_auc(config, source) if ranks.is_rank0 else None,
         # The title of the pictures.
         "model": config.model.name,
@@ -364,7 +344,7 @@ def _recorder(
         else:
             run_dir = Path(config.run_dir)
             lock.create(run_dir)
-        kept = kept_records(config, run_dir, start, lock.logger)
+        kept = kept_records(run_dir, start, lock.logger)
         loggers = make_loggers(config.log.loggers, lock.logger)
         made.append(make(run_dir, loggers=loggers, kept=kept))
         return run_dir

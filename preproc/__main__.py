@@ -19,9 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command, errors_end_command
 from configs.console import command_console
 from configs.messages import require_package
+from configs.options import require
 from configs.overrides import options_text, texts_of, to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig, Split
-from configs.schema import require
 from configs.stop_signals import restore_signals
 from configs.table_schema import TableConfig
 from dataloading.dataset.dataset_directory import check_output

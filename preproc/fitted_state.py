@@ -77,18 +77,6 @@ class FittedState:
     # SQL types of columns that expressions read, text left out
     types: Mapping[str, str] = field(default_factory=dict)
 
-    def copy_vocabulary(self, name: str, path: Path) -> None:
-        """Copy the vocabulary of a feature to the relation directory `path`; ValueError unless it is that which was compared."""
-        self._copy(vocabulary_name(name), path)
-
-    def copy_rare(self, name: str, path: Path) -> None:
-        """Copy the counts of the values of feature `name` without an id, as `copy_vocabulary`."""
-        self._copy(rare_name(name), path)
-
-    def copy_latest(self, name: str, path: Path) -> None:
-        """Copy the latest events of log `name`, as `copy_vocabulary`."""
-        self._copy(latest_name(name), path)
-
     def has_rare(self, name: str) -> bool:
         return rare_name(name) in self.files
 
@@ -96,7 +84,8 @@ class FittedState:
         """Tell whether the vocabulary of feature `name` is of a later day, with its columns."""
         return has_days(self.directory / vocabulary_name(name))
 
-    def _copy(self, name: str, path: Path) -> None:
+    def copy(self, name: str, path: Path) -> None:
+        """Copy file `name` to the relation directory `path`; ValueError unless it is that which was compared."""
         path.mkdir(exist_ok=True)
         source, copy = self.directory / name, path / "0.parquet"
         shutil.copyfile(source, copy)

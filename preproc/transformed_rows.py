@@ -22,6 +22,7 @@ from configs.messages import shown
 from configs.preproc_schema import Layout, Mode, PreprocConfig
 from configs.table_schema import Categorical, EventLists, EventLog, SplitRule, TableConfig
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.parquet_writer import as_arrow
 from preproc.criteo.as_table import columns_of
 from preproc.fitted_state import FittedState, described_rows, load_fitted, vocabulary_name
 from preproc.table.duckdb_engine import DuckDBEngine, QueryError, checked_order, nulls_first
@@ -31,7 +32,6 @@ from preproc.table.known_values import note_of_new_values, refuse_other_numbers
 from preproc.table.mistakes import bad_row, overflow
 from preproc.table.source_files import find_source, read_columns
 from preproc.table.staging import Staging
-from preproc.table.text_codes import array_of
 from preproc.table.transformation import (
     hashed_ids,
     length_columns,
@@ -198,7 +198,7 @@ class TransformedRows:
         """Return a batch of staged rows with its features; `first` is its first row among all."""
         num_rows = batch.num_rows
         part = range(num_rows)
-        rows = pa.Table.from_batches([batch]).append_column("row_", array_of(np.arange(num_rows)))
+        rows = pa.Table.from_batches([batch]).append_column("row_", as_arrow(np.arange(num_rows)))
         bad = batch.column("bad_")
         if bad.null_count < len(bad):
             row = int(np.asarray(bad.is_valid()).argmax())
@@ -252,7 +252,7 @@ class TransformedRows:
             where = self._where(batch, first, row)
             raise overflow(where, features[number], raw, float(single[number][row]), dtype)
         return {
-            name: array_of(np.ascontiguousarray(stored[:, number]))
+            name: as_arrow(np.ascontiguousarray(stored[:, number]))
             for number, name in enumerate(self.spec.numerical)
         }
 
@@ -285,12 +285,12 @@ class TransformedRows:
             )
         ids, lengths = stored_ids(found, part, stored, feature)
         if stored.hotness == 1:
-            return array_of(ids.reshape(-1))
+            return as_arrow(ids.reshape(-1))
         if lengths is None:
             assert stored.hotness is not None
             lengths = np.full(len(part), stored.hotness)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return pa.ListArray.from_arrays(array_of(offsets), array_of(ids.reshape(-1)))
+        return pa.ListArray.from_arrays(as_arrow(offsets), as_arrow(ids.reshape(-1)))
 
     def _where(self, batch: pa.RecordBatch, first: int, row: int) -> str:
         """Return the file of a row of a batch and its number in the file, from 1."""
@@ -310,9 +310,9 @@ def _last(lists: pa.ListArray, most: int) -> pa.ListArray:
     is_kept = np.zeros(len(values) + 1, np.int32)
     np.add.at(is_kept, starts, 1)
     np.add.at(is_kept, ends[1:], -1)
-    kept = values.take(array_of(np.flatnonzero(np.cumsum(is_kept[:-1]))))
+    kept = values.take(as_arrow(np.flatnonzero(np.cumsum(is_kept[:-1]))))
     offsets = np.concatenate([[0], np.cumsum(ends[1:] - starts)]).astype(np.int32)
-    return pa.ListArray.from_arrays(array_of(offsets), kept)
+    return pa.ListArray.from_arrays(as_arrow(offsets), kept)
 
 
 def _num_items(column: str, *, whole: bool) -> str:

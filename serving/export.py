@@ -6,13 +6,13 @@ if __name__ == "__main__":
 
     end_at_once_on_signals()
 
-import os
 from pathlib import Path
 
 from configs.command_line import NO_OUTPUT, command
 from configs.messages import on_one_line, require_onnx
 from configs.serving_schema import ModelExportConfig
 from configs.stop_signals import restore_signals
+from dataloading.dataset.durable_files import require_absent
 from serving.manifest import ERROR, MACHINE_CODE, OF_ONNX, Manifest, proof_line
 from serving.versions import note_of_others
 
@@ -51,8 +51,7 @@ def check_paths(config: ModelExportConfig) -> None:
         )
     if config.onnx:
         require_onnx()
-    if os.path.lexists(config.output or ""):
-        raise ValueError(f"output={config.output} exists; name a new directory, or remove that one")
+    require_absent(Path(config.output or ""))
 
 
 def report(manifest: Manifest) -> list[str]:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from compare.run_record import find_runs
 from configs.command_line import errors_end_command
-from configs.console import command_console
+from configs.console import command_console, print_line
 from status.run_status import RunStatus, read_status
 
 COLUMNS = ("run", "state", "step", "samples/s", "left", "checkpoint", "delta", "last record")
@@ -26,7 +26,6 @@ PIPE_WIDTH = 200
 
 
 def main() -> None:
-    """Read the command line and print."""
     parser = argparse.ArgumentParser(
         "python -m status",
         description="State, step, rate, time left, last checkpoint, delta and error of runs.",
@@ -47,7 +46,7 @@ def print_status(found: Sequence[RunStatus]) -> None:
     console = command_console(PIPE_WIDTH)
     if len(found) == 1:
         for name, value in zip(COLUMNS, _cells(found[0]), strict=True):
-            console.print(f"{name:<12}{value}", highlight=False, soft_wrap=True)
+            print_line(console, f"{name:<12}{value}")
     else:
         table = Table(*COLUMNS, box=box.SIMPLE_HEAD)
         for status in found:
@@ -56,7 +55,7 @@ def print_status(found: Sequence[RunStatus]) -> None:
     for status in found:
         if status.error is not None:
             name = "error       " if len(found) == 1 else f"{status.run}: {status.state}: "
-            console.print(f"{name}{status.error}", highlight=False, soft_wrap=True)
+            print_line(console, f"{name}{status.error}")
 
 
 def _cells(status: RunStatus) -> list[str]:

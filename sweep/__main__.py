@@ -14,8 +14,9 @@ from configs.console import command_console
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.many_runs_schema import SweepConfig
 from configs.messages import require_package
+from configs.options import describe
 from configs.overrides import no_option
-from configs.schema import Config, describe
+from configs.schema import Config
 from configs.stop_signals import INTERRUPTED, restore_signals
 
 

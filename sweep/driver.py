@@ -2,8 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -11,7 +10,7 @@ from types import FrameType
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from configs.many_runs_schema import SweepConfig
-from nn.multirun import named
+from nn.multirun import named, on_stop
 from sweep.plan import TrialPlan
 from sweep.space import Space, as_override
 from sweep.study import Study
@@ -57,7 +56,7 @@ class Driver:
         (self.directory / TRIALS).mkdir(exist_ok=True)
         (self.directory / LOGS).mkdir(exist_ok=True)
         unfinished = self.study.trials(TrialState.RUNNING)
-        with self._signals():
+        with on_stop(self._request_stop):  # between two polls
             try:
                 while not self._signum:
                     self._fill(unfinished)
@@ -144,18 +143,5 @@ class Driver:
             elif before is not None:
                 remove_checkpoints(self.directory / before.user_attrs[RUN_DIR])
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Stop after SIGINT or SIGTERM, between two polls."""
-
-        def request(signum: int, frame: FrameType | None) -> None:
-            self._signum = signum
-
-        before = {
-            number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _request_stop(self, signum: int, frame: FrameType | None) -> None:
+        self._signum = signum

@@ -19,8 +19,9 @@ from configs.command_line import command_of, compose_overrides, written_options
 from configs.many_runs_schema import SweepConfig
 from configs.messages import shown
 from configs.option_values import plain_values, written
+from configs.options import describe, require
 from configs.overrides import WrittenOption, drop_replaced, no_option, one_line
-from configs.schema import Config, DataConfig, Device, Mode, describe, require
+from configs.schema import Config, DataConfig, Device, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import data_state
 from dataloading.dataset.row_columns import RowColumn

@@ -18,11 +18,6 @@ from sweep.space import Space, value_at
 FAR_BELOW = 1.5
 
 
-def num_spread(space: Space) -> int:
-    """Return the number of trials before the first one that learns from others."""
-    return len(space) + 1
-
-
 def spread_values(space: Space, number: int, seed: int) -> dict[str, Any]:
     """Return the values of a trial that is one of evenly spread ones: a point of a scrambled Sobol sequence."""
     # SciPy takes a moment to import.

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from compare.run_record import RunRecord
-from compare.table import as_csv, short_names
-from configs.schema import require
+from compare.table import short_names
+from configs.options import require
 from dataloading.dataset.durable_files import replace_link, replace_text
 from nn.observability.records import METRICS
-from sweep.driver import BEST_STEP, IDLE, POLL_SECONDS, PROBLEM, RUN_DIR
+from sweep.driver import BEST_STEP, IDLE, POLL_SECONDS, PROBLEM, RUN_DIR, STATES
 from sweep.plan import TrialPlan
 from sweep.space import Space
 from sweep.study import Study, settings_of
@@ -27,13 +27,7 @@ from sweep.trial_process import Start, environment_of, last_line
 SWEEP, TABLE = "sweep.json", "trials.csv"
 BEST = "best"
 """Link to the run directory of the best trial."""
-STATE_NAMES = {
-    TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "pruned",
-    TrialState.FAIL: "failed",
-    TrialState.RUNNING: "running",
-    TrialState.WAITING: "waiting",
-}
+STATE_NAMES = {state: ending.value for ending, state in STATES.items()}
 
 
 def rows_of(directory: Path, study: Study, space: Space) -> list[dict[str, Any]]:
@@ -50,7 +44,7 @@ def rows_of(directory: Path, study: Study, space: Space) -> list[dict[str, Any]]
         rows.append(
             {
                 "trial": trial.number,
-                "state": STATE_NAMES[trial.state],
+                "state": STATE_NAMES.get(trial.state, trial.state.name.lower()),
                 **{
                     option: None if option in idle else trial.params.get(option) for option in space
                 },
@@ -82,10 +76,6 @@ def print_trials(console: Console, rows: Sequence[dict[str, Any]], space: Space,
     for row in rows:
         if row["problem"]:
             console.print(f"trial {row['trial']} failed: {row['problem']}", highlight=False)
-
-
-def write_table(directory: Path, rows: Sequence[dict[str, Any]]) -> None:
-    replace_text(directory / TABLE, as_csv(rows))
 
 
 def test_once(

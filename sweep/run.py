@@ -2,19 +2,22 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from compare.table import as_csv
+from configs.console import print_line
 from configs.many_runs_schema import Sampler, SweepConfig
-from configs.schema import require
-from dataloading.dataset.durable_files import exclusive
+from configs.options import require
+from dataloading.dataset.durable_files import exclusive, replace_text
 from sweep.driver import Driver
 from sweep.gpus import visible_gpus
 from sweep.pictures import COORDINATES, IMPORTANCES, draw_coordinates, draw_importances
 from sweep.plan import TEST, TrialPlan, plan_trials
-from sweep.results import SWEEP, TABLE, print_trials, rows_of, test_once, write_sweep, write_table
+from sweep.results import SWEEP, TABLE, print_trials, rows_of, test_once, write_sweep
 from sweep.space import Space, grid_of, read_space
 from sweep.study import DATA, Study, check_same_data, keep_settings, settings_of
 from sweep.trial_process import Process, Start, TrialServer
@@ -57,7 +60,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start | None = None)
             f"{plan.split}",
             f"output {directory}/",
         ):
-            _print(console, text)
+            print_line(console, text)
         if study.has_more():
             # It shows that a sweep is complete, and this one is not.
             (directory / SWEEP).unlink(missing_ok=True)
@@ -68,7 +71,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start | None = None)
             plan,
             study,
             slots,
-            lambda text: _print(console, text),
+            partial(print_line, console),
             start_on_same_data,
         )
         driver.run()
@@ -91,10 +94,6 @@ def _slots(config: SweepConfig, plan: TrialPlan) -> Sequence[str | None]:
     return gpus[: config.parallel]
 
 
-def _print(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
-
-
 def _conclude(
     directory: Path,
     study: Study,
@@ -108,7 +107,7 @@ def _conclude(
     rows = rows_of(directory, study, space)
     console.print()
     print_trials(console, rows, space, f"{plan.split} {plan.metric.key}")
-    write_table(directory, rows)
+    replace_text(directory / TABLE, as_csv(rows))
     draw_coordinates(rows, space, plan.metric, plan.split, directory / COORDINATES)
     importances = study.importances()
     num_complete = sum(row["state"] == "complete" for row in rows)
@@ -133,4 +132,4 @@ def _conclude(
         f"written to  {directory}/",
         f"            {SWEEP}  {TABLE}  {COORDINATES}  {IMPORTANCES}  trials/  logs/",
     ):
-        _print(console, text)
+        print_line(console, text)

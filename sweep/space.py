@@ -11,7 +11,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from configs.messages import shown
 from configs.option_values import written
-from configs.schema import require
+from configs.options import require
 from dataloading.dataset.documents import read_yaml
 
 COMMITTED = Path(__file__).parents[1] / "configs" / "sweep_spaces"

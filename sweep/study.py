@@ -14,12 +14,12 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from configs.many_runs_schema import Sampler, SweepConfig
-from configs.schema import require
+from configs.options import require
 from dataloading.dataset.documents import read_json
 from dataloading.dataset.durable_files import AppendedFile, replace_text
 from dataloading.dataset.file_states import changed_data
 from nn.models.metric import Metric
-from sweep.proposals import num_spread, promising_values, spread_values
+from sweep.proposals import promising_values, spread_values
 from sweep.pruner import pruner_of
 from sweep.space import Space, as_plain, grid_of
 
@@ -116,7 +116,7 @@ class Study:
         if config.sampler is Sampler.tpe:
             return None
         values = None
-        if number >= num_spread(space):
+        if number > len(space):  # those before are spread evenly
             seed = self._seed(number)
             values = promising_values(self.trials(), space, self.direction, seed)
         return values or spread_values(space, number, config.sampler_seed)

@@ -25,7 +25,6 @@ CHECKPOINTS = "checkpoints"
 
 
 Ending = StrEnum("Ending", "complete pruned failed")
-"""Endings of a trial."""
 
 
 @dataclass(slots=True)

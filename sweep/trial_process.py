@@ -82,14 +82,11 @@ class TrialServer:
 
 @dataclass(slots=True)
 class _Trial:
-    """A process of a server."""
-
     server: TrialServer
     pid: int
     _exit_code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
         if self._exit_code is None:
             self._exit_code = self.server.ask(self.pid)
         return self._exit_code

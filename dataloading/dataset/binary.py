@@ -167,8 +167,6 @@ class BinarySource(TimedSource):
 
 @dataclass(frozen=True, slots=True)
 class SplitColumns:
-    """Columns of one split as arrays."""
-
     # labels, weight and keep rate that the split has, by name, [N]; uint8 for a binary label, else
     # floats
     columns: dict[str, np.ndarray]

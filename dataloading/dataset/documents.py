@@ -136,6 +136,15 @@ def parse_json(text: str | bytes, where: str) -> Any:
     raise ValueError(f"{where}: not JSON: {shortened(reason, 300)}")
 
 
+def read_mapping(path: Path) -> dict[str, Any] | None:
+    """Return the mapping that a yaml or JSON file holds; None if it is missing or damaged."""
+    try:
+        content = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def is_file_list(path: Path | str) -> bool:
     """Return whether a path has a name of HugeCTR's file lists: `_file_list.txt`, `file_list.txt`, `file_list_test.txt`."""
     return re.fullmatch(r"_?file_list[^/]*\.txt", PurePosixPath(path).name) is not None

@@ -279,9 +279,8 @@ def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     try:
         return np.memmap(path, dtype.newbyteorder("<"), mode="r").view(np.ndarray)
     except (OSError, OverflowError, MemoryError, ValueError) as error:
-        if (
-            isinstance(error, OSError) and error.filename is not None
-        ):  # of opening it, not of mapping it
+        # Of opening it, not of mapping it.
+        if isinstance(error, OSError) and error.filename is not None:
             raise ValueError(os_error_text(error)) from None
         raise ValueError(
             f"{path} of {path.stat().st_size:,} bytes cannot be mapped into memory ({error}); is it complete?"

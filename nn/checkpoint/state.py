@@ -43,12 +43,7 @@ from nn.checkpoint.directory import (
     wait_for,
 )
 from nn.checkpoint.staging import State
-from nn.checkpoint.tensor_index import (
-    REMEDY,
-    TRAINER_ROWS,
-    TRAINER_WEIGHTS,
-    read_index,
-)
+from nn.checkpoint.tensor_index import REMEDY, TRAINER_ROWS, TRAINER_WEIGHTS, read_index
 from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.tiers.initial_rows import InitialRows

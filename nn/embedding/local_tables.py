@@ -80,8 +80,6 @@ def row_bases(tables: Sequence[LocalTable]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PlacedLookup:
-    """A lookup and its positions."""
-
     table: int
     lookup: Lookup
     ids: IdBlock

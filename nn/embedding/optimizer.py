@@ -113,7 +113,6 @@ class TableRule:
         return (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam)[per_element]
 
     def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
-        """Return the shape of each state of a table [rows, columns]."""
         return {field.name: shape[:1] if field.per_row else shape for field in self.states}
 
     def new_state(self, table: Tensor) -> dict[str, Tensor]:

@@ -12,13 +12,7 @@ from triton.runtime.jit import KernelInterface
 
 from configs.schema import OptimizerConfig
 from nn.embedding.key_sources import KeySources
-from nn.embedding.local_tables import (
-    LocalTable,
-    PlacedLookup,
-    SortedIds,
-    UpdateScalars,
-    row_bases,
-)
+from nn.embedding.local_tables import LocalTable, PlacedLookup, SortedIds, UpdateScalars, row_bases
 from nn.embedding.lookups import Pooling
 from nn.embedding.optimizer import TableRule, table_rule, update_settings
 from nn.ops.addresses import elements_between

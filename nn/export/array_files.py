@@ -73,8 +73,6 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class WrittenArray:
-    """An array in a file."""
-
     dtype: str
     size: tuple[int, ...]
     file: str

@@ -53,8 +53,6 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Content of an export."""
-
     name: str
     tables: Sequence[str]
     tensors: Mapping[str, ArraySource]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from configs.schema import require_rate
+from configs.options import require_rate
 from nn.layers.pass_state import PassLayer, PassState
 from nn.ops.dropout_mask import DropoutMask, dropout_key
 from nn.ops.jagged import SamplePositions, offsets

@@ -15,6 +15,7 @@ from torch.nn.functional import embedding
 
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import normal_, uniform_
+from nn.layers.sequence import LayerNorm
 from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import SwishMLP, draw_normal_
 from nn.ops.hstu_attention import JaggedPositions
@@ -122,19 +123,17 @@ class ItemVectors(nn.Module):
             SwishMLP(num_additional * columns, hidden, width) if num_additional else None
         )
 
-    def kept(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the columns that backward keeps of a position, and of a distinct row of the item, each as `STULayer.kept`."""
-        of_item, wide_of_item = self.item.kept
+    def kept(self) -> tuple[int, int]:
+        """Return the columns that backward keeps of a position, and of a distinct row of the item."""
+        at_position, at_row = 0, self.item.kept
         if self._mlps == "position":
-            of_item += self.item.first.in_features
-        at_position, at_row = (0, 0), (of_item, wide_of_item)
+            at_row += self.item.first.in_features
         if self.additional is not None:
-            of_others, wide_of_others = self.additional.kept
-            at_position = of_others + self.additional.first.in_features, wide_of_others
+            at_position = self.additional.kept + self.additional.first.in_features
         if self._mlps == "row":
             return at_position, at_row
-        both = at_position[0] + at_row[0], at_position[1] + at_row[1]
-        return ((0, 0), both) if self._mlps == "item" else (both, (0, 0))
+        both = at_position + at_row
+        return (0, both) if self._mlps == "item" else (both, 0)
 
     def forward(self, rows: Sequence[Tensor], positions: Sequence[Tensor]) -> Tensor:
         """Map tables' distinct rows, [R + 1, columns] of each feature, and positions [P] in them to [P, D].
@@ -312,7 +311,7 @@ class UserVectors(nn.Module):
     def __init__(self, width: int, *, has_clock: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(width + (4 if has_clock else 0), width)
-        self.norm = nn.LayerNorm(width)
+        self.norm = LayerNorm(width)
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:

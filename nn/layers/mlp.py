@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from configs.schema import require_rate
+from configs.options import require_rate
 from nn.layers.batch_norm import BatchNorm
 from nn.layers.dropout import Dropout
 from nn.layers.fp8 import Fp8Linear

@@ -119,6 +119,22 @@ class SequencePooling(nn.Module):
         return pool(weights * values, at, "sum")
 
 
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` (Ba et al., arXiv:1607.06450) that returns the dtype of its input, under autocast too.
+
+    Statistics are float32, or float64 if the input is.
+    """
+
+    def forward(self, x: Tensor, *, swish: bool = False) -> Tensor:
+        """Map [..., C] to LN(x) or, if `swish`, to x * sigmoid(LN(x)), in the same shape and dtype."""
+        if not can_fuse(x, self.weight):
+            normed = super().forward(x).to(x.dtype)
+            return x * torch.sigmoid(normed) if swish else normed
+        from nn.ops.triton.layer_norm import layer_norm
+
+        return layer_norm(x, self.weight, self.bias, self.eps, swish=swish)
+
+
 def _jagged(values: Tensor) -> Any:
     if not can_fuse(values, values):
         return jagged

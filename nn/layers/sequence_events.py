@@ -29,6 +29,12 @@ class SequenceEvents:
     lengths: Tensor  # events of each sample, [B]
     samples: Tensor  # sample of each position, [C]; any sample where a position belongs to none
     max_length: int  # no sample has more events
+    of_batch: Tensor | None = None  # events of each sample of the batch, if these are a part of it
+
+    @property
+    def longest(self) -> Tensor:
+        """Events of the longest sample of the batch, a scalar: the same for all parts of it."""
+        return (self.lengths if self.of_batch is None else self.of_batch).max()
 
     def of_samples(self, first: int, end: int) -> "SequenceEvents":
         """Return the same of some samples, with `part_of` the positions."""
@@ -42,6 +48,7 @@ class SequenceEvents:
             starts=self.starts[first:end] - begin,
             lengths=self.lengths[first:end],
             samples=(self.samples.index_select(0, part) - first).clamp_(0, end - first - 1),
+            of_batch=self.lengths if self.of_batch is None else self.of_batch,
         )
 
 

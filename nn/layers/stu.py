@@ -13,7 +13,8 @@ from torch.nn.functional import linear, silu
 
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
-from nn.ops.fused_linear import as_autocast
+from nn.layers.sequence import LayerNorm
+from nn.ops.fused_linear import can_fuse
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
 from nn.ops.jagged import pad
 
@@ -28,11 +29,11 @@ class SwishNorm(nn.Module):
 
     def __init__(self, columns: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(columns)
+        self.norm = LayerNorm(columns)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., columns] to the same shape and dtype."""
-        return (x * torch.sigmoid(self.norm(x))).to(x.dtype)
+        return self.norm(x, swish=True)
 
 
 class SwishMLP(nn.Module):
@@ -46,12 +47,12 @@ class SwishMLP(nn.Module):
     ) -> None:
         super().__init__()
         self._uniform = uniform
-        # Columns that the backward pass keeps beside the input: of the layers' dtype, and of float32 under autocast too.
-        self.kept = 2 * hidden, 2 * hidden + norm * outputs
+        # Columns that the backward pass keeps beside the input, on a GPU.
+        self.kept = 2 * hidden + norm * outputs
         self.first = nn.Linear(inputs, hidden)
         self.swish = SwishNorm(hidden)
         self.second = nn.Linear(hidden, outputs)
-        self.norm = nn.LayerNorm(outputs) if norm else nn.Identity()
+        self.norm = LayerNorm(outputs) if norm else nn.Identity()
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -62,7 +63,7 @@ class SwishMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., inputs] to [..., outputs]."""
-        return as_autocast(self.norm(self.second(self.swish(self.first(x)))))
+        return self.norm(self.second(self.swish(self.first(x))))
 
 
 def xavier_uniform_(weight: Tensor, generator: torch.Generator) -> None:
@@ -99,9 +100,9 @@ class STULayer(nn.Module):
         super().__init__()
         self._heads, self._silu_all, self._concat = heads, silu_all, concat
         inner = heads * head_dim
-        self.input_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.input_norm = LayerNorm(width, eps=NORM_EPS)
         self.uvqk = nn.Linear(width, 4 * inner)
-        self.attention_norm = nn.LayerNorm(inner, eps=NORM_EPS)
+        self.attention_norm = LayerNorm(inner, eps=NORM_EPS)
         self.dropout = PositionDropout(dropout)
         self.output = nn.Linear((3 if concat else 1) * inner, width, bias=False)
         self.initialise(torch.default_generator)
@@ -111,13 +112,13 @@ class STULayer(nn.Module):
         nn.init.zeros_(self.uvqk.bias)
         xavier_uniform_(self.output.weight, generator)
 
-    def kept(self, *, only_candidates: bool = False) -> tuple[int, int]:
-        """Return the columns that backward keeps of a position: of the layers' dtype, and of float32 under autocast too."""
+    def kept(self, *, only_candidates: bool = False) -> int:
+        """Return the columns that backward keeps of a position on a GPU."""
         width, inner = self.output.out_features, self.uvqk.out_features // 4
-        if only_candidates:
-            return width + (2 + 2 * self._silu_all) * inner, width
         copies = 5 + 3 * self._silu_all + (3 if self._concat else 1)
-        return width + copies * inner, width + 2 * inner
+        if only_candidates:
+            copies = 2 + 2 * self._silu_all
+        return 2 * width + copies * inner
 
     def forward(
         self,
@@ -133,7 +134,7 @@ class STULayer(nn.Module):
 
         `norm`: what the attention of each sample is divided by, [B]. `bias`: added to the scores, [B, L of queries, L].
         """
-        normed = as_autocast(self.input_norm(x))
+        normed = self.input_norm(x)
         queries = at
         if only_candidates:
             # Keys and values are those of all positions, and nothing else is.
@@ -144,7 +145,6 @@ class STULayer(nn.Module):
             u, v, q, k = map(linear, inputs, weights, biases)
         else:
             u, v, q, k = self.uvqk(normed).chunk(4, dim=1)
-        u = silu(u)
         if self._silu_all:
             v, q, k = silu(v), silu(q), silu(k)
         v, q, k = (of.unflatten(1, (self._heads, -1)) for of in (v, q, k))
@@ -157,24 +157,31 @@ class STULayer(nn.Module):
             a = hstu_attention(
                 q, k, v, norm, at, queries, num_candidates=num_candidates, bias=bias
             ).flatten(1)
-        y = (u * self.attention_norm(a)).to(u.dtype)
+        return x + self.output(self._gated(u, a, queries))
+
+    def _gated(self, u: Tensor, a: Tensor, at: JaggedPositions) -> Tensor:
+        """Return what W_o reads, of u before SiLU."""
+        norm = self.attention_norm
+        if can_fuse(a, norm.weight):
+            # Only CUDA builds of torch include Triton.
+            from nn.ops.triton.layer_norm import gate
+
+            where, mask = (at.samples, at.offsets), self.dropout.mask
+            return gate(u, a, norm.weight, norm.bias, norm.eps, mask, where, concat=self._concat)
+        u = silu(u)
+        y = u * norm(a)
         if self._concat:
             y = torch.cat([u, a, y], dim=1)
-        # One name, so that nothing keeps what dropout has read.
-        y = self.dropout(y, queries)
-        return x + self.output(y)
+        return self.dropout(y, at)
 
 
-def kept_columns(
-    layers: Sequence[STULayer], before: tuple[int, int], *, only_candidates: bool
-) -> tuple[int, int]:
-    """Return the columns that backward keeps of a position at its peak, in all layers and `before` them, as `STULayer.kept`."""
+def kept_columns(layers: Sequence[STULayer], before: int, *, only_candidates: bool) -> int:
+    """Return the columns that backward keeps of a position at its peak, in all layers and `before` them."""
     *first, last = layers
-    kept = [before, *(layer.kept() for layer in first), last.kept(only_candidates=only_candidates)]
-    # A gradient of a layer's columns in both dtypes, or two.
+    kept = sum(layer.kept() for layer in first) + last.kept(only_candidates=only_candidates)
+    # Gradients of a layer's columns.
     widest = max(last.output.out_features, last.uvqk.out_features // 4)
-    columns, wide = (sum(of) + widest * (2 - only_candidates) for of in zip(*kept, strict=True))
-    return columns, wide
+    return before + kept + widest * (2 if only_candidates else 4)
 
 
 class RelativeBias(nn.Module):

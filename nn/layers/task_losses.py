@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from configs.schema import TaskConfig, is_import_path, require
+from configs.options import is_import_path, require
+from configs.schema import TaskConfig
 from configs.user_objects import described, load_user_object
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -21,7 +21,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.loader import READERS, Loader, LoaderSettings
 from nn.build import stored_key_maps
 from nn.checkpoint.compatibility import vocabulary_mismatch
-from nn.checkpoint.directory import BEST, list_checkpoints, read_facts
+from nn.checkpoint.directory import BEST, CHECKPOINTS, list_checkpoints, read_facts
 from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import read_index
 from nn.embedding.multi_hot import MultiHot, expand
@@ -37,8 +37,6 @@ from nn.training.train_step import AMP_DTYPES
 
 if TYPE_CHECKING:
     from preproc.raw_tables import RawTables
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +168,13 @@ class Run:
         maps = stored_key_maps(self.config, self.spec, read_index(self.checkpoint))
         settings = LoaderSettings(batch_size=batch_size, workers=1)
         loader = Loader(source, SPLIT, settings, key_maps=maps)
-        expansion = self._expansion()
+        multi_hot = MultiHot(
+            self.spec, self.config.data.multi_hot, self.config.data.workers or READERS
+        )
+        cpu = torch.device("cpu")
+        expansion = {name: multi_hot.lookup_table(name, cpu) for name in multi_hot.hotness}
         for batch in loader.batches(0, loader.steps_per_epoch):
             yield _expanded(batch, expansion).to(self.device)
-
-    def _expansion(self) -> dict[str, Tensor]:
-        data = self.config.data
-        multi_hot = MultiHot(self.spec, data.multi_hot, data.workers or READERS)
-        cpu = torch.device("cpu")
-        return {name: multi_hot.lookup_table(name, cpu) for name in multi_hot.hotness}
 
     @torch.no_grad()
     def _scores(self, batch: Batch) -> Tensor:

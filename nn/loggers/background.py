@@ -92,9 +92,8 @@ class _Worker:
                 continue
             try:
                 call(self._target)
-            except (
-                BaseException
-            ) as error:  # a library's SystemExit would end the thread without a word
+            # A library's SystemExit would end the thread without a word.
+            except BaseException as error:
                 has_failed = True
                 self.error = _text(error)
         try:

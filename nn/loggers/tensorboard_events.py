@@ -39,7 +39,6 @@ class TensorBoardEvents:
             self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, tag: str, value: float, step: int) -> None:
-        """Add a number."""
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
         self._add(Event(step=step, summary=summary))
 

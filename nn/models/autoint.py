@@ -81,7 +81,6 @@ class AutoInt(Model):
         )
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings or `PooledEmbeddings` to logits [B] in float32."""
         vectors = self.vectors(numerical, embeddings)
         x = vectors.unflatten(1, (self.vectors.num_features, -1))
         for layer in self.layers:

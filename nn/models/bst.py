@@ -32,7 +32,6 @@ class BST(SequenceModel):
         self.add_top(options, columns)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and `PooledEmbeddings` to logits [B] in float32."""
         parts = self.inputs.read(numerical, embeddings)
         item, events, times = parts.candidate, parts.events, parts.times
         target = pad(item, (0, self.inputs.columns - item.shape[1]))

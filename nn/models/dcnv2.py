@@ -68,7 +68,6 @@ class DCNv2(Model):
         return [self.cross, self.top if self.deep is None else self.deep]
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to logits [B] in float32."""
         x0 = join(None if self.bottom is None else self.bottom(numerical), embeddings)
         if self.deep is None:
             return self.cross(x0, self.top).squeeze(1).float()

@@ -24,12 +24,7 @@ from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import ModelConfig
 from dataloading.dataset.documents import read_json
-from dataloading.dataset.feature_spec import (
-    DYNAMIC,
-    CategoricalFeature,
-    FeatureSpec,
-    id_dtype,
-)
+from dataloading.dataset.feature_spec import DYNAMIC, CategoricalFeature, FeatureSpec, id_dtype
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from nn.embedding.declared_tables import embedding_columns, handing_tables, hands_out_rows
@@ -101,10 +96,8 @@ def _features(stored: FeatureSpec, spec: FeatureSpec) -> dict[str, Any]:
 def _group(group: SequenceGroup) -> dict[str, Any]:
     numbers = [{"name": column.name, "dtype": column.dtype.name} for column in group.numbers]
     facts = {**asdict(group), "features": list(group.features), "numbers": numbers}
-    del (
-        facts["pools"],
-        facts["weight"],
-    )  # a model sees what pools have chosen, and has the weight among its options
+    # A model sees what pools have chosen, and has the weight among its options.
+    del facts["pools"], facts["weight"]
     return facts
 
 

@@ -48,6 +48,5 @@ class DLRM(Model):
         return Activations(products={"dot interaction": self._product_flops})
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to logits [B] in float32."""
         bottom = None if self.bottom is None else self.bottom(numerical)
         return self.top(self.interaction(bottom, embeddings)).squeeze(1).float()

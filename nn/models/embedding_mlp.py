@@ -6,11 +6,10 @@ from configs.messages import shown
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import Tables, one_table_per_feature
 from nn.layers.mlp import MLP
-from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates, table_widths
 from nn.models.model import Activations, Model
 from nn.models.options import EmbeddingMLPOptions, Pooling
-from nn.ops.fused_linear import as_autocast
 
 # B: samples, N: numerical features, T: columns of all embeddings of a sample
 
@@ -64,6 +63,5 @@ class EmbeddingMLP(Model):
         return Activations(reread_columns=self._embedding_columns)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
-        x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
+        x = self.join_inputs(numerical, embeddings)
         return self.mlp(x).squeeze(1).float()

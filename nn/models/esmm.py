@@ -5,11 +5,10 @@ from torch import Tensor
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Towers
-from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import ESMMOptions
-from nn.ops.fused_linear import as_autocast
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table
 
@@ -47,7 +46,7 @@ class ESMM(Model):
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, 2]."""
-        x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
+        x = self.join_inputs(numerical, embeddings)
         logits = self.towers([x, x])
         a, b = logits.unbind(1)
         return torch.stack([a, -torch.logsumexp(-torch.stack([a, b, a + b]), dim=0)], dim=1)

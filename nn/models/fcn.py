@@ -96,7 +96,6 @@ class FCN(Model):
         return self.tri_bce.share(share, share_of)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings or `PooledEmbeddings` to logits [B] in float32."""
         vectors = self.vectors(numerical, embeddings)
         x = vectors.unflatten(1, (self.vectors.num_features, 2, -1)).transpose(1, 2).flatten(1)
         deep, shallow = self.deep(x), self.shallow(x)

@@ -56,7 +56,6 @@ class FinalMLP(Model):
         return Activations(backward_columns=4 * self.vectors.columns)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings or `PooledEmbeddings` to logits [B] in float32."""
         vectors = self.vectors(numerical, embeddings)
         vectors = vectors.unflatten(1, (self.vectors.num_features, -1))
         first, second = (

@@ -11,6 +11,7 @@ from nn.embedding.declared_tables import Tables
 from nn.layers import hstu
 from nn.layers.hstu import SampleParts
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import PositionDropout, RelativeBias, STULayer, SwishMLP, kept_columns
 from nn.models.event_features import find_events
 from nn.models.model import Activations, Model
@@ -83,16 +84,14 @@ class HSTU(Model):
         inner, width = options.heads * options.head_dim, options.width
         layers, only = cast("list[STULayer]", list(self.layers)), options.last_layer_of_candidates
         at_position, at_row = self.items.kept()
-        columns, wide = kept_columns(layers, at_position, only_candidates=only)
+        columns = kept_columns(layers, at_position, only_candidates=only)
         group, item = inputs.group.name, inputs.tables[inputs.items[0]]
         length = inputs.mean_events + self._more
         weights = width * (4 + (3 if options.concat else 1)) * inner
         return Activations(
-            backward_columns=self._more * (columns + 2 * wide),
+            backward_columns=self._more * columns,
             event_columns={group: columns},
-            event_float32_columns={group: wide},
-            row_columns={item: at_row[0]},
-            row_float32_columns={item: at_row[1]},
+            row_columns={item: at_row},
             products={
                 "positions": round(2 * options.layers * (length - 1) * weights),
                 "attention": round(2 * options.layers * length**2 * inner),
@@ -124,6 +123,7 @@ class HSTU(Model):
         )
         x = as_autocast(self.dropout(x, at))
 
+        norm = self._norm(at, events)
         for number, layer in enumerate(self.layers):
             only = number == options.layers - 1 and options.last_layer_of_candidates
             bias = (
@@ -131,18 +131,20 @@ class HSTU(Model):
                 if self.biases
                 else None
             )
-            x = layer(x, at, self._norm(at), num_candidates, only_candidates=only, bias=bias)
+            x = layer(x, at, norm, num_candidates, only_candidates=only, bias=bias)
         if not options.last_layer_of_candidates:
             x = x.index_select(0, parts.at.last(num_candidates)[1])
         item = self.candidate(torch.cat([of.by_id()[: x.shape[0]] for of in items], dim=1))
         logits = self.head(self.user(x, hours) * item).float().view(at.starts.shape[0], -1)
         return logits.squeeze(1) if logits.shape[1] == 1 else logits
 
-    def _norm(self, at: JaggedPositions) -> Tensor:
+    def _norm(self, at: JaggedPositions, events: SequenceEvents) -> Tensor:
         """Return what the attention of each sample is divided by, [B], as if it had one candidate: others change no score."""
         others = self._found.inputs.num_candidates - 1
-        if self._options.attention_norm is AttentionNorm.capacity:
-            return torch.full_like(at.lengths, self._max_length - others)
-        is_own = self._options.attention_norm is AttentionNorm.length
-        lengths = at.lengths - others
-        return lengths if is_own else lengths.max().expand_as(lengths)
+        match self._options.attention_norm:
+            case AttentionNorm.capacity:
+                return torch.full_like(at.lengths, self._max_length - others)
+            case AttentionNorm.length:
+                return at.lengths - others
+            case _:
+                return (events.longest + self._num_context + 1).expand_as(at.lengths)

@@ -103,7 +103,6 @@ class MaskNet(Model):
         return Activations(backward_columns=columns + 2 * self.vectors.columns)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings or `PooledEmbeddings` to logits [B] in float32."""
         vectors = self.vectors(numerical, embeddings)
         x = self.norm(vectors).to(vectors.dtype)
         if self.is_serial:

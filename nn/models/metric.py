@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.schema import is_import_path, require
+from configs.options import is_import_path, require
 from configs.user_objects import load_user_object
 from dataloading.dataset.row_columns import RowColumn
 

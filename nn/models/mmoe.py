@@ -4,11 +4,10 @@ from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Experts, Gate, Towers
-from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import MMoEOptions
-from nn.ops.fused_linear import as_autocast
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, E: experts, T: tasks
 
@@ -49,6 +48,6 @@ class MMoE(Model):
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
-        x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
+        x = self.join_inputs(numerical, embeddings)
         experts = self.experts(x)
         return self.towers([gate(x, experts) for gate in self.gates])

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
-from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.ops.fused_linear import as_autocast
 
 if TYPE_CHECKING:
     # TorchRec takes seven seconds to import, and `--help` needs the options only.
@@ -30,12 +31,10 @@ class Activations:
     """Memory and work of a dense component per sample, in addition to the inputs and outputs of its linear layers."""
 
     backward_columns: int = 0  # additional columns kept for the backward pass
-    # columns kept for the backward pass per event, by sequence group, and those of float32 under autocast too
+    # columns kept for the backward pass per event, by sequence group
     event_columns: dict[str, int] = field(default_factory=dict)
-    event_float32_columns: dict[str, int] = field(default_factory=dict)
     # the same per distinct row, by table that hands out its rows
     row_columns: dict[str, int] = field(default_factory=dict)
-    row_float32_columns: dict[str, int] = field(default_factory=dict)
     # additional columns that exist beside the widest layer in a forward pass alone
     forward_columns: int = 0
     # columns of linear layers' inputs that are in memory already: embeddings, or another layer's input
@@ -64,8 +63,8 @@ class Model(nn.Module):
     """
 
     Options: ClassVar[type[ModelConfig]]  # dataclass of the options, a subclass of `ModelConfig`
-    # columns that `forward` puts before the embeddings (`nn.layers.pooled_embeddings.join`); the lookup leaves room
-    # for them, which saves a copy
+    # columns that `forward` puts before the embeddings (`join_inputs`); the lookup leaves room for them, which saves a
+    # copy
     prefix_columns: int = 0
     # whether `forward` gives all embeddings to one layer that looks up rows itself where it can, and to nothing
     # else; in training on one GPU nothing is then looked up before
@@ -103,6 +102,10 @@ class Model(nn.Module):
         """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
         raise NotImplementedError
 
+    def join_inputs(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
+        """Return one matrix of the embeddings, behind the numericals if these are the prefix."""
+        return join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
+
     def extra_losses(self) -> dict[str, Tensor]:
         """Return this rank's shares [] of further terms of the loss by name, after `forward` in training; none unless overridden.
 
@@ -117,9 +120,8 @@ class Model(nn.Module):
         """
         for name, term in self.extra_losses().items():
             share = share + term
-            if (
-                name not in self.logged_losses
-            ):  # one piece of memory, which all captured passes write
+            # One piece of memory, which all captured passes write.
+            if name not in self.logged_losses:
                 self.logged_losses[name] = torch.empty_like(term, requires_grad=False)
             self.logged_losses[name].copy_(term.detach())
         return share

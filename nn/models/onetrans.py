@@ -24,9 +24,8 @@ class JoinedTokens(NamedTuple):
     """Positions of events [C] and of T tokens of every sample [T, B], when those follow its events."""
 
     at: Positions
-    source: (
-        Tensor  # which of the events and the tokens behind them lies at each position, [C + T * B]
-    )
+    # which of the events and the tokens behind them lies at each position, [C + T * B]
+    source: Tensor
     event_positions: Tensor  # [C]
     token_positions: Tensor  # [T * B]
 
@@ -135,7 +134,6 @@ class OneTrans(SequenceModel):
         )
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and `PooledEmbeddings` to logits [B] in float32."""
         parts = self.inputs.read(numerical, embeddings)
         joined = JoinedTokens.of(parts.events, self._shape[0])
         events = self.places(self.events(parts.vectors), parts.events)

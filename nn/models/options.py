@@ -8,15 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
-from configs.schema import (
-    MOST_COLUMNS,
-    SUGGESTED,
-    ModelConfig,
-    NumericalEncoding,
-    Section,
-    option,
-    require,
-)
+from configs.options import MOST_COLUMNS, Section, option, require
+from configs.schema import SUGGESTED, ModelConfig, NumericalEncoding
 
 MOST_WIDTH = 2**20
 # Measured (benchmarks/history.md): with 1/sqrt(rows) the vectors of small tables give first logits far from 0.
@@ -139,7 +132,6 @@ class DeepFMOptions(_DeepOptions):
 
 
 Pooling = StrEnum("Pooling", "sum mean none")
-"""Pooling of the embeddings of a feature's ids."""
 
 
 @dataclass(kw_only=True, slots=True)

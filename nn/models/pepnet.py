@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import MLP
-from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import chosen_features, in_table_order
 from nn.models.model import Activations, Model
 from nn.models.options import PEPNetOptions
-from nn.ops.fused_linear import as_autocast
 
 # B: samples, C: columns of numerical features and embeddings, D: columns of a table, T: tasks
 
@@ -75,7 +74,7 @@ class PEPNet(Model):
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
-        x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
+        x = self.join_inputs(numerical, embeddings)
         vectors = x[:, self.prefix_columns :].unflatten(1, (-1, self._dim))
         domain = torch.cat([vectors[:, position] for position in self._domain], dim=1)
         prior = torch.cat([vectors[:, position] for position in self._prior], dim=1)

@@ -5,11 +5,10 @@ from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Experts, Gate, Towers
-from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import PLEOptions
-from nn.ops.fused_linear import as_autocast
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, T: tasks, I: columns of an input
 
@@ -96,7 +95,7 @@ class PLE(Model):
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
-        x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
+        x = self.join_inputs(numerical, embeddings)
         outputs = [x] * (self._num_tasks + 1)
         for level in self.levels:
             outputs = level(outputs)

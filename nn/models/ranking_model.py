@@ -1,6 +1,6 @@
 """Tables and dense component as one plain module for one device: what the sharded training step equals."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from nn.embedding.pretrained import FileRows
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import fill_uniform_
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.layers.sequence_events import SequenceEvents, SequenceTables
+from nn.layers.sequence_events import SequenceTables
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -70,9 +70,10 @@ class RankingModel(nn.Module):
         # One copy of a table, whose features share it.
         longer = {name: pad(self.tables[name], (0, 0, 0, 1)) for name in self._handed_out}
         rows_of = partial(self._rows_of, batch, longer)
-        return PooledEmbeddings.with_rows(
-            matrix, rows_of, partial(self._sequence_of, batch, rows_of)
+        sequence_of = partial(
+            self._sequences.events_with_spare, rows_of=rows_of, numbers=batch.events
         )
+        return PooledEmbeddings.with_rows(matrix, rows_of, sequence_of)
 
     def _rows_of(
         self, batch: Batch, longer: Mapping[str, Tensor], table: str, feature: str
@@ -80,11 +81,6 @@ class RankingModel(nn.Module):
         ids = self._ids_of(table, feature, batch)
         found = DistinctRows(longer[table], ids.values(), ids.offsets()[:-1], ids.lengths())
         return self._sequences.with_spare(feature, found)
-
-    def _sequence_of(
-        self, batch: Batch, rows_of: Callable[[str, str], DistinctRows], group: str
-    ) -> SequenceEvents:
-        return self._sequences.events_with_spare(group, rows_of, batch.events)
 
     def _ids_of(self, table: str, feature: str, batch: Batch) -> "JaggedTensor":
         return batch.feature(feature)

@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.built_in import MODELS
 from configs.messages import shown
+from configs.options import describe
 from configs.overrides import WrittenOption, no_option, to_config, to_section, unknown_options
-from configs.schema import Config, EventPooling, ModelConfig, NumericalEncoding, describe
+from configs.schema import Config, EventPooling, ModelConfig, NumericalEncoding
 from configs.user_objects import described, load_user_object
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.models import options as own_options

@@ -1,12 +1,12 @@
 """SASRec as a ranker: causal self-attention over events, whose last state meets a candidate (arXiv:1808.09781)."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.transformer import EventTokens
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.layers.sequence import pool
+from nn.layers.sequence import LayerNorm, pool
 from nn.models.options import SASRecOptions
 from nn.models.sequence_model import SequenceModel
 
@@ -29,11 +29,10 @@ class SASRec(SequenceModel):
         columns, group = self.inputs.columns, self.inputs.group
         self.tokens = EventTokens(columns, group, options.block_dropout)
         self.add_blocks(options, columns, group.max_length, causal=True)
-        self.norm = nn.LayerNorm(columns)
+        self.norm = LayerNorm(columns)
         self.add_top(options, 0)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and `PooledEmbeddings` to logits [B] in float32."""
         parts = self.inputs.read(numerical, embeddings)
         item, events = parts.candidate, parts.events
         x = self.tokens(parts.vectors, events)

@@ -5,11 +5,10 @@ from torch import Tensor
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import MLP
-from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import SharedBottomOptions
-from nn.ops.fused_linear import as_autocast
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, T: tasks
 
@@ -42,5 +41,5 @@ class SharedBottom(Model):
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
-        x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
+        x = self.join_inputs(numerical, embeddings)
         return self.towers([self.bottom(x)] * self._num_tasks)

@@ -60,7 +60,6 @@ class SIM(SequenceModel):
         )
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and `PooledEmbeddings` to logits [B] in float32."""
         parts = self.inputs.read(numerical, embeddings)
         item, events, vectors = parts.candidate, parts.events, parts.vectors
         found = most_similar(self._similarities(item, vectors, events), events, self._found)

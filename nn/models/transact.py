@@ -39,7 +39,6 @@ class TransAct(SequenceModel):
         self.add_top(options, (options.outputs + 1) * columns + own)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and `PooledEmbeddings` to logits [B] in float32."""
         parts = self.inputs.read(numerical, embeddings)
         recent = latest(parts.events, self._recent)
         tokens = recent.of(self.tokens(parts.vectors, parts.events))

@@ -5,11 +5,10 @@ from torch import Tensor, nn
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import Tables, one_table_per_feature
 from nn.layers.mlp import MLP
-from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import chosen_features, rates
 from nn.models.model import Activations, Model
 from nn.models.options import WideDeepOptions
-from nn.ops.fused_linear import as_autocast
 
 # B: samples, N: numerical features, D: columns of a deep table, W and F: wide and deep features
 
@@ -59,7 +58,7 @@ class WideDeep(Model):
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D + W] or `PooledEmbeddings` to logits [B] in float32."""
-        x = join(as_autocast(numerical) if self.prefix_columns else None, embeddings)
+        x = self.join_inputs(numerical, embeddings)
         logits = self.deep(x[:, : self._deep_columns]).squeeze(1).float()
         if self._num_wide:
             logits = logits + x[:, self._deep_columns :].float().sum(1)

@@ -105,7 +105,6 @@ class WuKong(Model):
         return Activations(backward_columns=columns, products={"factorization machines": products})
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to logits [B] in float32."""
         joined = join(None if self.bottom is None else self.bottom(numerical), embeddings)
         x = joined.unflatten(1, (-1, self._dim))
         for layer in self.layers:

@@ -1,7 +1,8 @@
 """`mode=inference`: latencies of the forward pass."""
 
 from configs.schema import Config
-from dataloading.loader import Loader, LoaderSettings
+from dataloading.loader import LoaderSettings
+from nn.build import loader_of_rank
 from nn.checks import count, sizes_to_time
 from nn.modes.latency import measure
 from nn.observability.console import print_inference
@@ -23,14 +24,9 @@ def inference(config: Config, config_yaml: str) -> None:
             )
         results = []
         for batch_size in sizes:
-            loader = Loader(
-                source,
-                config.eval.split,
-                LoaderSettings(batch_size=batch_size),
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-                device=ranks.device,
-                key_maps=session.step.key_maps,
+            settings = LoaderSettings(batch_size=batch_size)
+            loader = loader_of_rank(
+                source, config.eval.split, settings, ranks, session.step.key_maps
             )
             batch = loader.batch(0).to(ranks.device)
             results.append(measure(session.step, batch, config.inference, ranks))

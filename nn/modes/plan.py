@@ -3,7 +3,7 @@
 It opens a process group only if it was launched on the ranks that it plans for: their links are measured then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 
 from configs.schema import Config
 from dataloading.dataset.source import Source
-from nn.build import checked_plan, id_share, model_spec, planned_hardware, without_a_node
+from nn.build import checked_plan, id_share, model_spec, planned_hardware
 from nn.checks import check_chunks, open_checked
 from nn.distributed.link_rates import measured_rates
 from nn.distributed.process_group import (
@@ -25,19 +25,17 @@ from nn.distributed.process_group import (
 from nn.observability.console import make_console, make_logger
 from nn.observability.model_summary import print_model
 from nn.observability.plan_table import (
-    BesidePlan,
     print_hardware,
     print_memory,
     print_plan,
     print_rates,
     print_ways,
 )
-from nn.observability.records import PLAN
 from nn.observability.run_directory import write_model, write_plan
 from nn.planning.exchange import Link, planned_links
 from nn.planning.memory_estimate import RankMemory, plan_memory
 from nn.planning.plan import Hardware, replicated_tables
-from nn.session import dense_states, describe
+from nn.session import beside_plan, dense_states, describe
 from nn.step_floor import floor_of
 
 
@@ -51,20 +49,16 @@ def show_plan(config: Config, config_yaml: str) -> None:
         ranks = ranks_from_environment(hardware.device_type)
         with process_group(ranks):
             print_rates(console, *measured_rates(ranks))
-    plan_json = None if config.run_dir is None else Path(config.run_dir) / PLAN
-    listed = "run_dir=DIR writes them to DIR/plan.json" if plan_json is None else str(plan_json)
+    run_dir = None if config.run_dir is None else Path(config.run_dir)
     floor_ms = None
     if hardware.device_type == "cuda" and any(row.has_arena for row in rows):
         spec, share_of = model_spec(config, source), partial(id_share, config, source)
         floor = floor_of(config, spec, hardware.world_size, share_of, replicated_tables(rows))
         floor_ms = floor.ms
-    links = planned_links(config, source.spec, rows, hardware)
-    has_gpus = hardware.device_type == "cuda"
-    less = without_a_node(config, source, hardware)
-    beside = BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups, less)
+    beside = beside_plan(config, source, rows, hardware, disk_room, run_dir, floor_ms)
     print_plan(console, rows, hardware.table_ranks, beside)
     if hardware.world_size > hardware.local_world_size:
-        print_ways(console, _ways(config, source, hardware, links))
+        print_ways(console, _ways(config, source, hardware, beside.links))
     memory = []
     description = describe(config, source, make_logger(console))
     if description is not None:
@@ -81,11 +75,11 @@ def show_plan(config: Config, config_yaml: str) -> None:
         fits = max(rank.total for rank in memory) <= hardware.hbm_bytes
         chunks = None if fits else fitting_chunks(config, hardware, needed)
         print_memory(console, memory, hardware.hbm_bytes, chunks)
-    if plan_json is not None and process_rank() == 0:
-        plan_json.parent.mkdir(parents=True, exist_ok=True)
-        write_plan(plan_json.parent, rows, memory)
+    if run_dir is not None and process_rank() == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_plan(run_dir, rows, memory)
         if description is not None:
-            write_model(plan_json.parent, description)
+            write_model(run_dir, description)
 
 
 def _is_here(hardware: Hardware) -> bool:
@@ -115,11 +109,11 @@ def fitting_chunks(
 
 
 def _ways(
-    config: Config, source: Source, hardware: Hardware, links: list[Link]
-) -> dict[str, list[Link] | str]:
+    config: Config, source: Source, hardware: Hardware, links: Sequence[Link]
+) -> dict[str, Sequence[Link] | str]:
     """Return what is sent where all ranks share the tables and where those of a node do; `links` are the way that is planned."""
     in_node, planned = hardware.local_world_size, hardware.table_ranks
-    ways: dict[str, list[Link] | str] = {}
+    ways: dict[str, Sequence[Link] | str] = {}
     for size in dict.fromkeys((hardware.world_size, in_node, planned)):
         way = "one group" if size == hardware.world_size else f"groups of {size}"
         if size == planned:

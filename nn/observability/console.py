@@ -10,9 +10,7 @@ from logging import WARNING, Handler, Logger, LogRecord
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from configs.console import LiteralConsole
@@ -20,7 +18,7 @@ from configs.messages import printable
 from nn.models.metric import AUC, Metric
 from nn.models.tasks import auc_key
 from nn.observability.gpu_topology import topology_text
-from nn.observability.layout import grid, print_columns
+from nn.observability.layout import bare_table, grid, print_columns
 from nn.observability.progress import is_number, shown_number, shown_speed
 from nn.observability.records import baseline_text
 from nn.observability.run_directory import (
@@ -193,7 +191,7 @@ def _devices(environment: Mapping[str, Any]) -> str:
 
 def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
     """Print one line per batch size."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = bare_table()
     for name in ("batch size", "samples/s", "p50 ms", "p90 ms", "p99 ms"):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
@@ -220,9 +218,7 @@ def print_importance(console: Console, importance: Mapping[str, Any]) -> None:
         max(map(len, [f"{key} change", *(row[key] for row in cells.values())])) for key in keys
     ]
     for first, last in _parts(widths, console.width - NAME_WIDTH):
-        table = Table(
-            box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold"
-        )
+        table = bare_table()
         table.add_column("feature permuted", overflow="fold", min_width=NAME_WIDTH - 1)
         for key in keys[first:last]:
             table.add_column(

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
+from nn.distributed.process_group import Ranks
 from nn.observability.gpu_topology import gpus_of_host
 
 
-def environment(
-    recipe: str, device: torch.device, *, world_size: int = 1, num_hosts: int = 1
-) -> dict[str, Any]:
+def environment(recipe: str, ranks: Ranks) -> dict[str, Any]:
     """Describe the machine, the software and the command of a run; entries without a value are None.
 
-    `device`: this rank's device; other ranks are assumed to have the same.
+    Other ranks are assumed to have this rank's device.
     """
-    is_cuda = device.type == "cuda"
+    is_cuda = ranks.device.type == "cuda"
     driver = Path("/sys/module/nvidia/version")
     return {
         "recipe": recipe,
@@ -34,15 +33,15 @@ def environment(
         "torchrec": _version("torchrec"),
         "fbgemm": _version("fbgemm-gpu") or _version("fbgemm-gpu-cpu"),
         "cuda": torch.version.cuda,
-        "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
+        "gpu": torch.cuda.get_device_name(ranks.device) if is_cuda else None,
         "gpu_driver": driver.read_text().strip() if is_cuda and driver.exists() else None,
-        "gpus": gpus_of_host(world_size // num_hosts) if is_cuda else None,
+        "gpus": gpus_of_host(ranks.local_world_size) if is_cuda else None,
         # Containers and schedulers may leave this process fewer CPUs than there are.
         "num_cpus": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
-        "world_size": world_size,
-        "num_hosts": num_hosts,
+        "world_size": ranks.world_size,
+        "num_hosts": ranks.world_size // ranks.local_world_size,
     }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +16,11 @@ def grid(lines: Mapping[str, str | Text]) -> Table:
     for title, text in lines.items():
         columns.add_row(title, text)
     return columns
+
+
+def bare_table() -> Table:
+    """Return a table without lines but that below its titles."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
 
 
 def print_columns(console: Console, columns: Table) -> None:

@@ -55,6 +55,7 @@ def settings_of(
     log, optimizer, scheduler = config.log, config.effective_optimizer, config.scheduler
     is_hstu, batch_size = config.model.name == "hstu", config.train.batch_size
     names = dict.fromkeys([optimizer.name, optimizer.table_name])
+    precision = _precision(config, on_gpu)
     values: dict[str, Any] = {
         "submission_benchmark": BENCHMARKS[config.model.name],
         "submission_division": log.mlperf_division.value,
@@ -73,7 +74,7 @@ def settings_of(
         "opt_learning_rate_warmup_steps": scheduler.warmup_steps,
         "opt_learning_rate_decay_start_step": scheduler.decay_start_step or 0,
         "opt_learning_rate_decay_steps": scheduler.decay_steps,
-        "lowest_numerical_precision_in_linear": _precision(config, on_gpu),
+        "lowest_numerical_precision_in_linear": precision if config.train.fp8 is Fp8.off else "fp8",
         "lowest_numerical_precision_in_comm": "fp32",
         "config_filename": f"configs/experiment/{config.recipe}.yaml",
     }
@@ -95,7 +96,7 @@ def settings_of(
             "eval_every_data_pct": round(every * batch_size / train_rows, 4),
             # The reference's bound; its longest sample, and ours, has 4,095 positions.
             "max_sequence_length": 4096,
-            "lowest_numerical_precision_in_attn": _amp_precision(config, on_gpu),
+            "lowest_numerical_precision_in_attn": precision,
         }
     if optimizer.table_lr != optimizer.lr:
         values["opt_sparse_base_learning_rate"] = optimizer.table_lr
@@ -110,13 +111,7 @@ def settings_of(
 
 
 def _precision(config: Config, on_gpu: bool) -> str:
-    """Return mllog's name of the least precise format of the dense component's matrix products."""
-    if config.train.fp8 is not Fp8.off:
-        return "fp8"
-    return _amp_precision(config, on_gpu)
-
-
-def _amp_precision(config: Config, on_gpu: bool) -> str:
+    """Return mllog's name of the format of the dense component's matrix products that are not in 8 bits."""
     if config.train.amp is not Amp.off:
         return {Amp.bf16: "bfloat16", Amp.fp16: "fp16"}[config.train.amp]
     return "tf32" if config.train.tf32 and on_gpu else "fp32"
@@ -176,27 +171,20 @@ class MlperfLog(Observer):
         self._start_block()
 
     def on_evaluation_begin(self, loop: Loop) -> None:
-        """Write that training pauses."""
-        self.start_evaluation(loop.num_steps)
-
-    def on_evaluation(self, loop: Loop, record: Mapping[str, Any], *, is_final: bool) -> None:
-        """Write the result of an evaluation; a final one follows the end of the run."""
-        if not is_final:
-            self.stop_evaluation(loop.auc_of(record), ends_run=loop.ends_day)
-
-    def start_evaluation(self, num_steps: int) -> None:
-        """Write that training pauses after `num_steps`, and that an evaluation starts."""
-        self._num_steps = num_steps
+        self._num_steps = loop.num_steps
         self._write(STOP, "block_stop", first_epoch_num=self._block_epoch, **self._samples)
         self._write(START, "eval_start", epoch_num=self._epoch)
 
-    def stop_evaluation(self, auc: float, *, ends_run: bool) -> None:
-        """Write the result of an evaluation, and the end of the run if it is the last one."""
+    def on_evaluation(self, loop: Loop, record: Mapping[str, Any], *, is_final: bool) -> None:
+        """Write the result of an evaluation, and the end of the run if it is the last one; a final one follows that end."""
+        if is_final:
+            return
+        auc = loop.auc_of(record)
         # JSON has no nan, which the AUC of a single class is.
         value = None if math.isnan(auc) else auc
         self._write(POINT, "eval_accuracy", value, epoch_num=self._epoch, **self._samples)
         self._write(STOP, "eval_stop", epoch_num=self._epoch)
-        if not ends_run:
+        if not loop.ends_day:
             self._start_block()
             return
         self._write(STOP, "epoch_stop", epoch_num=0)

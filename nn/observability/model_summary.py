@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+
+from nn.observability.layout import bare_table
 
 UNITS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
@@ -23,7 +23,7 @@ def size_line(description: Mapping[str, Any]) -> str:
 
 def print_model(console: Console, description: Mapping[str, Any]) -> None:
     """Print one line per component of the dense component, and the sums; model.json lists every layer."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = bare_table()
     for name in ("component", "layers"):
         table.add_column(name, overflow="fold")
     for name in ("in", "out", "parameters", "FLOP per sample"):

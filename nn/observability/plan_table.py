@@ -5,14 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from configs.schema import Config
-from nn.observability.layout import grid, print_columns, ranges
+from nn.observability.layout import bare_table, grid, print_columns, ranges
 from nn.planning.exchange import Link
-from nn.planning.host_tables import disk_read_bytes, fetched_bytes, link_ms
+from nn.planning.host_tables import disk_row_bytes, fetched_bytes, link_ms
 from nn.planning.memory_estimate import RankMemory
 from nn.planning.plan import Hardware, TablePlan, lookups_by_rank
 from nn.tiers.read_ahead import READ_AHEAD_BATCHES
@@ -29,8 +27,6 @@ GIB_FROM = 100_000 * MIB
 
 @dataclass(frozen=True, slots=True)
 class BesidePlan:
-    """Facts that are printed beside the tables of a plan."""
-
     # where all tables are listed, for a plan that is folded; empty if nowhere
     complete_in: str = ""
     # the ranks that send most per step within a node and between nodes; empty if that was not counted
@@ -46,7 +42,6 @@ class BesidePlan:
 
 
 def print_hardware(console: Console, config: Config, hardware: Hardware) -> None:
-    """Print the hardware that a plan is made for."""
     per_rank = hardware.bytes_per_rank
     usable = per_rank * (1 - config.sharding.reserve)
     nodes = hardware.world_size // hardware.local_world_size
@@ -101,7 +96,7 @@ def print_plan(
     expanded = sum(row.expansion_bytes * len(row.ranks) for row in rows)
     printed = list(_lines(rows))
     unit = "GiB" if bytes_of.total() >= GIB_FROM else "MiB"
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = bare_table()
     table.add_column("table", overflow="fold")
     for name in ("rows", "dim", "hotness"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -217,7 +212,7 @@ def _host_lines(rows: Sequence[TablePlan], beside: BesidePlan) -> dict[str, str]
     if on_disk:
         size = sum(sum(row.disk_bytes_per_rank) for row in on_disk)
         read = sum(row.staged_rows for row in on_disk)
-        moved_bytes = sum(disk_read_bytes(row) for row in on_disk)
+        moved_bytes = sum(row.staged_rows * disk_row_bytes(row) for row in on_disk)
         lines["disk"] = f"{size / GIB:,.1f} GiB of {_names(on_disk)}; {_device_room(on_disk)}"
         lines["read ahead"] = (
             f"of {READ_AHEAD_BATCHES} steps about {read:,.0f} rows read from disk and at most as many written, "

@@ -67,7 +67,6 @@ class KeptRecords:
 
     @property
     def has_training(self) -> bool:
-        """Return whether a record of training is among them."""
         return any('"loss"' in line for line in self.lines[1:])
 
 

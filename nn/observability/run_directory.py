@@ -171,7 +171,6 @@ class RunDirectory:
             self._metrics.sync()
 
     def write_plan(self, rows: list[TablePlan], memory: list[RankMemory]) -> None:
-        """Write `plan.json` and, if there is an estimate for GPUs, `memory.json`."""
         if self._metrics is not None:
             write_plan(self.run_dir, rows, memory)
 

@@ -19,6 +19,7 @@ STEP = "train step"
 DATA_WAIT = "data wait"
 """Annotation around the wait for the loader; also the phase of a GPU that is idle during it."""
 OTHER = "other"
+MOST_KERNELS = 20  # that a breakdown lists
 
 # The first matching pattern decides, so specific patterns come first. `_pooled_lookup`, `_dot_forward`, ... are this
 # project's Triton kernels, `split_embedding*` FBGEMM's, `triton_*` TorchInductor's.
@@ -45,7 +46,6 @@ DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def phase_of(kernel: str) -> str:
-    """Return the phase of a kernel by its name."""
     return next((phase for phase, pattern in _PATTERNS.items() if pattern.search(kernel)), OTHER)
 
 
@@ -109,7 +109,7 @@ def read_trace(path: Path) -> Trace:
     )
 
 
-def break_down(trace: Trace, num_kernels: int = 20) -> Breakdown:
+def break_down(trace: Trace) -> Breakdown:
     """Attribute the time of a trace to phases. Raises ValueError: the trace has no step."""
     steps = [span for span in trace.annotations if span.name == STEP]
     if not steps:
@@ -149,7 +149,7 @@ def break_down(trace: Trace, num_kernels: int = 20) -> Breakdown:
     by_kernel: dict[str, float] = defaultdict(float)
     for kernel in trace.kernels:
         by_kernel[kernel.name] += kernel.end_us - kernel.start_us
-    longest = sorted(by_kernel.items(), key=lambda item: -item[1])[:num_kernels]
+    longest = sorted(by_kernel.items(), key=lambda item: -item[1])[:MOST_KERNELS]
     return Breakdown(
         on_gpu=on_gpu,
         num_steps=len(steps),

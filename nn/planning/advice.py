@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 
 from torchrec import EmbeddingBagCollection
 
-from configs.schema import MOST_RANKS, ShardingConfig, ShardingType, Tier
+from configs.messages import first_line
+from configs.options import MOST_RANKS
+from configs.schema import ShardingConfig, ShardingType, Tier
 from nn.embedding.optimizer import TableRule, less_state
 from nn.planning.host_tables import DISK_ROW_BYTES, read_ahead_bytes
 from nn.planning.plan import Hardware
@@ -80,7 +82,7 @@ def does_not_fit(
         f"{hardware.table_ranks} x {usable / GIB:.1f} GiB are usable "
         f"({hardware.bytes_per_rank / GIB:.1f} GiB per rank less sharding.reserve={config.reserve:g}){beside}; "
         f"the largest are {listed}. {_either([*remedies, 'raise the frequency limit of the dataset'])}. TorchRec's planner: "
-        f"{_first_line(error)}"
+        f"{first_line(error)}"
     )
 
 
@@ -139,7 +141,3 @@ def _smaller_rows(embeddings: EmbeddingBagCollection, rule: TableRule) -> list[s
     if all(weight_bytes_of(table) == FP32_BYTES for table in embeddings.embedding_bag_configs()):
         remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
     return remedies
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))

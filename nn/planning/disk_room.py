@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nn.planning.host_tables import journal_row_bytes
+from nn.planning.host_tables import disk_row_bytes
 from nn.planning.plan import TablePlan
 from nn.tiers.table_file import removable_bytes
 
@@ -50,7 +50,7 @@ def disk_need(
             before = needs.get(node, DiskNeed(0.0, 0.0))
             needs[node] = DiskNeed(
                 before.table_bytes + groups * of_rank,
-                before.journal_bytes + share * journal_row_bytes(table),
+                before.journal_bytes + share * table.journal_rows * disk_row_bytes(table),
                 before.filled_bytes + share * (filled or {}).get(table.table, 0),
             )
     return max(needs.values(), key=lambda need: need.table_bytes + need.journal_bytes, default=None)

@@ -195,7 +195,7 @@ def _buffer_rows(
     }
     sizes = dict.fromkeys((rank for rank, _ in groups), 0.0)
     for (rank, _), members in groups.items():
-        sizes[rank] += sum(_disk_bytes(by_name[name]) * count for name, _, count in members)
+        sizes[rank] += sum(disk_row_bytes(by_name[name]) * count for name, _, count in members)
     buffer_rows = {}
     for (rank, columns), members in groups.items():
         rows = sum(count for _, _, count in members)
@@ -213,8 +213,8 @@ def _buffer_rows(
     return buffer_rows
 
 
-def _disk_bytes(table: TablePlan) -> float:
-    """Return the bytes of a row of a shard on disk; 0 of other tables."""
+def disk_row_bytes(table: TablePlan) -> float:
+    """Return the bytes of a row of a shard on disk, with optimizer state; 0 of other tables."""
     return _row_bytes(table, table.disk_bytes_per_rank)
 
 
@@ -238,7 +238,9 @@ def _live_rows(plan: TieredPlan, name: str, count: int) -> int:
 
 def fetched_bytes(table: TablePlan) -> float:
     """Return the bytes that a table is expected to fetch per step from host memory, with optimizer state, over all ranks."""
-    return table.fetched_rows * (_row_bytes(table, table.host_bytes_per_rank) + _disk_bytes(table))
+    return table.fetched_rows * (
+        _row_bytes(table, table.host_bytes_per_rank) + disk_row_bytes(table)
+    )
 
 
 def link_ms(tables: Sequence[TablePlan]) -> float:
@@ -253,13 +255,3 @@ def link_ms(tables: Sequence[TablePlan]) -> float:
             num_rows[rank] = num_rows.get(rank, 0.0) + searches
     of_bytes = [size / LINK_BYTES_PER_MS for size in num_bytes.values()]
     return max([*of_bytes, *(count / LINK_ROWS_PER_MS for count in num_rows.values())], default=0.0)
-
-
-def disk_read_bytes(table: TablePlan) -> float:
-    """Return the bytes that a table is expected to read per read-ahead group from disk, with optimizer state, over all ranks."""
-    return table.staged_rows * _disk_bytes(table)
-
-
-def journal_row_bytes(table: TablePlan) -> float:
-    """Return the bytes of the rows of a table on disk that are expected to change between two saves, over all ranks."""
-    return table.journal_rows * _disk_bytes(table)

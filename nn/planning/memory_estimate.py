@@ -408,9 +408,7 @@ class _RowBytes:
         )
         found = model.activations()
         kept = _sum_of(found.event_columns, events) * narrow
-        kept += _sum_of(found.event_float32_columns, events) * 4
         kept += _sum_of(found.row_columns, distinct) * narrow
-        kept += _sum_of(found.row_float32_columns, distinct) * 4
         return cls(sent_bytes * elements, 4 * elements, round(max(by_id, default=0)), kept)
 
 

@@ -30,19 +30,11 @@ from torchrec.distributed.planner.types import (
     TrainerConfig,
 )
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import (
-    DataType,
-    EmbeddingBagConfig,
-    PoolingType,
-)
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
 from configs.schema import Exchange, ShardingConfig, ShardingType, TableOverride, Tier
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import (
-    ids_per_sample,
-    tables_of_feature,
-    vectors_per_sample,
-)
+from nn.embedding.declared_tables import ids_per_sample, tables_of_feature, vectors_per_sample
 from nn.embedding.optimizer import TableRule, with_column_cuts
 from nn.planning.advice import does_not_fit, lacks_host_memory
 from nn.planning.balance import ShardCost, balance, join_columns

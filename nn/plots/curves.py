@@ -34,8 +34,6 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class RunRecords:
-    """The records of a run."""
-
     # environment of the run, and its constants: `recipe`, `model`, `data`, `batch_size`, `seed`, `split` (that is
     # evaluated), `trains_log_loss`, `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow),
     # all of them optional

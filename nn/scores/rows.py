@@ -10,7 +10,7 @@ from dataloading.dataset.source import Source
 from dataloading.held_out_source import TRAIN, HeldOutSource
 from nn.build import Loaders, build_test_loader
 from nn.distributed.process_group import Ranks
-from nn.scores.named_rows import KeptRows, NamedRows, RowNumbers
+from nn.scores.named_rows import ROW_NUMBERS, NamedRows, kept_rows
 from nn.scores.request import is_held_out, split_to_score
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ class SplitRows:
     def _named_rows(self, config: Config, split: str) -> NamedRows:
         names, root = config.predict.columns, self.source.spec.root
         if not names:
-            return RowNumbers()
+            return ROW_NUMBERS
         if root is None:
             raise ValueError(
                 f"predict.columns={names}: the synthetic clicks keep no columns; set data.path, or leave predict.columns out"
             )
         if isinstance(self.source, HeldOutSource) and is_held_out(config):
             border = self.source.num_rows(TRAIN)
-            return KeptRows(root, TRAIN, border + self.source.num_rows(split), names, border)
-        return KeptRows(root, split, self.num_rows, names)
+            return kept_rows(root, TRAIN, border + self.source.num_rows(split), names, border)
+        return kept_rows(root, split, self.num_rows, names)

@@ -124,24 +124,6 @@ def _open_output(
     return (opened[0] if opened else None), num_done
 
 
-class _TimedBatches:
-    """Iterator over batches that adds up how long they were waited for."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self.wait_s = 0.0
-
-    def __iter__(self) -> "_TimedBatches":
-        return self
-
-    def __next__(self) -> Batch:
-        started = time.perf_counter()
-        try:
-            return next(self._batches)
-        finally:
-            self.wait_s += time.perf_counter() - started
-
-
 def _score(
     step: TrainStep,
     rows: Rows,
@@ -153,10 +135,20 @@ def _score(
     """Score the rows after `num_done`; rank 0, which has the output, writes them."""
     started = time.perf_counter()
     batches, num_skipped = rows.start(num_done)
-    timed = _TimedBatches(batches)
-    num_rows = num_done
+    data_wait_s, num_rows = 0.0, num_done
     first_batch_s: float | None = None
-    for batch, logits in predictions(step, timed, ranks.device):
+
+    def timed() -> Iterator[Batch]:
+        nonlocal data_wait_s
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            data_wait_s += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
+    for batch, logits in predictions(step, timed(), ranks.device):
         gathered = ranks.gather(scores_of(step.tasks, logits, batch.keep_rates))
         if output is not None and gathered is not None:
             # Ranks hold consecutive rows, and padding is behind the last one.
@@ -167,7 +159,7 @@ def _score(
         if first_batch_s is None:
             # The loader starts, and on a GPU the step is captured.
             first_batch_s = time.perf_counter() - started
-            timed.wait_s = 0.0
+            data_wait_s = 0.0
         progress.advance(num_rows)
     num_bytes = ranks.run_on_rank0(lambda: output.finish() if output is not None else 0)
     return {
@@ -176,7 +168,7 @@ def _score(
         "bytes": num_bytes,
         "seconds": time.perf_counter() - started,
         "first_batch_s": first_batch_s or 0.0,
-        "data_wait_s": timed.wait_s,
+        "data_wait_s": data_wait_s,
         "file_wait_s": 0.0 if output is None else output.writer.wait_s,
         "writer_s": 0.0 if output is None else output.writer.busy_s,
     }
@@ -229,8 +221,4 @@ def _print_header(
     }
     if config.train.ema_decay is not None:
         facts["average"] = f"of the dense component, decay {config.train.ema_decay:g}"
-    num_hosts = ranks.world_size // ranks.local_world_size
-    described = environment(
-        config.recipe, ranks.device, world_size=ranks.world_size, num_hosts=num_hosts
-    )
-    print_header(console, described, facts)
+    print_header(console, environment(config.recipe, ranks), facts)

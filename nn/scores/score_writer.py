@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from dataloading.dataset.parquet_writer import as_arrow
 from nn.scores.kept_scores import KeptScores
-from nn.scores.named_rows import NamedRows, as_arrow
+from nn.scores.named_rows import NamedRows
 
 CHUNK_ROWS = 1 << 20
 """Rows of a row group and of a kept chunk, rounded up to complete batches."""

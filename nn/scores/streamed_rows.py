@@ -3,7 +3,7 @@
 import glob
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -16,9 +16,10 @@ from dataloading.batch import Batch
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
+from nn.build import loader_of_rank
 from nn.distributed.errors import SharedError
 from nn.distributed.process_group import Ranks
-from nn.scores.named_rows import NamedRows, RowNumbers
+from nn.scores.named_rows import ROW_NUMBERS, NamedRows
 from nn.scores.unknown_values import UnknownValues
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ class StreamedRows:
             self._spec = replace(self._spec, keep_rate=None)
             self.missing_rate = rate.name
         self.source: Source = features_source(first, self._spec, self.title)
-        self.named: NamedRows = (
-            RowNumbers() if self._kept is None else _StreamedColumns(raw.kept_schema, self)
-        )
+        self.named = ROW_NUMBERS
+        if self._kept is not None:
+            self.named = NamedRows(tuple(raw.kept_schema), self._take_kept)
         self.num_rows = None  # not known before the end
         self.facts: dict[str, Any] = {
             "source": _states([str(config.source)]),
@@ -99,10 +100,11 @@ class StreamedRows:
             self._skip(num_done)
         return self._batches(), 0
 
-    def take_kept(self, num_rows: int) -> pa.Table:
-        """Return the raw columns of the next rows; before `start`, those of rows that another start has scored are read."""
+    def _take_kept(self, start: int, stop: int) -> list[pa.ChunkedArray]:
+        """Return the raw columns of the next rows; before `self.start`, those of rows that another start has scored are read."""
         assert self._kept is not None
         pieces: list[pa.Table] = []
+        num_rows = stop - start
         self._num_taken += num_rows
         while num_rows:
             if not self._kept:
@@ -117,7 +119,7 @@ class StreamedRows:
                 piece = piece.slice(0, num_rows)
             pieces.append(piece)
             num_rows -= len(piece)
-        return pa.concat_tables(pieces)
+        return pa.concat_tables(pieces).columns
 
     def _pull(self) -> bool:
         """Transform the next rows, and return whether there were any."""
@@ -156,16 +158,7 @@ class StreamedRows:
             source = features_source(part, self._spec, self.title)
         except ValueError as error:
             raise SharedError(str(error)) from error
-        ranks = self._ranks
-        return Loader(
-            source,
-            SPLIT,
-            self._settings,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            device=ranks.device,
-            key_maps=self._key_maps,
-        )
+        return loader_of_rank(source, SPLIT, self._settings, self._ranks, self._key_maps)
 
     def _complete_parts(self) -> Iterator[pa.Table]:
         """Yield the features of consecutive rows, in multiples of a batch up to the last."""
@@ -181,15 +174,6 @@ class StreamedRows:
                 rest = [joined.slice(num_complete)] if num_rows > num_complete else []
         if rest:
             yield pa.concat_tables(rest)
-
-
-class _StreamedColumns:
-    def __init__(self, schema: pa.Schema, rows: StreamedRows) -> None:
-        self.fields: Sequence[pa.Field] = tuple(schema)
-        self._rows = rows
-
-    def read(self, start: int, stop: int) -> list[pa.Array | pa.ChunkedArray]:
-        return self._rows.take_kept(stop - start).columns
 
 
 def _states(patterns: Iterable[str]) -> dict[str, list[int]]:

@@ -95,7 +95,6 @@ class RequestKeys:
                     for lookup, name in zip(shard.lookups, names, strict=True)
                 )
             )
-        self.num_keys = sum(block.count for block, _ in self._sources)
         self._set_shifts(group, device)
 
     def _set_shifts(self, group: RequestedTables, device: torch.device) -> None:

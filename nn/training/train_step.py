@@ -113,8 +113,10 @@ class TrainStep:
         if config.train.compile:
             # In place, so that parameters keep their names; a wrapper module would rename them.
             dense.compile()
+        # Derived once: its options are checked anew each time, which takes half as long as all else of a step on the host.
+        self._optimizer = config.effective_optimizer
         self._dense_update = DenseUpdate(
-            dense.parameters(), config.effective_optimizer, on_gpu=ranks.device.type == "cuda"
+            dense.parameters(), self._optimizer, on_gpu=ranks.device.type == "cuda"
         )
         self.frozen = frozenset(config.train.freeze)
         dense.requires_grad_(Component.dense not in self.frozen)
@@ -321,8 +323,8 @@ class TrainStep:
         return nullcontext() if dtype is None else torch.autocast(self._ranks.device.type, dtype)
 
     def _set_learning_rate(self, step: int, factor: float) -> None:
-        self._dense_update.write_learning_rate(self._config.effective_optimizer.lr * factor)
-        self.path.prepare_update(step, self._config.effective_optimizer.table_lr * factor)
+        self._dense_update.write_learning_rate(self._optimizer.lr * factor)
+        self.path.prepare_update(step, self._optimizer.table_lr * factor)
 
     def _update(self, step: int) -> None:
         if Component.tables not in self.frozen:

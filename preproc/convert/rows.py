@@ -46,8 +46,6 @@ class Rows(Protocol):
 
 
 class SourceRows:
-    """Rows of a dataset directory."""
-
     def __init__(self, source: TimedSource, kind: str, left_out: Sequence[str] = ()) -> None:
         self.spec = source.spec
         self.kind = kind

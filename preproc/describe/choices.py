@@ -47,8 +47,6 @@ SKEWED = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The use of a column."""
-
     column: Column
     role: str  # label, weight, time, numerical, categorical, weights (of ids) or left out
     keys: dict[str, Any]  # of its entry in the description, besides the name

@@ -28,16 +28,13 @@ SEPARATORS = {"|": 0.02, "^": 0.02, "\x01": 0.02, "\x02": 0.02, ";": 0.1, ",": 0
 
 @dataclass(kw_only=True, slots=True)
 class Column:
-    """Counts of one column."""
-
     name: str
     kind: str  # its type in SQL, in lower case
     rows: int
     missing: int = 0  # rows without a value
     distinct: int = 0
-    values: list[tuple[str, int]] = field(
-        default_factory=list
-    )  # the most frequent ones, with their rows
+    # the most frequent ones, with their rows
+    values: list[tuple[str, int]] = field(default_factory=list)
     numbers: int = 0  # rows with a number, of which `whole` have a whole one
     whole: int = 0
     padded: int = 0  # rows with a number that begins with 0, as 007

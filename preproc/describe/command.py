@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from configs.messages import printable
+from configs.options import require
 from configs.preproc_schema import PreprocConfig
-from configs.schema import require
 from dataloading.storage.object_store import is_remote
 from preproc.describe.choices import choose, without_constant_indices
 from preproc.describe.columns import count_columns

@@ -29,8 +29,6 @@ TAKEN = ("label", "numerical")
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A description of a table."""
-
     yaml: str  # the text of the file of a table dataset
     choices: list[Choice]  # what each column becomes
     notes: list[str]  # lines on what a reader should look at

@@ -27,13 +27,10 @@ REGULAR = 0.9
 
 @dataclass(frozen=True, slots=True)
 class FoundTable:
-    """The table that is described."""
-
     source: Source  # its `files` are those of the option
     files: SourceFiles  # resolved, with their columns
-    others: dict[
-        Path, str
-    ]  # other files of the directory, with their columns or why they cannot be read
+    # other files of the directory, with their columns or why they cannot be read
+    others: dict[Path, str]
     is_criteo: bool  # whether its columns are those of Criteo's logs
 
 

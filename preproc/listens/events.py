@@ -13,8 +13,6 @@ POOLS = {1: "listens of at least half", 2: "likes", 4: "other listens"}
 
 
 class Sizes(NamedTuple):
-    """Rows of the tables."""
-
     items: int
     artists: int
     albums: int

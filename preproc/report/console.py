@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from configs.console import print_line
 from configs.messages import printable, shortened, shown
 from configs.table_schema import TableConfig
 from dataloading.embedding_sizes import suggested_embedding_dim
@@ -66,7 +67,7 @@ class SplitSummary:
         """The statistics as plain JSON: of labels the ones and their rate, or the mean."""
         labels = {}
         for name, label in self.labels.items():
-            mean = label.total / max(self.rows, 1)
+            mean = self.mean(name)
             ones = {"ones": int(label.total), "rate": mean}
             labels[name] = ones if label.is_binary else {"mean": mean}
         return asdict(self) | {"labels": labels}
@@ -77,9 +78,11 @@ class SplitSummary:
 
     def rate(self, name: str) -> str:
         """Return the rate of a binary label in per cent, or the mean of another one."""
-        label = self.labels[name]
-        mean = label.total / max(self.rows, 1)
-        return f"{100 * mean:.2f} %" if label.is_binary else f"mean {mean:.4g}"
+        mean = self.mean(name)
+        return f"{100 * mean:.2f} %" if self.labels[name].is_binary else f"mean {mean:.4g}"
+
+    def mean(self, label: str) -> float:
+        return self.labels[label].total / max(self.rows, 1)
 
 
 @dataclass(slots=True)
@@ -194,7 +197,7 @@ class Progress:
         self.say(f"warning: {text}")
 
     def say(self, text: str) -> None:
-        _line(self.console, text)
+        print_line(self.console, text)
 
 
 class Phase:
@@ -278,7 +281,7 @@ def print_new_values(
         in_test, in_train = test.zero_share(name), train.zero_share(name)
         if in_test >= MANY_NEW and in_test >= 2 * in_train:
             advice = "If the files are sorted by it, set table.order_by to their time; "
-            _line(
+            print_line(
                 console,
                 f"note: {100 * in_test:.1f} % of the values of {shown(name)} in the test rows, and {100 * in_train:.1f} % in the "
                 f"training rows, have no id: they are new after the training rows. {advice * (not is_ordered)}"
@@ -297,7 +300,7 @@ def print_splits(console: Console, splits: dict[str, SplitSummary]) -> None:
     for name, split in splits.items():
         cells = [name, f"{split.rows:,}"]
         for label, found in split.labels.items():
-            mean = found.total / max(split.rows, 1)
+            mean = split.mean(label)
             numbers = ["-", f"mean {mean:.4g}"]
             if found.is_binary:
                 numbers = [f"{int(found.total):,}", f"{100 * mean:.3f}"]
@@ -313,10 +316,10 @@ def print_rows(console: Console, rows: RowCounts, unused: Sequence[str]) -> None
     parts = [f"{rows.written:,} written"]
     parts += [f"{rows.bad:,} bad"] if rows.bad else []
     parts += [f"{rows.without_split:,} without a split"] if rows.without_split else []
-    _line(console, f"rows: {rows.read:,} read = {' + '.join(parts)}")
+    print_line(console, f"rows: {rows.read:,} read = {' + '.join(parts)}")
     if unused:
         listed = shortened(", ".join(map(shown, unused)), 400)
-        _line(console, f"columns that are not used: {listed}")
+        print_line(console, f"columns that are not used: {listed}")
 
 
 def print_equal_labels(
@@ -325,7 +328,7 @@ def print_equal_labels(
     """Print one line per split whose binary labels `name` are all the same; `label` is their title."""
     for split_name, split in splits.items():
         if name in split.labels and split.rows and split.labels[name].total in (0, split.rows):
-            _line(
+            print_line(
                 console,
                 f"note: every {label} of the {split_name} rows is {int(split.labels[name].total > 0)}: nothing to "
                 f"{'learn' if split_name == TRAIN else 'score'}; check the column or expression of the label",
@@ -338,7 +341,7 @@ def print_changes(console: Console, table: TableConfig, splits: Mapping[str, Spl
     for numerical in table.numerical:
         lost = sum(split.emptied.get(numerical.name, 0) for split in splits.values())
         if lost:
-            _line(
+            print_line(
                 console,
                 f"note: log is not defined for {lost:,} of {rows:,} values of {shown(numerical.name)}, which are missing from "
                 "there on: 0, or what a fill after it says; clip before it, or raise its shift",
@@ -359,10 +362,10 @@ def print_changes(console: Console, table: TableConfig, splits: Mapping[str, Spl
                 + ", as in the fit of an earlier version; fit again to leave them out"
                 * (table.empty_items == "unknown")
             )
-            _line(console, f"note: {empty:,} empty items of {shown(feature.name)} {rule}")
+            print_line(console, f"note: {empty:,} empty items of {shown(feature.name)} {rule}")
         if cut or filled:
             end = "last" if feature.take == "first" else "first"
-            _line(
+            print_line(
                 console,
                 f"note: {shown(feature.name)} has hotness {feature.hotness}: {cut:,} of {rows:,} rows are longer and lose "
                 f"their {end} items, {lost:,} in total; {filled:,} are shorter and end with id 0",
@@ -377,7 +380,7 @@ def print_events(console: Console, logs: Mapping[str, LogCounts]) -> None:
             f"{100 * seen.without_events / max(seen.rows, 1):.1f} % of the rows"
             for split, seen in log.splits.items()
         ]
-        _line(console, f"{shown(name)}: events per row of {'; '.join(of_splits)}")
+        print_line(console, f"{shown(name)}: events per row of {'; '.join(of_splits)}")
         if not log.read:  # lists of the rows
             continue
         parts = [f"{log.events:,} events"]
@@ -391,18 +394,14 @@ def print_events(console: Console, logs: Mapping[str, LogCounts]) -> None:
             if count
         ]
         carried = f" + {log.carried:,} carried from the days before" * bool(log.carried)
-        _line(console, f"{shown(name)}: {log.read:,} rows read{carried} = {' + '.join(parts)}")
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, f"{shown(name)}: {log.read:,} rows read{carried} = {' + '.join(parts)}")
 
 
 def print_notes(console: Console, ranges: dict[str, NumericalRange]) -> None:
     """Print one line per numerical feature that is large for a model."""
     for name, found in ranges.items():
         if found.mean_square > LARGE_NUMERICAL**2:
-            _line(
+            print_line(
                 console,
                 f"note: numerical feature {shown(name)} is not scaled: {found.smallest:g} to {found.largest:g}, "
                 f"mean {found.mean:.4g}, standard deviation {found.deviation:.4g} in the training rows, which makes "
@@ -412,7 +411,7 @@ def print_notes(console: Console, ranges: dict[str, NumericalRange]) -> None:
 
 def print_result(console: Console, progress: Progress, output: Path, rows: int) -> None:
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    _line(
+    print_line(
         console,
         f"{rows:,} rows in {progress.seconds:.2f} s ({rows / progress.seconds:,.0f} rows/s), "
         f"{size / 1e6:,.1f} MB written to {output}",

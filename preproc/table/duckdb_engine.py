@@ -58,8 +58,6 @@ class MissingColumnError(QueryError):
 
 @dataclass(frozen=True, slots=True)
 class StagedRows:
-    """Rows of the sources."""
-
     query: str  # of them
     # columns of the query that order it: `file_` and `order_` of one source, or others
     order_by: list[str]
@@ -204,7 +202,6 @@ class DuckDBEngine:
         )
 
     def columns(self, query: str) -> list[tuple[str, str]]:
-        """Describe the query."""
         return [(name, kind) for name, kind, *_ in self.rows(f"DESCRIBE {query}")]
 
     def without_nan(self, value: str, kind: str, instead: str = "NULL") -> str | None:

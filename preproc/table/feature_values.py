@@ -79,7 +79,6 @@ class TextValues:
         write: Write,
         exploded: Callable[[str, str, str], str],
     ) -> None:
-        """Take the description, and `exploded` of the engine."""
         self._table = table
         self._features = table.categorical
         self._write = write
@@ -94,7 +93,6 @@ class TextValues:
         return f"items_{number}"
 
     def counts(self, number: int, rows: range) -> str:
-        """Count the values as they are."""
         return count_values("value", rows_of(rows, self._values(number)))
 
     def num_values(self, number: int, rows: range) -> str:
@@ -125,7 +123,6 @@ class CodedValues:
     def __init__(
         self, table: TableConfig, write: Write, count: Callable[[int, range], str]
     ) -> None:
-        """Take the description, and the function that returns partial counts (value, count) of a feature."""
         self._features = table.categorical
         self._table = table
         self._write = write

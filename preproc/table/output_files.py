@@ -35,8 +35,6 @@ WrittenIds = dict[str, tuple[int, int]]
 
 
 class TableFiles:
-    """Writes the files of all splits."""
-
     def __init__(self, work: Work, dataset: Path, splits: dict[str, range]) -> None:
         self.directory = work.directory
         self.rows_in = work.state["rows_in"]

@@ -10,8 +10,8 @@ from typing import Any
 import duckdb
 
 from configs.messages import printable, shortened, shown
+from configs.options import require
 from configs.preproc_schema import Layout, PreprocConfig
-from configs.schema import require
 from configs.table_schema import LINE_FORMATS, Source, SplitRule, TableConfig
 from preproc.fitted_state import SOURCE, with_placeholder
 from preproc.line_blocks import blocks

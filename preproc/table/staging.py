@@ -705,9 +705,8 @@ def _check_kind(feature: Categorical, kind: str) -> None:
     """Raise ValueError if a categorical feature wants lists and has none, or the other way round."""
     is_list = kind.startswith("array ") or kind.endswith("]")
     where = f"table.categorical: {shown(feature.name)}"
-    if (
-        feature.list and not is_list and kind != '"null"'
-    ):  # as of a table whose lists are all missing
+    # Null is the type of lists that are all missing.
+    if feature.list and not is_list and kind != '"null"':
         raise ValueError(
             f"{where}: list is set, but a value is {kind.partition(' ')[0]}, no list; drop it, or set separator for several "
             "values within a text"

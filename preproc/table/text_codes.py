@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dataloading.dataset.parquet_writer import abandon_writer
+from dataloading.dataset.parquet_writer import abandon_writer, as_arrow
 from preproc.ordered_map import ordered_map
 from preproc.table.expressions import RELATION_FILE
 
@@ -146,7 +146,7 @@ class _Writer:
     def append(self, batch: pa.RecordBatch, coded: dict[str, _Coded]) -> None:
         rows = np.arange(self._num_rows, self._num_rows + len(batch))
         self._num_rows += len(batch)
-        columns = [array_of(rows)]
+        columns = [as_arrow(rows)]
         for name in self._schema.names[1:]:
             found = coded.get(name)
             columns.append(
@@ -165,7 +165,7 @@ class _Writer:
                 f"categorical feature number {int(name[1:]) + 1} has over {MOST_CODES:,} different texts; set engine=spark"
             )
         self._num_codes[name] = last
-        codes = array_of(np.arange(first, last, dtype=np.int32))
+        codes = as_arrow(np.arange(first, last, dtype=np.int32))
         texts = pa.RecordBatch.from_arrays([codes, coded.texts], schema=TEXTS_SCHEMA)
         self._texts[name].write_batch(texts)
         return first
@@ -226,15 +226,9 @@ def counted_texts(directory: Path, counts: np.ndarray) -> pa.RecordBatchReader:
         first = 0
         with pq.ParquetFile(directory / RELATION_FILE) as file:
             for texts in file.iter_batches(BATCH_TEXTS, columns=["value"], use_threads=False):
-                found = array_of(counts[first : first + len(texts)])
+                found = as_arrow(counts[first : first + len(texts)])
                 first += len(texts)
                 batch = pa.RecordBatch.from_arrays([texts.column(0), found], schema=schema)
                 yield batch.filter(pc.greater(found, 0))
 
     return pa.RecordBatchReader.from_batches(schema, batches())
-
-
-def array_of(numbers: np.ndarray) -> pa.Array:
-    """Return contiguous numbers as an array of Arrow; `pyarrow.array` would import pandas."""
-    dtype = pa.from_numpy_dtype(numbers.dtype)
-    return pa.Array.from_buffers(dtype, len(numbers), [None, pa.py_buffer(numbers)])

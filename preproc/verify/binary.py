@@ -33,8 +33,6 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class FileTask:
-    """One file to read."""
-
     path: Path  # of the file
     num_bytes: int | None = None  # its expected size; None if unknown
     crc32: str | None = None  # its expected CRC-32, hexadecimal; None if the spec lists none

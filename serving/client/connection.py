@@ -20,8 +20,6 @@ class ServerError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of a server."""
-
     host: str
     port: int
     is_secure: bool = False  # whether the connection is encrypted

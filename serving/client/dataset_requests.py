@@ -20,8 +20,6 @@ DTYPES = {"FP32": "<f4", "INT32": "<i4", "INT64": "<i8"}
 
 @dataclass(frozen=True, slots=True)
 class EncodedRequest:
-    """A request for scores."""
-
     num_rows: int  # B
     body: bytes  # JSON, and binary tensors behind it
     header_length: int  # bytes of the JSON
@@ -61,9 +59,9 @@ class RequestEncoder:
                 f"data_path={spec.root} has other numerical features than the served model"
             )
 
-    def encode(self, columns: Columns, *, with_rates: bool = True) -> EncodedRequest:
+    def encode(self, columns: Columns) -> EncodedRequest:
         inputs = self._inputs(columns)
-        if with_rates and columns.keep_rates is not None and self._spec.keep_rate is not None:
+        if columns.keep_rates is not None and self._spec.keep_rate is not None:
             inputs[self._spec.keep_rate.name] = columns.keep_rates
         arrays, entries = {}, []
         for name, values in inputs.items():

@@ -16,8 +16,6 @@ QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """A load and its latencies."""
-
     batch: int
     concurrency: int | None  # requests at a time; None of a load at a rate
     rate: float | None  # requests per second; None of the others

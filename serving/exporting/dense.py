@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
-from configs.messages import require_onnx
+from configs.messages import first_line
 from configs.schema import Config
 from configs.serving_schema import Device
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -55,7 +55,7 @@ def export_dense(directory: Path, dense: nn.Module, num_numerical: int, columns:
             torch.export.save(program, directory / DENSE)
     except Exception as error:
         raise ValueError(
-            f"torch.export cannot export the dense component: {_first_line(error)}; its forward must be "
+            f"torch.export cannot export the dense component: {first_line(error)}; its forward must be "
             "plain tensor operations of a dynamic number of rows"
         ) from error
 
@@ -63,9 +63,8 @@ def export_dense(directory: Path, dense: nn.Module, num_numerical: int, columns:
 def export_onnx(directory: Path, dense: nn.Module, num_numerical: int, columns: int) -> None:
     """Write `dense.onnx` with the inputs `numerical` and `embeddings` and the output `logits`.
 
-    Raises ValueError: the packages of ONNX are missing, or an operation has no form in ONNX.
+    Raises ValueError: an operation has no form in ONNX.
     """
-    require_onnx()
     example = _example(dense, num_numerical, columns)
     try:
         with torch.no_grad(), _quiet():
@@ -82,7 +81,7 @@ def export_onnx(directory: Path, dense: nn.Module, num_numerical: int, columns: 
             )
     except Exception as error:
         raise ValueError(
-            f"onnx=true: the dense component cannot be exported: {_first_line(error)}; leave onnx out"
+            f"onnx=true: the dense component cannot be exported: {first_line(error)}; leave onnx out"
         ) from error
 
 
@@ -96,7 +95,7 @@ def load_onnx(directory: Path) -> Forward:
         )
     except Exception as error:
         raise ValueError(
-            f"onnx=true: ONNX Runtime {onnxruntime.__version__} cannot load the dense component: {_first_line(error)}; its "
+            f"onnx=true: ONNX Runtime {onnxruntime.__version__} cannot load the dense component: {first_line(error)}; its "
             "forward does what has no form in ONNX, so leave onnx out"
         ) from error
 
@@ -116,9 +115,8 @@ def export_aoti(
 ) -> None:
     """Write `dense.aoti.pt2`: the forward as machine code of a device, for `torch._inductor.aoti_load_package` and C++.
 
-    Raises ValueError: the device is missing, or the compiler is missing or fails.
+    Raises ValueError: the compiler is missing or fails.
     """
-    check_aoti(device)
     example = _example(dense, num_numerical, columns)
     try:
         with torch.no_grad(), _quiet():
@@ -132,7 +130,7 @@ def export_aoti(
         raise
     except Exception as error:
         raise ValueError(
-            f"aoti={device.value}: the dense component cannot be compiled: {_first_line(error)}; AOTInductor "
+            f"aoti={device.value}: the dense component cannot be compiled: {first_line(error)}; AOTInductor "
             "needs a C++ compiler (g++), or leave aoti out"
         ) from error
 
@@ -185,10 +183,6 @@ def _shapes(example: tuple[Tensor, ...]) -> tuple[Any, ...]:
         return {0: batch}, {0: batch}
     each = {0: torch.export.Dim.DYNAMIC}  # torch finds which of them are equal
     return each, each, tuple(each for _ in example[2:])
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), repr(error))
 
 
 @contextmanager

@@ -24,8 +24,6 @@ class RaggedIds:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows to score."""
-
     numerical: Tensor  # float32 [B, N]
     # of the features of fixed hotness, in the order of `Manifest.fixed`, int32 or int64 [B, H]; valid row numbers
     ids: Tensor

@@ -45,8 +45,6 @@ Texts = Sequence[str | None]
 
 
 class RawValues:
-    """Transformation of raw values."""
-
     def __init__(
         self,
         description: Mapping[str, Any],

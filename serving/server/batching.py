@@ -21,8 +21,6 @@ from serving.server.lane import too_late
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Limits of batches and of the queue."""
-
     max_batch: int
     max_queue: int  # rows that may wait
     delay_s: float  # longest time that a request waits for others

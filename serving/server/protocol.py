@@ -54,8 +54,6 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A request for scores."""
-
     inputs: dict[str, Tensor]  # by name; all have the same first number in their shape
     num_rows: int
     id: str | None = None  # of the client, which the response repeats

@@ -19,9 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.arguments import Choices, hints, hydra_arguments
 from configs.command_line import register
 from configs.export_schema import ExportConfig
+from configs.options import option
 from configs.overrides import one_line, to_config, to_section
 from configs.preproc_schema import PreprocConfig
-from configs.schema import Config, ModelConfig, option
+from configs.schema import Config, ModelConfig
 from nn.models.options import DCNv2Options
 from nn.models.registry import typed_config
 

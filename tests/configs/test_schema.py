@@ -9,6 +9,7 @@ from typing import get_type_hints
 import pytest
 
 from configs.built_in import MODELS
+from configs.options import describe, option
 from configs.preproc_schema import PreprocConfig, StreamConfig
 from configs.schema import (
     Amp,
@@ -34,8 +35,6 @@ from configs.schema import (
     TaskConfig,
     Tier,
     TrainConfig,
-    describe,
-    option,
     table_optimizers,
 )
 from nn.embedding.optimizer import table_rule

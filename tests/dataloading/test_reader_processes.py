@@ -5,6 +5,7 @@ pytest tests/dataloading/test_reader_processes.py
 
 import faulthandler
 import os
+import resource
 import signal
 import subprocess
 import textwrap
@@ -22,6 +23,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader
+from dataloading.reader_processes import ReaderProcesses, shared_memory
 from dataloading.synthetic import SyntheticSource
 from nn.build import Loaders, open_source
 from tests.helpers.command import run_command
@@ -304,6 +306,23 @@ def test_signals_that_end_a_run_leave_the_readers_to_it(source, forked):
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             os.kill(pid, signum)
     assert len(list(batches)) == 11
+
+
+def test_a_process_keeps_the_memory_of_its_arrays():
+    faults = np.frombuffer(shared_memory(8 * 4), np.int64)
+
+    def read(slot: int, number: int) -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        arrays = [np.ones(2**19) for _ in range(8)]  # 8,192 pages
+        del arrays
+        faults[number] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    readers = ReaderProcesses(read, num_slots=1, num_processes=1)
+    for number in range(len(faults)):
+        readers.start(number)
+        readers.finish()
+    readers.close()
+    assert max(faults[1:]) < 100
 
 
 def test_readers_end_with_the_process_that_forked_them():

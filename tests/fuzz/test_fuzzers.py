@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("hypothesis", reason="hypothesis is not installed (group `dev`)")
 from hypothesis import strategies as st
 
-from configs.schema import require
+from configs.options import require
 from tests.fuzz import harness
 from tests.fuzz.all_fuzzers import FUZZERS
 from tests.fuzz.harness import Fuzzer, Report, fuzz, prepared

@@ -27,9 +27,10 @@ from configs.built_in import MODELS
 from configs.command_line import register, written_options
 from configs.export_schema import ExportConfig, ReplayConfig
 from configs.many_runs_schema import CompareConfig, SweepConfig
+from configs.options import describe
 from configs.overrides import drop_replaced, to_config
 from configs.preproc_schema import PreprocConfig
-from configs.schema import Config, TaskConfig, describe
+from configs.schema import Config, TaskConfig
 from configs.serving_schema import (
     AccuracyConfig,
     ApplyConfig,

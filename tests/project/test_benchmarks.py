@@ -1,11 +1,14 @@
 """The training benchmark: results read from a run, printed tables, and the plot."""
 
 import json
+import re
 import signal
 import sys
+from dataclasses import replace
 
 import pytest
 
+from benchmarks import dataloading
 from benchmarks.checkpoint import measured
 from benchmarks.launch import launched, started_by
 from benchmarks.rows import ROOT, ROWS, Row
@@ -52,6 +55,24 @@ def result(tmp_path_factory):
     config = compose_config(*TINY, "train.batch_size=16")
     floor = floor_of(config, open_source(config).spec, 1, power_law_shares(1.05))
     return json.loads(json.dumps(read_result("tiny", ROW, run_dir, floor)))
+
+
+def test_the_loader_benchmark_reads_the_events_of_a_dataset(tmp_path, monkeypatch, capsys):
+    names = ("names", "[user,item]"), ("history", "[item]"), ("cardinalities", "[9,30]")
+    of_events = (*names, ("hotness", "[1,1]"), ("history_length", "12"))
+    row = replace(ROWS["din_1_bf16_events"], train_rows=400, synthetic=of_events)
+    monkeypatch.setattr("benchmarks.train.TEST_ROWS", 10)
+    data = row_dataset(row, tmp_path)
+    options = "batch_size=50", "shuffle_block=1", "epochs=1", "workers=1", "processes=1"
+    monkeypatch.setattr(sys, "argv", ["dataloading", *options, f"--data={data}"])
+    dataloading.main()
+    on_disk, shuffled = capsys.readouterr().out.splitlines()[2:]
+    assert on_disk.startswith("order on disk, dataset")
+    assert shuffled.startswith("shuffled, dataset")
+    rows, events = (
+        float(re.search(rf"([\d.]+) M {unit}/s", shuffled)[1]) for unit in ("rows", "events")
+    )
+    assert events / 12 == pytest.approx(rows, abs=0.02 + rows / 5)
 
 
 def test_the_command_of_a_row_sets_options_that_exist(tmp_path):

@@ -1,5 +1,7 @@
 """Lower bounds of a step, against counts made by hand and published numbers."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -346,8 +348,10 @@ def test_ranks_share_the_work():
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_of_the_benchmark_composes(name):
     row = ROWS[name]
-    batch_size = row.config().train.batch_size
+    batch_size = row.config(Path("listens") if row.users else None).train.batch_size
     assert batch_size % row.world_size == 0
+    if row.users:
+        return
     # evaluations fall together with records, so not among the profiled steps at the end
     assert row.train_rows % (batch_size * RECORD_EVERY) == 0
     assert (ROOT / f"configs/data/{row.tables}.yaml").exists()

@@ -696,7 +696,11 @@ def test_help_and_typing_errors_need_no_torch():
     for start in ("main", "dlrm", "dcnv2"):
         brought = reached_from(start, lazy=False)
         assert importers_of("torch", brought, lazy=False) == set()
-    assert reached_from("configs.schema") == {"configs.schema", "configs.built_in"}
+    assert reached_from("configs.schema") == {
+        "configs.schema",
+        "configs.options",
+        "configs.built_in",
+    }
     assert importers_of("hydra", {"configs.schema"}) == set()
 
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from configs.built_in import MODELS
-from configs.schema import Config, describe
+from configs.options import describe
+from configs.schema import Config
 from nn.models.registry import find_options
 from tests.project.layout import is_ours
 

@@ -12,7 +12,7 @@ from torch.nn.functional import embedding
 from dataloading.dataset.sequences import SequenceGroup
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import truncated_normal_
-from nn.layers.sequence import SamplePositions, ScoreBias, attend
+from nn.layers.sequence import LayerNorm, SamplePositions, ScoreBias, attend
 from nn.layers.sequence_events import SequenceEvents
 from nn.ops.jagged import offsets
 from nn.ops.jagged_attention import time_bucket
@@ -99,7 +99,7 @@ class TransformerBlock(nn.Module):
         self.attended = nn.Linear(columns, columns)
         self.hidden = nn.Linear(columns, hidden)
         self.output = nn.Linear(hidden, columns)
-        self.norms = nn.ModuleList(nn.LayerNorm(columns) for _ in range(2))
+        self.norms = nn.ModuleList(LayerNorm(columns) for _ in range(2))
         self.dropouts = nn.ModuleList(Dropout(kind.dropout) for _ in range(2))
         gates = 2 if kind.residual == "gated" else 0
         self.gates = nn.ModuleList(nn.Linear(columns, columns) for _ in range(gates))
@@ -109,7 +109,7 @@ class TransformerBlock(nn.Module):
             self.place_bias = nn.Parameter(torch.zeros(kind.heads, distances))
             if kind.has_times:
                 self.time_bias = nn.Parameter(torch.zeros(kind.heads, TIME_BUCKETS))
-        self.kept_per_position = (10 + 2 * kind.expansion + 2 * gates) * columns
+        self.kept_per_position = (8 + 2 * kind.expansion + 2 * gates) * columns
 
     def flops(self, positions: float) -> float:
         columns = self.attended.in_features
@@ -139,7 +139,7 @@ class TransformerBlock(nn.Module):
         norm, dropout = self.norms[number], self.dropouts[number]
         if self._kind.residual == "post_norm":
             return norm(x + dropout(layer(x), at)).to(x.dtype)
-        change = dropout(layer(norm(x).to(x.dtype)), at)
+        change = dropout(layer(norm(x)), at)
         if self.gates:
             change = torch.sigmoid(self.gates[number](x)) * change
         return x + change

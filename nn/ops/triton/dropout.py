@@ -48,6 +48,20 @@ def apply_mask(
     return out
 
 
+@triton.jit
+def row_bits(step, first_row, key, sample):
+    """Hash of each sample of this rank's batch, uint32."""
+    global_row = (tl.load(first_row) + sample).to(tl.uint32)
+    return mix(step_bits(key, tl.load(step)) + global_row * ROW)
+
+
+@triton.jit
+def is_kept(of_row, column, threshold):
+    """Return whether the elements at these columns of a sample are kept."""
+    bits = mix(of_row + column.to(tl.uint32) * COLUMN)
+    return (bits >> 1) >= threshold.to(tl.uint32)
+
+
 @triton.jit(do_not_specialize=["key", "threshold"])
 def _dropout(
     x,
@@ -67,18 +81,14 @@ def _dropout(
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    of_step = step_bits(key, tl.load(step))
     sample = row
     of_row = column[None, :]
     if HAS_OFFSETS:
         sample = tl.load(samples + row, mask=row < rows, other=0).to(tl.int64)
         event = tl.load(offsets + row, mask=row < rows, other=0).to(tl.int32)
         of_row = of_row + event[:, None] * columns
-    global_row = (tl.load(first_row) + sample).to(tl.uint32)
-    row_bits = mix(of_step + global_row * ROW)
-    bits = mix(row_bits[:, None] + of_row.to(tl.uint32) * COLUMN)
-    is_kept = (bits >> 1) >= threshold.to(tl.uint32)
+    kept = is_kept(row_bits(step, first_row, key, sample)[:, None], of_row, threshold)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     offset = row[:, None] * columns + column[None, :]
     values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * scale
-    tl.store(out + offset, tl.where(is_kept, values, 0.0).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + offset, tl.where(kept, values, 0.0).to(out.dtype.element_ty), mask=inside)

@@ -43,6 +43,8 @@ def attend(
     padding = max(16, triton.next_power_of_2(columns)) - columns
     if padding:
         q, k, v = (pad(of, (0, padding)) for of in (q, k, v))
+    # One number for all samples has a stride of 0.
+    norm = norm.contiguous()
     out = _Attention.apply(q, k, v, norm, keys, queries, num_candidates, columns**-0.5)
     return out[..., :columns] if padding else out
 

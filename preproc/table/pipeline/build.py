@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.messages import shown
+from configs.options import require
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
-from configs.schema import require
 from configs.table_schema import SplitRule, TableConfig
 from dataloading.lineage import vocabularies
 from preproc.complete_dataset import WrittenColumns, complete_dataset
@@ -73,11 +73,8 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     with work_directory(config, output, identity, progress) as work:
         if not work.has_progress:
             # Numbered rows, sorted rows and encoded columns are each about as large as the plain text.
-            packed = sum(
-                file.path.stat().st_size * (1 if file.compression == "none" else 3)
-                for file in every
-            )
-            check_disk(work_directory_of(config, output).parent, 3.0 * packed, "the run")
+            needed = 3.0 * sum(file.plain_bytes for file in every)
+            check_disk(work_directory_of(config, output).parent, needed, "the run")
         engine = _engine(config, work.directory)
         try:
             rows = _build(Journal(config, table, engine, work, progress, sources, fitted))

@@ -165,7 +165,8 @@ def _extend_vocabulary(journal: Journal, first: int, owner: Categorical) -> str:
     rare_before = None
     if fitted.has_rare(owner.name):
         rare_before = f"{rare}_read"
-        journal.once(rare_before, lambda path: _copy_rare(journal, owner.name, path))
+        name_of, sums = rare_name(owner.name), "count(DISTINCT value) + max(count)"
+        journal.once(rare_before, lambda path: _copy(journal, name_of, path, sums))
     journal.query(wait, waiting(parent, rare_before, counts))
     ((num_old,),) = journal.engine.rows(f"SELECT count(*) FROM {parent}")
     new = new_ids(wait, num_old + 1, day, limit, owner.max_size)
@@ -225,21 +226,14 @@ def _copy_vocabulary(journal: Journal, name: str, path: Path) -> None:
     """Copy the vocabulary of feature `name`; ValueError if a value has two ids."""
     fitted = journal.fitted
     assert fitted is not None
-    fitted.copy_vocabulary(name, path)
-    if _of_copy(journal, path, vocabulary_name(name), "count(value) - count(DISTINCT value)"):
+    if _copy(journal, vocabulary_name(name), path, "count(value) - count(DISTINCT value)"):
         raise fitted.two_ids(name)
 
 
-def _copy_rare(journal: Journal, name: str, path: Path) -> None:
-    """Copy the counts of the values of feature `name` without an id; ValueError if they cannot be read."""
+def _copy(journal: Journal, name: str, path: Path, expression: str) -> int | None:
+    """Copy file `name` of the fit, and return a number over all of its rows; ValueError if it cannot be read."""
     assert journal.fitted is not None
-    journal.fitted.copy_rare(name, path)
-    _of_copy(journal, path, rare_name(name), "count(DISTINCT value) + max(count)")
-
-
-def _of_copy(journal: Journal, path: Path, name: str, expression: str) -> int | None:
-    """Return a number over all rows of the copy of file `name` of the fit; ValueError if it cannot be read."""
-    assert journal.fitted is not None
+    journal.fitted.copy(name, path)
     copied = f"copied_{path.name}"
     try:
         journal.engine.view(copied, path)

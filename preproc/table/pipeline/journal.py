@@ -28,7 +28,7 @@ class Journal:
     fitted: FittedState | None  # an earlier fit that is applied or extended
     recording: Lock = field(default_factory=Lock)
 
-    def once(self, name: str, write: Callable[[Path], None]) -> None:
+    def once(self, name: str, write: Callable[[Path], object]) -> None:
         """Write relation `name` unless it is recorded, then make it visible to queries; it is named like its directory."""
         done = self.work.state.setdefault("relations", [])
         path = self.work.directory / name

@@ -29,9 +29,8 @@ class Numericals:
     """Transformed numericals of the rows of the dataset, as they are written."""
 
     relation: str  # of them, as columns `n<i>`
-    columns: list[
-        str
-    ]  # expressions of them over the rows that the relation is stored or computed from
+    # expressions of them over the rows that the relation is stored or computed from
+    columns: list[str]
 
 
 def transform_numericals(
@@ -149,21 +148,14 @@ def write_numericals(
 
 
 def _refuse_overflows(journal: Journal, relation: str) -> None:
-    """Raise ValueError for the first feature with a value that the stored type cannot hold."""
+    """Raise ValueError that names the first value that the stored type cannot hold, of the first such feature."""
     features, dtype = journal.table.numerical, journal.config.numerical_dtype.name
     values = ", ".join(f"max(n{i}), min(n{i})" for i in range(len(features)))
     (extremes_of,) = journal.engine.rows(f"SELECT {values} FROM {relation}")
     for i, feature in enumerate(features):
         if max(extremes_of[2 * i], -extremes_of[2 * i + 1]) >= SMALLEST_OVERFLOW[dtype]:
-            _refuse_overflow(journal, relation, i, feature)
-
-
-def _refuse_overflow(journal: Journal, relation: str, number: int, feature: Numerical) -> None:
-    """Raise ValueError that names the first value of a numerical that the stored type cannot hold."""
-    dtype = journal.config.numerical_dtype.name
-    column = f"n{number}"
-    ((row, stored, raw),) = journal.engine.rows(
-        f"SELECT x.row_, x.{column}, r.{column} FROM {relation} AS x JOIN rows_ AS r "
-        f"ON x.row_ = r.row_ WHERE abs(x.{column}) >= {double(SMALLEST_OVERFLOW[dtype])} ORDER BY x.row_ LIMIT 1"
-    )
-    raise overflow(where_in_output(journal, row), feature, raw, stored, dtype)
+            ((row, stored, raw),) = journal.engine.rows(
+                f"SELECT x.row_, x.n{i}, r.n{i} FROM {relation} AS x JOIN rows_ AS r ON x.row_ = r.row_ "
+                f"WHERE abs(x.n{i}) >= {double(SMALLEST_OVERFLOW[dtype])} ORDER BY x.row_ LIMIT 1"
+            )
+            raise overflow(where_in_output(journal, row), feature, raw, stored, dtype)

@@ -15,6 +15,7 @@ from configs.messages import printable, shortened, shown
 from configs.preproc_schema import Mode, OnBad
 from configs.table_schema import EventLists, EventLog, SplitRule
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
+from preproc.fitted_state import latest_name
 from preproc.report.console import LogCounts
 from preproc.table.feature_values import FeatureValues, Lookup, look_up
 from preproc.table.known_values import refuse_other_numbers
@@ -107,7 +108,7 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
         carried = f"carried_{number}"
         fitted = journal.fitted
         assert fitted is not None
-        journal.once(carried, lambda path: fitted.copy_latest(log.name, path))
+        journal.once(carried, lambda path: fitted.copy(latest_name(log.name), path))
         ((counts.carried,),) = journal.engine.rows(f"SELECT count(*) FROM {carried}")
         numbers = [f"r.m{j}" for j in range(len(log.numbers))]
         lines.append(_Lines(carried, "r.who_", "r.time_", "true", "true", texts, numbers, day=0))
@@ -167,10 +168,8 @@ def _stage_events(journal: Journal, number: int) -> str:
         split=SplitRule(),
         keep=[],
     )
-    name, where = (
-        f"events_{number}",
-        f"table.sequence: {shown(log.name)}: source {shown(log.source)}",
-    )
+    name = f"events_{number}"
+    where = f"table.sequence: {shown(log.name)}: source {shown(log.source)}"
 
     def write(path: Path) -> None:
         try:

@@ -226,7 +226,8 @@ def test_a_named_loss_is_that_of_the_project():
 
 
 def test_the_help_names_every_metric_that_may_be_named():
-    from configs.schema import Config, describe
+    from configs.options import describe
+    from configs.schema import Config
 
     meanings = dict(describe(Config))
     named = [m.name for m in METRICS if not m.is_default and m.name != "gauc"]

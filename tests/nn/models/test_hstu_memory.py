@@ -1,4 +1,4 @@
-"""Memory that HSTU declares, against the bytes of the tensors that torch keeps; without a GPU, of one too."""
+"""Memory that HSTU and transformer blocks declare, against the bytes that torch keeps; without a GPU, of one too."""
 
 import sys
 from types import ModuleType
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nn.layers.distinct_rows import DistinctRows
+from nn.layers.interactions.transformer import BlockKind, TransformerBlock
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence_events import SequenceEvents
 from nn.models.hstu import HSTU
@@ -50,6 +51,13 @@ class Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(of) for of in ctx.saved_tensors)
+
+
+class NoKernel:
+    """Nothing is computed of tensors without memory."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *_, **__: None
 
 
 class Peak(TorchDispatchMode):
@@ -101,38 +109,47 @@ def without_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
     attention = "nn.layers.stu.hstu_attention"
     monkeypatch.setattr(attention, lambda q, k, v, *_, **__: Kept.apply(q, k, v))
+    norms = "nn.ops.triton.layer_norm"
+    for name in ("_norm", "_norm_gradient", "_gate", "_gate_gradient"):
+        monkeypatch.setattr(f"{norms}.{name}", NoKernel())
+    monkeypatch.setattr(f"{norms}.column_sums", lambda sums: sums.new_empty(sums.shape[1]))
 
 
 def kept_bytes(model_options: dict, events: int, rows: int, amp: bool) -> tuple[int, int]:
     """Return the bytes that a GPU keeps for the backward pass and what is declared, parameters and samples apart."""
     dtype = torch.bfloat16 if amp else torch.float32
-    memories: dict[int, Any] = {}
     with FakeTensorMode(), torch.device("cuda"):
         model = HSTU.build(options_of(**SIZES | model_options), hstu_spec())
-        parameters = {of.untyped_storage()._cdata for of in model.parameters()}
+        embeddings = inputs(events, rows, dtype, "cuda")
+        kept = bytes_kept_by(model, amp, torch.empty(SAMPLES, 1), embeddings)
+    return kept, declared(model, events, rows, dtype)
 
-        def pack(tensor: Tensor) -> Tensor:
-            memory = tensor.untyped_storage()
-            if memory._cdata not in parameters:
-                memories[memory._cdata] = memory
-            return tensor
 
-        torch.set_autocast_enabled("cuda", amp)
-        torch.set_autocast_dtype("cuda", torch.bfloat16)
-        try:
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
-                model(torch.empty(SAMPLES, 1), inputs(events, rows, dtype, "cuda"))
-        finally:
-            torch.set_autocast_enabled("cuda", False)
-            torch.clear_autocast_cache()
-    return sum(of.nbytes() for of in memories.values()), declared(model, events, rows, dtype)
+def bytes_kept_by(module: nn.Module, amp: bool, *arguments: Any) -> int:
+    memories: dict[int, Any] = {}
+    parameters = {of.untyped_storage()._cdata for of in module.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory._cdata not in parameters:
+            memories[memory._cdata] = memory
+        return tensor
+
+    torch.set_autocast_enabled("cuda", amp)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            module(*arguments)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.clear_autocast_cache()
+    return sum(of.nbytes() for of in memories.values())
 
 
 def declared(model: HSTU, events: int, rows: int, dtype: torch.dtype) -> int:
     found = model.activations()
-    narrow = found.event_columns["history"] * events + found.row_columns["item"] * rows
-    wide = found.event_float32_columns["history"] * events
-    return narrow * dtype.itemsize + 4 * (wide + found.row_float32_columns["item"] * rows)
+    columns = found.event_columns["history"] * events + found.row_columns["item"] * rows
+    return columns * dtype.itemsize
 
 
 @pytest.mark.parametrize("amp", [True, False])
@@ -141,9 +158,9 @@ def test_what_an_event_and_a_row_keep_is_declared(without_kernels, variant, amp)
     options, dtype = VARIANTS[variant], torch.bfloat16 if amp else torch.float32
     small, of_small = kept_bytes(options, 4_000, 100, amp)
     large, of_large = kept_bytes(options, 9_000, 100, amp)
-    # Beside what is kept: a gradient of a layer's columns in both dtypes, or two.
+    # Beside what is kept: gradients of a layer's columns.
     inner = max(COLUMNS, 4 * int(options.get("head_dim", 32)))
-    beside = 5_000 * inner * (dtype.itemsize + 4) * (2 if variant == "all_positions" else 1)
+    beside = 5_000 * inner * dtype.itemsize * (4 if variant == "all_positions" else 2)
     assert large - small == pytest.approx(of_large - of_small - beside, rel=0.05)
 
 
@@ -158,7 +175,11 @@ def test_what_a_row_keeps_is_declared(without_kernels, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_pass_allocates_what_is_declared(without_kernels, variant):
+def test_a_pass_allocates_what_is_declared(without_kernels, variant, monkeypatch):
+    # As on a GPU.
+    for name in ("stu", "sequence"):
+        monkeypatch.setattr(f"nn.layers.{name}.can_fuse", lambda *_: True)
+
     def peak(events: int) -> tuple[int, int]:
         with FakeTensorMode():
             model = HSTU.build(options_of(**SIZES | VARIANTS[variant]), hstu_spec())
@@ -170,3 +191,20 @@ def test_a_pass_allocates_what_is_declared(without_kernels, variant):
     small, of_small = peak(4_000)
     large, of_large = peak(9_000)
     assert large - small == pytest.approx(of_large - of_small, rel=0.05)
+
+
+@pytest.mark.parametrize("amp", [True, False])
+@pytest.mark.parametrize("residual", ["pre_norm", "post_norm", "gated"])
+def test_what_a_transformer_block_keeps_is_declared(without_kernels, residual, amp, monkeypatch):
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        return Kept.apply(q, k, v)
+
+    monkeypatch.setattr("nn.layers.interactions.transformer.attend", attend)
+    dtype = torch.bfloat16 if amp else torch.float32
+    with FakeTensorMode(), torch.device("cuda"):
+        block = TransformerBlock(64, BlockKind(2, 4, residual, activation="leaky_relu"))
+        x = torch.empty(100_000, 64, dtype=dtype, requires_grad=True)
+        kept = bytes_kept_by(block, amp, x, None)
+    # ReLU keeps a copy less, which is as large as a gradient. Copies of weights are small beside the positions.
+    wanted = 100_000 * dtype.itemsize * block.kept_per_position
+    assert kept == pytest.approx(wanted, rel=1e-3)

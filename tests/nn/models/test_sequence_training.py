@@ -16,7 +16,7 @@ from nn.models.ranking_model import RankingModel
 from nn.models.registry import declared_tables
 from tests.helpers.composed import Built, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
-from tests.helpers.gpus import ON_GPU, worlds
+from tests.helpers.gpus import ON_GPU, needs_gpus, worlds
 from tests.nn.models.test_family_options import OF_EVENTS
 
 STEPS, LONGEST = 4, 9
@@ -125,9 +125,9 @@ def plain_model(built: Built) -> RankingModel:
     return RankingModel(declared, built.step.dense, config.seed, handed_out, spec.sequences)
 
 
-def plain_losses(name: str, data: Path) -> list[float]:
+def plain_losses(name: str, data: Path, *others: str) -> list[float]:
     """Train the tables and the dense component on one device with torch's autograd."""
-    built = build(compose_config(*overrides(name, data)))
+    built = build(compose_config(*overrides(name, data, *others)))
     model = plain_model(built)
     state = PassState(built.config.seed, torch.device("cpu"))
     attach(built.step.dense, state)
@@ -165,6 +165,17 @@ def test_it_trains_as_plain_pytorch_on_gpus(dataset, wanted, world_size):
     for found in run_distributed(losses_of_cases, world_size, cases, STEPS):
         for name, losses in zip(OPTIONS, found, strict=True):
             np.testing.assert_allclose(losses, wanted[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=needs_gpus(1))])
+def test_the_longest_sample_is_that_of_the_batch_in_all_of_its_parts(dataset, device):
+    longest = "model.attention_norm=batch_max"
+    on_device = ON_GPU if device == "gpu" else []
+    with ranks_of_cpu():
+        wanted = plain_losses("hstu", dataset, longest)
+    cases = [overrides("hstu", dataset, longest, *on_device, *more) for more in ([], [CHUNKS])]
+    for losses in run_distributed(losses_of_cases, 1, cases, STEPS)[0]:
+        np.testing.assert_allclose(losses, wanted, rtol=1e-4, atol=1e-4 if on_device else 1e-6)
 
 
 def test_features_of_one_table_share_a_copy_of_it(dataset):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
-from configs.schema import ModelConfig, option
+from configs.options import option
+from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.build import build_plan, open_source, planned_hardware
 from nn.embedding.declared_tables import check_tables, one_table_per_feature

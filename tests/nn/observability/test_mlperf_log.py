@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -236,9 +237,11 @@ def write_dlrmv4(path: Path, batch_size: int, options: list[str], num_evaluation
     with MlperfLog(path, settings, steps_per_epoch=steps, target=0.75) as log:
         log.start(now_ms(), is_cache_cleared=True)
         for step in steps_of:
-            log.start_evaluation(step)
             is_last = step == steps_of[-1]
-            log.stop_evaluation(0.7591 if is_last else 0.62, ends_run=is_last)
+            auc_of = {True: 0.7591, False: 0.62}.__getitem__
+            loop = SimpleNamespace(num_steps=step, ends_day=is_last, auc_of=auc_of)
+            log.on_evaluation_begin(loop)
+            log.on_evaluation(loop, is_last, is_final=False)
 
 
 @pytest.mark.parametrize("batch_size", DLRMV4)

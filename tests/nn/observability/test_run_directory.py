@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from nn.distributed.process_group import Ranks
 from nn.metrics.prediction_curves import ScoreBuckets, describe_predictions
 from nn.observability.environment import (
     environment,
@@ -227,7 +228,7 @@ def test_other_ranks_write_nothing(tmp_path):
 
 def test_environment_names_the_versions_and_the_machines(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/dlrm.py", "data.path=a b"])
-    facts = environment("dlrm", torch.device("cpu"), world_size=8, num_hosts=2)
+    facts = environment("dlrm", Ranks(0, 0, 8, 4, torch.device("cpu")))
     assert facts["command"] == "dlrm.py 'data.path=a b'"
     assert facts["torch"] == torch.__version__
     assert (facts["recipe"], facts["world_size"], facts["num_hosts"]) == ("dlrm", 8, 2)

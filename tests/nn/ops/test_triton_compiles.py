@@ -43,7 +43,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 80
+    assert done.stdout.count("compiled") == 92
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -177,6 +177,32 @@ def run() -> None:
     build_fp8()
     build_jagged()
     build_hstu_attention()
+    build_layer_norm()
+
+
+def build_layer_norm() -> None:
+    """Compile the kernels of layer norms, of narrow and of wide rows."""
+    from triton import next_power_of_2
+
+    from nn.ops.triton import layer_norm as kernels
+
+    of_columns = dict.fromkeys(("weight", "bias", "sums"), "*fp32")
+    numbers = {"eps": "fp32", "scale": "fp32", "at": ("*i64",) * 4}
+    for dtype, columns, chosen in (
+        ("*bf16", 64, False),
+        ("*bf16", 512, True),
+        ("*fp32", 100, True),
+    ):
+        matrices = dict.fromkeys(("x", "u", "a", "grad", "out", "of_x"), dtype)
+        dtypes, block = matrices | of_columns | numbers, next_power_of_2(columns)
+        width = columns * (3 if chosen else 1)
+        shape = kernels.Shape(columns, block, 2048 // block, width, chosen, chosen)
+        aligned = [*matrices, *of_columns, "u_stride"] * (columns != 100)
+        for kernel in (kernels._norm, kernels._norm_gradient, kernels._gate):
+            build(kernel, dtypes, aligned=aligned, S=shape)
+        results = {"out": (dtype, dtype, "*fp32")}
+        aligned = [name for name in aligned if name != "out"]
+        build(kernels._gate_gradient, dtypes | results, aligned=aligned, S=shape)
 
 
 def build_hstu_attention() -> None:

@@ -16,9 +16,8 @@ from configs.schema import Config
 from dataloading.randomness import power_law
 from nn.build import build_plan, open_source, planned_hardware
 from nn.planning.host_tables import (
-    disk_read_bytes,
+    disk_row_bytes,
     fetched_bytes,
-    journal_row_bytes,
     link_ms,
 )
 from nn.planning.plan import TablePlan
@@ -292,14 +291,14 @@ def test_the_link_moves_all_bytes_and_finds_all_rows_both_ways():
 def test_rows_on_disk_have_the_bytes_of_their_shards():
     whole = tiered("whole", 8, (0,), 10, host_bytes_per_rank=(), tier="disk", staged_rows=160)
     whole = replace(whole, disk_bytes_per_rank=(64_000,), journal_rows=30)
-    assert disk_read_bytes(whole) == 160 * 64
-    assert journal_row_bytes(whole) == 30 * 64
+    assert whole.staged_rows * disk_row_bytes(whole) == 160 * 64
+    assert whole.journal_rows * disk_row_bytes(whole) == 30 * 64
     assert fetched_bytes(whole) == 10 * 64
     halves = replace(
         whole, sharding="column_wise", ranks=(0, 1), disk_bytes_per_rank=(32_000, 32_000)
     )
-    assert disk_read_bytes(halves) == 160 * 32
-    assert disk_read_bytes(tiered("host", 8, (0,), 10)) == 0
+    assert halves.staged_rows * disk_row_bytes(halves) == 160 * 32
+    assert disk_row_bytes(tiered("host", 8, (0,), 10)) == 0
 
 
 def test_the_plan_has_the_ring_and_the_places_of_the_tier(tmp_path, monkeypatch):

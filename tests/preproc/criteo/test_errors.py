@@ -17,8 +17,8 @@ import pyarrow as pa
 import pytest
 
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from configs.options import describe
 from configs.preproc_schema import PreprocConfig
-from configs.schema import describe
 from preproc import dataset_writer as output_module
 from preproc import work_directory as work
 from preproc.criteo import parse

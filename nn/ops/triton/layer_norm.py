@@ -1,0 +1,314 @@
+"""Layer norm, alone or with what HSTU multiplies by it: a kernel a direction, which reads its inputs once.
+
+A program holds whole rows, narrow ones several at once. Statistics are float32. The backward pass computes them again, and
+all that follows from the inputs, so it keeps nothing else. Each of its programs adds the gradients of weight and bias over
+its rows, and `column_sums` those of all programs: every sum has one order.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nn.ops.dropout_mask import DropoutMask
+from nn.ops.triton.column_sums import column_sums
+from nn.ops.triton.dropout import is_kept, row_bits
+
+# R: rows, C: columns, P: programs
+
+PROGRAMS = 528
+"""Most programs of the backward pass: 4 for each multiprocessor of an H100."""
+# Numbers of a matrix that a program reads at once, if a row has no more.
+FORWARD, BACKWARD, GATE_FORWARD, GATE_BACKWARD = 4096, 2048, 2048, 1024
+
+
+class Shape(NamedTuple):
+    """Constants of a kernel."""
+
+    C: int
+    BLOCK_C: int
+    BLOCK_R: int  # rows at once
+    WIDTH: int = 0  # columns of a gate's result
+    SWISH: bool = False
+    DROPS: bool = False
+
+
+@torch.compiler.disable
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, swish: bool = False
+) -> Tensor:
+    """Map [..., C] to LN(x) or, if `swish`, to x * sigmoid(LN(x)), in the same dtype."""
+    return _Norm.apply(x, weight, bias, eps, swish)
+
+
+@torch.compiler.disable
+def gate(
+    u: Tensor,
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    mask: DropoutMask | None,
+    at: tuple[Tensor, Tensor],
+    *,
+    concat: bool,
+) -> Tensor:
+    """Map u [R, C], whose rows may be further apart, and a [R, C] to dropout([s, a, s * LN(a)]) with s = silu(u), [R, 3 C].
+
+    Without `concat` it is the last of the three, [R, C]. `mask`, `at`: of `DropoutMask.apply`; no mask drops nothing.
+    """
+    return _Gate.apply(u, a, weight, bias, (eps, mask, at, concat))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, swish: bool
+    ) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight, bias)
+        ctx.options = eps, swish
+        out = torch.empty_like(x)
+        rows, programs, shape, num_warps = _layout(x, FORWARD, SWISH=swish)
+        _norm[(programs,)](x, weight, bias, out, rows, eps, shape, num_warps=num_warps)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        eps, swish = ctx.options
+        of_x = torch.empty_like(x)
+        rows, programs, shape, num_warps = _layout(x, BACKWARD, SWISH=swish)
+        sums = _partial_sums(x, programs)
+        inputs = grad.contiguous(), x, weight, bias
+        _norm_gradient[(len(sums),)](*inputs, of_x, sums, rows, eps, shape, num_warps=num_warps)
+        return of_x, *_total(sums, weight), None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, options: tuple[Any, ...]
+    ) -> Tensor:
+        a = a.contiguous()
+        u = u if u.stride(1) == 1 else u.contiguous()
+        ctx.save_for_backward(u, a, weight, bias)
+        ctx.options = options
+        programs, rest = _gate_arguments(u, a, GATE_FORWARD, *options)
+        out = a.new_empty(len(a), rest["S"].WIDTH)
+        _gate[(programs,)](u, a, weight, bias, out, **rest)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        u, a, weight, bias = ctx.saved_tensors
+        of_u, of_a = torch.empty_like(a), torch.empty_like(a)
+        programs, rest = _gate_arguments(u, a, GATE_BACKWARD, *ctx.options)
+        sums = _partial_sums(a, programs)
+        results = of_u, of_a, sums
+        _gate_gradient[(len(sums),)](grad.contiguous(), u, a, weight, bias, results, **rest)
+        return of_u, of_a, *_total(sums, weight), None
+
+
+def _layout(x: Tensor, elements: int, **options: Any) -> tuple[int, int, Shape, int]:
+    """Return the rows of a matrix, the programs that each read one block of them, and how many warps a program has."""
+    columns = x.shape[-1]
+    block = triton.next_power_of_2(columns)
+    shape = Shape(columns, block, max(elements // block, 1), **options)
+    rows = x.numel() // columns
+    # A program without rows writes sums of zero.
+    programs = max(triton.cdiv(rows, shape.BLOCK_R), 1)
+    return rows, programs, shape, min(max(block // 512, 4), 16)
+
+
+def _gate_arguments(
+    u: Tensor,
+    a: Tensor,
+    elements: int,
+    eps: float,
+    mask: DropoutMask | None,
+    at: tuple[Tensor, Tensor],
+    concat: bool,
+) -> tuple[int, dict[str, Any]]:
+    """Return the programs of a gate's kernel as `_layout`, and its arguments but the matrices and parameters."""
+    options = {"WIDTH": (3 if concat else 1) * a.shape[1], "DROPS": mask is not None}
+    rows, programs, shape, num_warps = _layout(a, elements, **options)
+    arguments = {"at": (*at, u, u), "key": 0, "threshold": 0, "scale": 1.0}
+    if mask is not None:
+        counters = (*at, mask.step, mask.first_row)
+        arguments = {"at": counters, "key": mask.key, "threshold": mask.threshold}
+        arguments["scale"] = mask.scale
+    arguments |= {"rows": rows, "u_stride": u.stride(0), "eps": eps, "S": shape}
+    return programs, arguments | {"num_warps": num_warps}
+
+
+def _partial_sums(x: Tensor, programs: int) -> Tensor:
+    """Return the memory of the sums of each program for weight and bias, [P, 2 C]."""
+    return x.new_empty(min(programs, PROGRAMS), 2 * x.shape[-1], dtype=torch.float32)
+
+
+def _total(sums: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return column_sums(sums).to(weight.dtype).chunk(2)
+
+
+@triton.jit
+def _normalised(x, inside, eps, S: tl.constexpr):
+    """Return rows with the mean 0 and the variance 1, zeros outside, and what they were multiplied by, [R, 1]."""
+    mean = tl.sum(x, 1)[:, None] / S.C
+    centred = tl.where(inside, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, 1)[:, None] / S.C + eps)
+    return centred * rstd, rstd
+
+
+@triton.jit
+def _input_gradient(grad, normalised, rstd, S: tl.constexpr):
+    """Return the gradient of what was normalised from that of the result, which is 0 outside."""
+    mean = tl.sum(grad, 1)[:, None] / S.C
+    projection = tl.sum(grad * normalised, 1)[:, None] / S.C
+    return (grad - mean - normalised * projection) * rstd
+
+
+@triton.jit
+def _load(values, offset, inside):
+    return tl.load(values + offset, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(values, offset, result, inside):
+    tl.store(values + offset, result.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _parameters(weight, bias, S: tl.constexpr):
+    """Return the columns, [1, C], with weight and bias of each."""
+    column = tl.arange(0, S.BLOCK_C)[None, :]
+    return column, _load(weight, column, column < S.C), _load(bias, column, column < S.C)
+
+
+@triton.jit
+def _zeros(S: tl.constexpr):
+    return tl.zeros((tl.constexpr(S.BLOCK_R), tl.constexpr(S.BLOCK_C)), tl.float32)
+
+
+@triton.jit
+def _store_sums(sums, of_weight, of_bias, column, S: tl.constexpr):
+    offset = tl.program_id(0) * 2 * S.C + column
+    _store(sums, offset, tl.sum(of_weight, 0)[None, :], column < S.C)
+    _store(sums, offset + S.C, tl.sum(of_bias, 0)[None, :], column < S.C)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm(x, weight, bias, out, rows, eps, S: tl.constexpr):
+    column, factor, shift = _parameters(weight, bias, S)
+    row = tl.program_id(0) * S.BLOCK_R + tl.arange(0, S.BLOCK_R)[:, None]
+    inside = (row < rows) & (column < S.C)
+    offset = row.to(tl.int64) * S.C + column
+    values = _load(x, offset, inside)
+    result = _normalised(values, inside, eps, S)[0] * factor + shift
+    if S.SWISH:
+        result = values * tl.sigmoid(result)
+    _store(out, offset, result, inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_gradient(grad, x, weight, bias, of_x, sums, rows, eps, S: tl.constexpr):
+    column, factor, shift = _parameters(weight, bias, S)
+    of_weight, of_bias = _zeros(S), _zeros(S)
+    for block in range(tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)):
+        row = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R)[:, None]
+        inside = (row < rows) & (column < S.C)
+        offset = row.to(tl.int64) * S.C + column
+        values, slope = _load(x, offset, inside), _load(grad, offset, inside)
+        normalised, rstd = _normalised(values, inside, eps, S)
+        if S.SWISH:
+            share = tl.sigmoid(normalised * factor + shift)
+            direct = slope * share
+            slope = direct * values * (1 - share)
+        of_weight += slope * normalised
+        of_bias += slope
+        result = _input_gradient(slope * factor, normalised, rstd, S)
+        if S.SWISH:
+            result += direct
+        _store(of_x, offset, result, inside)
+    _store_sums(sums, of_weight, of_bias, column, S)
+
+
+@triton.jit
+def _row_bits(at, key, row, rows, S: tl.constexpr):
+    """Return the random bits of each row's sample and the row's first column among those of the sample's rows, both [R, 1].
+
+    `row`: [R]; of [R, 1] a thread would load and hash a row as often as it has columns.
+    """
+    sample = tl.load(at[0] + row, mask=row < rows, other=0).to(tl.int64)
+    number = tl.load(at[1] + row, mask=row < rows, other=0).to(tl.int32)
+    return row_bits(at[2], at[3], key, sample)[:, None], number[:, None] * S.WIDTH
+
+
+@triton.jit
+def _dropped(values, bits, column, threshold, scale, S: tl.constexpr):
+    if S.DROPS:
+        values = tl.where(is_kept(bits, column, threshold), values * scale, 0.0)
+    return values
+
+
+@triton.jit(do_not_specialize=["key", "threshold", "rows"])
+def _gate(u, a, weight, bias, out, at, key, threshold, scale, rows, u_stride, eps, S: tl.constexpr):
+    column, factor, shift = _parameters(weight, bias, S)
+    row = tl.program_id(0) * S.BLOCK_R + tl.arange(0, S.BLOCK_R)
+    bits, first = 0, 0
+    if S.DROPS:
+        bits, first = _row_bits(at, key, row, rows, S)
+    row = row.to(tl.int64)[:, None]
+    inside = (row < rows) & (column < S.C)
+    raw = _load(u, row * u_stride + column, inside)
+    attended = _load(a, row * S.C + column, inside)
+    activated = raw * tl.sigmoid(raw)
+    result = activated * (_normalised(attended, inside, eps, S)[0] * factor + shift)
+    here = out + row * S.WIDTH
+    if S.WIDTH != S.C:
+        activated = _dropped(activated, bits, first + column, threshold, scale, S)
+        _store(here, column, activated, inside)
+        attended = _dropped(attended, bits, first + S.C + column, threshold, scale, S)
+        _store(here, S.C + column, attended, inside)
+    column += S.WIDTH - S.C
+    _store(here, column, _dropped(result, bits, first + column, threshold, scale, S), inside)
+
+
+@triton.jit(do_not_specialize=["key", "threshold", "rows"])
+def _gate_gradient(
+    grad, u, a, weight, bias, out, at, key, threshold, scale, rows, u_stride, eps, S: tl.constexpr
+):
+    column, factor, shift = _parameters(weight, bias, S)
+    of_weight, of_bias = _zeros(S), _zeros(S)
+    for block in range(tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)):
+        row = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R)
+        bits, first = 0, 0
+        if S.DROPS:
+            bits, first = _row_bits(at, key, row, rows, S)
+        row = row.to(tl.int64)[:, None]
+        inside = (row < rows) & (column < S.C)
+        raw = _load(u, row * u_stride + column, inside)
+        normalised, rstd = _normalised(_load(a, row * S.C + column, inside), inside, eps, S)
+        here, last = grad + row * S.WIDTH, S.WIDTH - S.C + column
+        slope = _load(here, last, inside)
+        slope = _dropped(slope, bits, first + last, threshold, scale, S)
+        share = tl.sigmoid(raw)
+        of_activated = slope * (normalised * factor + shift)
+        slope *= raw * share
+        of_weight += slope * normalised
+        of_bias += slope
+        result = _input_gradient(slope * factor, normalised, rstd, S)
+        if S.WIDTH != S.C:
+            direct = _load(here, column, inside)
+            of_activated += _dropped(direct, bits, first + column, threshold, scale, S)
+            direct = _load(here, S.C + column, inside)
+            result += _dropped(direct, bits, first + S.C + column, threshold, scale, S)
+        of_u = of_activated * share * (1 + raw * (1 - share))
+        _store(out[0], row * S.C + column, of_u, inside)
+        _store(out[1], row * S.C + column, result, inside)
+    _store_sums(out[2], of_weight, of_bias, column, S)
