@@ -5,16 +5,19 @@ the vocabularies lose the values. The next delta of a run that resumes from its 
 follow it lose them too. What cannot be changed is named, and the exit code is 1 while something has a value.
 """
 
+import logging
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from configs.command_line import command
 from configs.messages import on_one_line
 from configs.serving_schema import ForgetConfig
 from dataloading.dataset.feature_spec import SPEC_NAME
+from nn.checkpoint.directory import CHECKPOINTS
 from nn.checkpoint.tensor_index import INDEX_FILE
-from nn.observability.run_lock import is_running
+from nn.observability.run_lock import RunLock
 from serving.manifest import DENSE
 
 
@@ -26,24 +29,23 @@ def run(config: ForgetConfig) -> None:
         if not directory.is_dir():
             raise ValueError(f"directories: {directory} is no directory")
     found = {name: [*_with(name, directories)] for name in (INDEX_FILE, DENSE, SPEC_NAME)}
-    for path in found[INDEX_FILE]:
-        if is_running(path.parent.parent):
-            raise ValueError(
-                f"a run is writing to {path.parent.parent}; stop it (SIGTERM saves a checkpoint), and start it again afterwards"
-            )
-    # Imported here: torch takes seconds, and the errors above need none.
-    from nn.library_warnings import quiet_libraries
+    runs = {of.parent.parent for of in found[INDEX_FILE] if of.parent.name == CHECKPOINTS}
+    with ExitStack() as stack:
+        for run_dir in runs:
+            stack.enter_context(RunLock(logging.getLogger(__name__))).take(run_dir)
+        # Imported here: torch takes seconds, and the errors above need none.
+        from nn.library_warnings import quiet_libraries
 
-    quiet_libraries()
-    from serving.exporting.forgetting import forget
-    from serving.value_search import Values, holders
+        quiet_libraries()
+        from serving.exporting.forgetting import forget
+        from serving.value_search import Values, holders
 
-    values = Values.read(config.feature, Path(config.keys))
-    unchanged = 0
-    for path, text, is_good in forget(values, found):
-        unchanged += not is_good
-        print(on_one_line(f"{path}: {text}"))
-    left = [(path, kind) for directory in directories for path, kind in holders(directory, values)]
+        values = Values.read(config.feature, Path(config.keys))
+        unchanged = 0
+        for path, text, is_good in forget(values, found):
+            unchanged += not is_good
+            print(on_one_line(f"{path}: {text}"))
+        left = [found for directory in directories for found in holders(directory, values)]
     for path, kind in left:
         print(on_one_line(f"{path}: still has a value ({kind}); remove it, or make it again"))
     where = ", ".join(map(str, directories))

@@ -86,6 +86,7 @@ def _overwrite(path: Path, chunk: Chunk, tensor: StoredTensor, rows: np.ndarray)
     inside = rows - chunk.offsets[0]
     inside = inside[(inside >= 0) & (inside < chunk.sizes[0])]
     checksums = list(chunk.crc32)
+    # A row is shorter than what a checksum is of, so it lies in one or two of them.
     first = inside * row_bytes // CHECKSUM_BYTES
     last = (inside * row_bytes + row_bytes - 1) // CHECKSUM_BYTES
     with path.open("r+b") as stream:

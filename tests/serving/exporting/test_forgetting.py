@@ -1,6 +1,8 @@
 """Values that are removed from a run with its deltas, from models and vocabularies, and are found nowhere afterwards."""
 
+import os
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +10,10 @@ import pytest
 import torch
 
 from configs.serving_schema import ForgetConfig, TableType
+from dataloading.dataset.durable_files import lock_directory
+from nn.checkpoint import forgetting as forgetting_of_rows
 from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
-from nn.checkpoint.tensor_index import blocks, read_index
+from nn.checkpoint.tensor_index import Chunk, StoredTensor, blocks, read_index
 from nn.export.tables import Selection, export_tables
 from preproc.forgetting import ids_of
 from preproc.vocabulary_file import check_vocabulary
@@ -190,6 +194,13 @@ def test_what_cannot_be_forgotten_is_said(tmp_path, capsys):
     first = fit(tmp_path, 0)
     with pytest.raises(ValueError, match="directories: nothing there has a feature 'usr'"):
         forgetting(tmp_path, ["customer-3"], first, feature="usr")
+    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step_1/tensors.json").touch()
+    running = lock_directory(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"run is in use: .* wait until it ends, stop it"):
+        forgetting(tmp_path, ["customer-3"], tmp_path / "run", feature="user_id")
+    os.close(running)
+    shutil.rmtree(tmp_path / "run")
     with pytest.raises(ValueError, match="has no values; want one a line"):
         forgetting(tmp_path, [""], first, feature="user_id")
     with pytest.raises(ValueError, match=r"directories: .*none is no directory"):
@@ -206,3 +217,37 @@ def test_what_cannot_be_forgotten_is_said(tmp_path, capsys):
     )
     with pytest.raises(ValueError, match="has no vocabulary of it, as where values are hashed"):
         forgetting(tmp_path, ["customer-3"], tmp_path / "hashed", feature="user_id")
+
+
+def test_rows_of_a_table_on_disk_get_the_seed_s_weights(data, tmp_path):
+    disk = ("sharding.tables={user: {tier: disk, cache: 1}}", f"sharding.disk_path={tmp_path}")
+    trained(data, tmp_path / "run", 5, *DELTAS, *disk)
+    first, last = (tmp_path / f"run/checkpoints/step_{step}" for step in (0, 5))
+    assert read_index(last).tensors["tables.user.weight"].chunks[0].initial is not None
+    before, initial = keys_of(tmp_path / "run", 5), array(first, "tables.user.weight")
+    gone = before[before != 0][2:6]
+    rows = np.flatnonzero(np.isin(before, gone))
+    assert (array(last, "tables.user.weight")[rows] != initial[rows]).any(axis=1).all()
+    forgetting(tmp_path, gone.tolist(), tmp_path / "run")
+    np.testing.assert_array_equal(array(last, "tables.user.weight")[rows], initial[rows])
+    assert find_damage(last, read_facts(last), 0, 1) is None
+
+
+def test_rows_across_checksums_are_overwritten_as_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(forgetting_of_rows, "CHECKSUM_BYTES", 64)
+    rng = np.random.default_rng(0)
+    for columns in (1, 5, 12, 16):
+        values = rng.integers(1, 99, (50, columns)).astype(np.float32)
+        path = tmp_path / f"{columns}.bin"
+        path.write_bytes(b"before" + values.tobytes() + b"after")
+        blocks_of = [values.tobytes()[at : at + 64] for at in range(0, values.nbytes, 64)]
+        chunk = Chunk((100, 0), values.shape, path, 6, tuple(map(zlib.crc32, blocks_of)))
+        rows = np.array([3, 100, 101, 117, 149, 150])
+        tensor = StoredTensor("float32", (200, columns), (chunk,))
+        checksums = forgetting_of_rows._overwrite(path, chunk, tensor, rows)
+        values[[0, 1, 17, 49]] = 0
+        wanted = values.tobytes()
+        assert path.read_bytes() == b"before" + wanted + b"after"
+        assert checksums == [zlib.crc32(wanted[at : at + 64]) for at in range(0, len(wanted), 64)]
+        with pytest.raises(ValueError, match="has changed since it was written"):
+            forgetting_of_rows._overwrite(path, chunk, tensor, rows)
