@@ -23,9 +23,6 @@ SHORTEST = 6
 ARRAYS = {".bin", ".npy", ".safetensors", ".pt2", ".onnx"}
 """Files of which the index of their directory tells where keys are."""
 
-Found = tuple[Path, str]
-"""What has a value, and as what."""
-
 
 @dataclass(frozen=True, slots=True)
 class Values:
@@ -45,8 +42,8 @@ class Values:
         return cls(feature, texts, np.array(sorted(keys), np.int64))
 
 
-def holders(directory: Path, values: Values) -> Iterator[Found]:
-    """Yield what has a value below a directory. Links to directories are not followed."""
+def holders(directory: Path, values: Values) -> Iterator[tuple[Path, str]]:
+    """Yield what has a value below a directory, and as what. Links to directories are not followed."""
     for folder, _, names in os.walk(directory):
         path = Path(folder)
         search = {INDEX_FILE: _in_tensors, DENSE: _in_model, SPEC_NAME: _in_dataset}
@@ -71,14 +68,14 @@ def vocabulary_of(
     return name, Vocabulary(directory / name, size) if name else None
 
 
-def _in_tensors(path: Path, values: Values) -> Iterator[Found]:
+def _in_tensors(path: Path, values: Values) -> Iterator[tuple[Path, str]]:
     for name, stored in read_index(path).tensors.items():
         are_keys = name.startswith("keys.") and name.endswith("keys")
         if are_keys and np.isin(stored.array(), values.keys).any():
             yield path, name
 
 
-def _in_model(path: Path, values: Values) -> Iterator[Found]:
+def _in_model(path: Path, values: Values) -> Iterator[tuple[Path, str]]:
     manifest = Manifest.read(path)
     file = manifest.keys.get(values.feature)
     if file is not None and KeyRows(path / file.name, file.count).rows(values.keys).any():
@@ -88,7 +85,7 @@ def _in_model(path: Path, values: Values) -> Iterator[Found]:
         yield path / name, "vocabulary"
 
 
-def _in_dataset(path: Path, values: Values) -> Iterator[Found]:
+def _in_dataset(path: Path, values: Values) -> Iterator[tuple[Path, str]]:
     """Yield the binary columns of raw keys; those of Parquet are found in its files."""
     spec = FeatureSpec.load(path, measure=False)
     names = [feature.name for feature in spec.categorical if feature.is_dynamic]

@@ -27,14 +27,13 @@ from nn.checkpoint.tensor_index import (
     StoredTensor,
 )
 
-PREFIX = "keys."
 CANDIDATE = "candidate_"
 
 
 def keyed_rows(saved: SavedModel, name: str, keys: np.ndarray) -> dict[str, np.ndarray]:
     """Return the rows of raw keys in a map, and the slots of those that wait for admission, by the prefix of their tensors."""
     found: dict[str, np.ndarray] = {}
-    for prefix in (f"{PREFIX}{name}.", f"{PREFIX}{name}.{CANDIDATE}"):
+    for prefix in (f"keys.{name}.", f"keys.{name}.{CANDIDATE}"):
         stored = saved.index.tensors.get(f"{prefix}{KEYS}")
         if stored is not None:
             rows = np.flatnonzero(np.isin(stored.array(), keys))
