@@ -80,8 +80,10 @@ class DIN(Model):
         widths = [layer.in_features for layer in self.attention.layers]
         per_position = 2 * self._columns + widths[0] + 2 * sum(widths[1:]) + 1
         if isinstance(self.history, SequenceInput):
+            group, gradients = self.history.group.name, sum(widths[1:]) + self._columns
             return Activations(
-                event_columns={self.history.group.name: per_position + self._columns},
+                event_columns={group: per_position + self._columns},
+                event_gradient_columns={group: gradients},
                 products={"attention": round(2 * self.history.mean_events * self._columns)},
             )
         return Activations(

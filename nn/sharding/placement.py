@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import OptimizerConfig
-from dataloading.dataset.batch_layout import IdCount
+from dataloading.dataset.batch_layout import Doublings, IdCount
 from nn.distributed.process_group import Ranks
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
@@ -130,7 +130,7 @@ class RankTables:
 
     placement: Placement
     widths: Sequence[int]
-    counts: Callable[[int, int], dict[str, IdCount]]
+    counts: Callable[[int, Doublings], dict[str, IdCount]]
     sequences: SequenceTables
     expansions: dict[str, Tensor]
     config: OptimizerConfig

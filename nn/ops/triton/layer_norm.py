@@ -140,7 +140,7 @@ def _gate_arguments(
     rows, programs, shape, num_warps = _layout(a, elements, **options)
     arguments = {"at": (*at, u, u), "key": 0, "threshold": 0, "scale": 1.0}
     if mask is not None:
-        counters = (*at, mask.step, mask.first_row)
+        counters = (*(mask.shifted(rows, at) or at), mask.step, mask.first_row)
         arguments = {"at": counters, "key": mask.key, "threshold": mask.threshold}
         arguments["scale"] = mask.scale
     arguments |= {"rows": rows, "u_stride": u.stride(0), "eps": eps, "S": shape}
