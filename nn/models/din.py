@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import Tables, one_table_per_feature
-from nn.layers.adaptive_mlp import AdaptiveMLP
+from nn.layers.interactions.adaptive_mlp import AdaptiveMLP
 from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.model import Activations, Model

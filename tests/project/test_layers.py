@@ -64,6 +64,11 @@ SUBPACKAGES = {
         "dataloading.teacher",
     },
     "dataloading.known_ids_source": {"dataloading.dataset"},
+    "dataloading.stream_source": {
+        "dataloading.dataset",
+        "dataloading.held_out_source",
+        "dataloading.lineage",
+    },
     "dataloading.lineage": set(),
     "dataloading.row_sql": set(),
     "dataloading.held_out_source": {"dataloading.dataset"},
@@ -99,7 +104,7 @@ SUBPACKAGES = {
     "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8"},
     "nn.embedding": {"nn.ops", "nn.ops.triton"},
     "nn.embedding.rules": {"nn.embedding", "nn.ops"},
-    "nn.layers.interactions": {"nn.layers", "nn.ops"},
+    "nn.layers.interactions": {"nn.layers", "nn.ops", "nn.ops.triton"},
     "nn.models": {
         "nn.embedding",
         "nn.layers",
@@ -346,6 +351,7 @@ SUBPACKAGES = {
         "preproc.work_directory",
     },
     "preproc.convert": {"preproc.report"},
+    "preproc.kafka_parts": {"preproc.report", "preproc.table.pipeline"},
     "preproc.synthetic": {"preproc.ordered_map", "preproc.report"},
     "preproc.listens": {"preproc.report", "preproc.work_directory"},
     "preproc.verify": {"preproc.report", "preproc.vocabulary_file"},
@@ -402,6 +408,7 @@ SUBPACKAGES = {
     "preproc.__main__": {
         "preproc.convert",
         "preproc.describe",
+        "preproc.kafka_parts",
         "preproc.criteo",
         "preproc.listens",
         "preproc.report",
