@@ -1,4 +1,4 @@
-"""What the kernels of DIN's attention (`nn.ops.triton.target_attention`) take, also for machines without Triton."""
+"""Limits of the kernels of DIN's attention (`nn.ops.triton.target_attention`), also for machines without Triton."""
 
 from collections.abc import Sequence
 
