@@ -99,10 +99,11 @@ def plan_memory(
     partial_bytes = batch * group_size * partial_columns * sent_bytes
     widest = max((sum(layer) for layer in model.linear_layers()), default=0)
     forward_columns = widest + model.activations().forward_columns
+    works = [_work_of(rank, others, features, global_batch, batch) for rank in range(group_size)]
+    most_sent = max([local, *(work.elements * sent_bytes for work in works)])
     memories = []
-    for rank in range(group_size):
+    for rank, work in enumerate(works):
         held = [table for table in plan if rank in table.ranks]
-        work = _work_of(rank, others, features, global_batch, batch)
         eval_work = _work_of(rank, others, features, config.eval.batch_size, eval_batch)
         # Alone, a rank's lookups are at local already.
         evaluation = sum(asked.evaluation_bytes(rank, sent_bytes) for asked in eval_requests)
@@ -111,6 +112,8 @@ def plan_memory(
         lookups = local + is_sent * 2 * (work.elements // num_groups * sent_bytes + partial_bytes)
         lookups += sum(asked.row_bytes(rank, sent_bytes) for asked in requests)
         lookups += (num_groups > 1) * work.elements * sent_bytes  # gradients of all groups
+        # Of the exchange of most bytes: sorted for the first hop, as they arrive, and sorted for the second one.
+        lookups += 3 * config.sharding.two_hops * most_sent
         mapping = work.mapping_bytes + sum(asked.mapping_bytes(rank) for asked in requests)
         memories.append(
             RankMemory(

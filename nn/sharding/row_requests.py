@@ -14,7 +14,6 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dataloading.dataset.batch_layout import NO_ID
@@ -152,13 +151,7 @@ class RowRequests:
             bags.look_up(asked, self._sent_part)
             self._sent.add_(self._sent_part)
         if not self._is_local:
-            dist.all_to_all_single(
-                self.rows[:-1],
-                self._sent,
-                self._capacity,
-                self._from_each,
-                group=self._channels.embeddings,
-            )
+            self._channels.embeddings(self.rows[:-1], self._sent, self._capacity, self._from_each)
 
     def sort(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[SortedIds]:
         """Sort the rows that are asked of this rank, for each memory."""
@@ -179,9 +172,7 @@ class RowRequests:
         sent = returned = gradients
         if not self._is_local:
             sent, returned = gradients.to(self._dtype), torch.empty_like(self._sent)
-            dist.all_to_all_single(
-                returned, sent, self._from_each, self._capacity, group=self._channels.embeddings
-            )
+            self._channels.embeddings(returned, sent, self._from_each, self._capacity)
         if self._merged is not None and merged is not None:
             returned = self._merged.sum_by_row(merged, returned)
         if not self._has_groups:
