@@ -20,6 +20,7 @@ class Batch:
         weights: float32 [B], 0 of padding rows; None if all rows count alike.
         keep_rates: float32 [B], 1 of padding rows; None without such a column.
         teachers: scores of other models by column, float32 [B], 0 of padding rows.
+        global_rows: of each row its number in the global batch, int32 [B]; None if ranks have consecutive rows.
         flat_events: numbers of events as a step reads them, float32, in the order of `FeatureSpec.event_columns`.
     """
 
@@ -34,6 +35,7 @@ class Batch:
         self.weights = None if layout.weights is None else view(layout.weights)
         self.keep_rates = None if layout.keep_rates is None else view(layout.keep_rates)
         self.teachers = {name: view(column) for name, column in layout.teachers.items()}
+        self.global_rows = None if layout.global_rows is None else view(layout.global_rows)
         self.flat_events = tuple(map(view, layout.events))
 
     def at(self, memory: Tensor) -> "Batch":
@@ -83,6 +85,7 @@ class Batch:
             (self.labels, copy.labels),
             (self.weights, copy.weights),
             (self.keep_rates, copy.keep_rates),
+            (self.global_rows, copy.global_rows),
             *zip(self.teachers.values(), copy.teachers.values(), strict=True),
         ):
             if mine is not None and larger is not None:

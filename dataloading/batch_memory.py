@@ -11,16 +11,20 @@ from dataloading.reader_processes import shared_memory
 
 
 class Slots:
-    """Memory that reader processes fill, and CUDA events of the copies from it to the device."""
+    """Memory that reader processes fill, and CUDA events of the copies from it to the device.
 
-    def __init__(self, num_slots: int, num_bytes: int) -> None:
+    `num_ragged`: ragged features of a batch, at least 1.
+    """
+
+    def __init__(self, num_slots: int, num_bytes: int, num_ragged: int) -> None:
         self._memories = [
             torch.frombuffer(shared_memory(num_bytes), dtype=torch.uint8) for _ in range(num_slots)
         ]
         # Of the layout of each slot's batch; the processes write it.
-        self.doublings = np.frombuffer(shared_memory(num_slots), np.int8)
+        memory = np.frombuffer(shared_memory(num_slots * num_ragged), np.int8)
+        self.doublings = memory.reshape(num_slots, num_ragged)
         self._copied: list[torch.cuda.Event] = []
-        # per slot, its batches by their sizes and doublings; such a batch always has the same memory
+        # per slot, its usual batches by their sizes; such a batch always has the same memory
         self.batches: list[dict[tuple[int, ...], Batch]] = [{} for _ in range(num_slots)]
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """Batches from the rows of a source: in memory of their own, or in slots that reader processes fill."""
 
-from functools import cache, partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dataloading.batch import Batch
 from dataloading.batch_memory import Slots
-from dataloading.dataset.batch_layout import BatchLayout
-from dataloading.dataset.source import Source
+from dataloading.dataset.batch_layout import KEPT_LAYOUTS, Allocate, BatchLayout
+from dataloading.dataset.source import Columns, Source
 from dataloading.partition import RankRows
 
 TOO_LARGE = -1
@@ -27,8 +27,8 @@ class BatchReader:
 
     def __init__(self, source: Source, split: str, *, pin: bool) -> None:
         self._source, self._split, self._pin = source, split, pin
-        self.is_ragged = any(feature.hotness is None for feature in source.spec.categorical)
-        self._layout = cache(partial(BatchLayout.of, source.spec))
+        self.num_ragged = sum(feature.hotness is None for feature in source.spec.categorical)
+        self._layout = lru_cache(KEPT_LAYOUTS)(partial(BatchLayout.of, source.spec))
 
     def read(self, rows: RankRows) -> Batch:
         """Return a batch in memory of its own."""
@@ -38,9 +38,15 @@ class BatchReader:
             made.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin))
             return made[0].numpy()
 
-        columns = self._source.read(self._split, rows.runs, rows.padded_to, allocate)
+        columns = self._columns(rows, allocate)
         (memory,) = made
         return Batch(memory, columns.layout, rows.num_valid, rows.global_valid)
+
+    def _columns(self, rows: RankRows, allocate: Allocate) -> Columns:
+        columns = self._source.read(self._split, rows.runs, rows.padded_to, allocate)
+        if columns.global_rows is not None:
+            columns.global_rows[:] = rows.global_rows
+        return columns
 
     def read_into(self, slots: Slots, slot: int, rows: RankRows) -> None:
         """Read a batch into a slot, if it has room there."""
@@ -52,24 +58,28 @@ class BatchReader:
             return memory[:num_bytes]
 
         try:
-            columns = self._source.read(self._split, rows.runs, rows.padded_to, allocate)
-            slots.doublings[slot] = columns.layout.doublings
+            columns = self._columns(rows, allocate)
+            slots.doublings[slot] = columns.layout.doublings or 0
         except SlotFullError:
             slots.doublings[slot] = TOO_LARGE
 
     def batch_in(self, slots: Slots, slot: int, rows: RankRows) -> Batch | None:
         """Return the batch that `read_into` has written to a slot; None if it had no room there."""
-        doublings = int(slots.doublings[slot])
-        if doublings == TOO_LARGE:
+        doublings = tuple(slots.doublings[slot].tolist())
+        if TOO_LARGE in doublings:
             return None
-        key = (rows.num_valid, rows.padded_to, rows.global_valid, doublings)
+        key = (rows.num_valid, rows.padded_to, rows.global_valid)
         batches = slots.batches[slot]
-        if key not in batches:
-            layout = self._layout(rows.padded_to, doublings)
-            memory = slots.memory(slot)[: layout.num_bytes]
-            batches[key] = Batch(memory, layout, rows.num_valid, rows.global_valid)
-        return batches[key]
+        if key in batches and not any(doublings):
+            return batches[key]
+        layout = self._layout(rows.padded_to, doublings)
+        batch = Batch(
+            slots.memory(slot)[: layout.num_bytes], layout, rows.num_valid, rows.global_valid
+        )
+        if not layout.doublings:  # others are rare, and of many kinds
+            batches[key] = batch
+        return batch
 
     def slot_bytes(self, num_rows: int) -> int:
         """Return the size of a slot for batches of up to that many rows."""
-        return self._layout(num_rows, SLOT_DOUBLINGS).num_bytes
+        return self._layout(num_rows, (SLOT_DOUBLINGS,) * self.num_ragged).num_bytes

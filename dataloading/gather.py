@@ -72,3 +72,9 @@ def expand(runs: np.ndarray) -> np.ndarray:
     steps[0] = runs[0, 0]
     steps[ends[:-1]] = runs[1:, 0] - runs[:-1, 1] + 1
     return np.cumsum(steps, out=steps)
+
+
+def runs_of(rows: np.ndarray) -> np.ndarray:
+    """Return numbers, int64 [n], as half-open ranges, one after another; the inverse of `expand`."""
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    return np.stack([rows[np.r_[0, breaks]], rows[np.r_[breaks - 1, len(rows) - 1]] + 1], axis=1)

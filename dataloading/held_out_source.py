@@ -56,6 +56,10 @@ class HeldOutSource(DerivedSource):
         moved = runs + self._border if split == VALIDATION else runs
         return self._source.read(_stored(split), moved, padded_to, allocate)
 
+    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
+        moved = runs + self._border if split == VALIDATION else runs
+        return self._source.event_counts(_stored(split), moved)
+
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         moved = runs + self._border if split == VALIDATION else runs
         return self._source.read_keys(_stored(split), moved, feature)

@@ -5,20 +5,22 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count, islice
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 
 from dataloading.batch import Batch
 from dataloading.batch_memory import Slots
 from dataloading.batch_reader import BatchReader
 from dataloading.dataset.source import EPOCH_ROWS, Source
+from dataloading.gather import expand, runs_of
 from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.pipeline import KeyPipeline
-from dataloading.partition import RankRows, Shuffle, check_batch, num_steps, rows_at
+from dataloading.partition import RankRows, Shuffle, balanced, check_batch, num_steps, rows_at
 from dataloading.reader_processes import ReaderProcesses
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ Read = TypeVar("Read")
 READERS = 4
 RAGGED_READERS = 8
 """Ragged rows take two to three times as long to read: with four readers, the step of one H200 waited for them."""
+RUNS_OF_RANK = 64
+"""Runs of rows that a rank gets where batches are balanced. More take longer to deal, and part rows that share events."""
 SLOTS_IN_USE = 2
 """Slots beyond the batches read ahead: one for the batch in use, one that the device may still copy from."""
 
@@ -49,6 +53,8 @@ class LoaderSettings:
     # whether the rows are scored and not trained, so that a split may have fewer than a batch
     only_scores: bool = False
     admits_keys: bool = False  # whether raw keys are counted and admitted, which is for training
+    # whether the ranks' rows of a full batch have about equally many events, which is for training
+    balances_events: bool = False
 
 
 class Loader:
@@ -79,6 +85,8 @@ class Loader:
         self._key_maps = key_maps if self._dynamic else None
         assert not self._dynamic or key_maps is not None, "raw keys need their maps"
         self._admits = settings.admits_keys
+        # Keys are mapped in the order of the global batch, of which a rank's are a part.
+        self._balances = settings.balances_events and world_size > 1 and not self._dynamic
         self.split = split
         self.batch_size = settings.batch_size
         self.num_rows = source.num_rows(split)
@@ -101,7 +109,7 @@ class Loader:
         granule = source.granule(split)
         self.shuffle_block = -(-settings.shuffle_block // granule) * granule
         self._batch_reader = BatchReader(source, split, pin=self.device.type == "cuda")
-        usual = RAGGED_READERS if self._batch_reader.is_ragged else READERS
+        usual = RAGGED_READERS if self._batch_reader.num_ragged else READERS
         self.prefetch = settings.prefetch or usual
         self.workers = settings.workers or usual
         self.steps_per_epoch = num_steps(self.num_rows, self.batch_size)
@@ -129,7 +137,7 @@ class Loader:
         size = -(-min(self.batch_size, self.num_rows) // self.world_size)
         num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._batch_reader.slot_bytes(size)
         try:
-            self._slots = Slots(num_slots, slot_bytes)
+            self._slots = Slots(num_slots, slot_bytes, max(self._batch_reader.num_ragged, 1))
         except OSError as error:
             raise ValueError(
                 f"{num_slots} batches of {slot_bytes / 2**20:.1f} MiB, which are read ahead, do not fit in memory "
@@ -156,8 +164,27 @@ class Loader:
         self._readers = None
 
     def rows(self, step: int) -> RankRows:
-        """Return the rows of this rank at `step`, counted over epochs."""
-        return self._rows(step, self._shuffle(step))
+        """Return the rows of this rank at `step`, counted over epochs.
+
+        Balanced ones follow from the rows of the global batch alone, so that all ranks agree without an exchange.
+        """
+        shuffle = self._shuffle(step)
+        rows = self._rows(step, shuffle)
+        if not self._balances or rows.global_valid < self.batch_size:
+            return rows
+        whole = self._rows(step, shuffle, 0, 1).runs
+        events = self.source.event_counts(self.split, whole)
+        if events is None:
+            return rows
+        own = balanced(events, self.world_size, self._together)[self.rank]
+        return replace(rows, runs=runs_of(expand(whole)[own]), global_rows=own.astype(np.int32))
+
+    @cached_property
+    def _together(self) -> int:
+        """Rows that stay on one rank where batches are balanced: they divide those of a rank."""
+        rows = self.batch_size // self.world_size
+        most = max(rows // RUNS_OF_RANK, 1)
+        return next(size for size in range(most, 0, -1) if rows % size == 0)
 
     def _shuffle(self, step: int) -> Shuffle | None:
         """Return the order of the epoch of `step`; None for that on disk."""

@@ -109,6 +109,9 @@ class NegativesSource(DerivedSource):
             "not have (data.negatives.history), or leave negatives out"
         )
 
+    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
+        return self._source.event_counts(split, self._stored(expand(runs)))
+
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         return self._source.read_keys(split, self._stored(expand(runs)), feature)
 

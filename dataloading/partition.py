@@ -38,6 +38,8 @@ class RankRows:
     num_valid: int  # rows in `runs`
     padded_to: int  # rows of the batch, the same on all ranks
     global_valid: int  # rows over all ranks
+    # int32 [padded_to], of each row of the batch its number in the global batch
+    global_rows: np.ndarray
 
 
 def num_steps(num_rows: int, batch_size: int) -> int:
@@ -82,7 +84,26 @@ def rows_at(
         runs = runs[:0]
     elif shuffle is not None:
         runs = _shuffled(first, last, num_rows, shuffle)
-    return RankRows(runs, last - first, slots, global_valid)
+    global_rows = np.arange(rank * slots, (rank + 1) * slots, dtype=np.int32)
+    return RankRows(runs, last - first, slots, global_valid, global_rows)
+
+
+def balanced(costs: np.ndarray, world_size: int, together: int = 1) -> np.ndarray:
+    """Return the rows of a global batch that each rank gets, int64 [world_size, rows of a rank], ascending.
+
+    Every rank gets equally many rows, in runs of `together`. Runs are dealt by descending cost, one to each rank at a time, the
+    largest to the rank that has least. So costs are spread alike on all ranks, and what grows as their squares is balanced too.
+    `costs`: of the rows, int64.
+    """
+    of_runs = costs.reshape(-1, together).sum(axis=1)
+    dealt = np.argsort(-of_runs, kind="stable").reshape(-1, world_size)
+    loads = np.zeros(world_size, np.int64)
+    for one_each in dealt:
+        ranks = np.argsort(loads, kind="stable")
+        loads[ranks] += of_runs[one_each]
+        one_each[ranks] = one_each.copy()
+    runs = np.sort(dealt.T, axis=1)[:, :, None]
+    return (runs * together + np.arange(together)).reshape(world_size, -1)
 
 
 def _shuffled(first: int, last: int, num_rows: int, shuffle: Shuffle) -> np.ndarray:

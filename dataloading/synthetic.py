@@ -99,6 +99,11 @@ class SyntheticSource(Source):
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         raise AssertionError("synthetic clicks have no raw keys")
 
+    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
+        if self._history is None:
+            return None
+        return self._history.lengths(split, expand(runs).astype(np.uint64))
+
     def read(
         self,
         split: str,

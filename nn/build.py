@@ -401,6 +401,7 @@ def build_train_loader(
         batch_size=config.train.batch_size,
         shuffle_block=config.data.shuffle_block,
         admits_keys=Component.tables not in config.train.freeze,
+        balances_events=True,
     )
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.peers.with_fuxictr --source LOGS --out DIR --python FUXICTR/bin/python --zoo FUXICTR/model_zoo MODEL ...
 
 `LOGS` are raw logs in Criteo's format; the first 90 % of the lines train, the rest test. `python -m preproc` makes one
-dataset directory (`dataset/criteo_buckets.yaml`), and both libraries read its ids. Ours is trained by the ordinary command
+dataset directory (`dataset=criteo_buckets`), and both libraries read its ids. Ours is trained by the ordinary command
 line, `python dlrm.py model.name=...`. FuxiCTR's model is trained by `benchmarks/peers/fuxictr_job.py` in an environment of
 its own, which has `fuxictr` from PyPI; its model files are read from a clone of reczoo/FuxiCTR. Every run has its settings in
 `PAIRS`, for a fixed number of epochs, so no test row chooses anything.
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.rows import ROOT
 
 TRAINED = 0.9
-"""Share of the lines that train: that of `dataset/criteo_buckets.yaml`."""
+"""Share of the lines that train: that of `dataset=criteo_buckets`."""
 EMBEDDING_DIM = 16
 LR = 1e-3
 BATCH_SIZE = 1024
@@ -216,8 +216,8 @@ def preprocess(source: Path, out: Path, validate: bool) -> Path:
         lines = source.read_text().splitlines(keepends=True)
         source = out / "training_lines.tsv"
         source.write_text("".join(lines[: int(len(lines) * TRAINED)]))
-    command = [sys.executable, "-m", "preproc", "--config-dir", "benchmarks/peers"]
-    _run([*command, "dataset=criteo_buckets", f"source={source}", f"output={output}"])
+    command = [sys.executable, "-m", "preproc", "dataset=criteo_buckets"]
+    _run([*command, f"source={source}", f"output={output}"])
     return output
 
 

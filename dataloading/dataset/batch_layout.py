@@ -31,20 +31,26 @@ class IdCount:
         return self.capacity + (0 if self.hotness else batch_size)
 
 
-def id_counts(spec: FeatureSpec, batch_size: int, doublings: int = 0) -> dict[str, IdCount]:
+KEPT_LAYOUTS = 64
+"""Layouts and counts of ids that are kept; those of batches above the usual capacity are rare, but of many kinds."""
+Doublings = tuple[int, ...]
+"""How often the usual capacity of each ragged feature is doubled, in the spec's order; empty if none is."""
+
+
+def id_counts(spec: FeatureSpec, batch_size: int, doublings: Doublings = ()) -> dict[str, IdCount]:
     """Return the ids of each feature in a batch of one rank.
 
     A ragged feature has room for its mean number of ids per row, an eighth more, and six standard deviations of a sum of
-    `batch_size` rows whose lengths are spread as their mean. `doublings` doubles that as often.
+    `batch_size` rows whose lengths are spread as their mean; `doublings` doubles that.
     """
-    counts = {}
+    counts, each = {}, iter(doublings)
     for feature in spec.categorical:
         if feature.hotness:
             counts[feature.name] = IdCount(feature.hotness, batch_size * feature.hotness)
         else:
             mean = feature.mean_hotness
             capacity = CAPACITY * mean * batch_size + SPREAD * (mean + 1) * batch_size**0.5
-            counts[feature.name] = IdCount(0, max(math.ceil(capacity), 1) * 2**doublings)
+            counts[feature.name] = IdCount(0, max(math.ceil(capacity), 1) << next(each, 0))
     return counts
 
 
@@ -75,7 +81,11 @@ class BatchLayout:
     """
 
     def __init__(
-        self, spec: FeatureSpec, rows: int, counts: Mapping[str, IdCount], doublings: int = 0
+        self,
+        spec: FeatureSpec,
+        rows: int,
+        counts: Mapping[str, IdCount],
+        doublings: Doublings = (),
     ) -> None:
         self.spec, self.rows, self.counts, self.doublings = spec, rows, counts, doublings
         sizes = [count.sent_size(rows) for count in counts.values()]
@@ -89,6 +99,9 @@ class BatchLayout:
         self.weights = None if spec.weight is None else self._add(rows)
         self.keep_rates = None if spec.keep_rate is None else self._add(rows)
         self.teachers = {column.name: self._add(rows) for column in spec.teachers}
+        # Ranks have other rows than consecutive ones only where rows have events.
+        dtype = np.dtype(np.int32)
+        self.global_rows = self._add(rows, dtype=dtype) if spec.sequences else None
         self.events = [
             self._add(counts[group.features[0]].capacity)
             for group in spec.sequences
@@ -101,20 +114,18 @@ class BatchLayout:
         return column
 
     @classmethod
-    def of(cls, spec: FeatureSpec, rows: int, doublings: int = 0) -> "BatchLayout":
+    def of(cls, spec: FeatureSpec, rows: int, doublings: Doublings = ()) -> "BatchLayout":
         """Return the layout that a step expects, with capacities doubled that often."""
-        return cls(spec, rows, id_counts(spec, rows, doublings), doublings)
+        return cls(
+            spec, rows, id_counts(spec, rows, doublings), doublings if any(doublings) else ()
+        )
 
     @classmethod
     def holding(cls, spec: FeatureSpec, rows: int, num_ids: Sequence[int]) -> "BatchLayout":
         """Return the smallest of those that have room for so many ids of each feature."""
-        doublings = 0
-        while any(
-            used > count.capacity
-            for used, count in zip(num_ids, id_counts(spec, rows, doublings).values(), strict=True)
-        ):
-            doublings += 1
-        return cls.of(spec, rows, doublings)
+        usual = zip(num_ids, id_counts(spec, rows).values(), strict=True)
+        times = [-(-used // count.capacity) for used, count in usual if not count.hotness]
+        return cls.of(spec, rows, tuple(max(each - 1, 0).bit_length() for each in times))
 
     @classmethod
     def exact(cls, spec: FeatureSpec, rows: int, num_ids: Sequence[int]) -> "BatchLayout":

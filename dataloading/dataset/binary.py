@@ -139,6 +139,14 @@ class BinarySource(TimedSource):
                 read = selection.rows_of(columns.events[number.name])
                 next(numbers)[:] = group.checked(number, read, lengths, of_rows, where)
 
+    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
+        slices, rows = self._columns[split].slices, Selection(runs)
+        # Of a group with pools the kinds of all events in a slice would have to be read.
+        read = [rows.rows_of(slices[g.name]) for g in self.spec.sequences if g.pools is None]
+        if not read:
+            return None
+        return np.sum([ends - starts for starts, ends in (each.T for each in read)], axis=0)
+
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         columns, name = self._columns[split], self.spec.categorical[feature].name
         lengths = None

@@ -114,6 +114,10 @@ class ParquetSource(TimedSource):
             at = span.stop
         return out
 
+    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
+        # Else every rank would decode the row groups of all ranks.
+        return self._whole(split).event_counts(split, runs) if self._fits[split] else None
+
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         if self._fits[split]:
             return self._whole(split).read_keys(split, runs, feature)

@@ -37,6 +37,8 @@ class Columns:
     events: list[np.ndarray]
     # float32 [B] each, 0 of padding rows, by `FeatureSpec.teachers`
     teachers: list[np.ndarray]
+    # int32 [B], of `BatchLayout`: the loader knows them
+    global_rows: np.ndarray | None = None
 
     @classmethod
     def empty(
@@ -96,6 +98,7 @@ class Columns:
             None if layout.keep_rates is None else padded(layout.keep_rates, 1),
             events,
             [padded(column) for column in layout.teachers.values()],
+            None if layout.global_rows is None else view(layout.global_rows),
         )
 
     def row_columns(self, spec: FeatureSpec) -> list[tuple[RowColumn, np.ndarray]]:
@@ -168,6 +171,13 @@ class Source(ABC):
         rate; the message names feature, value, row and file.
         """
 
+    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
+        """Return about how many events each row of `runs` has, int64 [rows]; None if all have as many, or it takes long to tell.
+
+        Lengths that are damaged are returned as they are; `read` refuses them.
+        """
+        return None
+
     @abstractmethod
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         """Return the keys of the rows of `runs`, in that order, of a feature with `vocabulary: dynamic`."""
@@ -199,6 +209,9 @@ class DerivedSource(Source):
 
     def before_fork(self, split: str, num_processes: int) -> None:
         self._source.before_fork(split, num_processes)
+
+    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
+        return self._source.event_counts(split, runs)
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         return self._source.read_keys(split, runs, feature)

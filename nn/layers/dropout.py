@@ -42,7 +42,7 @@ class Dropout(PassLayer):
         if not self.training or self.rate == 0:
             return None
         state = self.pass_state
-        return DropoutMask(self._key, self.rate, state.step, state.first_row)
+        return DropoutMask(self._key, self.rate, state.step, state.first_row, state.global_rows)
 
     def forward(self, x: Tensor, at: SamplePositions | None = None) -> Tensor:
         """Map [B, ...] to the same shape and dtype; the first dimension is the rows of this rank, or events, `at` its rows."""

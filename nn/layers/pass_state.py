@@ -16,7 +16,8 @@ class PassState:
     `all_reduce_sum`: sums a tensor over ranks in place and returns it; the identity for one rank. `step`: number of earlier
     updates, int64 [1]. `first_row`: number of this rank's first row in the global batch, int64 [1]. `num_valid`: valid rows
     of this rank, which come first, int64 [1]. The others are padding. `global_valid`: valid rows over all ranks, int64 [1].
-    `chunk`: number of the rows' part of the batch, if a step takes it in parts.
+    `global_rows`: number of each row in the global batch, int32 [rows]; None if they are consecutive. `chunk`: number of the
+    rows' part of the batch, if a step takes it in parts.
     """
 
     def __init__(
@@ -34,14 +35,29 @@ class PassState:
         numbers = torch.zeros(4, dtype=torch.int64, device=device)
         self.step, self.first_row, self.num_valid, self.global_valid = numbers.split(1)
         self._rows: tuple[int, int, int] | None = None
+        self.global_rows: Tensor | None = None
+        # By rows of the batch: a captured pass reads the same memory every time.
+        self._global_rows: dict[int, Tensor] = {}
         self.chunk = 0
 
-    def set(self, step: int, rows: int, num_valid: int, global_valid: int) -> None:
-        """Queue the numbers of the next pass; they are passed as kernel arguments, without copies.
+    def set(
+        self,
+        step: int,
+        rows: int,
+        num_valid: int,
+        global_valid: int,
+        global_rows: Tensor | None = None,
+    ) -> None:
+        """Queue the numbers of the next pass; single ones are passed as kernel arguments, without copies.
 
-        `rows`: rows of this rank's batch, padding included; the same on all ranks.
+        `rows`: rows of this rank's batch, padding included; the same on all ranks. `global_rows` are on the device.
         """
         self.step.fill_(step)
+        self.global_rows = None
+        if global_rows is not None:
+            if rows not in self._global_rows:
+                self._global_rows[rows] = torch.empty_like(global_rows)
+            self.global_rows = self._global_rows[rows].copy_(global_rows)
         if self._rows != (rows, num_valid, global_valid):
             self._rows = (rows, num_valid, global_valid)
             self.first_row.fill_(self._rank * rows)
@@ -55,6 +71,8 @@ class PassState:
         """
         rows, _, _ = self._rows or (0, 0, 0)
         self.chunk = chunk
+        if self.global_rows is not None:
+            self.global_rows = self._global_rows[rows][first_row:]
         self.first_row.fill_(self._rank * rows + first_row)
         self.num_valid.fill_(num_valid)
         self.global_valid.fill_(global_valid)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import Tables, one_table_per_feature
-from nn.layers.adaptive_mlp import AdaptiveMLP
+from nn.layers.interactions.adaptive_mlp import AdaptiveMLP
 from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.model import Activations, Model
@@ -80,8 +80,10 @@ class DIN(Model):
         widths = [layer.in_features for layer in self.attention.layers]
         per_position = 2 * self._columns + widths[0] + 2 * sum(widths[1:]) + 1
         if isinstance(self.history, SequenceInput):
+            group, gradients = self.history.group.name, sum(widths[1:]) + self._columns
             return Activations(
-                event_columns={self.history.group.name: per_position + self._columns},
+                event_columns={group: per_position + self._columns},
+                event_gradient_columns={group: gradients},
                 products={"attention": round(2 * self.history.mean_events * self._columns)},
             )
         return Activations(

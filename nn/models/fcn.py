@@ -11,6 +11,7 @@ from nn.layers.dropout import Dropout
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.initialization import normal_, uniform_
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.sequence import LayerNorm
 from nn.layers.tri_bce import TriBCE
 from nn.models.model import Activations, Model
 from nn.models.options import FCNOptions
@@ -24,7 +25,7 @@ class MaskedCrossLayer(nn.Module):
     def __init__(self, columns: int, dropout: float) -> None:
         super().__init__()
         self.linear = nn.Linear(columns, columns // 2, bias=False)
-        self.norm = nn.LayerNorm(columns // 2)
+        self.norm = LayerNorm(columns // 2)
         self.bias = nn.Parameter(torch.empty(columns))
         self.dropout = Dropout(dropout)
         self.initialise(torch.default_generator)
@@ -37,7 +38,7 @@ class MaskedCrossLayer(nn.Module):
     def forward(self, factor: Tensor, x: Tensor) -> Tensor:
         """Map the factor a [B, C] and x [B, C] to [B, C]."""
         crossed = self.linear(x)
-        mask = torch.relu(self.norm(crossed)).to(crossed.dtype)
+        mask = torch.relu(self.norm(crossed))
         both = torch.cat([crossed, crossed * mask], dim=1) + self.bias.to(crossed.dtype)
         return self.dropout(torch.addcmul(x, factor, both))
 

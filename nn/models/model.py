@@ -33,6 +33,8 @@ class Activations:
     backward_columns: int = 0  # additional columns kept for the backward pass
     # columns kept for the backward pass per event, by sequence group
     event_columns: dict[str, int] = field(default_factory=dict)
+    # of `event_columns`, those of gradients, which are made when the layers behind the events keep nothing any more
+    event_gradient_columns: dict[str, int] = field(default_factory=dict)
     # the same per distinct row, by table that hands out its rows
     row_columns: dict[str, int] = field(default_factory=dict)
     # additional columns that exist beside the widest layer in a forward pass alone

@@ -8,8 +8,8 @@ from torch.nn.functional import gelu
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.dropout import Dropout
-from nn.layers.interactions.per_token import PerTokenExperts, PerTokenLinear
 from nn.layers.interactions.transformer import EventTokens, check_heads
+from nn.layers.per_token import PerTokenExperts, PerTokenLinear
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import Positions, SamplePositions, attend
 from nn.models.features import rates

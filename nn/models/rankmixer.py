@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.interactions.experts import Towers
-from nn.layers.interactions.per_token import PerTokenExperts, PerTokenLinear, ReluRouter
 from nn.layers.mlp import round_up
+from nn.layers.per_token import PerTokenExperts, PerTokenLinear, ReluRouter
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.sequence import LayerNorm
 from nn.models.features import chosen_features, in_table_order, rates
 from nn.models.model import Activations, Model
 from nn.models.options import RankMixerOptions
+from nn.ops.fused_linear import as_autocast, can_fuse
 
 # B: samples, F: features, T: tokens and heads, D: columns of a token
 
@@ -28,11 +30,11 @@ class RankMixerBlock(nn.Module):
     def __init__(self, options: RankMixerOptions) -> None:
         super().__init__()
         sizes = options.tokens, options.token_dim
-        self.mixing_norm = nn.LayerNorm(options.token_dim)
+        self.mixing_norm = LayerNorm(options.token_dim)
         self.network = PerTokenExperts(
             *sizes, options.expansion * options.token_dim, options.experts
         )
-        self.network_norm = nn.LayerNorm(options.token_dim)
+        self.network_norm = LayerNorm(options.token_dim)
         self.router = (
             ReluRouter(*sizes, options.experts, options.active_experts)
             if options.experts > 1
@@ -41,10 +43,13 @@ class RankMixerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, B, D] to [T, B, D]."""
+        if self.router is None and can_fuse(x, self.network.up):
+            norms = self.mixing_norm, self.network_norm
+            return self.network.between_norms(as_autocast(x), *norms)
         mixed = x.unflatten(2, (len(x), -1)).permute(2, 1, 0, 3).flatten(2)
-        s = self.mixing_norm(mixed + x).to(x.dtype)
+        s = self.mixing_norm(mixed + x)
         gates = None if self.router is None else self.router(s)
-        return self.network_norm(self.network(s, gates) + s).to(x.dtype)
+        return self.network_norm(self.network(s, gates) + s)
 
 
 class RankMixer(Model):
@@ -81,7 +86,7 @@ class RankMixer(Model):
         """Return what pieces, norms and networks keep, a gradient of the widest layer, and the batched products."""
         o = self._options
         width, hidden = o.tokens * o.token_dim, o.experts * o.expansion * o.tokens * o.token_dim
-        per_block = 4 * width + 2 * hidden
+        per_block = 3 * width + 2 * hidden
         products = 4 * o.token_dim * hidden
         if o.experts > 1:
             per_block += hidden + 4 * o.tokens * o.experts

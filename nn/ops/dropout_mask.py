@@ -31,6 +31,8 @@ class DropoutMask:
     rate: float  # probability that an element is dropped, above 0 and below 1
     step: Tensor  # number of earlier updates, integer [1]
     first_row: Tensor  # number of the first row in the global batch, integer [1]
+    # number of each row there, integer [B]; None if they are consecutive
+    global_rows: Tensor | None = None
 
     @property
     def threshold(self) -> int:
@@ -42,9 +44,18 @@ class DropoutMask:
         """Factor of the elements that are kept, so that the expected value does not change."""
         return 1 / (1 - self.rate)
 
+    def shifted(self, rows: int, at: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """Return `at` of `apply` with the numbers of samples so that `first_row` more are those in the global batch."""
+        if self.global_rows is None:
+            return at
+        samples = (self.global_rows - self.first_row).int()
+        if at is None:
+            return samples[:rows], torch.zeros_like(samples[:rows])
+        return samples.index_select(0, at[0]), at[1]
+
     def kept(self, rows: int, columns: int, at: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return which elements are kept, bool [rows, columns]; `at` as in `apply`."""
-        device = self.step.device
+        device, at = self.step.device, self.shifted(rows, at)
         row, offset = (torch.arange(rows, device=device), None) if at is None else at
         row = row + self.first_row
         step_bits = mix(self.step.to(torch.int32) * as_int32(STEP_FACTOR) + self.key)

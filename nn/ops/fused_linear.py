@@ -29,11 +29,13 @@ def as_autocast(x: Tensor) -> Tensor:
 def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Compute grad^T x, [columns of grad, columns of x], in the weight's dtype, and where its gradient is wanted.
 
-    Results in float32 are not rounded to a narrower dtype on the way.
+    Three dimensions are as many products as the first has. Results in float32 are not rounded to a narrower dtype on the
+    way.
     """
     dtype, buffer = weight.dtype, take_buffer(weight)
+    product = torch.mm if grad.dim() == 2 else torch.bmm
     if dtype is grad.dtype:
-        return torch.mm(grad.t(), x, out=buffer)
+        return product(grad.mT, x, out=buffer)
     if not grad.is_cuda:
-        return torch.mm(grad.t().to(dtype), x.to(dtype), out=buffer)
-    return torch.mm(grad.t(), x, out_dtype=dtype, out=buffer)
+        return product(grad.mT.to(dtype), x.to(dtype), out=buffer)
+    return product(grad.mT, x, out_dtype=dtype, out=buffer)

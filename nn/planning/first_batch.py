@@ -5,6 +5,7 @@ How often ids occur does not tell them: the rows of a user repeat the events of 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -28,10 +29,10 @@ def with_rows_of_first_batch(
     if not tables or config.data.path is None or source.spec.dynamic_tables:
         return list(plan)
     try:
-        of_rank = _ids_of_first_batch(config, source, split, hardware.world_size)
+        ids_of = partial(_ids_of_first_batch, config, source, split, hardware.world_size)
         has_merged = 1 < hardware.groups < hardware.world_size
-        # A group's rows are those of a rank, if there were as many ranks as groups.
-        of_group = _ids_of_first_batch(config, source, split, hardware.groups) if has_merged else {}
+        of_rank = ids_of(1)
+        of_group = ids_of(hardware.world_size // hardware.groups) if has_merged else {}
     except (OSError, ValueError):
         # An estimate does without; the loader names what is wrong.
         return list(plan)
@@ -56,13 +57,19 @@ def with_rows_of_first_batch(
 
 
 def _ids_of_first_batch(
-    config: Config, source: Source, split: str, world_size: int
+    config: Config, source: Source, split: str, world_size: int, ranks: int
 ) -> dict[str, np.ndarray]:
-    """Return the ids of each feature in the rows that the loader of rank 0 reads first, of so many ranks."""
+    """Return the ids of each feature in the rows that the loaders of the first `ranks` ranks read first."""
     block = config.data.shuffle_block
     settings = LoaderSettings(
-        batch_size=config.train.batch_size, seed=config.seed, shuffle_block=block
+        batch_size=config.train.batch_size,
+        seed=config.seed,
+        shuffle_block=block,
+        balances_events=True,
     )
-    runs = Loader(source, split, settings, world_size=world_size).rows(0).runs
+    loaders = (
+        Loader(source, split, settings, rank=rank, world_size=world_size) for rank in range(ranks)
+    )
+    runs = np.concatenate([loader.rows(0).runs for loader in loaders])
     names = [feature.name for feature in source.spec.categorical]
     return dict(zip(names, source.read(split, runs).ids, strict=True))

@@ -381,7 +381,8 @@ class _RowBytes:
     gradients: int  # of all rows, in the dtype of the rows
     sums: int  # the same in float32, to which chunks add
     by_id: int  # of the largest table: the gradient of each id, and torch's sums of parts of a row
-    kept: int  # activations of events and rows
+    kept: int  # activations of events and rows, with gradients of events
+    late: int  # those gradients, for which the layers of samples have made room
 
     @classmethod
     def of(
@@ -412,7 +413,8 @@ class _RowBytes:
         found = model.activations()
         kept = _sum_of(found.event_columns, events) * narrow
         kept += _sum_of(found.row_columns, distinct) * narrow
-        return cls(sent_bytes * elements, 4 * elements, round(max(by_id, default=0)), kept)
+        late = _sum_of(found.event_gradient_columns, events) * narrow
+        return cls(sent_bytes * elements, 4 * elements, round(max(by_id, default=0)), kept, late)
 
 
 def _sum_of(columns: Mapping[str, int], counts: Mapping[str, int]) -> int:
@@ -462,7 +464,8 @@ def _pass_over(
         first, *others = layers
         gradients = max(sum(first), *(2 * max(layer) for layer in others))
     # A candidate's part of the gradients of rows is first, beside all activations.
-    top = (saved + gradients) * column_bytes + of_rows.kept + of_rows.gradients
+    of_samples = max((saved + gradients) * column_bytes - of_rows.late, 0)
+    top = of_samples + of_rows.kept + of_rows.gradients
     interaction = local + (layers[0][1] if layers else 0) * column_bytes
     interaction += of_rows.gradients + of_rows.by_id
     return max(top, interaction, _checked_bytes(config, local))

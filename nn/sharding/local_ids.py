@@ -5,17 +5,19 @@ from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
+from dataloading.dataset.batch_layout import Doublings
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Numbers of ids and rows that fit into a batch's exchange; a step is captured with the capacity that `is_usual`.
 
-    `doublings` is how often the capacities of ragged features are doubled, usually 0; `requests` has, of each group of requested
-    tables, the rows that a rank can ask of each owner, and `merged` the distinct ones that a group of ranks can; empty where
-    no owner merges them.
+    `doublings` is how often the capacity of each ragged feature is doubled, usually empty; `requests` has, of each group of
+    requested tables, the rows that a rank can ask of each owner, and `merged` the distinct ones that a group of ranks can; empty
+    where no owner merges them.
     """
 
-    doublings: int = 0
+    doublings: Doublings = ()
     requests: tuple[tuple[int, ...], ...] = ()
     merged: tuple[tuple[int, ...], ...] = ()
     is_usual: bool = True

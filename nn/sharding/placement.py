@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import OptimizerConfig
-from dataloading.dataset.batch_layout import IdCount
+from dataloading.dataset.batch_layout import Doublings, IdCount
 from nn.distributed.all_to_all import AllToAll, OneHop, TwoHops, has_two_hops
 from nn.distributed.process_group import Ranks, open_channel
 from nn.embedding.local_tables import LocalTable, UpdateScalars
@@ -142,7 +142,7 @@ class RankTables:
 
     placement: Placement
     widths: Sequence[int]
-    counts: Callable[[int, int], dict[str, IdCount]]
+    counts: Callable[[int, Doublings], dict[str, IdCount]]
     sequences: SequenceTables
     expansions: dict[str, Tensor]
     config: OptimizerConfig

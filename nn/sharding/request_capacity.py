@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataloading.dataset.batch_layout import NO_ID
+from dataloading.dataset.batch_layout import NO_ID, Doublings
 from nn.distributed.process_group import HostChannel
 from nn.sharding.local_ids import Capacity
 from nn.sharding.placement import RankTables
@@ -40,8 +40,8 @@ class RequestCapacity:
         if self._channel is None:
             return Capacity()
         if batch_size not in self._usual:
-            requests, merged = self._counts(self._channel, batch_size, ids, 0, None)
-            self._usual[batch_size] = Capacity(0, _with_reserve(requests), _with_reserve(merged))
+            requests, merged = self._counts(self._channel, batch_size, ids, (), None)
+            self._usual[batch_size] = Capacity((), _with_reserve(requests), _with_reserve(merged))
         return self._usual[batch_size]
 
     def facts(self) -> dict[str, Any]:
@@ -58,7 +58,9 @@ class RequestCapacity:
             return
         for size, rows in facts["rows"].items():
             merged = facts["merged"][size] if self._merges else [[]] * len(rows)
-            self._usual[int(size)] = Capacity(0, tuple(map(tuple, rows)), tuple(map(tuple, merged)))
+            self._usual[int(size)] = Capacity(
+                (), tuple(map(tuple, rows)), tuple(map(tuple, merged))
+            )
 
     @property
     def _merges(self) -> bool:
@@ -69,7 +71,7 @@ class RequestCapacity:
         return [[group.names, group.rows_by_rank] for group in self._tables.placement.requested]
 
     def exact(
-        self, batch_size: int, ids: Tensor, doublings: int = 0, num_valid: int | None = None
+        self, batch_size: int, ids: Tensor, doublings: Doublings = (), num_valid: int | None = None
     ) -> Capacity:
         """Return the capacity for one batch; the host waits for the device."""
         if self._channel is None:
@@ -82,7 +84,7 @@ class RequestCapacity:
         channel: HostChannel,
         batch_size: int,
         ids: Tensor,
-        doublings: int,
+        doublings: Doublings,
         num_valid: int | None,
     ) -> tuple[Rows, Rows]:
         """Return the rows, at least one, that a rank asks of each owner, the most over all ranks, per group of tables.

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from dataloading.dataset.batch_layout import NO_ID
+from dataloading.dataset.batch_layout import NO_ID, Doublings
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
 from nn.layers.distinct_rows import DistinctRows
@@ -61,7 +61,7 @@ class RequestKeys:
     """
 
     def __init__(
-        self, tables: RankTables, group: RequestedTables, batch_size: int, doublings: int
+        self, tables: RankTables, group: RequestedTables, batch_size: int, doublings: Doublings
     ) -> None:
         counts = tables.counts(batch_size, doublings)
         device = tables.ranks.device

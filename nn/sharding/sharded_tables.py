@@ -6,7 +6,7 @@ TorchRec plans, and its `ShardedTensor` describes the shards to checkpoints. Mem
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from functools import cache, partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.distributed.planner.utils import placement
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from dataloading.dataset.batch_layout import id_counts
+from dataloading.dataset.batch_layout import KEPT_LAYOUTS, id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.keys.new_rows import NewRows, RekeyedRows
 from nn.distributed.process_group import Ranks
@@ -88,7 +88,7 @@ class ShardedTables:
             placement=placement,
             widths=[table.shape[1] for table in tables for _ in range(table.num_vectors)],
             # Of every batch.
-            counts=cache(partial(id_counts, spec)),
+            counts=lru_cache(KEPT_LAYOUTS)(partial(id_counts, spec)),
             sequences=SequenceTables(spec.sequences, handing_tables(declared, spec)),
             expansions=_expansions(multi_hot, placement, device),
             config=config,

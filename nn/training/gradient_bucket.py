@@ -30,7 +30,8 @@ class GradientBucket:
         further: Sequence[torch.Size] = (),
         clip_norm: float | None = None,
     ) -> None:
-        parameters = sorted(parameters, key=lambda parameter: parameter.dim() < 2)
+        # An odd matrix would shift those behind it, whose products then could not write into the vector.
+        parameters = sorted(parameters, key=lambda of: (of.dim() < 2, of.numel() % ALIGNMENT > 0))
         shapes = [parameter.shape for parameter in parameters] + list(further) + [torch.Size(())]
         sizes = [shape.numel() for shape in shapes]
         self.vector: Tensor = parameters[0].new_zeros(sum(sizes))

@@ -139,8 +139,7 @@ class _Buffers:
         torch.cuda.current_stream().wait_event(self._is_used)
         block, batches = self._blocks[self._turn], self._batches[self._turn]
         self._turn = 1 - self._turn
-        layout = batch.layout
-        key = (layout.rows, layout.doublings, batch.num_valid, batch.global_valid)
+        key = (batch.layout.rows, batch.num_valid, batch.global_valid)
         if key not in batches:
             batches[key] = batch.at(block[: len(batch.memory)])
         found = batches[key]

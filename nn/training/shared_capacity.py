@@ -12,9 +12,9 @@ class SharedCapacity:
 
     def __init__(self, tables: ShardedTables, ranks: Ranks) -> None:
         self._counts = tables.rank_tables.counts
-        is_ragged = any(not count.hotness for count in self._counts(1, 0).values())
+        self._ragged = [name for name, count in self._counts(1, ()).items() if not count.hotness]
         # The host knows the numbers of ids, so that no GPU waits.
-        self._channel = HostChannel() if is_ragged and ranks.world_size > 1 else None
+        self._channel = HostChannel() if self._ragged and ranks.world_size > 1 else None
         self._warn = SlowBatchWarning(ranks)
 
     def of(self, batch: Batch) -> Batch:
@@ -22,10 +22,12 @@ class SharedCapacity:
         layout = batch.layout
         doublings = layout.doublings
         if self._channel is not None:
-            doublings = int(self._channel.maximum([doublings])[0])
+            most = self._channel.maximum([*(doublings or [0] * len(self._ragged))])
+            doublings = tuple(map(int, most)) if any(most) else ()
         if doublings:
+            over = [name for name, each in zip(self._ragged, doublings, strict=True) if each]
             self._warn(
-                "a batch has more ids of ragged features than the captured step has room for"
+                f"a batch has more ids of {', '.join(over)} than the captured step has room for"
             )
         assert layout.counts == self._counts(layout.rows, layout.doublings), "of the step's dataset"
         if doublings == layout.doublings:

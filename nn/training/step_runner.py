@@ -159,7 +159,7 @@ class StepRunner:
 
 def _arrive_as_they_are(tables: RankTables) -> bool:
     """Return whether the ids of a batch are those of the lookups: of one rank's tables, in their order, and not expanded."""
-    counts = tables.counts(1, 0)
+    counts = tables.counts(1, ())
     looked_up = [lookup.feature for table in tables.placement.owned for lookup in table.lookups]
     return (
         tables.ranks.world_size == 1

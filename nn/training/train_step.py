@@ -170,7 +170,9 @@ class TrainStep:
                 new_rows = self.key_maps.take_new_rows()
             self._set_learning_rate(step, factor)
             if self._pass_layers:
-                self._pass_state.set(step, len(batch.labels), batch.num_valid, batch.global_valid)
+                sizes = len(batch.labels), batch.num_valid, batch.global_valid
+                several = self._ranks.world_size > 1
+                self._pass_state.set(step, *sizes, batch.global_rows if several else None)
             with annotate("pass"):
                 logits = self.path.forward_backward(batch, rows, new_rows)
             prefetcher.start_next()

@@ -3,6 +3,7 @@
 pytest tests/dataloading/test_batch.py
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,11 +53,13 @@ def batch_of(num_valid: int = 3, rows: int = 4, lengths: tuple[int, ...] = (2, 0
     columns.lengths[2][:num_valid] = lengths
     columns.events[0][:] = np.arange(len(columns.events[0])) + 0.5
     columns.weights[:num_valid] = 2
+    columns.global_rows[:] = np.arange(rows)[::-1]
     return Batch(made[0], columns.layout, num_valid, 5)
 
 
 def contents(batch: Batch) -> list:
-    tensors = (batch.numerical, batch.labels, batch.weights, batch.ids.values(), *batch.events)
+    of_rows = batch.numerical, batch.labels, batch.weights, batch.global_rows
+    tensors = (*of_rows, batch.ids.values(), *batch.events)
     return [*(tensor.tolist() for tensor in tensors), batch.ids.lengths().tolist()]
 
 
@@ -86,7 +89,7 @@ def test_flat_ids_and_events_are_those_of_a_step():
 
 def test_a_larger_capacity_keeps_the_batch():
     batch = batch_of()
-    layout = BatchLayout.of(SPEC, 4, 2)
+    layout = BatchLayout.of(SPEC, 4, (2,))
     larger = batch.in_layout(layout)
     assert contents(larger) == contents(batch)
     assert layout.counts["h"].capacity == 4 * batch.layout.counts["h"].capacity
@@ -98,7 +101,21 @@ def test_a_larger_capacity_keeps_the_batch():
 
 def test_the_layout_grows_with_the_ids():
     room = batch_of().layout.counts["h"].capacity
-    assert [batch_of(3, 4, (0, 0, count)).layout.doublings for count in (room, room + 1)] == [0, 1]
+    found = {count: batch_of(3, 4, (0, 0, count)).layout.doublings for count in (0, room, room + 1)}
+    assert found == {0: (), room: (), room + 1: (1,)}
+
+
+@pytest.mark.parametrize("num_ids", range(0, 90, 7))
+def test_each_ragged_feature_grows_by_itself(num_ids):
+    ragged = SPEC.categorical[2]
+    spec = replace(SPEC, categorical=(ragged, SPEC.categorical[0], replace(ragged, name="g")))
+    usual = BatchLayout.of(spec, 4).counts["g"].capacity
+    layout = BatchLayout.holding(spec, 4, [3, 4, num_ids])
+    capacity = layout.counts["g"].capacity
+    assert capacity >= num_ids
+    assert capacity == usual or capacity < 2 * num_ids
+    assert layout.counts["h"].capacity == usual
+    assert layout.doublings == ((0, round(np.log2(capacity / usual))) if capacity > usual else ())
 
 
 def test_a_moved_batch_is_the_same_batch():

@@ -9,7 +9,15 @@ import sys
 import numpy as np
 import pytest
 
-from dataloading.partition import MAX_BLOCKS, RankRows, Shuffle, block_order, num_steps, rows_at
+from dataloading.partition import (
+    MAX_BLOCKS,
+    RankRows,
+    Shuffle,
+    balanced,
+    block_order,
+    num_steps,
+    rows_at,
+)
 
 SHAPES = [
     (rows, batch, world)
@@ -158,3 +166,27 @@ def test_an_invalid_shuffle_is_refused(wrong):
         ValueError, match="want seed and epoch of at least 0 and block of at least 1"
     ):
         Shuffle(**({"seed": 0, "epoch": 0, "block": 1} | wrong))
+
+
+@pytest.mark.parametrize(("world", "rows", "together"), [(1, 6, 1), (2, 256, 1), (8, 512, 8)])
+def test_ranks_get_equally_many_rows_of_about_equal_costs_and_squares(world, rows, together):
+    """Against consecutive rows, of which a rank has a fifth more events than the mean, and twice the squares."""
+    random = np.random.default_rng(1)
+    costs = (random.exponential(200, world * rows) * np.linspace(0.5, 1.5, world * rows)).astype(
+        int
+    )
+    found = balanced(costs, world, together)
+    assert found.shape == (world, rows)
+    assert sorted(found.flatten().tolist()) == list(range(world * rows))
+    starts = found[:, ::together]
+    assert (np.diff(found.reshape(-1, together), axis=1) == 1).all()
+    assert (starts % together == 0).all()
+    assert (np.diff(starts, axis=1) > 0).all()
+    for power, near in ((1, 1.01), (2, 1.1)):
+        of_ranks = (costs[found].astype(float) ** power).sum(axis=1)
+        assert of_ranks.max() <= near * of_ranks.mean()
+
+
+def test_rows_of_equal_costs_are_dealt_in_their_order():
+    assert balanced(np.array([3, 3, 3, 3, 9, 1]), 2).tolist() == [[2, 4, 5], [0, 1, 3]]
+    assert balanced(np.zeros(6, np.int64), 3).tolist() == [[0, 3], [1, 4], [2, 5]]

@@ -258,11 +258,11 @@ def test_readers_of_the_first_loader_end_if_the_second_has_too_little_memory(sou
     made = Slots.__init__
     pids = []
 
-    def second_fails(slots: Slots, num_slots: int, num_bytes: int) -> None:
+    def second_fails(slots: Slots, *sizes: int) -> None:
         pids.extend(train.reader_pids)
         if pids:
             raise OSError(12, "Cannot allocate memory")
-        made(slots, num_slots, num_bytes)
+        made(slots, *sizes)
 
     monkeypatch.setattr(Slots, "__init__", second_fails)
     with pytest.raises(
@@ -345,18 +345,25 @@ def test_readers_end_with_the_process_that_forked_them():
     assert wait_until(lambda: all(has_ended(pid) for pid in pids), 10)
 
 
-def test_the_calling_thread_reads_a_batch_that_fits_in_no_slot(tmp_path, forked, monkeypatch):
+@pytest.mark.parametrize(("doublings", "by_thread"), [(0, [2, 7]), (1, [])])
+def test_the_calling_thread_reads_a_batch_that_fits_in_no_slot(
+    tmp_path, forked, monkeypatch, doublings, by_thread
+):
     spec = write_ragged(tmp_path / "ragged", lambda row: 90 if 20 <= row < 30 else 1)
-    monkeypatch.setattr("dataloading.batch_reader.SLOT_DOUBLINGS", 0)
+    monkeypatch.setattr("dataloading.batch_reader.SLOT_DOUBLINGS", doublings)
     plain = make_loader(BinarySource(spec), "train", batch_size=10)
     loader = forked(BinarySource(spec), "train", batch_size=10)
     assert loader.reader_pids
     wanted = [contents(plain.batch(step)) for step in range(10)]
     read = []
     monkeypatch.setattr(loader, "_read", lambda step: read.append(step) or plain.batch(step))
-    found = [contents(batch) for batch in loader.batches(0, 10)]
+    found, grown = [], []
+    for batch in loader.batches(0, 10):
+        found.append(contents(batch))
+        grown.append(batch.layout.doublings)
     assert all(map(same, found, wanted))
-    assert read == [2, 7]
+    assert grown == [(1, 0) if step in (2, 7) else () for step in range(10)]
+    assert read == by_thread
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 28])

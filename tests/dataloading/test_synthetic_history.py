@@ -49,6 +49,12 @@ def test_events_are_a_group_that_shares_the_tables(source, columns):
     assert (lengths.min(), lengths.max()) == (0, 40)
 
 
+def test_the_events_of_rows_are_known_without_reading_them(source, columns):
+    counts = source.event_counts("train", np.array([[5, 9], [0, 2]]))
+    assert counts.tolist() == columns.lengths[3][[5, 6, 7, 8, 0, 1]].tolist()
+    assert plain().event_counts("train", np.array([[5, 9]])) is None
+
+
 def test_a_history_changes_no_other_column(columns):
     alone = plain().read("train", np.array([[0, 2000]]))
     assert np.array_equal(alone.numerical, columns.numerical)

@@ -86,6 +86,7 @@ SUBPACKAGES = {
         "dataloading.batch_memory",
         "dataloading.batch_reader",
         "dataloading.dataset",
+        "dataloading.gather",
         "dataloading.keys",
         "dataloading.partition",
         "dataloading.reader_processes",

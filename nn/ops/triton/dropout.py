@@ -29,6 +29,7 @@ def apply_mask(
         out = torch.empty_like(x)
     rows = len(x)
     columns = x.numel() // max(rows, 1)
+    at = mask.shifted(rows, at)
     if x.numel():
         grid = (triton.cdiv(rows, BLOCKS["BLOCK_B"]), triton.cdiv(columns, BLOCKS["BLOCK_C"]))
         _dropout[grid](

@@ -140,7 +140,7 @@ def _gate_arguments(
     rows, programs, shape, num_warps = _layout(a, elements, **options)
     arguments = {"at": (*at, u, u), "key": 0, "threshold": 0, "scale": 1.0}
     if mask is not None:
-        counters = (*at, mask.step, mask.first_row)
+        counters = (*(mask.shifted(rows, at) or at), mask.step, mask.first_row)
         arguments = {"at": counters, "key": mask.key, "threshold": mask.threshold}
         arguments["scale"] = mask.scale
     arguments |= {"rows": rows, "u_stride": u.stride(0), "eps": eps, "S": shape}
@@ -157,7 +157,7 @@ def _total(sums: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
 
 
 @triton.jit
-def _normalised(x, inside, eps, S: tl.constexpr):
+def normalise(x, inside, eps, S: tl.constexpr):
     """Return rows with the mean 0 and the variance 1, zeros outside, and what they were multiplied by, [R, 1]."""
     mean = tl.sum(x, 1)[:, None] / S.C
     centred = tl.where(inside, x - mean, 0.0)
@@ -166,7 +166,7 @@ def _normalised(x, inside, eps, S: tl.constexpr):
 
 
 @triton.jit
-def _input_gradient(grad, normalised, rstd, S: tl.constexpr):
+def input_gradient(grad, normalised, rstd, S: tl.constexpr):
     """Return the gradient of what was normalised from that of the result, which is 0 outside."""
     mean = tl.sum(grad, 1)[:, None] / S.C
     projection = tl.sum(grad * normalised, 1)[:, None] / S.C
@@ -174,68 +174,68 @@ def _input_gradient(grad, normalised, rstd, S: tl.constexpr):
 
 
 @triton.jit
-def _load(values, offset, inside):
+def load(values, offset, inside):
     return tl.load(values + offset, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(values, offset, result, inside):
+def store(values, offset, result, inside):
     tl.store(values + offset, result.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _parameters(weight, bias, S: tl.constexpr):
+def parameters(weight, bias, S: tl.constexpr):
     """Return the columns, [1, C], with weight and bias of each."""
     column = tl.arange(0, S.BLOCK_C)[None, :]
-    return column, _load(weight, column, column < S.C), _load(bias, column, column < S.C)
+    return column, load(weight, column, column < S.C), load(bias, column, column < S.C)
 
 
 @triton.jit
-def _zeros(S: tl.constexpr):
+def zeros(S: tl.constexpr):
     return tl.zeros((tl.constexpr(S.BLOCK_R), tl.constexpr(S.BLOCK_C)), tl.float32)
 
 
 @triton.jit
-def _store_sums(sums, of_weight, of_bias, column, S: tl.constexpr):
+def store_sums(sums, of_weight, of_bias, column, S: tl.constexpr):
     offset = tl.program_id(0) * 2 * S.C + column
-    _store(sums, offset, tl.sum(of_weight, 0)[None, :], column < S.C)
-    _store(sums, offset + S.C, tl.sum(of_bias, 0)[None, :], column < S.C)
+    store(sums, offset, tl.sum(of_weight, 0)[None, :], column < S.C)
+    store(sums, offset + S.C, tl.sum(of_bias, 0)[None, :], column < S.C)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm(x, weight, bias, out, rows, eps, S: tl.constexpr):
-    column, factor, shift = _parameters(weight, bias, S)
+    column, factor, shift = parameters(weight, bias, S)
     row = tl.program_id(0) * S.BLOCK_R + tl.arange(0, S.BLOCK_R)[:, None]
     inside = (row < rows) & (column < S.C)
     offset = row.to(tl.int64) * S.C + column
-    values = _load(x, offset, inside)
-    result = _normalised(values, inside, eps, S)[0] * factor + shift
+    values = load(x, offset, inside)
+    result = normalise(values, inside, eps, S)[0] * factor + shift
     if S.SWISH:
         result = values * tl.sigmoid(result)
-    _store(out, offset, result, inside)
+    store(out, offset, result, inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_gradient(grad, x, weight, bias, of_x, sums, rows, eps, S: tl.constexpr):
-    column, factor, shift = _parameters(weight, bias, S)
-    of_weight, of_bias = _zeros(S), _zeros(S)
+    column, factor, shift = parameters(weight, bias, S)
+    of_weight, of_bias = zeros(S), zeros(S)
     for block in range(tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)):
         row = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R)[:, None]
         inside = (row < rows) & (column < S.C)
         offset = row.to(tl.int64) * S.C + column
-        values, slope = _load(x, offset, inside), _load(grad, offset, inside)
-        normalised, rstd = _normalised(values, inside, eps, S)
+        values, slope = load(x, offset, inside), load(grad, offset, inside)
+        normalised, rstd = normalise(values, inside, eps, S)
         if S.SWISH:
             share = tl.sigmoid(normalised * factor + shift)
             direct = slope * share
             slope = direct * values * (1 - share)
         of_weight += slope * normalised
         of_bias += slope
-        result = _input_gradient(slope * factor, normalised, rstd, S)
+        result = input_gradient(slope * factor, normalised, rstd, S)
         if S.SWISH:
             result += direct
-        _store(of_x, offset, result, inside)
-    _store_sums(sums, of_weight, of_bias, column, S)
+        store(of_x, offset, result, inside)
+    store_sums(sums, of_weight, of_bias, column, S)
 
 
 @triton.jit
@@ -258,33 +258,33 @@ def _dropped(values, bits, column, threshold, scale, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["key", "threshold", "rows"])
 def _gate(u, a, weight, bias, out, at, key, threshold, scale, rows, u_stride, eps, S: tl.constexpr):
-    column, factor, shift = _parameters(weight, bias, S)
+    column, factor, shift = parameters(weight, bias, S)
     row = tl.program_id(0) * S.BLOCK_R + tl.arange(0, S.BLOCK_R)
     bits, first = 0, 0
     if S.DROPS:
         bits, first = _row_bits(at, key, row, rows, S)
     row = row.to(tl.int64)[:, None]
     inside = (row < rows) & (column < S.C)
-    raw = _load(u, row * u_stride + column, inside)
-    attended = _load(a, row * S.C + column, inside)
+    raw = load(u, row * u_stride + column, inside)
+    attended = load(a, row * S.C + column, inside)
     activated = raw * tl.sigmoid(raw)
-    result = activated * (_normalised(attended, inside, eps, S)[0] * factor + shift)
+    result = activated * (normalise(attended, inside, eps, S)[0] * factor + shift)
     here = out + row * S.WIDTH
     if S.WIDTH != S.C:
         activated = _dropped(activated, bits, first + column, threshold, scale, S)
-        _store(here, column, activated, inside)
+        store(here, column, activated, inside)
         attended = _dropped(attended, bits, first + S.C + column, threshold, scale, S)
-        _store(here, S.C + column, attended, inside)
+        store(here, S.C + column, attended, inside)
     column += S.WIDTH - S.C
-    _store(here, column, _dropped(result, bits, first + column, threshold, scale, S), inside)
+    store(here, column, _dropped(result, bits, first + column, threshold, scale, S), inside)
 
 
 @triton.jit(do_not_specialize=["key", "threshold", "rows"])
 def _gate_gradient(
     grad, u, a, weight, bias, out, at, key, threshold, scale, rows, u_stride, eps, S: tl.constexpr
 ):
-    column, factor, shift = _parameters(weight, bias, S)
-    of_weight, of_bias = _zeros(S), _zeros(S)
+    column, factor, shift = parameters(weight, bias, S)
+    of_weight, of_bias = zeros(S), zeros(S)
     for block in range(tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)):
         row = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R)
         bits, first = 0, 0
@@ -292,23 +292,23 @@ def _gate_gradient(
             bits, first = _row_bits(at, key, row, rows, S)
         row = row.to(tl.int64)[:, None]
         inside = (row < rows) & (column < S.C)
-        raw = _load(u, row * u_stride + column, inside)
-        normalised, rstd = _normalised(_load(a, row * S.C + column, inside), inside, eps, S)
+        raw = load(u, row * u_stride + column, inside)
+        normalised, rstd = normalise(load(a, row * S.C + column, inside), inside, eps, S)
         here, last = grad + row * S.WIDTH, S.WIDTH - S.C + column
-        slope = _load(here, last, inside)
+        slope = load(here, last, inside)
         slope = _dropped(slope, bits, first + last, threshold, scale, S)
         share = tl.sigmoid(raw)
         of_activated = slope * (normalised * factor + shift)
         slope *= raw * share
         of_weight += slope * normalised
         of_bias += slope
-        result = _input_gradient(slope * factor, normalised, rstd, S)
+        result = input_gradient(slope * factor, normalised, rstd, S)
         if S.WIDTH != S.C:
-            direct = _load(here, column, inside)
+            direct = load(here, column, inside)
             of_activated += _dropped(direct, bits, first + column, threshold, scale, S)
-            direct = _load(here, S.C + column, inside)
+            direct = load(here, S.C + column, inside)
             result += _dropped(direct, bits, first + S.C + column, threshold, scale, S)
         of_u = of_activated * share * (1 + raw * (1 - share))
-        _store(out[0], row * S.C + column, of_u, inside)
-        _store(out[1], row * S.C + column, result, inside)
-    _store_sums(out[2], of_weight, of_bias, column, S)
+        store(out[0], row * S.C + column, of_u, inside)
+        store(out[1], row * S.C + column, result, inside)
+    store_sums(out[2], of_weight, of_bias, column, S)

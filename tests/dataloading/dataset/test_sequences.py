@@ -13,14 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from configs.schema import DrawRule, NegativesConfig
 from dataloading.dataset import parquet, parquet_writer
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.dataset_directory import verify_checksums, write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
-from dataloading.dataset.sequences import EventColumn, SequenceGroup
+from dataloading.dataset.sequences import EventColumn, EventPools, SequenceGroup
+from dataloading.gather import expand
 from dataloading.held_out_source import HeldOutSource
 from dataloading.loader import Loader, LoaderSettings
+from dataloading.negatives_source import NegativesSource
 from dataloading.permuted_source import PermutedSource
 from tests.helpers.datasets import make_loader
 from tests.helpers.event_datasets import FEATURES, GROUPS, LOG, TIMES, rows_of, write_events
@@ -95,6 +98,103 @@ def test_loaders_of_every_form_give_the_same_batches(roots, settings):
         batches(open_dataset(FeatureSpec.load(root)), **settings) for root in roots.values()
     )
     assert all(other == wanted for other in others)
+
+
+def dealt(source, world_size, *, steps=range(2, 6), **settings):
+    """Return, of each step, the rows of each rank in the file and in the global batch, and the events of its batch."""
+    loaders = [
+        make_loader(
+            source,
+            "train",
+            rank=rank,
+            world_size=world_size,
+            batch_size=16,
+            balances_events=True,
+            **settings,
+        )
+        for rank in range(world_size)
+    ]
+    found = []
+    for step in steps:
+        of_ranks = [(loader.rows(step), loader.batch(step)) for loader in loaders]
+        assert step % 4 == 3 or {batch.num_valid for _, batch in of_ranks} == {16 // world_size}
+        found.append(
+            [
+                (
+                    expand(rows.runs).tolist(),
+                    batch.global_rows.tolist(),
+                    int(
+                        batch.feature("hist_item").lengths().sum()
+                        + batch.feature("query").lengths().sum()
+                    ),
+                )
+                for rows, batch in of_ranks
+            ]
+        )
+    return found
+
+
+def test_sources_tell_how_many_events_rows_have(roots):
+    own, log, listed = (open_dataset(FeatureSpec.load(root)) for root in roots.values())
+    held_out = HeldOutSource(own, 0.3)
+    negatives = NegativesSource(
+        log, NegativesConfig(per_row=2, features=["item"], rule=DrawRule.uniform), 1
+    )
+    for source, split in (
+        (log, "train"),
+        (listed, "test"),
+        (held_out, "validation"),
+        (negatives, "train"),
+    ):
+        runs = np.array([[7, 9], [2, 6]])
+        _, history, _, _, searches = source.read(split, runs).lengths
+        assert source.event_counts(split, runs).tolist() == (history + searches).tolist()
+    history, searches = GROUPS
+    pooled = replace(history, pools=EventPools("hist_rating", (1, 2)))
+    spec = replace(log.spec, sequences=(pooled, searches))
+    counts = BinarySource(spec, {"train": log._columns["train"]}).event_counts(
+        "train", np.array([[0, 6]])
+    )
+    assert counts.tolist() == [0, 1, 2, 3, 0, 1], "of a group with pools they are not at hand"
+    spec = replace(log.spec, sequences=(pooled,))
+    assert BinarySource(spec, {}).event_counts("train", np.array([[0, 6]])) is None
+
+
+@pytest.mark.parametrize("settings", [{"shuffle_block": 1}, {"shuffle_block": 4, "seed": 3}, {}])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_the_events_of_the_same_global_batches(roots, settings, world_size):
+    source = open_dataset(FeatureSpec.load(roots["own"]))
+    for of_one, of_ranks in zip(
+        dealt(source, 1, **settings), dealt(source, world_size, **settings), strict=True
+    ):
+        [(rows, global_rows, events)] = of_one
+        assert global_rows == [*range(len(global_rows))]
+        held = {
+            number: row
+            for own, numbers, _ in of_ranks
+            for row, number in zip(own, numbers, strict=False)
+        }
+        assert [held[number] for number in range(len(rows))] == rows
+        each = [count for _, _, count in of_ranks]
+        assert sum(each) == events
+        # The last batch of an epoch has fewer rows, and stays as it is.
+        if len(rows) == 16:
+            assert max(each) - min(each) <= 3
+    several = dealt(source, world_size, **settings)
+    assert dealt(source, world_size, steps=[4, 5], **settings) == several[2:]
+
+
+def test_batches_are_balanced_where_lengths_are_at_hand(roots, monkeypatch):
+    own, log, listed = (open_dataset(FeatureSpec.load(root)) for root in roots.values())
+    wanted = dealt(own, 2, shuffle_block=1)
+    assert dealt(log, 2, shuffle_block=1) == dealt(listed, 2, shuffle_block=1) == wanted
+    assert dealt(HeldOutSource(log, 0.05), 2, steps=[0])[0] == dealt(log, 2, steps=[0])[0]
+    plain = make_loader(own, "train", batch_size=16, world_size=2)
+    assert plain.rows(0).runs.tolist() == [[0, 8]]
+    # Row groups are decoded by the ranks that read them.
+    monkeypatch.setattr(parquet, "KEPT_BYTES", 0)
+    groups = dealt(open_dataset(FeatureSpec.load(roots["parquet"])), 2, steps=[0])
+    assert [rows for rows, _, _ in groups[0]] == [[*range(8)], [*range(8, 16)]]
 
 
 def test_a_spec_has_its_groups_and_reads_back(roots):

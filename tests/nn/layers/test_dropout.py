@@ -21,10 +21,12 @@ def layer_at(
     seed: int = 1,
     number: int = 0,
     device: torch.device = CPU,
+    global_rows: torch.Tensor | None = None,
 ) -> Dropout:
     layer, state = Dropout(rate), PassState(seed, device, rank)
     layer.attach(state, number)
-    state.set(step, rows, rows, rows)
+    there = None if global_rows is None else global_rows.to(device)
+    state.set(step, rows, rows, rows, there)
     return layer
 
 
@@ -71,6 +73,27 @@ def test_ranks_together_have_the_mask_of_one_rank(shape):
     whole = layer_at(0.3)(x)
     halves = [layer_at(0.3, rows=32, rank=rank)(x.chunk(2)[rank]) for rank in range(2)]
     assert torch.equal(torch.cat(halves), whole)
+
+
+def test_rows_have_their_mask_on_any_rank_and_in_any_chunk():
+    """As of batches whose rows are dealt to the ranks."""
+    x, order = torch.randn(64, 24), torch.randperm(64)
+    whole = layer_at(0.3)(x)
+    lengths = torch.arange(64) % 4
+    samples = torch.arange(64).repeat_interleave(lengths)
+    at = Positions(lengths.cumsum(0) - lengths, lengths, samples, 3)
+    of_events = layer_at(0.3)(x[samples], at)
+    for rank, own in enumerate(order.chunk(2)):
+        layer = layer_at(0.3, rows=32, rank=rank, global_rows=own.int())
+        assert torch.equal(layer(x[own]), whole[own])
+        theirs = torch.arange(32).repeat_interleave(lengths[own])
+        begins = lengths[own].cumsum(0) - lengths[own]
+        found = layer(x[own][theirs], Positions(begins, lengths[own], theirs, 3))
+        at_whole = [torch.nonzero(samples == row).flatten() for row in own]
+        assert torch.equal(found, of_events[torch.cat(at_whole)])
+        for number, first in enumerate((0, 20)):
+            layer.pass_state.set_chunk(number, first, 12, 24)
+            assert torch.equal(layer(x[own[first:]][:12]), whole[own[first:]][:12])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -159,9 +182,15 @@ def compare_kernel(device: str) -> None:
         (17, 256, torch.float16),
     ):
         x = torch.randn(rows, columns).to(dtype)
-        for rate, step, rank in ((0.5, 0, 0), (0.1, 2**33 + 5, 3)):
-            mask = layer_at(rate, step=step, rows=rows, rank=rank).mask
-            there = layer_at(rate, step=step, rows=rows, rank=rank, device=torch.device(device))
+        dealt = torch.randperm(4 * rows)[:rows].int()
+        for rate, step, rank, order in (
+            (0.5, 0, 0, None),
+            (0.1, 2**33 + 5, 3, None),
+            (0.5, 1, 2, dealt),
+        ):
+            of_pass = {"step": step, "rows": rows, "rank": rank, "global_rows": order}
+            mask = layer_at(rate, **of_pass).mask
+            there = layer_at(rate, **of_pass, device=torch.device(device))
             moved = x.to(device)
             out = apply_mask(moved, there.mask)
             wanted = mask.apply(x)
@@ -186,16 +215,18 @@ def test_on_a_gpu_the_kernel_gives_the_same_bits():
 @needs_one_gpu
 def test_on_a_gpu_a_replayed_graph_has_the_mask_of_its_step():
     device = torch.device("cuda")
-    layer = layer_at(0.5, device=device)
+    layer = layer_at(0.5, device=device, global_rows=torch.arange(64).int())
     x = torch.ones(64, 40, device=device)
     layer(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = layer(x)
     for step in (7, 8):
-        layer.pass_state.set(step, 64, 64, 64)
+        order = torch.randperm(200)[:64].int()
+        layer.pass_state.set(step, 64, 64, 64, order.to(device))
         graph.replay()
-        assert torch.equal(out.cpu(), layer_at(0.5, step=step)(torch.ones(64, 40)))
+        wanted = layer_at(0.5, step=step, global_rows=order)(torch.ones(64, 40))
+        assert torch.equal(out.cpu(), wanted)
 
 
 def test_an_event_is_dropped_by_its_sample_and_its_place():

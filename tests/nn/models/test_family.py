@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from configs.schema import ModelConfig
-from nn.layers.adaptive_mlp import Dice
 from nn.layers.initialization import initialise_dense
-from nn.layers.interactions.per_token import FIRST_STRENGTH, ReluRouter
+from nn.layers.interactions.adaptive_mlp import Dice
 from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pass_state import PassState, attach
+from nn.layers.per_token import FIRST_STRENGTH, ReluRouter
 from nn.models.autoint import AutoInt
 from nn.models.deepfm import DeepFM
 from nn.models.din import DIN

@@ -1,4 +1,4 @@
-"""Memory that HSTU and transformer blocks declare, against the bytes that torch keeps; without a GPU, of one too."""
+"""Memory that HSTU, transformer and RankMixer blocks declare, against the bytes that torch keeps; without a GPU, of one too."""
 
 import sys
 from types import ModuleType
@@ -18,6 +18,9 @@ from nn.layers.interactions.transformer import BlockKind, TransformerBlock
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence_events import SequenceEvents
 from nn.models.hstu import HSTU
+from nn.models.options import RankMixerOptions
+from nn.models.rankmixer import RankMixer, RankMixerBlock
+from tests.helpers.specs import sized_spec
 from tests.nn.models.test_hstu import HISTORIES, ITEMS, LONGEST, hstu_spec, options_of
 
 SAMPLES, COLUMNS = 8, 128
@@ -208,3 +211,25 @@ def test_what_a_transformer_block_keeps_is_declared(without_kernels, residual, a
     # ReLU keeps a copy less, which is as large as a gradient. Copies of weights are small beside the positions.
     wanted = 100_000 * dtype.itemsize * block.kept_per_position
     assert kept == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize("amp", [True, False])
+def test_what_a_block_of_rankmixer_keeps_is_declared(amp, monkeypatch):
+    kernels = "nn.ops.triton.rankmixer"
+    for name in ("_norm", "_activate"):
+        monkeypatch.setattr(f"{kernels}.{name}", NoKernel())
+    monkeypatch.setattr(f"{kernels}.cast_parameters", lambda to, of: [one.to(to) for one in of])
+    # Drawing reads numbers.
+    monkeypatch.setattr("nn.layers.per_token.truncated_normal_", lambda *_: None)
+    dtype = torch.bfloat16 if amp else torch.float32
+    sizes = {"embedding_dim": 8, "tokens": 4, "token_dim": 64, "expansion": 3}
+    one, two = (RankMixerOptions(layers=layers, **sizes) for layers in (1, 2))
+    with FakeTensorMode(), torch.device("cuda"):
+        x = torch.empty(4, 100_000, 64, dtype=dtype, requires_grad=True)
+        kept = bytes_kept_by(RankMixerBlock(one), amp, x)
+    wanted, less = (
+        RankMixer(options, sized_spec(1, 2)).activations().backward_columns
+        for options in (two, one)
+    )
+    # Copies of weights are small beside the samples.
+    assert kept == pytest.approx(100_000 * dtype.itemsize * (wanted - less), rel=2e-3)

@@ -68,6 +68,16 @@ def test_a_weight_that_is_used_once_has_its_gradient_there_before_anything_is_co
     assert found[2] != wanted[2]
 
 
+def test_an_odd_matrix_does_not_shift_the_others():
+    odd = nn.Parameter(torch.ones(13, 16, device=DEVICE))
+    weight = nn.Parameter(torch.ones(64, 64, device=DEVICE))
+    bucket = GradientBucket([odd, weight])
+    bucket.clear()
+    buffer = take_buffer(weight)
+    assert buffer is not None
+    assert buffer.data_ptr() == bucket.vector.data_ptr()
+
+
 def test_a_place_is_taken_once_and_not_behind_the_pass():
     weight = nn.Parameter(torch.ones(64, 64, device=DEVICE))
     bucket = GradientBucket([weight])

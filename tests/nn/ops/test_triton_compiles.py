@@ -43,7 +43,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 92
+    assert done.stdout.count("compiled") == 106
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -178,6 +178,7 @@ def run() -> None:
     build_jagged()
     build_hstu_attention()
     build_layer_norm()
+    build_rankmixer()
 
 
 def build_layer_norm() -> None:
@@ -203,6 +204,30 @@ def build_layer_norm() -> None:
         results = {"out": (dtype, dtype, "*fp32")}
         aligned = [name for name in aligned if name != "out"]
         build(kernels._gate_gradient, dtypes | results, aligned=aligned, S=shape)
+
+
+def build_rankmixer() -> None:
+    """Compile the kernels of RankMixer's blocks, of one with 100 million weights and of a small one."""
+    from triton import next_power_of_2
+
+    from nn.ops.triton import rankmixer as kernels
+
+    pairs = {"y": None, "y_bias": None}
+    of_columns = dict.fromkeys(("weight", "bias", "of_norm", "of_bias", "sums"), "*fp32")
+    for dtype, columns in (("*bf16", 768), ("*fp32", 32)):
+        matrices = dict.fromkeys(("x", "y", "grad", "hidden", "out", "of_sum"), dtype)
+        dtypes = matrices | of_columns | {"y_bias": "*fp32", "eps": "fp32", "columns": "i32"}
+        aligned, block = [name for name in dtypes if name != "eps"], next_power_of_2(columns)
+        for mixes, given in ((True, pairs), (False, {})):
+            shape = kernels.Shape(columns, block, 2048 // block, 16, mixes)
+            kind = {"num_warps": 8, "aligned": aligned, "S": shape, **given}
+            build(kernels._norm, dtypes, **kind)
+            build(kernels._norm_backward, dtypes, **kind)
+        shape = kernels.Shape(columns, block, 2048 // block, 16, True)
+        build(kernels._add_mixed, dtypes, 8, aligned=aligned, S=shape)
+        kind = {"aligned": aligned, **kernels.ACTIVATION}
+        build(kernels._activate, dtypes, **kind)
+        build(kernels._activation_gradient, dtypes, **kind)
 
 
 def build_hstu_attention() -> None:

@@ -17,6 +17,7 @@ EPS = 1e-5
 # Of the norm of a result: some roundings of an element in its dtype.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 FORMS = ["norm", "swish", "gate", "gate without concat", "gate with dropout"]
+FORMS += ["gate with dropout of dealt rows"]
 # Programs take one block of rows, several, and no whole one.
 ROWS = [0, 1, 7, 20_011] if torch.cuda.is_available() else [0, 1, 7, 50]
 needs_no_gpu = pytest.mark.skipif(
@@ -68,7 +69,9 @@ def dropout_of(
     """Mask, and sample and offset of each row, of which samples have three."""
     row = torch.arange(rows, device=device)
     step, first = (torch.tensor([number], device=device) for number in (5, 1100))
-    mask = DropoutMask(-7, 0.3, step, first) if "dropout" in form else None
+    # As of a rank that has every third row of the global batch.
+    dealt = 2000 - 3 * row.int() if "dealt" in form else None
+    mask = DropoutMask(-7, 0.3, step, first, dealt) if "dropout" in form else None
     return mask, (row // 3, row % 3)
 
 

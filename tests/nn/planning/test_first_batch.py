@@ -12,6 +12,7 @@ from nn.planning.plan import TablePlan
 from nn.sharding.request_capacity import capacity_for
 from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config
+from tests.helpers.datasets import make_loader
 from tests.helpers.sequence_models import overrides, write_sequences
 
 ITEMS = ("item", "hist_item")
@@ -39,14 +40,12 @@ def test_groups_merge_the_rows_of_their_ranks(tmp_path):
     groups = ("mode=plan", "sharding.world_size=4", "sharding.group_size=2", *on_gpus)
     config = compose_config(*options, *groups, "data.shuffle_block=0")
     source = open_source(config)
-    columns = dict(
-        zip(
-            [feature.name for feature in source.spec.categorical],
-            # Of ranks 0 and 1, which have four rows each.
-            source.read("train", np.array([[0, 8]])).ids,
-            strict=True,
-        )
-    )
+    # Of ranks 0 and 1, which have four rows each.
+    settings = {"batch_size": 16, "world_size": 4, "balances_events": True}
+    loaders = [make_loader(source, "train", rank=rank, **settings) for rank in range(2)]
+    runs = np.concatenate([loader.rows(0).runs for loader in loaders])
+    names = [feature.name for feature in source.spec.categorical]
+    columns = dict(zip(names, source.read("train", runs).ids, strict=True))
     rows = np.unique(np.concatenate([columns[name] for name in ITEMS]))
     wanted = (int((rows < 150).sum()), int((rows >= 150).sum()))
     found = items_of(config)

@@ -20,6 +20,7 @@ from nn.embedding.id_blocks import id_blocks, with_positions
 from nn.layers.pooled_embeddings import join
 from nn.models.model import Model
 from nn.sharding import request_capacity
+from nn.training.shared_capacity import SharedCapacity
 from nn.training.slow_batch_warning import SlowBatchWarning
 from tests.helpers.composed import TINY
 from tests.helpers.distributed import run_distributed
@@ -64,8 +65,14 @@ class RaggedModel(Model):
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
-    """Two ragged features, some of whose rows are empty, a two-hot and a single-hot one; 197 rows for training."""
-    root = tmp_path_factory.mktemp("ragged") / "dataset"
+    return written(tmp_path_factory.mktemp("ragged") / "dataset")
+
+
+def written(root: Path, longest: int = 0) -> Path:
+    """Write two ragged features, some of whose rows are empty, a two-hot and a single-hot one; 197 rows for training.
+
+    The first 32 rows have `longest` tags each, and the others none, if it is not 0.
+    """
     features = [
         CategoricalFeature.of("genres", 19, None),
         CategoricalFeature.of("item", 300),
@@ -79,6 +86,8 @@ def dataset(tmp_path_factory) -> Path:
                 "genres": generator.integers(0, 4, rows),
                 "tags": generator.geometric(0.3, rows) - 1,
             }
+            if longest:
+                lengths["tags"] = np.where(np.arange(rows) < 32, longest, 0)
             ids = {name: generator.integers(0, 19, count.sum()) for name, count in lengths.items()}
             directory[split].append(
                 numerical=generator.normal(size=(rows, 2)),
@@ -174,8 +183,42 @@ def test_a_batch_beyond_the_capacity_is_reported(dataset, monkeypatch):
     )
     sharded([overrides_of(dataset, "adagrad", "planned")])
     assert set(reasons) == {
-        "a batch has more ids of ragged features than the captured step has room for"
+        "a batch has more ids of genres, tags than the captured step has room for"
     }
+
+
+def grown(overrides: list[str]) -> tuple[list, list[tuple[int, ...]], set[str]]:
+    """Return the results of a training, the doublings of its batches on this rank, and what was warned of."""
+    found, reasons = [], set()
+    of = SharedCapacity.of
+
+    def noted(self, batch):
+        batch = of(self, batch)
+        found.append(batch.layout.doublings)
+        return batch
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SharedCapacity, "of", noted)
+        patched.setattr("nn.training.shared_capacity.SlowBatchWarning", lambda ranks: reasons.add)
+        return sharded([overrides]), found, reasons
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_feature_beyond_its_capacity_grows_alone_on_all_ranks(tmp_path, world_size):
+    """The tags of the first batch of an epoch, which rank 0 of two has."""
+    data = written(tmp_path / "uneven", longest=24)
+    overrides = [*overrides_of(data, "adagrad", "mixed"), "data.shuffle_block=0"]
+    expected, tables = plain_losses(overrides)
+    for results, doublings, reasons in run_distributed(grown, world_size, overrides):
+        [(losses, shards)] = results
+        assert losses == pytest.approx(expected, rel=1e-6)
+        first = (0, world_size)
+        assert doublings[:5] == [first, (), (), (), first]
+        assert reasons == {"a batch has more ids of tags than the captured step has room for"}
+        for table, row, column, weight in shards:
+            rows, columns = weight.shape
+            wanted = tables[table][row : row + rows, column : column + columns]
+            torch.testing.assert_close(weight, wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_the_report_is_given_once_by_one_rank_and_not_on_cpus(caplog):

@@ -66,6 +66,16 @@ class PerTokenExperts(nn.Module):
             hidden, bias = hidden.flatten(2), torch.bmm(gates, bias)
         return torch.baddbmm(bias, hidden, self.down.to(hidden.dtype))
 
+    @torch.compiler.disable
+    def between_norms(self, x: Tensor, before: nn.LayerNorm, after: nn.LayerNorm) -> Tensor:
+        """Compute a whole `nn.models.rankmixer.RankMixerBlock` of one expert on a GPU, [T, B, D] to the same."""
+        # Only CUDA builds of torch include Triton.
+        from nn.ops.triton.rankmixer import Parameters, mixer_block
+
+        products = self.up, self.down, self.up_bias, self.down_bias
+        norms = before.weight, before.bias, after.weight, after.bias
+        return mixer_block(x, before.eps, Parameters(*products, *norms))
+
 
 class ReluRouter(PassLayer):
     """Gates ReLU(h(s)) of two routers, of which evaluation uses the second alone (section 3.4, equations 12 and 13).

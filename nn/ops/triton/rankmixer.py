@@ -1,0 +1,285 @@
+"""A block of RankMixer with one network per token on a GPU; the PyTorch version is in `nn.models.rankmixer`.
+
+Between its products every value is read and written once: a norm adds what it normalises, reads the mixed tokens where they
+lie, and is one kernel a direction, as is the activation with its bias. The backward pass adds them up again. The kernels
+add the gradients of biases and norms over their samples, and `column_sums` those of all programs: every sum has one order.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nn.ops.fused_linear import weight_gradient
+from nn.ops.triton.column_sums import column_sums
+from nn.ops.triton.layer_norm import (
+    BACKWARD,
+    FORWARD,
+    PROGRAMS,
+    input_gradient,
+    load,
+    normalise,
+    parameters,
+    store,
+    store_sums,
+    zeros,
+)
+from nn.ops.triton.parameters import cast_parameters
+
+# B: samples, T: tokens, D: columns of a token, K: columns of its hidden layer, P: programs of a token
+
+ACTIVATION = {"BLOCK_B": 16, "BLOCK_C": 128, "BLOCKS_OF_ROWS": 16}
+"""A program processes `BLOCKS_OF_ROWS` blocks of a token in sequence and accumulates in registers."""
+ROOT_HALF = tl.constexpr(0.7071067811865476)
+DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
+
+
+class Shape(NamedTuple):
+    """Constants of a norm's kernel, as in `nn.ops.triton.layer_norm`."""
+
+    C: int
+    BLOCK_C: int
+    BLOCK_R: int
+    T: int
+    MIXES: bool
+
+
+class Parameters(NamedTuple):
+    """Parameters of a block: `up` [T, D, K], `down` [T, K, D], biases [T, 1, K] and [T, 1, D], and those of norms [D]."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor
+    down_bias: Tensor
+    mixing_weight: Tensor
+    mixing_bias: Tensor
+    network_weight: Tensor
+    network_bias: Tensor
+
+
+def mixer_block(x: Tensor, eps: float, of: Parameters) -> Tensor:
+    """Map tokens [T, B, D] to the same, as `nn.models.rankmixer.RankMixerBlock` with one expert and GELU."""
+    return _Block.apply(x, eps, *of)
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
+        x, of = x.contiguous(), Parameters(*parameters)
+        up, down = cast_parameters(x.dtype, parameters[:2])
+        s = _add_norm(x, None, None, of.mixing_weight, of.mixing_bias, eps)
+        hidden = torch.bmm(s, up)
+        activated = torch.empty_like(hidden)
+        grid, sizes = _activation_layout(hidden)
+        _activate[grid](hidden, of.up_bias, activated, *sizes, **ACTIVATION)
+        y = torch.bmm(activated, down)
+        ctx.save_for_backward(x, s, hidden, activated, y, up, down)
+        ctx.parameters, ctx.eps = of, eps
+        return _add_norm(s, y, of.down_bias, of.network_weight, of.network_bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, s, hidden, activated, y, up, down = ctx.saved_tensors
+        of = ctx.parameters
+        norm = of.network_weight, of.network_bias
+        of_sum, *of_norm, down_bias = _norm_gradient(grad, s, y, of.down_bias, norm, ctx.eps)
+        of_down = weight_gradient(activated, of_sum, of.down)
+        of_hidden = torch.bmm(of_sum, down.mT)
+        grid, sizes = _activation_layout(hidden)
+        sums = hidden.new_empty(grid[2], len(x), hidden.shape[2], dtype=torch.float32)
+        inputs = of_hidden, hidden, of.up_bias, sums
+        _activation_gradient[grid](*inputs, *sizes, **ACTIVATION)
+        of_up = weight_gradient(s, of_hidden, of.up)
+        of_sum.baddbmm_(of_hidden, up.mT)  # s is read by the network and beside it
+        del of_hidden  # the largest gradient
+        norm = of.mixing_weight, of.mixing_bias
+        of_mixed, *of_mixing, _ = _norm_gradient(of_sum, x, None, None, norm, ctx.eps)
+        of_x = torch.empty_like(x)
+        programs, shape, num_warps = _norm_layout(x, FORWARD, mixes=True)
+        _add_mixed[(programs * len(x),)](of_mixed, of_x, x.shape[1], shape, num_warps=num_warps)
+        up_bias = column_sums(sums.flatten(1))
+        small = zip((up_bias, down_bias, *of_mixing, *of_norm), of[2:], strict=True)
+        return of_x, None, of_up, of_down, *(one.view_as(p).to(p.dtype) for one, p in small)
+
+
+def _add_norm(
+    x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    """Return LN(x + y + its bias), or LN(x + the mixed tokens of x) without them, [T, B, D]."""
+    out = torch.empty_like(x)
+    programs, shape, num_warps = _norm_layout(x, FORWARD, mixes=y is None)
+    inputs = x, y, y_bias, weight, bias
+    _norm[(programs * len(x),)](*inputs, out, x.shape[1], eps, shape, num_warps=num_warps)
+    return out
+
+
+def _norm_gradient(
+    grad: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    y_bias: Tensor | None,
+    norm: tuple[Tensor, Tensor],
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of what `_add_norm` normalises, of weight and bias [D], and of the bias of y [T * D], float32."""
+    tokens, samples, columns = x.shape
+    of_sum = torch.empty_like(x)
+    programs, shape, num_warps = _norm_layout(x, BACKWARD, mixes=y is None)
+    programs = min(programs, max(PROGRAMS // tokens, 1))
+    # A program without samples writes sums of zero.
+    of_norm = x.new_empty(programs * tokens, 2 * columns, dtype=torch.float32)
+    of_bias = x.new_empty(programs, tokens * columns, dtype=torch.float32)
+    inputs = grad.contiguous(), x, y, y_bias, *norm
+    rest = of_sum, of_norm, of_bias, samples, eps, shape
+    _norm_backward[(programs * tokens,)](*inputs, *rest, num_warps=num_warps)
+    of_y_bias = of_bias if y is None else column_sums(of_bias)
+    return of_sum, *column_sums(of_norm).chunk(2), of_y_bias
+
+
+def _norm_layout(x: Tensor, elements: int, *, mixes: bool) -> tuple[int, Shape, int]:
+    """Return a token's programs if each reads one block of samples, the kernel's constants, and the warps of a program."""
+    tokens, samples, columns = x.shape
+    block = triton.next_power_of_2(columns)
+    shape = Shape(columns, block, max(elements // block, 1), tokens, mixes)
+    return max(triton.cdiv(samples, shape.BLOCK_R), 1), shape, min(max(block // 128, 4), 16)
+
+
+def _activation_layout(hidden: Tensor) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    """Return the grid, blocks of columns, tokens and programs of a token, and the numbers of samples and columns."""
+    tokens, samples, columns = hidden.shape
+    rows = ACTIVATION["BLOCK_B"] * ACTIVATION["BLOCKS_OF_ROWS"]
+    programs = max(triton.cdiv(samples, rows), 1)
+    return (triton.cdiv(columns, ACTIVATION["BLOCK_C"]), tokens, programs), (samples, columns)
+
+
+@triton.jit
+def _place(block, column, samples, S: tl.constexpr):
+    """Return where a program's token has a block of samples, and which of these are there.
+
+    Neighbouring programs have different tokens of the same samples, so that mixing reads what a cache holds.
+    """
+    sample = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R)[:, None]
+    row = (tl.program_id(0) % S.T).to(tl.int64) * samples + sample
+    return row * S.C + column, (sample < samples) & (column < S.C)
+
+
+@triton.jit
+def _load_mixed(x, block, column, samples, inside, S: tl.constexpr):
+    """Load the tokens that heads make: column t * D / T + k of token h is column h * D / T + k of token t."""
+    HEAD: tl.constexpr = S.C // S.T
+    sample = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R)[:, None]
+    row = (column // HEAD).to(tl.int64) * samples + sample
+    return load(x, row * S.C + tl.program_id(0) % S.T * HEAD + column % HEAD, inside)
+
+
+@triton.jit
+def _load_sum(x, y, y_bias, block, column, samples, S: tl.constexpr):
+    offset, inside = _place(block, column, samples, S)
+    values = load(x, offset, inside)
+    if S.MIXES:
+        values += _load_mixed(x, block, column, samples, inside, S)
+    else:
+        at = tl.program_id(0) % S.T * S.C + column
+        values += load(y, offset, inside) + load(y_bias, at, column < S.C)
+    return values
+
+
+@triton.jit(do_not_specialize=["samples"])
+def _norm(x, y, y_bias, weight, bias, out, samples, eps, S: tl.constexpr):
+    column, factor, shift = parameters(weight, bias, S)
+    block = tl.program_id(0) // S.T
+    offset, inside = _place(block, column, samples, S)
+    values = _load_sum(x, y, y_bias, block, column, samples, S)
+    store(out, offset, normalise(values, inside, eps, S)[0] * factor + shift, inside)
+
+
+@triton.jit(do_not_specialize=["samples"])
+def _norm_backward(
+    grad, x, y, y_bias, weight, bias, of_sum, of_norm, of_bias, samples, eps, S: tl.constexpr
+):
+    column, factor, _ = parameters(weight, bias, S)
+    of_weight, of_shift, of_token = zeros(S), zeros(S), zeros(S)
+    first, programs = tl.program_id(0) // S.T, tl.num_programs(0) // S.T
+    for block in range(first, tl.cdiv(samples, S.BLOCK_R), programs):
+        offset, inside = _place(block, column, samples, S)
+        values = _load_sum(x, y, y_bias, block, column, samples, S)
+        slope = load(grad, offset, inside)
+        centred, rstd = normalise(values, inside, eps, S)
+        of_weight += slope * centred
+        of_shift += slope
+        result = tl.where(inside, input_gradient(slope * factor, centred, rstd, S), 0.0)
+        of_token += result
+        store(of_sum, offset, result, inside)
+    store_sums(of_norm, of_weight, of_shift, column, S)
+    if not S.MIXES:
+        at = tl.program_id(0) * S.C + column
+        store(of_bias, at, tl.sum(of_token, 0)[None, :], column < S.C)
+
+
+@triton.jit(do_not_specialize=["samples"])
+def _add_mixed(x, out, samples, S: tl.constexpr):
+    """Compute x and its mixed tokens: mixing twice gives x, so it is its own gradient."""
+    column = tl.arange(0, S.BLOCK_C)[None, :]
+    block = tl.program_id(0) // S.T
+    offset, inside = _place(block, column, samples, S)
+    store(out, offset, _load_sum(x, x, x, block, column, samples, S), inside)
+
+
+@triton.jit
+def _block(bias, block, samples, columns, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return the offsets of a block of a token's hidden layer, which of them are there, and the biases."""
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    sample = block * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
+    row = tl.program_id(1).to(tl.int64) * samples + sample
+    shift = load(bias, tl.program_id(1) * columns + column, column < columns)
+    return row * columns + column, (sample < samples) & (column < columns), shift
+
+
+@triton.jit
+def _activate(
+    hidden,
+    bias,
+    out,
+    samples,
+    columns,
+    BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCKS_OF_ROWS: tl.constexpr,
+):
+    for number in range(BLOCKS_OF_ROWS):
+        block = tl.program_id(2) * BLOCKS_OF_ROWS + number
+        offset, inside, shift = _block(bias, block, samples, columns, BLOCK_B, BLOCK_C)
+        values = load(hidden, offset, inside) + shift
+        store(out, offset, values * 0.5 * (1 + tl.erf(values * ROOT_HALF)), inside)
+
+
+@triton.jit
+def _activation_gradient(
+    grad,
+    hidden,
+    bias,
+    sums,
+    samples,
+    columns,
+    BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCKS_OF_ROWS: tl.constexpr,
+):
+    """Overwrite the gradient of what `_activate` returns by that of what it reads."""
+    total = tl.zeros((BLOCK_B, BLOCK_C), tl.float32)
+    for number in range(BLOCKS_OF_ROWS):
+        block = tl.program_id(2) * BLOCKS_OF_ROWS + number
+        offset, inside, shift = _block(bias, block, samples, columns, BLOCK_B, BLOCK_C)
+        values = load(hidden, offset, inside) + shift
+        share = 0.5 * (1 + tl.erf(values * ROOT_HALF))
+        slope = share + values * DENSITY_AT_0 * tl.exp(-0.5 * values * values)
+        result = load(grad, offset, inside) * slope
+        store(grad, offset, result, inside)
+        total += result
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    token = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    store(sums, token * columns + column, tl.sum(total, 0)[None, :], column < columns)
