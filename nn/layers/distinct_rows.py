@@ -23,6 +23,7 @@ class DistinctRows:
         lengths: ids of each sample, [B].
         hotness: ids of every sample; 0 if they differ.
         max_length: ids that a sample has at most, if they differ; None if that is not known.
+        vectors: row of each id, [C, D], if the step has looked them up: their gradients are added up by its own sort.
     """
 
     rows: Tensor
@@ -31,17 +32,24 @@ class DistinctRows:
     lengths: Tensor
     hotness: int = 0
     max_length: int | None = None
+    vectors: Tensor | None = None
 
     def by_id(self) -> Tensor:
         """Return the row of each id, [C, D]; the backward pass adds up the gradients of a row in one order."""
+        if self.vectors is not None:
+            return self.vectors
         return embedding(self.positions, self.rows)
 
     def by_sample(self) -> Tensor:
         """Return the row of each sample's first id, [B, D]."""
+        if self.hotness == 1:
+            return self.by_id()
         return embedding(self.positions.index_select(0, self.starts), self.rows)
 
     def of_samples(self, first: int, end: int) -> "DistinctRows":
         """Return the same of some samples, with `part_of` the positions where samples differ in their number of ids."""
+        if end - first == self.starts.shape[0]:
+            return self
         lengths, hotness = self.lengths[first:end], self.hotness
         if not hotness:
             begin, part = part_of(
@@ -52,10 +60,15 @@ class DistinctRows:
                 positions=self.positions.index_select(0, part),
                 starts=self.starts[first:end] - begin,
                 lengths=lengths,
+                vectors=None,
             )
         positions = self.positions[hotness * first : hotness * end]
         return replace(
-            self, positions=positions, starts=self.starts[: end - first], lengths=lengths
+            self,
+            positions=positions,
+            starts=self.starts[: end - first],
+            lengths=lengths,
+            vectors=None,
         )
 
 

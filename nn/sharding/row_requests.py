@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from dataloading.dataset.batch_layout import NO_ID
+from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, SlotRows, SortedIds, addition_scalars
 from nn.embedding.optimizer import ADDITION
 from nn.sharding.local_ids import RequestedIds
-from nn.sharding.merged_rows import MergedRows, bags_by_number, of_asked
+from nn.sharding.merged_rows import MergedRows, RowSums, bags_by_number, of_asked
 from nn.sharding.placement import BY_NUMBER, RankTables, RequestedTables
 from nn.sharding.rank_group import gradients_of_all_groups
 from nn.sharding.request_keys import RequestKeys, RowCapacity
@@ -87,6 +88,17 @@ class RowRequests:
             self._row_capacity.total + 1, columns, dtype=tables.dtype, device=ranks.device
         )
         self._sent = self.rows[:-1] if self._is_local else self.rows.new_empty(count, columns)
+        num_keys = sum(block.count for block in keys.blocks.values())
+
+        def bags_of(sums: Tensor) -> LocalEmbeddingBags:
+            # Without the last row, which is that of ids without one.
+            table = LocalTable(BY_NUMBER, sums[:-1], {}, first_row=0)
+            return bags(table, num_keys, ADDITION, addition_scalars(ranks.device))
+
+        # torch's index_select takes a block of threads a row, however narrow.
+        self._by_id = bags_of(self.rows)
+        # Sums of the gradients of each of `rows`, of one per id.
+        self.sums_by_id = RowSums(bags_of, self.rows.shape, ranks.device)
         # The rows of one memory, if there are several.
         self._sent_part = torch.empty_like(self._sent) if len(self._owned) > 1 else None
 
@@ -152,6 +164,12 @@ class RowRequests:
             self._sent.add_(self._sent_part)
         if not self._is_local:
             self._channels.embeddings(self.rows[:-1], self._sent, self._capacity, self._from_each)
+
+    def rows_of(self, positions: Tensor) -> Tensor:
+        """Return those of `rows` at the positions of all ids, [K, D]."""
+        out = self.rows.new_empty(len(positions), self.rows.shape[1])
+        self._by_id.look_up(positions, out)
+        return out
 
     def sort(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[SortedIds]:
         """Sort the rows that are asked of this rank, for each memory."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.id_all_to_all import IdAllToAll
-from nn.sharding.local_ids import Capacity, LocalIds
+from nn.sharding.local_ids import Capacity, LocalIds, RequestedIds
 from nn.sharding.placement import RankTables, RequestedTables
 from nn.sharding.pooled_rows import PooledRows
 from nn.sharding.rank_group import GroupIds, gradients_of_all_groups
@@ -280,6 +281,18 @@ class ShardedLookup:
         found = self._groups[number].keys.distinct_rows(rows, local, feature)
         return replace(found, max_length=self._sequences.max_length(feature))
 
+    def vectors(self, ids: LocalIds, rows: Tensor, table: str) -> dict[str, Tensor]:
+        """Return the row of each id of each feature, [C, D], of the same rows; the sort that found them adds up gradients."""
+        number = self._number_of(table)
+        group, requested = self._groups[number], ids.requested[number]
+        blocks = group.keys.blocks
+        positions = [
+            requested.local.narrow(0, block.first, block.count) for block in blocks.values()
+        ]
+        found = _ById.apply(rows, group.requests, requested, *positions)
+        of_block = dict(zip(blocks, found, strict=True))
+        return {feature: of_block[block] for feature, block in group.keys.block_of.items()}
+
     def _number_of(self, table: str) -> int:
         return [group.table for group in self._groups].index(table)
 
@@ -448,6 +461,24 @@ class ShardedLookup:
 
     def _replicated_part(self, local: Tensor) -> Tensor:
         return local[self._replicated_start :].view(self._replicated.num_samples, -1)
+
+
+class _ById(torch.autograd.Function):
+    """The row of each id of each feature; the backward pass adds up the gradients of a row over all features, in one order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, requests: RowRequests, ids: RequestedIds, *positions: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.sums, ctx.ids, ctx.dtype = requests.sums_by_id, ids, rows.dtype
+        sizes = [len(of_feature) for of_feature in positions]
+        return requests.rows_of(torch.cat(positions)).split(sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sorted_ids = ctx.sums.take_sorted(ctx.ids.local, ctx.ids.keys, ctx.ids.order)
+        total = ctx.sums(sorted_ids, torch.cat(gradients)).to(ctx.dtype)
+        return total, None, None, *[None] * len(gradients)
 
 
 def _embedding_bags(

@@ -8,7 +8,7 @@ The host reads nothing back, so that the pass can be captured once as a CUDA gra
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -224,6 +224,7 @@ class ForwardBackward:
         context, lookup = self._context, self._lookup
         taken: list[Tensor] = []
         unused = dict.fromkeys(lookup.handed_out)
+        by_id: dict[str, dict[str, Tensor]] = {}
 
         def take_all(is_filled_by_caller: bool) -> list[Tensor]:
             """Return the vectors, and the rows that the dense component takes; always the same."""
@@ -250,7 +251,12 @@ class ForwardBackward:
         def all_rows_of(table: str, feature: str) -> DistinctRows:
             unused.pop(table, None)
             rows = dict(zip(lookup.handed_out, take_all(False)[1:], strict=True))[table]
-            return lookup.distinct_rows(vectors.ids, rows, table, feature)
+            found = lookup.distinct_rows(vectors.ids, rows, table, feature)
+            if len(self._chunks) > 1:
+                return found
+            if table not in by_id:
+                by_id[table] = lookup.vectors(vectors.ids, rows, table)
+            return replace(found, vectors=by_id[table][feature])
 
         def rows_of(table: str, feature: str) -> DistinctRows:
             return all_rows_of(table, feature).of_samples(chunk.first, chunk.end)

@@ -99,7 +99,7 @@ SUBPACKAGES = {
     "nn.layers": {"nn.ops", "nn.ops.triton", "nn.ops.triton.fp8"},
     "nn.embedding": {"nn.ops", "nn.ops.triton"},
     "nn.embedding.rules": {"nn.embedding", "nn.ops"},
-    "nn.layers.interactions": {"nn.layers", "nn.ops"},
+    "nn.layers.interactions": {"nn.layers", "nn.ops", "nn.ops.triton"},
     "nn.models": {
         "nn.embedding",
         "nn.layers",

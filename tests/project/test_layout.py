@@ -14,6 +14,7 @@ KERNELS = {
     "nn.ops.triton.hstu_attention._forward",
     "nn.ops.triton.hstu_attention._of_keys",
     "nn.ops.triton.hstu_attention._of_queries",
+    "nn.ops.triton.target_attention._backward",
     "nn.tiers.slot_kernels._list_found",
     "preproc.criteo.tokenizer.parse_lines",
 }

@@ -43,7 +43,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 106
+    assert done.stdout.count("compiled") == 108
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -288,12 +288,18 @@ def build_mapping(ids: str) -> None:
 
 def build_jagged() -> None:
     """Compile the kernels over positions of samples; blocks of keys and queries as for short and for long ones."""
-    from nn.ops.triton import jagged, jagged_attention
+    from nn.ops.triton import jagged, jagged_attention, target_attention
     from nn.ops.triton.jagged_attention import Operands, Saved, Shape
 
     at = {"at": ("*i32", "*i32", "*i32")}
     for kernel, how in ((jagged._expand, "mean"), (jagged._pool, "last")):
         build(kernel, at | dict.fromkeys(("values", "out"), "*bf16"), HOW=how, P=32, D=64)
+    of_unit = at | dict.fromkeys(("query", "events", "weighted", "of_events", "of_query"), "*bf16")
+    of_unit |= {"parameters": ("*fp32",) * 6, "partial": "*fp32"}
+    sizes = {"D": 16, "H1": 80, "H2": 40, "P": target_attention.BLOCK_P, "BLOCK_D": 16}
+    sizes |= {"BLOCK_1": 128, "BLOCK_2": 64}
+    build(target_attention._forward, of_unit, 4, 1, **sizes)
+    build(target_attention._backward, of_unit, 8, 1, IS_MEAN=True, **sizes)
     scores = at | dict.fromkeys(("scores", "grad", "result"), "*fp32")
     for grad in ({}, {"grad": None}):
         build(jagged._softmax, scores, BLOCK_P=32, BLOCK_H=2, num_warps=1, **grad)
