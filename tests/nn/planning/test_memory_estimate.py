@@ -13,8 +13,8 @@ from benchmarks.rows import ROWS
 from configs.schema import Amp, Config, Device
 from dataloading.dataset.batch_layout import id_counts
 from nn.build import build_plan, open_source, planned_hardware
-from nn.layers.adaptive_mlp import AdaptiveMLP
 from nn.layers.distinct_rows import DistinctRows
+from nn.layers.interactions.adaptive_mlp import AdaptiveMLP
 from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence_events import SequenceEvents
