@@ -134,6 +134,7 @@ EXTRAS = {
     "loggers": ("wandb", "mlflow", "sqlalchemy", "alembic"),
     "mlperf": ("mlperf_logging",),
     "bench": ("polars",),
+    "kafka": ("confluent_kafka",),
 }
 """Modules that an extra of pyproject.toml installs."""
 

@@ -1,5 +1,6 @@
 """Every option of `python -m preproc`, in the style of `configs/schema.py`."""
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -46,6 +47,31 @@ class YambdaConfig(Section):
     )
     users: int = option(10_000, "users of the synthetic log, without source", most=2**31 - 1, gt=0)
     mean_events: float = option(4763.0, "mean events of a user of the synthetic log", gt=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class KafkaConfig(Section):
+    """Parts of the messages of a topic, `source=kafka://HOST:PORT/TOPIC`."""
+
+    section = "kafka"
+
+    part_rows: int = option(1_000_000, "messages of a part, at most", most=2**31 - 1, gt=0)
+    part_s: float = option(60.0, "seconds after its first message when a part ends", gt=0)
+    idle_s: float | None = option(None, "seconds without a message to end after; null: go on", gt=0)
+    settings: str | None = option(
+        None,
+        "yaml file of further settings of the client librdkafka, such as ssl.ca.location",
+        path=True,
+    )
+
+
+TOPIC = re.compile(r"kafka://([^/\s]+)/([\w.-]+)")
+
+
+def topic_of(source: object) -> tuple[str, str] | None:
+    """Return the brokers and the topic that `source` names; None if it names no topic."""
+    found = TOPIC.fullmatch(source) if isinstance(source, str) else None
+    return None if found is None else (found[1], found[2])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,7 +127,8 @@ class PreprocConfig(Section):
     source: Any = option(
         None,
         "raw logs: a file, a glob, a _file_list.txt or a list of them; .tsv, .gz or .zst; day_2 before day_10; with "
-        "mode=describe a directory too",
+        "mode=describe a directory too; with mode=transform kafka://HOST:PORT/TOPIC, whose messages become parts below output "
+        "(docs/every_day.md)",
         path=True,
     )
     split: Split | None = option(
@@ -167,6 +194,7 @@ class PreprocConfig(Section):
     )
     plot: bool = option(True, "draw the report as output/report.png")
     seed: int = option(1, "seed of shuffle and of what is synthetic", ge=0)
+    kafka: KafkaConfig = field(default_factory=KafkaConfig)
     yambda: YambdaConfig = field(default_factory=YambdaConfig)
     data: StreamConfig = MISSING
 
@@ -192,6 +220,8 @@ class PreprocConfig(Section):
             "mode=transform or mode=extend and fitted=DIR go together: DIR is the dataset whose fit is applied, or extended",
         )
         self._check_extend()
+        if isinstance(self.source, str) and self.source.startswith("kafka:"):
+            self._check_topic()
         if self.mode is Mode.convert:
             return
         if self.layout is Layout.synthetic:
@@ -206,6 +236,18 @@ class PreprocConfig(Section):
         else:
             TableConfig.of(self.table)
             self._check_files("test_source")
+
+    def _check_topic(self) -> None:
+        is_table = self.layout is Layout.table
+        sources = TableConfig.of(self.table).sources.values() if is_table else ()
+        formats = [source.format for source in sources if source.files == self.source]
+        require(
+            topic_of(self.source) is not None
+            and formats == ["jsonl"]
+            and self.one_split == "train",
+            f"source={self.source}: want kafka://HOST:PORT/TOPIC, with mode=transform, split_name=train and a table with one "
+            "source of files: ${source} and format: jsonl",
+        )
 
     def _check_extend(self) -> None:
         require(

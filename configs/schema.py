@@ -263,6 +263,17 @@ class DataConfig(Section):
         gt=0,
         lt=1,
     )
+    watch_dir: str | None = option(
+        None,
+        "directory to which datasets of the fit of data.path are added while a run trains: their training rows follow "
+        "those of data.path, each once (docs/every_day.md)",
+        path=True,
+    )
+    watch_idle_s: float | None = option(
+        None,
+        "seconds without a further batch after which a run with data.watch_dir ends; null: wait",
+        gt=0,
+    )
     dynamic: DynamicConfig = MISSING
     negatives: NegativesConfig = MISSING
     multi_hot: MultiHotConfig = MISSING
@@ -1230,6 +1241,7 @@ class Config(Section):
             "one of them out",
         )
         self._check_day()
+        self._check_watch()
         require(
             self.eval.patience is None or self.checkpoint.save,
             f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
@@ -1237,6 +1249,21 @@ class Config(Section):
         )
         self._check_mlperf()
         self._check_predict()
+
+    def _check_watch(self) -> None:
+        """Refuse options that rows without an end do not go with."""
+        data = self.data
+        is_as_read = data.validation_fraction is None and not data.negatives.features
+        has_ends = self.train.epochs != 1 or self.eval.every is None
+        for is_met, wanted in (
+            (data.path is not None, "data.path"),
+            (data.shuffle_block == 0, "data.shuffle_block=0, as its rows keep their order"),
+            (not has_ends, "train.epochs=1 and eval.every, as its rows have no end"),
+            (is_as_read, "neither data.validation_fraction nor data.negatives"),
+            (self.day is None and not self.log.mlperf, "neither day nor log.mlperf"),
+        ):
+            is_watched = data.watch_dir is not None and self.mode is Mode.train
+            require(is_met or not is_watched, f"data.watch_dir={data.watch_dir} wants {wanted}")
 
     def _check_day(self) -> None:
         """Refuse a next day of a run that cannot have one."""

@@ -124,13 +124,15 @@ class Loader:
         Copies of it must be queued before the next `next()`, on the stream that is current there.
 
         It does nothing with Parquet row groups larger than the batch of a rank: several processes would decode the
-        same row group. A row group across the border of two batches is decoded twice in any case.
+        same row group. A row group across the border of two batches is decoded twice in any case. Nor with rows that
+        grow, of which the processes would know none that came later.
 
         The size of a batch with ragged features depends on its rows. A slot has room for twice the capacity of a step; a
         larger batch is read by the calling thread. Raises ValueError: the system has too little memory
         for the processes or for the batches that they read ahead.
         """
-        if self.source.granule(self.split) > self.batch_size // self.world_size:
+        is_decoded_twice = self.source.granule(self.split) > self.batch_size // self.world_size
+        if is_decoded_twice or self.source.grows(self.split):
             return
         num_processes = min(self.workers, self.prefetch)
         self.source.before_fork(self.split, num_processes)

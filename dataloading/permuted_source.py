@@ -6,7 +6,14 @@ from functools import lru_cache
 import numpy as np
 
 from dataloading.dataset.batch_layout import Allocate
-from dataloading.dataset.source import Columns, DerivedSource, Keys, Source, own_memory
+from dataloading.dataset.source import (
+    Columns,
+    DerivedSource,
+    Keys,
+    Source,
+    joined,
+    own_memory,
+)
 from dataloading.gather import expand
 
 BLOCK_ROWS = 1 << 24
@@ -50,33 +57,18 @@ class PermutedSource(DerivedSource):
         starts = self._permuted(split, rows)
         other = self._source.read(split, np.stack([starts, starts + 1], axis=1))
         spec, feature = self.spec, self._feature
-        ids, lengths, events = list(own.ids), list(own.lengths), list(own.events)
         permuted = [
             index for index, f in enumerate(spec.categorical) if f.name in self._permuted_with
         ]
         for index in permuted:
-            ids[index], lengths[index] = other.ids[index], other.lengths[index]
+            own.ids[index], own.lengths[index] = other.ids[index], other.lengths[index]
         for index, number in enumerate(spec.event_columns):
             if number.name in self._permuted_with:
-                events[index] = other.events[index]
+                own.events[index] = other.events[index]
         if not permuted:
             column = spec.numerical.index(feature)
             own.numerical[:, column] = other.numerical[:, column]
-        num_rows = len(rows)
-        out = Columns.empty(spec, num_rows, padded_to, [len(values) for values in ids], allocate)
-        out.numerical[:num_rows] = own.numerical
-        for (_, target), (_, values) in zip(
-            out.row_columns(spec), own.row_columns(spec), strict=True
-        ):
-            target[:num_rows] = values
-        for target, values in zip(out.ids, ids, strict=True):
-            target[:] = values
-        for target, values in zip(out.events, events, strict=True):
-            target[:] = values
-        for of_rows, counts in zip(out.lengths, lengths, strict=True):
-            if of_rows is not None:
-                of_rows[:num_rows] = counts
-        return out
+        return joined(spec, [own], padded_to, allocate)
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         if self.spec.categorical[feature].name in self._permuted_with:

@@ -24,6 +24,7 @@ from dataloading.loader import READERS, Loader, LoaderSettings
 from dataloading.negatives_source import NegativesSource
 from dataloading.partition import num_steps
 from dataloading.storage.local_copy import local_path
+from dataloading.stream_source import StreamSource
 from dataloading.synthetic import SyntheticSource
 from nn.checkpoint.tensor_index import TensorIndex, blocks
 from nn.distributed.host_memory import host_memory
@@ -58,7 +59,7 @@ TRAIN_SPLIT = "train"
 
 
 def open_source(config: Config, trained: FeatureSpec | None = None) -> Source:
-    """Open the dataset directory, or synthetic clicks; with a validation split held out, unless scores of new rows need none.
+    """Open the dataset directory, or synthetic clicks; with rows that grow, or a validation split unless new rows are scored.
 
     `trained`: of the dataset whose capacities a step has, if it is another one.
     """
@@ -72,6 +73,8 @@ def open_source(config: Config, trained: FeatureSpec | None = None) -> Source:
         source = SyntheticSource.of(data.synthetic, config.seed)
     if data.negatives.features and config.mode is not Mode.predict:
         source = NegativesSource(source, data.negatives, config.seed)
+    if data.watch_dir is not None and config.mode is Mode.train:
+        return StreamSource(source, Path(data.watch_dir))
     fraction = data.validation_fraction
     scores_others = config.mode is Mode.predict and config.predict.split != VALIDATION
     return source if fraction is None or scores_others else HeldOutSource(source, fraction)

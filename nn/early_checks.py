@@ -27,6 +27,9 @@ def check_inputs(config: Config) -> None:
     """Check that dataset, checkpoint and run directory of a run can be used; ValueError on all ranks, or OSError."""
     if config.data.path is not None:
         _check_dataset(config)
+    watched = config.data.watch_dir if config.mode is Mode.train else None
+    if watched is not None and not Path(watched).is_dir():
+        raise ValueError(f"data.watch_dir={watched} is no directory; create it")
     if config.fitted is not None:
         FeatureSpec.load_features(Path(config.fitted))
     if config.mode is Mode.plan:

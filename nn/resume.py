@@ -56,6 +56,7 @@ from nn.training.lr_scheduler import has_ended
 # Settings that may differ between two starts of one run: they change neither what is learnt up to a step nor the order.
 FREE = (
     *("run_dir", "config", "mode", "day", "device", "data.path", "data.prefetch", "data.workers"),
+    "data.watch_idle_s",
     *("train.epochs", "train.max_steps", "train.compile", "train.capture", "train.tf32"),
     "train.batch_size_per_rank",  # train.batch_size has the global batch that it results in
     *("eval.", "inference.", "sharding.", "checkpoint.", "log.", "profile.", "predict.", "output"),
@@ -266,6 +267,8 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
         facts = {"num_steps": 0}
     trained = Day.of_facts(facts)
     is_other = None not in (trained.identity, day.identity) and trained.identity != day.identity
+    # Which rows of a stream another run has trained is not known here.
+    is_other = is_other or (is_training and config.data.watch_dir is not None)
     first_step = facts["num_steps"] if is_other else trained.first_step
     if is_other and is_training and has_ended(first_step, config.scheduler):
         raise ValueError(

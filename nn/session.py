@@ -17,6 +17,7 @@ from configs.schema import Component, Config, Mode
 from configs.user_objects import described, has_raised
 from dataloading.dataset.file_states import data_identity
 from dataloading.dataset.source import Source
+from dataloading.stream_source import Part, StreamSource
 from dataloading.synthetic import SyntheticSource
 from nn.build import (
     TRAIN_SPLIT,
@@ -161,7 +162,7 @@ def open_session(
         stack.enter_context(report_lost_rank(ranks))
         lock = stack.enter_context(RunLock(logger))
         ranks.run_on_rank0(partial(_take_run_directory, config, lock, logger))
-        start = own_resume_point(config, source, ranks, logger) or start
+        start = _own_start(config, source, ranks, logger) or start
         finished = finished_run(config, loaders.train, ranks, start)
         if finished is not None:
             ranks.run_on_rank0(lambda: _complete_results(config, start, logger))
@@ -199,6 +200,16 @@ def open_session(
             )
             with _errors_of_own_model(config.model.name):
                 yield session
+
+
+def _own_start(config: Config, source: Source, ranks: Ranks, logger: Logger) -> ResumePoint | None:
+    """Find the checkpoint of its own that a run resumes from; a stream takes the parts that it has trained until then."""
+    start = own_resume_point(config, source, ranks, logger)
+    if start is not None and start.is_continuation and isinstance(source, StreamSource):
+        rows = start.day.position(start.num_steps) * config.train.batch_size
+        for facts in start.facts["trainer"]["parts"]:
+            source.append(Part(**facts), rows)
+    return start
 
 
 def beside_plan(
@@ -367,11 +378,13 @@ def _header_facts(
     config: Config, source: Source, run_dir: Path, start: ResumePoint
 ) -> dict[str, str]:
     spec, train, optimizer = source.spec, config.train, config.optimizer
+    is_stream = isinstance(source, StreamSource)
+    rows = source.known_rows if isinstance(source, StreamSource) else source.num_rows(TRAIN_SPLIT)
     facts = {
         "model": f"{config.model.name}, {len(spec.numerical)} numerical and "
         f"{len(spec.categorical)} categorical features, dim {config.model.embedding_dim}",
         "data": f"{config.data.path or SYNTHETIC}, "
-        f"{source.num_rows(TRAIN_SPLIT):,} training rows, "
+        f"{rows:,} training rows{f' and those of {config.data.watch_dir}' * is_stream}, "
         f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
         **_negatives_fact(config),
         "seed": str(config.seed),

@@ -21,7 +21,7 @@ from configs.console import command_console
 from configs.messages import require_package
 from configs.options import require
 from configs.overrides import options_text, texts_of, to_config
-from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig, Split
+from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig, Split, topic_of
 from configs.stop_signals import restore_signals
 from configs.table_schema import TableConfig
 from dataloading.dataset.dataset_directory import check_output
@@ -113,6 +113,12 @@ def execute(config: PreprocConfig) -> None:
     config = replace(config, **read)
     if config.output is None:
         _execute(config)
+        return
+    if topic_of(config.source) is not None:
+        from preproc.kafka_parts import follow_topic
+
+        restore_signals()
+        follow_topic(config)
         return
     for key, path in read.items():
         require(

@@ -152,6 +152,10 @@ class Source(ABC):
         """
         return 1
 
+    def grows(self, split: str) -> bool:
+        """Return whether rows are added to `split` while it is read."""
+        return False
+
     def before_fork(self, split: str, num_processes: int) -> None:  # noqa: B027, most decode nothing
         """Decode the data of a split that `num_processes` processes, forked next, would otherwise each decode."""
 
@@ -215,6 +219,27 @@ class DerivedSource(Source):
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         return self._source.read_keys(split, runs, feature)
+
+
+def joined(
+    spec: FeatureSpec,
+    pieces: Sequence[Columns],
+    padded_to: int | None = None,
+    allocate: Allocate = own_memory,
+) -> Columns:
+    """Return the rows of `pieces`, which have no padding, one piece after another; the rest as of `Columns.empty`."""
+    num_ids = [sum(map(len, ids)) for ids in zip(*(piece.ids for piece in pieces), strict=True)]
+    num_rows = sum(len(piece.labels) for piece in pieces)
+    out = Columns.empty(spec, num_rows, padded_to, num_ids, allocate)
+
+    def arrays(columns: Columns) -> list[np.ndarray]:
+        single = [numbers for _, numbers in columns.row_columns(spec)]
+        lengths = [counts for counts in columns.lengths if counts is not None]
+        return [columns.numerical, *single, *columns.ids, *lengths, *columns.events]
+
+    for target, *own in zip(arrays(out), *map(arrays, pieces), strict=True):
+        np.concatenate(own, out=target[: sum(map(len, own))])
+    return out
 
 
 def read_with_keys(source: Source, split: str, runs: np.ndarray) -> Columns:

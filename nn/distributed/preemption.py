@@ -114,9 +114,9 @@ class PreemptionSync:
     def saved(self) -> None:
         self._saved_at = time.monotonic()
 
-    def after_step(self) -> Decision:
-        """Return the decision after this step; exchange with the other ranks if it is due."""
-        self._steps_left -= 1
+    def after_step(self, *, is_waiting: bool = False) -> Decision:
+        """Return the decision after this step; exchange with the other ranks if it is due, or if all are waiting for rows."""
+        self._steps_left = 0 if is_waiting else self._steps_left - 1
         if self._steps_left:
             return Decision(0, False)
         now = time.monotonic()

@@ -163,6 +163,8 @@ class Training:
             raise ValueError(
                 f"all {trainer.last_step:,} steps are done; raise train.epochs or train.max_steps"
             )
+        if self._config.data.watch_dir is not None:
+            raise ValueError("data.watch_dir waits for rows in train(); call it, not step()")
         prefetcher = self._started()
         if trainer.num_steps > session.start.num_steps:
             # Before a step, so that the checkpoint of the one before has its evaluation.

@@ -11,6 +11,7 @@ import torch
 from configs.messages import on_one_line
 from configs.schema import Config
 from dataloading.loader import Loader
+from dataloading.stream_source import StreamSource
 from nn.baseline import MOST_ROWS, baseline
 from nn.build import TRAIN_SPLIT, model_spec
 from nn.checkpoint.directory import CHECKPOINTS, DELTAS, clear, list_checkpoints, prune, step_of
@@ -49,6 +50,7 @@ from nn.session import Session, open_session
 from nn.training.evaluator import Evaluator
 from nn.training.limits import EvalSteps
 from nn.training.loop_state import LoopState, Origin
+from nn.training.new_rows import NewRows
 from nn.training.trainer import RunOutput, Saving, Trainer
 
 EVALUATED_ROW = 1 / 3
@@ -128,7 +130,7 @@ def open_training(
             path = Path(config.log.prometheus)
             own.append(PrometheusFile(path, str(session.recorder.run_dir), session.logger))
         observers_of_run = Observers([one for one in own if one is not None], users)
-        output = RunOutput(session.recorder, progress, saving, observers_of_run)
+        output = RunOutput(session.recorder, progress, saving, observers_of_run, _new_rows(session))
         trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
@@ -137,11 +139,19 @@ def open_training(
         yield trainer, saving
 
 
+def _new_rows(session: Session) -> NewRows | None:
+    if not isinstance(session.source, StreamSource):
+        return None
+    return NewRows(session.source, session.config, session.ranks, session.logger.warning)
+
+
 def _time_left(
     session: Session, evaluator: Evaluator, last_step: int, saving: Saving | None
 ) -> TimeLeft:
     config, loader = session.config, session.loaders.train
     assert loader is not None
+    if isinstance(loader.source, StreamSource):
+        return TimeLeft(last_step)  # to the end of the rows so far
     steps, day = EvalSteps.of(config, loader.steps_per_epoch), session.start.day
     return TimeLeft(
         last_step,
@@ -227,7 +237,8 @@ def _mlperf_settings(session: Session) -> dict[str, Any]:
 def _report_ranges(session: Session, loader: Loader) -> None:
     """Print a warning if rank 0's first batch has numerical features that nobody scaled."""
     names = session.source.spec.numerical
-    if session.ranks.is_rank0 and names:
+    # The next batch of a stream may not have come.
+    if session.ranks.is_rank0 and names and not loader.source.grows(loader.split):
         batch = loader.batch(session.start.day.position(session.start.num_steps))
         note = range_note(names, batch.numerical[: batch.num_valid].numpy())
         if note is not None:

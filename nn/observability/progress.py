@@ -61,6 +61,12 @@ class Progress(WithBar):
         if self.bar is not None:
             self.bar.update(self._task, completed=step)
 
+    def move_end(self, total_steps: int) -> None:
+        """Count to another last step than before: further rows have come."""
+        self.total_steps = self.time_left.last_step = total_steps
+        if self.bar is not None:
+            self.bar.update(self._task, total=total_steps)
+
     @contextmanager
     def evaluation(self, num_batches: int) -> Iterator[Callable[[], None]]:
         """Show a bar of an evaluation while the block runs, and yield the function that moves it by a batch."""
@@ -225,4 +231,8 @@ def shown_number(value: float | None, form: str = ".4f", missing: str = "n/a") -
 
 
 def shown_speed(record: Mapping[str, Any]) -> str:
-    return f"{shown_number(record['samples_per_s'], ',.0f')} samples/s"
+    """Return the rows per second, and how far a run is behind rows that grow."""
+    behind = ""
+    if "rows_behind" in record:
+        behind = f"  {record['rows_behind']:,} rows and {record['parts_behind']:,} parts behind"
+    return f"{shown_number(record['samples_per_s'], ',.0f')} samples/s{behind}"

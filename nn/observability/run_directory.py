@@ -66,6 +66,7 @@ FIRST_AUC = (UNTRAINED_AUC, RESTORED_AUC)
 LOST_RANK = "another rank has exited; the same command with the same run_dir resumes from the latest checkpoint"
 """In the place of the text of gloo or NCCL."""
 ALL_STEPS_DONE, ENDED_BY_CALLER = "all steps done", "ended by its caller before the last step"
+NO_NEW_ROWS = "no new rows for data.watch_idle_s"
 """Why a run that was not stopped before has ended, under `stopped` of a summary."""
 
 RESULT_STEP = "result_step"

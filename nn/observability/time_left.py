@@ -22,7 +22,7 @@ class TimeLeft:
         checkpoint_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._last_step = last_step
+        self.last_step = last_step
         self._evaluations_from = evaluations_from
         self._steps_per_evaluation = steps_per_evaluation
         self._checkpoint_s = checkpoint_s
@@ -41,7 +41,7 @@ class TimeLeft:
             self._counted += 1
             if self._counted:
                 # Until the window is full the n-th step has the weight n, so that those of cold caches are soon outweighed.
-                window = max(WINDOW, self._last_step / PART_OF_RUN)
+                window = max(WINDOW, self.last_step / PART_OF_RUN)
                 seconds = (now - self._at) / max(step - self._step, 1)
                 self._step_s += (seconds - self._step_s) * max(2 / (self._counted + 1), 1 / window)
         self._step, self._at, self._began = step, now, None
@@ -57,5 +57,5 @@ class TimeLeft:
         evaluation_s = self._evaluation_s
         if evaluation_s is None:
             evaluation_s = self._steps_per_evaluation * self._step_s
-        left = (self._last_step - self._step) * self._step_s
+        left = (self.last_step - self._step) * self._step_s
         return left + self._evaluations_from(self._step) * evaluation_s + self._checkpoint_s()

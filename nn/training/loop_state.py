@@ -38,6 +38,7 @@ class LoopState:
     key_counts: dict[str, int] | None = None  # of raw keys, since the latest record
     # for distinct rows (`RequestCapacity.facts`); shapes of a step, and so its bits, depend on it
     row_capacity: dict[str, Any] | None = None
+    parts: list[dict[str, Any]] | None = None  # of a stream, whose rows were trained
     last_record: int | None = None
     first_auc: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(FIRST_AUC))
     test: dict[str, Any] = field(default_factory=dict)  # the latest evaluation
@@ -56,6 +57,7 @@ class LoopState:
             "loss_steps": self.loss_steps,
             **({} if self.key_counts is None else {"key_counts": dict(self.key_counts)}),
             **({} if self.row_capacity is None else {"row_capacity": self.row_capacity}),
+            **({} if self.parts is None else {"parts": self.parts}),
             "test": plain_numbers(self.test),
             **self.first_auc,
             "best_metric": self.best_metric,

@@ -32,6 +32,7 @@ from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     ENDED_BY_CALLER,
     LAST_AUC,
+    NO_NEW_ROWS,
     RESTORED_AUC,
     RESULT_STEP,
     UNTRAINED_AUC,
@@ -44,6 +45,7 @@ from nn.observers.observer import PendingCheckpoint
 from nn.training.evaluator import Evaluator, described_predictions
 from nn.training.limits import EvalSteps, early_stop
 from nn.training.loop_state import LoopState, Origin, plain_numbers
+from nn.training.new_rows import NewRows
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult, TrainStep
 
@@ -64,6 +66,7 @@ class RunOutput:
     progress: Progress
     saving: Saving | None = None
     observers: Observers = field(default_factory=Observers)
+    new_rows: NewRows | None = None  # of training rows that grow
 
 
 class Trainer:
@@ -92,6 +95,8 @@ class Trainer:
         self._progress = output.progress
         self._saving = output.saving
         self._observers = output.observers
+        self._new_rows = output.new_rows
+        self._early_end = ENDED_BY_CALLER if output.new_rows is None else NO_NEW_ROWS
         self.state = state
         self.last_step = state.day.last_step(config, train_loader.steps_per_epoch)
         self._metrics = metrics_of(step.tasks)
@@ -115,6 +120,7 @@ class Trainer:
             self._preemption = PreemptionSync(ranks, lambda: saving.stop.signum, minutes)
         # Until a step or an evaluation follows the checkpoint that the run resumed from.
         self._is_as_resumed = state.origin is Origin.RESUMED
+        self._saved_step = state.num_steps if self._is_as_resumed else None
         self._speed = ThroughputMeter()
         self._batches: Generator[Batch, None, None] | None = None
         self._late_record: tuple[dict[str, Any], StartedMetrics] | None = None
@@ -122,6 +128,11 @@ class Trainer:
     @property
     def num_steps(self) -> int:
         return self.state.num_steps
+
+    @property
+    def _position(self) -> int:
+        """Updates of the day."""
+        return self.state.day.position(self.num_steps)
 
     @property
     def first_step(self) -> int:
@@ -145,6 +156,8 @@ class Trainer:
         """Return the state of the loop as a checkpoint holds it."""
         capacity = self._step.path.request_capacity.facts()
         self.state.row_capacity = capacity if capacity["shards"] else None
+        if self._new_rows is not None:
+            self.state.parts = self._new_rows.begun(self._position)
         return self.state.facts(ends_day=self.ends_day)
 
     def take_rows(self, rows: Mapping[str, Tensor]) -> None:
@@ -170,6 +183,7 @@ class Trainer:
         pending = PendingCheckpoint(directory, self.facts())
         self.wait_for_files()
         self._observers.tell("on_checkpoint", self, pending)
+        self._saved_step = self.num_steps
         saving.manager.save(
             self.num_steps,
             pending.facts,
@@ -212,21 +226,28 @@ class Trainer:
         prefetcher = self.start()
         with self.writing_late_record():
             while not is_done:
+                if self.num_steps == self._known_step:
+                    if not self._wait_for_rows():
+                        break
+                    waited_ms = prefetcher.data_wait_ms
+                    prefetcher = self._read()
+                    prefetcher.data_wait_ms += waited_ms
                 self.begin_step()
                 with annotate(STEP):
                     trained = self._step.train(self.num_steps, prefetcher)
                 self.finish_step(trained, prefetcher)
-                if self.state.day.position(self.num_steps) in eval_at:
+                if self._position in eval_at:
                     self.evaluate_between_steps()
                 is_done = self.num_steps == last_step or self._early_stop() is not None
                 if not is_done:
                     self.between_steps()
         self.end(prefetcher)
-        if is_continuation and self.num_steps == start_step and not was_stopped:
+        has_trained_nothing = is_continuation and self.num_steps == start_step and not was_stopped
+        if has_trained_nothing or not is_done:
             self._evaluate_last()
 
     def _evaluate_last(self) -> None:
-        """Evaluate the model that a resumed run ends with, unless it was evaluated: a longer run may have saved it."""
+        """Evaluate the model that a run ends with without a step after the latest evaluation, if there was one."""
         if self.state.test.get("step") != self.num_steps:
             self.evaluate()
 
@@ -236,16 +257,38 @@ class Trainer:
         The first event of the loop: observers may save a checkpoint, or evaluate.
         """
         self._observers.tell("on_start", self)
-        num_steps = max(self.last_step - self.num_steps, 0)
-        self._batches = self._train_loader.batches(
-            self.state.day.position(self.num_steps), num_steps
-        )
-        prefetcher = Prefetcher(
-            self._batches, self._step.path, self._ranks.device, self._step.loading
-        )
+        prefetcher = self._read()
         self._step.set_training(True)
         self._speed = ThroughputMeter()
         return prefetcher
+
+    @property
+    def _known_step(self) -> int:
+        """The step up to which rows can be read: the last one, or that of the rows of a stream so far."""
+        if self._new_rows is None:
+            return self.last_step
+        return min(self.state.day.first_step + self._new_rows.steps, self.last_step)
+
+    def _read(self) -> Prefetcher:
+        """Start to read the batches of all known rows that are left."""
+        self.stop_reading()
+        self._progress.move_end(self._known_step)
+        num_steps = max(self._known_step - self.num_steps, 0)
+        self._batches = self._train_loader.batches(self._position, num_steps)
+        return Prefetcher(self._batches, self._step.path, self._ranks.device, self._step.loading)
+
+    def _wait_for_rows(self) -> bool:
+        """Wait for further rows of a stream; False if it has ended. Raises StoppedError after a signal."""
+        assert self._new_rows is not None, "the rows of a dataset are all known"
+        self._write_late_record()
+        self.pause_speed()
+        has_come = self._new_rows.wait(self._position, self._between_looks)
+        self.resume_speed()
+        return has_come
+
+    def _between_looks(self) -> None:
+        if self._preemption is not None:
+            self._save_or_stop(self._preemption, is_waiting=True)
 
     @contextmanager
     def writing_late_record(self) -> Iterator[None]:
@@ -356,7 +399,7 @@ class Trainer:
             "steps": self.num_steps,
             "epochs": self.epoch(),
             "stopped": self._early_stop()
-            or (ALL_STEPS_DONE if self.num_steps >= self.last_step else ENDED_BY_CALLER),
+            or (ALL_STEPS_DONE if self.num_steps >= self.last_step else self._early_end),
             **{metric.test_key: test.get(metric.test_key) for metric in self._metrics},
             "test_rows": test.get("test_rows"),
             self.best_metric.best_key: self.state.best_value,
@@ -420,11 +463,11 @@ class Trainer:
             self._save_or_stop(self._preemption)
         self._observers.tell("on_between_steps", self)
 
-    def _save_or_stop(self, preemption: PreemptionSync) -> None:
+    def _save_or_stop(self, preemption: PreemptionSync, *, is_waiting: bool = False) -> None:
         assert self._saving is not None
         self._saving.stop.heartbeat.beat()
         with self._step.watch:
-            decision = preemption.after_step()
+            decision = preemption.after_step(is_waiting=is_waiting)
         if decision.signum:
             self.save(is_last=True)
             manager = self._saving.manager
@@ -438,6 +481,8 @@ class Trainer:
             )
         every = self._config.checkpoint.save_every
         is_due = every is not None and self._due(every)
+        if is_waiting and self._saved_step == self.num_steps:
+            return
         if is_due or decision.is_time_to_save or self.state.best_step == self.num_steps:
             self.save()
             preemption.saved()
@@ -470,6 +515,7 @@ class Trainer:
             "hbm_bytes": self._peak_hbm_bytes(),
             **self._step.tables.host_traffic(self.state.loss_steps),
             **({} if key_maps is None else key_maps.take_counts(self.state.loss_steps)),
+            **({} if self._new_rows is None else self._new_rows.behind(self._position)),
         }
         self.state.loss_sum, self.state.loss_steps, prefetcher.data_wait_ms = 0.0, 0, 0.0
         self._late_record = record, measured
@@ -494,6 +540,8 @@ class Trainer:
 
     def epoch(self, step: int | None = None) -> float:
         """Return the epochs of the day after `step`, by default those so far."""
+        if self._new_rows is not None:
+            return 0.0  # the first epoch has no end
         position = self.state.day.position(self.num_steps if step is None else step)
         return position / self._train_loader.steps_per_epoch
 

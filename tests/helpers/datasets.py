@@ -12,6 +12,8 @@ from dataloading.loader import Loader, LoaderSettings
 
 ROWS = {"train": 256, "test": 128}
 CARDINALITY = 100
+USERS, TAGS, QUERIES = 100, 30, 40
+"""Values of the features of `write_rows`."""
 
 
 def write_clicks(root: Path, num_items: int = CARDINALITY) -> Path:
@@ -33,6 +35,45 @@ def write_clicks(root: Path, num_items: int = CARDINALITY) -> Path:
                 numerical=generator.normal(size=(rows, 2)),
                 labels=(ids[0] + generator.integers(0, 50, rows)) % CARDINALITY > 50,
                 ids={"user": ids[0], "item": ids[1]},
+            )
+    return root
+
+
+def write_rows(
+    root: Path, first: int, last: int, *, users: int = USERS, test_rows: int = 64, **options
+) -> Path:
+    """Write rows `first` to `last` of the stream as the training rows of a dataset; return `root`.
+
+    A feature has one id, one is ragged, one has raw keys of which new ones come with later rows.
+    """
+    features = [
+        CategoricalFeature.of("user", users),
+        CategoricalFeature.of("tags", TAGS, hotness=None),
+        CategoricalFeature.of_keys("query", QUERIES),
+    ]
+    splits = {"train": (first, last), "test": (10_000, 10_000 + test_rows)}
+    splits = {split: ends for split, ends in splits.items() if ends[0] < ends[1]}
+    with write_dataset(
+        root, categorical=features, numerical=["n"], splits=[*splits], **options
+    ) as dataset:
+        for split, ends in splits.items():
+            rows = np.arange(*ends)
+            draws = np.random.default_rng(7).integers(0, 1 << 30, (20_000, 3))[rows]
+            counts = draws[:, 0] % 4
+            of_tag = (
+                np.repeat(draws[:, 1], counts)
+                + np.arange(counts.sum())
+                - np.repeat(np.cumsum(counts) - counts, counts)
+            )
+            dataset[split].append(
+                labels=(draws[:, 0] + rows) % 3 == 0,
+                numerical=draws[:, 2:] / (1 << 30),
+                ids={
+                    "user": draws[:, 0] % USERS,
+                    "tags": of_tag % TAGS,
+                    "query": draws[:, 2] % (20 + rows // 10) + 1,
+                },
+                lengths={"tags": counts},
             )
     return root
 

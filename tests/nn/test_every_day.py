@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dataloading.dataset.feature_spec import FeatureSpec
 from serving.manifest import DENSE, PROOF_ROWS, Manifest
 from tests.helpers.command import run_command, run_module
 from tests.helpers.preproc_command import preproc
@@ -80,3 +81,28 @@ def test_the_page_lives_through_its_days(tmp_path, monkeypatch):
     assert got.tables != Manifest.read(tmp_path / "models/1").tables
     scored = [line["next_auc"] for line in records(tmp_path / "runs/movies") if "next_auc" in line]
     assert scored == [pytest.approx(0.5, abs=0.3)]
+
+
+def test_the_page_trains_a_part_that_comes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_ratings(tmp_path / "ml-latest-small")
+    _, days, first, *_ = blocks = re.findall(
+        r"^```\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL
+    )
+    subprocess.run(["bash", "-e", "-c", days], cwd=tmp_path, check=True)
+    preproc(*shlex.split(first.splitlines()[0])[3:])
+    (stream,) = (block for block in blocks if "data.watch_dir" in block)
+    (hour,) = (block for block in blocks if "split_name=train" in block and "kafka" not in block)
+    make, train = stream.splitlines()
+    assert make == "mkdir parts"
+    (tmp_path / "parts").mkdir()
+    arguments = [*shlex.split(train)[2:], "data.watch_idle_s=0.01", *SMALL]
+    rows = FeatureSpec.load(tmp_path / "data" / "0").rows_of("train")
+    for number in (1, 2):
+        part = f"parts/2026-11-27T0{number}"
+        of_hour = hour.replace("parts/2026-11-27T01", part).replace("days/1", f"days/{number}")
+        preproc(*shlex.split(of_hour)[3:])
+        rows += FeatureSpec.load(tmp_path / part).rows_of("train")
+        ended = run_command(*arguments, recipe="main")
+        assert (ended.exit_code, ended.err) == (0, "")
+        assert summary(tmp_path / "runs" / "stream")["steps"] == rows // 32

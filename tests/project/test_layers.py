@@ -64,6 +64,11 @@ SUBPACKAGES = {
         "dataloading.teacher",
     },
     "dataloading.known_ids_source": {"dataloading.dataset"},
+    "dataloading.stream_source": {
+        "dataloading.dataset",
+        "dataloading.held_out_source",
+        "dataloading.lineage",
+    },
     "dataloading.lineage": set(),
     "dataloading.row_sql": set(),
     "dataloading.held_out_source": {"dataloading.dataset"},
@@ -333,6 +338,7 @@ SUBPACKAGES = {
         "preproc.work_directory",
     },
     "preproc.convert": {"preproc.report"},
+    "preproc.kafka_parts": {"preproc.report", "preproc.table.pipeline"},
     "preproc.synthetic": {"preproc.ordered_map", "preproc.report"},
     "preproc.listens": {"preproc.report", "preproc.work_directory"},
     "preproc.verify": {"preproc.report", "preproc.vocabulary_file"},
@@ -389,6 +395,7 @@ SUBPACKAGES = {
     "preproc.__main__": {
         "preproc.convert",
         "preproc.describe",
+        "preproc.kafka_parts",
         "preproc.criteo",
         "preproc.listens",
         "preproc.report",

@@ -1,0 +1,216 @@
+"""Messages of a topic as parts of a stream, each once, however often the command is killed; and trained as such.
+
+The broker is the one that librdkafka has for tests: it answers Kafka's protocol on a port of the loopback.
+"""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
+from nn.training import new_rows
+from tests.helpers import rank_processes
+from tests.helpers.command import ROOT, Ended
+from tests.helpers.rank_processes import wait_until
+from tests.helpers.runs import stored_bytes, summary
+
+kafka = pytest.importorskip("confluent_kafka")
+pytestmark = pytest.mark.doors
+
+FITTED, MESSAGES, BATCH = 200, 1_240, 32
+DESCRIPTION = """# @package _global_
+layout: table
+table:
+  sources: {clicks: {files: "${source}", format: jsonl}}
+  label: {name: click, expression: CAST(click AS INT)}
+  numerical: [{name: number, expression: CAST(number AS DOUBLE)}]
+  categorical: [user]
+"""
+
+
+def line(row: int) -> str:
+    draw = random.Random(row)
+    user = draw.randrange(50)
+    click = int(draw.random() < user / 50)
+    # A message may have line breaks between its values.
+    return json.dumps({"click": click, "user": f"u{user}", "number": row}, indent=row % 2 or None)
+
+
+class Topic:
+    """A broker in this process with one topic, and the table that its messages are rows of."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.parts = root, root / "parts"
+        self.producer = kafka.Producer({"test.mock.num.brokers": 1, "log_level": 0})
+        (broker,) = self.producer.list_topics(timeout=30).brokers.values()
+        self.source = f"kafka://{broker.host}:{broker.port}/clicks"
+        (root / "mine" / "dataset").mkdir(parents=True)
+        (root / "mine" / "dataset" / "clicks.yaml").write_text(DESCRIPTION)
+        write_lines(root / "first.jsonl", range(-FITTED, 0))
+        assert self.preproc("source=first.jsonl", "output=first", "numerical_dtype=float32")
+
+    def send(self, rows: range, partitions: int = 1) -> None:
+        for row in rows:
+            self.producer.produce("clicks", line(row).encode(), partition=row % partitions)
+        assert self.producer.flush(30) == 0
+
+    def command(self, *options: str) -> list[str]:
+        words = [sys.executable, "-m", "preproc", "--config-dir", "mine", "dataset=clicks"]
+        return [*words, "plot=false", *options]
+
+    def preproc(self, *options: str) -> bool:
+        done = subprocess.run(self.command(*options), cwd=self.root, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return True
+
+    def follow(self, *options: str, source: str | None = None) -> subprocess.Popen:
+        words = [
+            *("mode=transform", "fitted=first", f"source={source or self.source}", "output=parts"),
+            *(
+                "split_name=train",
+                "numerical_dtype=float32",
+                "kafka.part_rows=100",
+                "kafka.part_s=0.3",
+            ),
+        ]
+        log = (self.root / "follow.log").open("a")
+        return subprocess.Popen(
+            self.command(*words, *options), cwd=self.root, stdout=log, stderr=log
+        )
+
+    def follow_to_the_end(self, *options: str, source: str | None = None) -> Ended:
+        ended = self.follow("kafka.idle_s=3", *options, source=source)
+        ended.wait(120)
+        return Ended(ended.returncode, (self.root / "follow.log").read_text(), "")
+
+    def rows(self) -> list[np.ndarray]:
+        """Return the numbers of the rows of each part."""
+        found = []
+        for path in sorted(self.parts.glob("clicks-*")):
+            source = open_dataset(FeatureSpec.load(path))
+            rows = source.num_rows("train")
+            found.append(source.read("train", np.array([[0, rows]])).numerical[:, 0].astype(int))
+        return found
+
+
+def write_lines(path: Path, rows: range) -> None:
+    path.write_text("".join(line(row).replace("\n", " ") + "\n" for row in rows))
+
+
+@pytest.fixture
+def topic(tmp_path, monkeypatch) -> Topic:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{':'.join(sys.path)}")
+    return Topic(tmp_path)
+
+
+def test_a_killed_command_neither_loses_nor_repeats_a_message(topic):
+    topic.send(range(MESSAGES), partitions=3)
+    draw = random.Random(1)
+    for number in range(1, 5):
+        command = topic.follow()
+        # At any moment of the part that is made next.
+        wait_until(lambda least=number: len([*topic.parts.glob("clicks-*")]) >= 2 * least, 60)
+        time.sleep(draw.random() * 0.3)
+        command.send_signal(signal.SIGKILL)
+        command.wait()
+    assert topic.follow_to_the_end().exit_code == 0
+    parts = topic.rows()
+    assert sorted(np.concatenate(parts)) == [*range(MESSAGES)]
+    assert max(map(len, parts)) == 100
+    told = [FeatureSpec.load(path).metadata["offsets"] for path in sorted(topic.parts.glob("c*"))]
+    assert all(one != other for one, other in pairwise(told))
+    assert sum(told[-1].values()) == MESSAGES
+    assert not (topic.parts / ".next").exists()
+
+
+def test_a_message_that_is_gone_or_no_row_ends_the_command(topic):
+    topic.send(range(10))
+    assert topic.follow_to_the_end().exit_code == 0
+    topic.producer.produce("clicks", b'{"click": 2, "user": "a", "number": 1}', partition=0)
+    topic.producer.flush(30)
+    ended = topic.follow_to_the_end()
+    assert ended.exit_code == 2
+    assert "messages.jsonl" in ended.out
+    ended = topic.follow_to_the_end("on_bad=skip", source=topic.source.replace("clicks", "cliks"))
+    assert ended.exit_code == 2
+    # Another broker has fewer messages.
+    other = kafka.Producer({"test.mock.num.brokers": 1, "log_level": 0})
+    (broker,) = other.list_topics(timeout=30).brokers.values()
+    other.produce("clicks", line(0).encode(), partition=0)
+    other.flush(30)
+    ended = topic.follow_to_the_end(source=f"kafka://{broker.host}:{broker.port}/clicks")
+    assert ended.exit_code == 2
+    assert "if messages are gone, name a new output" in " ".join(ended.out.split())
+    assert [*map(len, topic.rows())] == [10]
+
+
+def look_often(rank: int) -> None:
+    new_rows.LOOK_S = 0.05
+
+
+def test_messages_are_trained_as_without_a_kill(topic, tmp_path):
+    """Kill the command and the training in turns; the reference is trained at once, on a part made of a file."""
+    run = [
+        *("model.embedding_dim=8", "model.bottom_mlp=[16,8]", "model.top_mlp=[16,1]", "device=cpu"),
+        *(f"train.batch_size={BATCH}", "eval.batch_size=16", "eval.every=10", "log.every=1"),
+        *("optimizer.name=adam", "log.loggers=[]", "log.pictures=false", "data.shuffle_block=0"),
+        *("checkpoint.save_every=4", "train.tf32=false", f"data.path={tmp_path / 'first'}"),
+    ]
+    first = FeatureSpec.load(tmp_path / "first").rows_of("train")
+    assert (first + MESSAGES) % BATCH < 30
+    topic.parts.mkdir()
+    of_topic = [*run, f"data.watch_dir={topic.parts}", f"run_dir={tmp_path / 'run'}"]
+
+    def reaches(rows: int) -> bool:
+        def is_there() -> bool:
+            path = tmp_path / "run" / "metrics.jsonl"
+            steps = path.read_text().count('"loss"') if path.exists() else 0
+            return steps >= rows // BATCH
+
+        return wait_until(is_there, 90)
+
+    for number, (rows, sent) in enumerate(
+        ((250, range(0, 300)), (700, range(300, 800)), (1_000, range(800, MESSAGES)))
+    ):
+        training = rank_processes.start(of_topic, 1, tmp_path / f"log_{number}", prepare=look_often)
+        topic.send(sent)
+        command = topic.follow()
+        assert reaches(first + rows - 100), training.log.read_text()
+        command.send_signal(signal.SIGKILL)
+        command.wait()
+        training.kill()
+    assert topic.follow_to_the_end().exit_code == 0
+    options = ["data.watch_idle_s=0.2"]
+    training = rank_processes.start([*of_topic, *options], 1, tmp_path / "log", prepare=look_often)
+    assert training.wait(120) == [0], training.log.read_text()
+
+    write_lines(tmp_path / "all.jsonl", range(MESSAGES))
+    topic.preproc(
+        *("mode=transform", "fitted=first", "source=all.jsonl", "output=whole/clicks"),
+        *("split_name=train", "numerical_dtype=float32"),
+    )
+    wanted = [
+        *run,
+        f"data.watch_dir={tmp_path / 'whole'}",
+        f"run_dir={tmp_path / 'wanted'}",
+        *options,
+    ]
+    training = rank_processes.start(wanted, 1, tmp_path / "log_wanted")
+    assert training.wait(120) == [0], training.log.read_text()
+    assert summary(tmp_path / "wanted")["steps"] == (first + MESSAGES) // BATCH
+    assert stored_bytes(tmp_path / "run") == stored_bytes(tmp_path / "wanted")
+    facts = json.loads(
+        (tmp_path / "run" / summary(tmp_path / "run")["checkpoint"] / "run.json").read_text()
+    )
+    parts = facts["trainer"]["parts"]
+    assert sum(part["rows"] for part in parts) >= MESSAGES - BATCH
+    assert parts[-1]["offsets"]["0"] >= MESSAGES - BATCH
