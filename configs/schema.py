@@ -921,10 +921,10 @@ class ShardingConfig(Section):
         50.0, "GB/s that a GPU sends to other nodes, to plan with; of a 400 Gb/s card", gt=0
     )
     within_us: float = option(
-        1.0, "microseconds that a message to a rank of the node takes, to plan with; assumed", ge=0
+        1.0, "microseconds that a message to a rank of the node takes, to plan with; assumed", gt=0
     )
     between_us: float = option(
-        2.0, "microseconds that a message to another node takes, to plan with; assumed", ge=0
+        2.0, "microseconds that a message to another node takes, to plan with; assumed", gt=0
     )
     hbm_gib: float | None = option(
         None, "GPU memory per rank to plan with; null asks the device", most=2**30, gt=0

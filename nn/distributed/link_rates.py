@@ -1,4 +1,4 @@
-"""Rates of the links between ranks and times of messages, as an all-to-all among those of a node, and one between nodes, reach them."""
+"""Rates of links and times of messages, as an all-to-all among the ranks of a node, and one between nodes, reach them."""
 
 import time
 

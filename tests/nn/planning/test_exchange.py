@@ -157,7 +157,7 @@ def test_nodes_send_what_is_planned(layout, way, monkeypatch):
 def test_all_bytes_of_nodes_with_one_rank_pass_between_nodes():
     one_node, two_nodes = (planned(SMALL, 2, local) for local in (2, 1))
     assert [rank.between for rank in two_nodes] == [rank.within for rank in one_node]
-    rates = ShardingConfig(within_us=0, between_us=0)
+    rates = ShardingConfig(within_us=1e-9, between_us=1e-9)
     [fast], [slow] = (busiest_links(way, rates) for way in (one_node, two_nodes))
     assert (fast.name, slow.name) == ("within a node", "between nodes")
     assert slow.num_bytes == fast.num_bytes == max(sum(rank.within.values()) for rank in one_node)
@@ -213,13 +213,13 @@ def test_owners_of_one_shard_exchange_gradients_between_groups():
 def test_the_plan_of_several_nodes_compares_one_group_with_a_group_a_node():
     nodes = ["sharding.world_size=4", "sharding.local_world_size=2", "sharding.between_gb_s=1"]
     for exchange, us, less in (
-        ("vectors", 0, "one group,"),
-        ("null", 0, "groups of 2,"),
+        ("vectors", 1e-9, "one group,"),
+        ("null", 1e-9, "groups of 2,"),
         ("vectors", 1000, "two hops,"),
     ):
         more = [
             f"sharding.exchange={exchange}",
-            "sharding.within_us=0",
+            "sharding.within_us=1e-9",
             f"sharding.between_us={us}",
         ]
         ended = run_command(*SMALL, "mode=plan", *nodes, *more)
