@@ -45,6 +45,8 @@ def main() -> None:
     unknown = [name for name in args.rows if name not in ROWS]
     if unknown:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    if args.data is None and (of_listens := [name for name in args.rows if ROWS[name].users]):
+        parser.error(f"{', '.join(of_listens)}: --data must name their dataset")
     print(
         "| row | GPUs | global batch | FLOPs ms: burst | sustained | HBM ms | all-to-all ms | M samples/s at most: burst | "
         "sustained |\n|---|---|---|---|---|---|---|---|---|"

@@ -188,6 +188,12 @@ class DynamicConfig(Section):
         Evict.age,
         "keys that leave a full table: age, the longest unseen; count, the rarest; never: an error",
     )
+    expire_after: int | None = option(
+        None,
+        "steps without a key after which it leaves, looked at eight times as often; null: never",
+        most=2**31 - 1,
+        gt=0,
+    )
 
 
 @dataclass(kw_only=True, slots=True)

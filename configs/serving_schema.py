@@ -12,7 +12,7 @@ MOST_REQUESTS = 512
 """At a time."""
 
 
-TableType = StrEnum("TableType", "fp32 bf16 int8")
+TableType = StrEnum("TableType", "fp32 bf16 int8 int4")
 Device = StrEnum("Device", "cpu cuda")
 DenseType = StrEnum("DenseType", "fp32 bf16")
 """Dtypes of the dense component on a GPU."""
@@ -34,7 +34,8 @@ class ModelExportConfig(Section):
         required="..., a directory",
     )
     dtype: TableType = option(
-        TableType.fp32, "of the tables: fp32, bf16, or int8 with a scale per row"
+        TableType.fp32,
+        "of the tables: fp32, bf16, or int8 or int4 with a scale per row; int4 is served on CPUs",
     )
     fitted: str | None = option(
         None, "dataset whose fit turns raw values into features; null: ids are sent", path=True
@@ -238,6 +239,22 @@ class ApplyConfig(Section):
     )
     fitted: str | None = option(
         None, "dataset of the last delta's day, required if a table has grown", path=True
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ForgetConfig(Section):
+    feature: str | None = option(
+        None, "categorical feature that the values are of", required="..., a categorical feature"
+    )
+    keys: str | None = option(
+        None, "file of the values, one a line as the logs have them", path=True, required="FILE"
+    )
+    directories: list[str] = option(
+        [],
+        "runs, checkpoints, exports, models and datasets, or directories of them: all that have the values, at once",
+        path=True,
+        required="[DIR,...], of runs, models and datasets",
     )
 
 

@@ -20,6 +20,8 @@ TRANSFORM = "transform"
 """`mode` of a dataset that was made with the vocabularies of another one."""
 OF_FIT = "fitted_vocabularies"
 """Checksums of these, by feature."""
+BEFORE_FORGETTING = "files_before_forgetting"
+"""Records of files from which values were removed (`preproc.forgetting`) as they were: ids mean the same, so identities stay."""
 HEX = re.compile("[0-9a-f]{64}")
 
 
@@ -36,7 +38,7 @@ class Lineage:
     def of(cls, metadata: Mapping[str, Any]) -> Self:
         """Return the lineage that `metadata` of a spec tells; keys of these names that others wrote tell none."""
         day, parent = metadata.get(DAY), metadata.get(PARENT)
-        identity = _identity(metadata.get("files"))
+        identity = _identity(_files(metadata))
         if type(day) is not int or not 0 < day < 2**31:
             return cls(0, identity)
         is_identity = isinstance(parent, str) and HEX.fullmatch(parent) is not None
@@ -50,7 +52,7 @@ def vocabularies(metadata: Mapping[str, Any]) -> dict[str, str]:
     tells those of its fit, since its own copies may have other bytes: engines write the same values differently. One of an
     earlier version tells nothing.
     """
-    files = metadata.get("files")
+    files = _files(metadata)
     if metadata.get("mode") == TRANSFORM:
         listed = metadata.get(OF_FIT)
         return {str(k): str(v) for k, v in listed.items()} if isinstance(listed, Mapping) else {}
@@ -62,6 +64,14 @@ def vocabularies(metadata: Mapping[str, Any]) -> dict[str, str]:
         if str(path.parent) == VOCABULARY and isinstance(record, Mapping):
             found[path.stem] = str(record.get("crc32"))
     return found
+
+
+def _files(metadata: Mapping[str, Any]) -> object:
+    """Return the records of the files of a fit, as they were when it was made."""
+    files, before = metadata.get("files"), metadata.get(BEFORE_FORGETTING, {})
+    if isinstance(files, Mapping) and isinstance(before, Mapping):
+        return {**files, **before}
+    return files
 
 
 def _identity(files: object) -> str | None:

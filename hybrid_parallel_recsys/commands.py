@@ -21,6 +21,7 @@ MODULES = {
     "recsys-apply": "serving.apply",
     "recsys-serve": "serving.run",
     "recsys-rollback": "serving.rollback",
+    "recsys-forget": "serving.forget",
     "recsys-triton": "serving.triton",
     "recsys-evaluate-accuracy": "serving.evaluate_accuracy",
     "recsys-evaluate-latency": "serving.evaluate_latency",

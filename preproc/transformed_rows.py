@@ -189,7 +189,7 @@ class TransformedRows:
             if is_disk_error(error):
                 raise
             raise self._state.unreadable(vocabulary_name(name), error) from None
-        repeated = f"SELECT count(*) - count(DISTINCT value) FROM {relation}"
+        repeated = f"SELECT count(value) - count(DISTINCT value) FROM {relation}"
         if self._cursor.execute(repeated).fetchall() != [(0,)]:
             raise self._state.two_ids(name)
         return relation

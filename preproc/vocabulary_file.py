@@ -74,8 +74,9 @@ def _mistake(batch: "pa.RecordBatch", last: "pa.RecordBatch | None", first_row: 
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    for column in batch.columns:
-        if column.null_count:
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        # An id whose value was forgotten has none any more.
+        if column.null_count and name != "value":
             return f"row {first_row + int(np.asarray(column.is_null()).argmax()):,} has no value"
     if last is not None:
         batch = pa.concat_batches([last, batch])
@@ -86,7 +87,7 @@ def _mistake(batch: "pa.RecordBatch", last: "pa.RecordBatch | None", first_row: 
         at = int((ids != wanted).argmax())
         return f"id {ids[at]} in row {first_row + at:,}, want {wanted[at]}"
     counts, values = np.asarray(batch.column(2)).astype(np.int64), batch.column("value")
-    rises = np.asarray(pc.greater(values[1:], values[:-1]))
+    rises = np.asarray(pc.fill_null(pc.greater(values[1:], values[:-1]), True))
     follows = (counts[1:] < counts[:-1]) | ((counts[1:] == counts[:-1]) & rises)
     if batch.num_columns > 3:
         days = np.asarray(batch.column("day")).astype(np.int64)

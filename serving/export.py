@@ -13,7 +13,7 @@ from configs.messages import on_one_line, require_onnx
 from configs.serving_schema import ModelExportConfig
 from configs.stop_signals import restore_signals
 from dataloading.dataset.durable_files import require_absent
-from serving.manifest import MACHINE_CODE, OF_ONNX, Manifest, proof_line
+from serving.manifest import ERROR, MACHINE_CODE, OF_ONNX, Manifest, proof_line
 from serving.versions import note_of_others
 
 
@@ -60,12 +60,14 @@ def report(manifest: Manifest) -> list[str]:
     num_bytes = sum(
         state.bytes for name, state in manifest.files.items() if name.startswith("tables/")
     )
+    of_fp32 = sum(table.rows * table.row_bytes("fp32") for table in manifest.tables)
     others = {"onnx": OF_ONNX, "aoti": MACHINE_CODE}
     proofs = {"proof": proof} | {name: proof[key] for name, key in others.items() if key in proof}
     takes = "raw values and ids" if manifest.raw else "ids"
     return [
         f"model      {manifest.name} ({manifest.model}), step {manifest.source['step']:,}, takes {takes}",
-        f"tables     {len(manifest.tables)} of {manifest.dtype}, {num_bytes / 2**20:,.1f} MiB",
+        f"tables     {len(manifest.tables)} of {manifest.dtype}, {num_bytes / 2**20:,.1f} MiB ({of_fp32 / 2**20:,.1f} in fp32), "
+        f"numbers within {proof[ERROR]:.1e}",
         *(proof_line(name, found) for name, found in proofs.items()),
     ]
 

@@ -4,8 +4,8 @@
     dense.pt2            dense component: torch.export, batch 1 to 65,536
     dense.onnx           the same for ONNX runtimes, on request
     dense.aoti.pt2       the same as machine code of AOTInductor, on request; nothing here loads it
-    tables/<table>.bin   rows, one after another: float32, bfloat16 or int8
-    tables/<table>.scale.bin      int8 only: float32 per row, by which the row is multiplied
+    tables/<table>.bin   rows, one after another: float32, bfloat16, int8, or two int4 a byte
+    tables/<table>.scale.bin      int8, int4: float32 per row, by which the row is multiplied
     vocabulary/<feature>.bin      raw values only: values and their ids (`serving.vocabulary`)
     proof_rows.bin       rows of the proof as features, for the proof of versions that deltas make of this one
 
@@ -38,6 +38,8 @@ ONNX = "dense.onnx"
 AOTI = "dense.aoti.pt2"
 MACHINE_CODE = "machine_code"
 """Key of the proof of `dense.aoti.pt2`."""
+ERROR = "largest_table_error"
+"""Key of the proof of an export: largest difference of a number of the tables from the checkpoint."""
 OF_ONNX = "onnx"
 """Key of the proof of `dense.onnx`."""
 VOCABULARIES = "vocabularies"
@@ -47,7 +49,9 @@ PROOF_ROWS = "proof_rows.bin"
 FORMAT = 1
 MOST_ROWS = 65_536
 """Rows of the largest batch that the dense component takes."""
-TABLE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+TABLE_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+SCALED = ("int8", "int4")
+"""Dtypes of tables whose rows have a scale each."""
 POOLINGS = ("sum", "mean", "none")
 NUMERICAL = "numerical"
 IDS = "ids"
@@ -86,9 +90,12 @@ class Table:
     def file(self) -> str:
         return f"tables/{quote(self.name, safe='')}.bin"
 
+    def row_bytes(self, dtype: str) -> int:
+        return -(-self.columns * TABLE_BITS[dtype] // 8)
+
     @property
     def scale_file(self) -> str:
-        """Name of the file of its scales, which int8 tables have."""
+        """Name of the file of its scales, which int8 and int4 tables have."""
         return f"tables/{quote(self.name, safe='')}.scale.bin"
 
 
@@ -153,7 +160,7 @@ class Manifest:
     """Content of `model.json`.
 
     `keep_rate`: name of the column of keep rates that rows of the dataset have; None without. `dtype`: of the tables, a key of
-    `TABLE_BYTES`. `sequences`: groups of the dataset, if a table hands out rows. `keys`: file of the rows of raw keys by
+    `TABLE_BITS`. `sequences`: groups of the dataset, if a table hands out rows. `keys`: file of the rows of raw keys by
     feature; features that are not named have ids. `raw`: how raw values become features (`serving.inference.raw_values`); None
     if only ids are served. `source`: checkpoint, step, fingerprint of the features, versions of the libraries. `proof`: rows
     that were compared with the training path, and the largest difference; likewise of machine code. `files`: bytes and SHA-256
@@ -410,9 +417,9 @@ def _check(directory: Path, manifest: Manifest) -> None:
     for output in manifest.outputs:
         if type(output.is_binary) is not bool or not is_number(output.shift):
             raise ValueError(f"output {shown(output.name)} is malformed")
-    if manifest.dtype not in TABLE_BYTES:
+    if manifest.dtype not in TABLE_BITS:
         raise ValueError(
-            f"tables of dtype {shown(manifest.dtype)}, want one of {', '.join(TABLE_BYTES)}"
+            f"tables of dtype {shown(manifest.dtype)}, want one of {', '.join(TABLE_BITS)}"
         )
     for name, state in manifest.files.items():
         _check_file(directory, name, state)
@@ -452,8 +459,8 @@ def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> N
             raise ValueError(
                 f"table {shown(table.name)} has fewer rows than feature {shown(feature)}"
             )
-    wanted = {table.file: table.rows * table.columns * TABLE_BYTES[manifest.dtype]}
-    if manifest.dtype == "int8":
+    wanted = {table.file: table.rows * table.row_bytes(manifest.dtype)}
+    if manifest.dtype in SCALED:
         wanted[table.scale_file] = table.rows * 4
     for name, size in wanted.items():
         if manifest.files[name].bytes != size:

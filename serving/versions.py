@@ -53,7 +53,7 @@ def _other_ids(before: Path, manifest: Manifest, after: Path, changed: Manifest)
     known, now = (m.source.get(VOCABULARIES) or {} for m in (manifest, changed))
     if manifest.raw is None:
         return found or [name for name in known if now.get(name, known[name]) != known[name]]
-    described = [_described(m.raw) for m in (manifest, changed) if m.raw]
+    described = [described_features(m.raw) for m in (manifest, changed) if m.raw]
     same: dict[tuple[str, str], bool] = {}
     for name, feature in described[0].items():
         files = feature["vocabulary"], described[1][name]["vocabulary"]
@@ -71,7 +71,7 @@ def _other_ids(before: Path, manifest: Manifest, after: Path, changed: Manifest)
     return list(dict.fromkeys(found))
 
 
-def _described(raw: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def described_features(raw: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return what makes ids of values, by feature; a history has that of its feature."""
     by_name = {feature["name"]: feature for feature in raw["categorical"]}
     for of in raw.get("sequences", []):

@@ -15,7 +15,8 @@ A value is found by its CRC-32, and compared with the texts of that CRC-32. Valu
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from serving.manifest import ModelError
 
 UNKNOWN = 0
 WRITTEN = 1 << 24
+BATCH_TEXTS = 1 << 16
 
 
 def write_vocabulary(path: Path, batches: Iterable[Sequence[str | None]]) -> int:
@@ -109,6 +111,16 @@ class Vocabulary:
             else:
                 found[row] = self._next(int(positions[row]) + 1, encoded[row])
         return found
+
+    def texts_without(self, left_out: Collection[int]) -> Iterator[list[str | None]]:
+        """Yield the texts in the order of their ids, None of ids without one and of those in `left_out`."""
+        for first in range(0, len(self), BATCH_TEXTS):
+            ends = (self._offsets[first : first + BATCH_TEXTS + 1] + self._texts).tolist()
+            data = [self._data[begin:end] for begin, end in pairwise(ends)]
+            yield [
+                None if text[:1] == b"\xff" or number in left_out else text.decode()
+                for number, text in enumerate(data, first + 1)
+            ]
 
     def is_kept_by(self, later: "Vocabulary") -> bool:
         """Return whether a later vocabulary gives all values their ids: it may have more values, and have retired some."""

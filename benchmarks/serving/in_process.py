@@ -27,7 +27,7 @@ from serving.gpu.model import GpuModel
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
 from serving.loading import COPYING_THREADS
-from serving.manifest import TABLE_BYTES
+from serving.manifest import TABLE_BITS
 
 BATCHES = 8
 SECONDS = 3.0
@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--experiment", default="dlrm_criteo_t15", help="of configs/experiment")
-    parser.add_argument("--dtype", default="fp32", choices=TABLE_BYTES, help="of the tables")
+    parser.add_argument("--dtype", default="fp32", choices=TABLE_BITS, help="of the tables")
     parser.add_argument("--dense", default="bf16", choices=DENSE_TYPES, help="dense component")
     parser.add_argument("--hot-share", type=float, default=1.0, help="of the tables' bytes")
     parser.add_argument("--batches", type=int, nargs="+", default=[1024, 16384, 65536])

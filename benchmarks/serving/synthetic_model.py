@@ -25,7 +25,7 @@ from serving.inference.dense import load_dense, load_program
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
 from serving.inference.tables import DTYPES
-from serving.manifest import DENSE, TABLE_BYTES, Feature, Manifest, Output, Table
+from serving.manifest import DENSE, Feature, Manifest, Output, Table
 
 BLOCK_ROWS = 1 << 15
 """Distinct rows of a table; the others repeat them."""
@@ -89,7 +89,7 @@ def prepare(args: argparse.Namespace, config: Config, folder: Path) -> tuple[Gpu
     export_dense(folder, dense, len(spec.numerical), embedding_columns(declared, spec))
     stored = [RepeatedTable(table, args.dtype) for table in tables]
     reference = ServedModel(manifest, _lookup(manifest, stored), load_dense(folder / DENSE), None)
-    num_bytes = sum(t.rows * t.columns * TABLE_BYTES[args.dtype] for t in tables)
+    num_bytes = sum(t.rows * t.row_bytes(args.dtype) for t in tables)
     scales = 4 * sum(table.rows for table in tables) if args.dtype == "int8" else 0
     budget = int(num_bytes * args.hot_share) + scales
     counts = hot_rows(tables, args.dtype, budget)

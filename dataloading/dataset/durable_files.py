@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -204,6 +204,25 @@ def new_output(path: Path, check: Callable[[Path], object] = require_absent) -> 
             put_in_place(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def edited_copy(directory: Path, changed: Collection[str]) -> Iterator[Path]:
+    """Yield a copy of a directory that replaces it at the end of the block.
+
+    `changed`: names of files that the block may change in place; the others are hard links where there can be any.
+    """
+
+    def take(source: str, target: str) -> None:
+        if os.path.relpath(source, directory) not in changed:
+            with suppress(OSError):  # a file system without links
+                os.link(source, target, follow_symlinks=False)
+                return
+        shutil.copy2(source, target)
+
+    with new_output(directory, lambda _: None) as copy:
+        shutil.copytree(directory, copy, symlinks=True, copy_function=take, dirs_exist_ok=True)
+        yield copy
 
 
 def lock_directory(directory: Path) -> int:

@@ -22,6 +22,9 @@ from dataloading.keys.shares import Shares, TableSize, shares_of
 SHARED_KEYS = 2048
 """Keys without rows from which threads share them; fewer take less time than to wake the threads."""
 
+CHECKS = 8
+"""Times that keys are looked at for their age within the steps after which they leave."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchChange:
@@ -63,7 +66,18 @@ class BatchMapper:
         jobs = jobs_of(tables, parts[:, Part.MISSING])
         if len(jobs):
             self._admit(keys, parts, jobs, batch, change)
+        age = self._policy.expire_after
+        if age is not None and batch % -(-age // CHECKS) == 0:
+            self._expire(batch - age + 1, change)
         return change
+
+    def _expire(self, first: int, change: BatchChange) -> None:
+        """Remove the keys that no batch from `first` on has had, and note what changed."""
+        for table, own in enumerate(self._maps):
+            now = change.changed.get(table, MapChange([]))
+            rows = own.rows.remove_unseen(first, now.rows)
+            candidates = own.candidates.remove_unseen(first, now.candidates)
+            change.changed[table] = replace(now, rows=rows, candidates=candidates)
 
     def look_up(self, keys: DescribedKeys) -> None:
         """Write the rows of keys, and note nothing."""

@@ -18,7 +18,7 @@ from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.batch_mapper import BatchChange, BatchMapper
 from dataloading.keys.described_keys import DescribedKeys, described
 from dataloading.keys.key_map import KeyMap
-from dataloading.keys.new_rows import KEYS, NewRows, TableFullError
+from dataloading.keys.new_rows import KEYS, LEFT, NewRows, TableFullError
 
 KeysOf = Callable[[int], BatchKeys]
 """Returns the keys of a feature, by its index among the categorical ones, and the memory for their rows."""
@@ -122,11 +122,12 @@ class KeyMaps:
         for table, change in oldest.changed.items():
             if change.rows is not None and len(change.rows.slots):
                 order = np.argsort(change.rows.slots)
-                rows = NewRows(change.rows.slots[order], change.rows.keys[order])
-                evicted = int(np.count_nonzero(change.rows.old_keys))
-                self.counts["keys_new"] += len(order)
-                self.counts["keys_evicted"] += evicted
-                self._num_used += len(order) - evicted
+                keys = change.rows.keys[order]
+                rows = NewRows(change.rows.slots[order], np.where(keys == 0, LEFT, keys))
+                new, evicted = map(np.count_nonzero, (keys, change.rows.old_keys))
+                self.counts["keys_new"] += int(new)
+                self.counts["keys_evicted"] += int(evicted)
+                self._num_used += int(new) - int(evicted)
                 found[self._maps[table].name] = rows
         self._mapper.release(oldest)
         return found
@@ -177,4 +178,4 @@ class KeyMaps:
                     own.load_keys(mine[KEYS])
                 else:
                     self._batch = own.load(mine)
-            self._num_used = sum(own.rows.used - 1 for own in self._maps)
+            self._num_used = sum(own.rows.num_keys for own in self._maps)

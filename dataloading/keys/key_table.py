@@ -5,7 +5,8 @@ sightings, if they matter, and the batch that saw it last.
 
 Eviction: when a new key finds no free slot, the sixteenth of the keys that the policy values least is marked, without those of
 the batch. Marked keys leave one by one as slots are needed; one that was seen after it was marked stays. By `age` these are
-exactly the keys that were seen longest ago. Equal keys leave in the order of their slots.
+exactly the keys that were seen longest ago. Equal keys leave in the order of their slots. Slots whose key was removed have no
+key, and are used again first, once no slot is new.
 """
 
 from collections.abc import Sequence
@@ -82,7 +83,6 @@ class KeyTable:
     """Slots 1 to C - 1 for keys; slot 0 is that of all others. Kernels read and write it by its `fields`."""
 
     def __init__(self, capacity: int, evict: Evict, *, counts_sightings: bool) -> None:
-        self._evict = evict
         self._counts = np.zeros(capacity if counts_sightings else 0, np.int32)
         self._keys = np.zeros(capacity, np.int64)
         self._cells, self._entries = cells_for(capacity)
@@ -99,8 +99,8 @@ class KeyTable:
         self.fields[Field.NUM_COUNTS] = len(self._counts)
         self.fields[Field.USED] = 1
         self.fields[Field.MARKED] = address_of(self._leaving)
-        most = 0 if evict is Evict.never else max(1, capacity // MARKED_SHARE)
-        self.fields[Field.MOST_MARKED] = most
+        self.fields[Field.MOST_MARKED] = max(1, capacity // MARKED_SHARE)
+        self.fields[Field.KEEPS] = evict is Evict.never
         self.fields[Field.FEWEST_FIRST] = evict is Evict.count
 
     def describe(self, fields: np.ndarray) -> None:
@@ -112,6 +112,10 @@ class KeyTable:
     def used(self) -> int:
         """Slots in use, with slot 0."""
         return int(self.fields[Field.USED])
+
+    @property
+    def num_keys(self) -> int:
+        return int(np.count_nonzero(self._keys))
 
     @property
     def leaving(self) -> Leaving:
@@ -146,6 +150,21 @@ class KeyTable:
         self._cells[:] = 0
         fill(self._cells, self._entries, self._keys, state.facts[:, LAST].copy(), DRAWN)
 
+    def remove_unseen(self, first: int, own: TableChange | None) -> TableChange:
+        """Remove the keys that no batch from `first` on has had; return what they and `own`, of the last batch, change."""
+        state = self.state()
+        slots = np.flatnonzero((state.keys != 0) & (state.facts[:, LAST] < first))
+        removed = slots, np.zeros_like(slots), state.keys[slots], state.facts[slots]
+        change = TableChange(*removed, state.used, state.leaving)
+        if len(slots):
+            state.keys[slots] = state.facts[slots] = 0
+            self.load(state)
+        if own is None:
+            return change
+        before = own.slots, own.keys, own.old_keys, own.old_facts
+        slots, keys, old, facts = map(np.concatenate, zip(before, removed, strict=True))
+        return TableChange(slots, keys, old, facts, own.used, own.leaving)
+
     def look_up(self, keys: np.ndarray) -> np.ndarray:
         """Return the slots of int64 keys [K], int32 [K]; 0 of keys without one."""
         slots = np.empty(len(keys), np.int32)
@@ -154,7 +173,7 @@ class KeyTable:
 
     def prepare(self, num_keys: int) -> None:
         """Have memory for marks if so many new keys may need it; changes that are pending have that of the marks before."""
-        if self._evict is Evict.never or self.used + num_keys <= len(self._keys):
+        if self.used + num_keys <= len(self._keys):
             return
         if self._spare is None or self._has_marked:
             self._leaving = self.leaving.slots

@@ -7,6 +7,8 @@ import numpy as np
 
 KEYS = "keys"
 """Name of the keys of all rows in the state of a map."""
+LEFT = -1
+"""In place of the key of a row whose key left it, since no key is -1."""
 
 
 class TableFullError(ValueError):
@@ -18,7 +20,7 @@ class NewRows:
     """Rows of a table that got other keys, in ascending order."""
 
     rows: np.ndarray  # int64 [n], distinct
-    keys: np.ndarray  # of them, int64 [n]
+    keys: np.ndarray  # of them, int64 [n]; `LEFT` where there is none any more
 
 
 class RekeyedRows:

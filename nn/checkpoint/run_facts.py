@@ -13,6 +13,9 @@ MAX_COUNT = 2**62
 DAY_FACTS, ENDS_DAY = "stage", "ends_stage"
 """Names in run.json, of checkpoints since 0.2.0, of the day that a run trains and of whether its steps are all behind it."""
 
+FORGOTTEN = "forgotten"
+"""Entry of run.json of a checkpoint in which rows were overwritten since (`nn.checkpoint.forgetting`)."""
+
 Check = Callable[[Any], bool]
 
 
@@ -59,6 +62,10 @@ _CHECKS: dict[str, tuple[Check, str]] = {
     ),
     "trainer": (_of(dict), "the state of the training loop"),
     DAY_FACTS: (_of(dict), "the day of the run"),
+    FORGOTTEN: (
+        _mapping_to(lambda value: isinstance(value, list) and all(map(is_count, value))),
+        "numbers of rows",
+    ),
 }
 _DAY: dict[str, tuple[Check, str]] = {
     "number": (is_count, "the number of a day"),

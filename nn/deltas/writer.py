@@ -18,7 +18,7 @@ from configs.messages import os_error_text
 from configs.schema import CheckpointConfig, DeltaType
 from dataloading.dataset.documents import read_regular
 from dataloading.dataset.durable_files import sync_directory
-from dataloading.keys.new_rows import NewRows
+from dataloading.keys.new_rows import LEFT, NewRows
 from nn.checkpoint.directory import DELTA, clear, commit, list_checkpoints, remove, unfinished
 from nn.checkpoint.tensor_index import INDEX_FILE, UnreadableError
 from nn.deltas.delta import CHAIN, KEYS, KeyChange, Link, delta_facts, identity
@@ -42,12 +42,15 @@ class DeltaRun:
     """Facts of a run for its deltas.
 
     `start`: the state that the run starts from; None if it is part of no chain. `start_rows`: rows of every table in that
-    state; tables may have grown since. `written`: called in a thread of rank 0 after every delta.
+    state; tables may have grown since. `forgotten`: rows that were overwritten in its checkpoint, and rows that have lost their
+    key there, by the prefix of their tensors (`nn.checkpoint.forgetting`). `written`: called in a thread of rank 0 after every
+    delta.
     """
 
     facts: Mapping[str, Any]
     start: Link | None
     start_rows: Mapping[str, int] = field(default_factory=dict)
+    forgotten: Mapping[str, Sequence[int]] = field(default_factory=dict)
     written: Callable[[], None] = lambda: None
 
 
@@ -91,6 +94,14 @@ class DeltaWriter:
             shard = one.shard
             before = run.start_rows.get(shard.table, shard.row_offset + len(shard.weight))
             one.touched[max(before - shard.row_offset, 0) :] = 1
+            gone = torch.tensor(run.forgotten.get(f"tables.{shard.table}", ())).long()
+            gone -= shard.row_offset
+            mine = gone[(gone >= 0) & (gone < len(shard.weight))]
+            one.touched[mine.to(one.touched.device)] = 1
+        if tables.rekeyed is not None:
+            for name in tables.rekeyed.sizes:
+                rows = np.array(run.forgotten.get(f"{KEYS}{name}", ()), np.int64)
+                tables.rekeyed.add({name: NewRows(rows, np.full(len(rows), LEFT))})
 
     def _clear(self) -> None:
         """Remove the deltas after the state that the run starts from, which are written again."""
@@ -192,7 +203,8 @@ class DeltaWriter:
         for name, new in self._rekeyed.items():
             if len(new.rows):
                 further[f"{KEYS}{name}.rows"] = torch.from_numpy(encode_ids(new.rows))
-                further[f"{KEYS}{name}.keys"] = torch.from_numpy(new.keys)
+                keys = np.where(new.keys == LEFT, 0, new.keys)
+                further[f"{KEYS}{name}.keys"] = torch.from_numpy(keys)
         return further
 
     def _write(

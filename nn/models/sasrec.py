@@ -39,6 +39,6 @@ class SASRec(SequenceModel):
         for block in self.blocks:
             x = block(x, events, parts.times)
         last = pool(x, events, "last")
-        state = torch.where(events.lengths[:, None] > 0, self.norm(last), 0).to(x.dtype)
+        state = torch.where(events.lengths[:, None] > 0, self.norm(last), 0)
         product = (state[:, : item.shape[1]] * item).sum(1, dtype=torch.float32)
         return product + self.logits(parts)

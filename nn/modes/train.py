@@ -17,7 +17,7 @@ from nn.build import TRAIN_SPLIT, model_spec
 from nn.checkpoint.directory import CHECKPOINTS, DELTAS, clear, list_checkpoints, prune, step_of
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
-from nn.checkpoint.run_facts import DAY_FACTS
+from nn.checkpoint.run_facts import DAY_FACTS, FORGOTTEN
 from nn.checkpoint.state import facts_of, trainer_rows
 from nn.checkpoint.tensor_index import read_index
 from nn.deltas.delta import chain_of
@@ -308,7 +308,8 @@ def _delta_saving(
     if link is not None:
         tensors = read_index(start.checkpoint).tensors
         rows = {name: tensors[f"tables.{name}.weight"].size[0] for name in session.step.table_names}
-        run = replace(run, start=link, start_rows=rows)
+        forgotten = start.facts.get(FORGOTTEN, {})
+        run = replace(run, start=link, start_rows=rows, forgotten=forgotten)
     writer = DeltaWriter(
         session.recorder.run_dir / DELTAS,
         session.step.tables,

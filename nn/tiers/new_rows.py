@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataloading.keys.new_rows import NewRows
+from dataloading.keys.new_rows import LEFT, NewRows
 from nn.layers.initialization import KeyedWeights
 from nn.ops.addresses import are_adjacent, joined
 
@@ -89,7 +89,8 @@ class _Group:
             if new is None:
                 continue
             rows = new.rows - shard.row_offset
-            mine = (rows >= 0) & (rows < shard.num_rows)
+            # A row whose key left keeps its weights until another key gets it.
+            mine = (rows >= 0) & (rows < shard.num_rows) & (new.keys != LEFT)
             rows = rows[mine] + first
             parts.append(np.stack([rows, new.keys[mine], np.full(len(rows), index)]))
         if not sum(part.shape[1] for part in parts):

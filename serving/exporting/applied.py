@@ -1,8 +1,8 @@
 """A new version of a model directory: the one before it, with the rows and the dense component of deltas.
 
-Tables are copied, and changed rows are written into the copies as an export writes them: float32, rounded to bfloat16, or int8
-with a scale of their own. So the files of the tables are those of an export of the checkpoint that the deltas lead to. Tables
-that have grown on a later day get its rows, and the model the vocabularies of that day.
+Tables are copied, and changed rows are written into the copies as an export writes them: float32, rounded to bfloat16, or
+integers with a scale of their own. So the files of the tables are those of an export of the checkpoint that the deltas lead to.
+Tables that have grown on a later day get its rows, and the model the vocabularies of that day.
 """
 
 import io
@@ -42,7 +42,7 @@ from serving.manifest import (
     DENSE,
     MANIFEST,
     ONNX,
-    TABLE_BYTES,
+    SCALED,
     VOCABULARIES,
     Feature,
     KeyFile,
@@ -52,7 +52,7 @@ from serving.manifest import (
 )
 from serving.versions import Deciding
 
-NUMPY_DTYPES = {"fp32": "<f4", "bf16": "<u2", "int8": "i1"}
+NUMPY_DTYPES = {"fp32": "<f4", "bf16": "<u2", "int8": "i1", "int4": "u1"}
 
 
 def apply_deltas(
@@ -173,7 +173,7 @@ def _apply(
             f"deltas: {delta.path}: table {table.name} has grown from {rows:,} to {change.rows:,} rows; set fitted=DIR, the "
             "dataset of that day"
         )
-    weights, scales = _opened(directory, dtype, table, change.rows)
+    weights, scales = opened_table(directory, dtype, table, change.rows)
     num_new = 0
     changed = ChangedRows.of_table(delta, table.name)
     for ids, values in changed.before(change.rows):
@@ -187,7 +187,7 @@ def _apply(
         if dtype == "bf16":
             weights[ids] = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
         elif scales is not None:
-            quantized, of_rows = quantize(torch.from_numpy(values))
+            quantized, of_rows = quantize(torch.from_numpy(values), dtype)
             weights[ids], scales[ids] = quantized.numpy(), of_rows.numpy()
         else:
             weights[ids] = values
@@ -227,16 +227,18 @@ def _apply_keys(
     return {feature: files[file] for feature, file in manifest.keys.items()}
 
 
-def _opened(
+def opened_table(
     directory: Path, dtype: str, table: Table, rows: int
 ) -> tuple[np.memmap, np.memmap | None]:
     """Map the files of a table to write them, grown to `rows` rows: its weights, and its scales if it has any."""
     path, scales = directory / table.file, None
-    os.truncate(path, rows * table.columns * TABLE_BYTES[dtype])
-    if dtype == "int8":
+    os.truncate(path, rows * table.row_bytes(dtype))
+    if dtype in SCALED:
         os.truncate(directory / table.scale_file, rows * 4)
         scales = np.memmap(directory / table.scale_file, "<f4", "r+", shape=(rows,))
-    return np.memmap(path, NUMPY_DTYPES[dtype], "r+", shape=(rows, table.columns)), scales
+    kind = np.dtype(NUMPY_DTYPES[dtype])
+    shape = (rows, table.row_bytes(dtype) // kind.itemsize)
+    return np.memmap(path, kind, "r+", shape=shape), scales
 
 
 def _write_dense(source: Path, target: Path, delta: Delta, prefix: str) -> None:

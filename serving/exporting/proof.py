@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from dataloading.keys.key_maps import KeyMaps
 
 BATCH_ROWS = 1024
-LIMITS = {"fp32": 1e-6, "bf16": 2e-3, "int8": 2e-3}
+LIMITS = {"fp32": 1e-6, "bf16": 2e-3, "int8": 2e-3, "int4": 5e-2}
 """Largest difference of a probability, by the dtype of the tables."""
 OTHER_LIMIT = 2e-5
 """Likewise of machine code of a GPU and of ONNX Runtime, where products are added in another order."""
 
-WIDER = {"int8": ("dtype=bf16", "dtype=fp32"), "bf16": ("dtype=fp32",)}
+WIDER = {
+    "int4": ("dtype=int8", "dtype=bf16"),
+    "int8": ("dtype=bf16", "dtype=fp32"),
+    "bf16": ("dtype=fp32",),
+}
 BUG = "report this as a bug"
 DIVERGED = (
     "the training has diverged; export an earlier checkpoint, or train with a smaller optimizer.lr"

@@ -39,6 +39,7 @@ from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
 from serving.inference.tables import MappedTables
 from serving.manifest import (
+    ERROR,
     MACHINE_CODE,
     MANIFEST,
     OF_ONNX,
@@ -140,7 +141,7 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
         )
         for table in trained.tables
     ]
-    rows = write_tables(directory, tables, trained.saved.index, dtype, numbers)
+    rows, error = write_tables(directory, tables, trained.saved.index, dtype, numbers)
     manifest = _manifest(trained, options, tables)
     exported = FromRows(dense, manifest) if manifest.handed_out else dense
     export_dense(directory, exported, len(spec.numerical), columns)
@@ -162,7 +163,7 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
     served = ServedModel.load(directory)
     # Before the files are described; the proof is of the same rows.
     write_proof_rows(directory, Rows.joined([rows_of(batch, served) for batch in batches]))
-    proof = asdict(prove(batches, path, served, options.split))
+    proof = asdict(prove(batches, path, served, options.split)) | {ERROR: error}
     if options.onnx:
         served = ServedModel(manifest, MappedTables(directory, manifest), load_onnx(directory))
         proof[OF_ONNX] = asdict(prove(batches, path, served, options.split, elsewhere=True))

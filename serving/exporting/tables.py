@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks
-from serving.manifest import Table
+from serving.inference.tables import dequantized
+from serving.manifest import SCALED, Table
 
 STORED = {"float32", "float16", "bfloat16"}
-LEVELS = range(127, 111, -1)
-"""Integers that the largest number of a row may become in int8."""
+LEVELS = {"int8": range(127, 111, -1), "int4": range(7, 4, -1)}
+"""Integers that the largest number of a row may become."""
 NARROW = 64
 """Most columns of a row for which all levels are tried."""
 QUANTIZED = 1 << 16
@@ -25,17 +26,19 @@ def write_tables(
     index: TensorIndex,
     dtype: str,
     wanted: Mapping[str, np.ndarray],
-) -> dict[str, Tensor]:
-    """Write the tables of a model, and return some of their rows as they are in the checkpoint.
+) -> tuple[dict[str, Tensor], float]:
+    """Write the tables of a model; return some of their rows as they are in the checkpoint, and the largest error of a number.
 
     `wanted`: numbers of the rows to return by table, ascending, int64. Raises ValueError: a table is missing or of another
     shape, or a file of the checkpoint is damaged.
     """
     (directory / "tables").mkdir()
-    return {
+    written = {
         table.name: _write(directory, table, _stored(index, table), dtype, wanted[table.name])
         for table in tables
     }
+    rows = {name: rows for name, (rows, _) in written.items()}
+    return rows, max((error for _, error in written.values()), default=0.0)
 
 
 def _stored(index: TensorIndex, table: Table) -> StoredTensor:
@@ -52,10 +55,10 @@ def _stored(index: TensorIndex, table: Table) -> StoredTensor:
 
 def _write(
     directory: Path, table: Table, stored: StoredTensor, dtype: str, wanted: np.ndarray
-) -> Tensor:
+) -> tuple[Tensor, float]:
     kept = torch.empty(len(wanted), table.columns)
-    first = 0
-    scale = (directory / table.scale_file).open("xb") if dtype == "int8" else None
+    first, error = 0, 0.0
+    scale = (directory / table.scale_file).open("xb") if dtype in SCALED else None
     with (directory / table.file).open("xb") as stream:
         for block in _float_blocks(stored):
             begin, end = np.searchsorted(wanted, (first, first + len(block)))
@@ -67,15 +70,21 @@ def _write(
                     "export an earlier checkpoint, or train with a smaller optimizer.embedding_lr"
                 )
             first += len(block)
+            near = block
             if scale is not None:
-                block, scales = quantize(block)
+                integers, scales = quantize(block, dtype)
                 scale.write(scales.numpy().data)
+                stream.write(integers.numpy().data)
+                near = dequantized(integers, scales, table.columns)
             elif dtype == "bf16":
-                block = block.to(torch.bfloat16).view(torch.int16)
-            stream.write(block.numpy().data)
+                near = block.to(torch.bfloat16)
+                stream.write(near.view(torch.int16).numpy().data)
+            else:
+                stream.write(block.numpy().data)
+            error = max(error, float((near - block).abs().max()))
     if scale is not None:
         scale.close()
-    return kept
+    return kept, error
 
 
 def _float_blocks(stored: StoredTensor) -> Iterator[Tensor]:
@@ -87,17 +96,22 @@ def _float_blocks(stored: StoredTensor) -> Iterator[Tensor]:
             yield torch.from_numpy(block.astype(np.float32))
 
 
-def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows [R, D] as int8 and the scale of each, float32 [R].
+def quantize(rows: Tensor, dtype: str = "int8") -> tuple[Tensor, Tensor]:
+    """Return rows [R, D] as int8, or int4 as `dequantized` takes it, and the scale of each, float32 [R].
 
     The largest number of a row becomes one of `LEVELS`: the one that leaves the smallest squared error, with the scale that
     suits its integers best. At 16 columns the root mean square error is 0.8 times, at 64 columns 0.93 times, that of rows whose
-    largest number becomes 127. The wider a row, the less its levels differ, so rows of more than `NARROW` columns take 127.
+    largest number becomes 127. The wider a row, the less its levels differ, so int8 rows of more than `NARROW` columns take 127.
     """
     columns = rows.shape[1]
-    levels = LEVELS if columns <= NARROW else LEVELS[:1]
+    is_int4 = dtype == "int4"
+    levels = LEVELS[dtype][: None if is_int4 or columns <= NARROW else 1]
     parts = [_quantize(part, levels) for part in rows.split(max(1, QUANTIZED // max(1, columns)))]
-    return torch.cat([part for part, _ in parts]), torch.cat([scales for _, scales in parts])
+    integers = torch.cat([part for part, _ in parts])
+    if is_int4:
+        pairs = torch.nn.functional.pad(integers + 8, (0, columns % 2)).to(torch.uint8)
+        integers = pairs[:, ::2] | pairs[:, 1::2] << 4
+    return integers, torch.cat([scales for _, scales in parts])
 
 
 def _quantize(rows: Tensor, levels: Sequence[int]) -> tuple[Tensor, Tensor]:

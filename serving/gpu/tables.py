@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nn.ops.pinned_memory import pinned_memory
-from serving.manifest import TABLE_BYTES, Table
+from serving.manifest import Table
 
 BLOCK_BYTES = 1 << 26
 """Of rows that are copied at a time."""
@@ -44,10 +44,12 @@ def hot_rows(tables: Sequence[Table], dtype: str, budget: int) -> list[int]:
     """Return the rows of each table that are kept on the GPU.
 
     `budget`: bytes of all hot rows; scales, which are complete on the GPU, count too. Raises ValueError: not even one row
-    of each table fits.
+    of each table fits, or they are int4.
     """
+    if dtype == "int4":
+        raise ValueError("device=cuda: tables of int4 are served on CPUs; export with dtype=int8")
     rows = [table.rows for table in tables]
-    row_bytes = [table.columns * TABLE_BYTES[dtype] for table in tables]
+    row_bytes = [table.row_bytes(dtype) for table in tables]
     left = budget - (4 * sum(rows) if dtype == "int8" else 0)
     if left < sum(row_bytes):
         raise ValueError(

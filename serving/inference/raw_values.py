@@ -435,7 +435,7 @@ class RawValues:
 
     def _encode(self, feature: Mapping[str, Any], texts: Texts) -> np.ndarray:
         if feature.get("is_key"):
-            keys = np.array([0 if text is None else _key(text) for text in texts], np.int64)
+            keys = np.array([0 if text is None else key_of(text) for text in texts], np.int64)
             return self._keys[feature["name"]].rows(keys)
         if feature["buckets"]:
             buckets = feature["buckets"]
@@ -517,7 +517,7 @@ def _bucket(text: str, buckets: int) -> int:
     return int(hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()[:15], 16) % buckets + 1
 
 
-def _key(text: str) -> int:
+def key_of(text: str) -> int:
     """Return the key of a value, as `preproc.table.expressions.key` does."""
     digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
     key = int.from_bytes(digest[:8], "big", signed=True)

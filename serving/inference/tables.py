@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from serving.inference.model_rows import RaggedIds, Rows
-from serving.manifest import Manifest, Table
+from serving.manifest import SCALED, Manifest, Table
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-NUMPY_DTYPES = {torch.float32: "<f4", torch.bfloat16: "<i2", torch.int8: "i1"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
+NUMPY_DTYPES = {torch.float32: "<f4", torch.bfloat16: "<i2", torch.int8: "i1", torch.uint8: "u1"}
 GATHERED = 1 << 22
 """Numbers of rows that are gathered at a time where a table is not float32."""
 
@@ -98,15 +98,15 @@ class MappedTables:
 class MappedTable:
     """One table in a mapped file.
 
-    `scale`: by which each row is multiplied, float32 [rows]; None unless rows are int8.
+    `scale`: by which each row is multiplied, float32 [rows]; None unless rows are integers.
     """
 
     def __init__(self, directory: Path, declared: Table, dtype: str) -> None:
         self.declared, self.dtype = declared, DTYPES[dtype]
-        shape = (declared.rows, declared.columns)
+        shape = (declared.rows, declared.row_bytes(dtype) // self.dtype.itemsize)
         self._weight = _mapped(directory / declared.file, self.dtype, shape)
         self.scale = None
-        if dtype == "int8":
+        if dtype in SCALED:
             path = directory / declared.scale_file
             self.scale = _mapped(path, torch.float32, (declared.rows,))
 
@@ -120,7 +120,7 @@ class MappedTable:
             return torch.index_select(self._weight, 0, ids, out=out)
         found = self._weight.index_select(0, ids)
         if self.scale is not None:
-            return torch.mul(found, self.scale.index_select(0, ids)[:, None], out=out)
+            return dequantized(found, self.scale.index_select(0, ids), self.declared.columns, out)
         return found.float() if out is None else out.copy_(found)
 
     def pooled(self, ids: RaggedIds) -> Tensor:
@@ -135,6 +135,16 @@ class MappedTable:
         if self.declared.pooling == "mean":
             sums /= ids.lengths.clamp(min=1)[:, None]
         return sums
+
+
+def dequantized(
+    integers: Tensor, scales: Tensor, columns: int, out: Tensor | None = None
+) -> Tensor:
+    """Return rows [R, D] of integers times their scales [R]: int8, or two int4 a byte, 8 more each, the first in the low bits."""
+    if integers.dtype == torch.uint8:
+        both = torch.stack([integers & 15, integers >> 4], dim=2).flatten(1)
+        integers = both[:, :columns].to(torch.int8) - 8
+    return torch.mul(integers, scales[:, None], out=out)
 
 
 def _mapped(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

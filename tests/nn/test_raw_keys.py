@@ -281,8 +281,9 @@ def test_it_equals_training_on_the_rows_of_a_dictionary(data, ranks, sharding):
         (2, ["sharding.types=[row_wise]"]),
         (2, ["sharding.types=[column_wise]"]),
         (2, ["sharding.group_size=1"]),
+        (1, ["data.dynamic.expire_after=24"]),
     ],
-    ids=["one rank", "row-wise", "column-wise", "groups"],
+    ids=["one rank", "row-wise", "column-wise", "groups", "keys that expire"],
 )
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_tables_in_other_memory_train_to_the_same_bits(many, tmp_path, ranks, sharding, tier):

@@ -34,6 +34,7 @@ from configs.schema import Config, TaskConfig
 from configs.serving_schema import (
     AccuracyConfig,
     ApplyConfig,
+    ForgetConfig,
     LatencyConfig,
     ModelExportConfig,
     RollbackConfig,
@@ -83,6 +84,7 @@ COMMANDS = TRAINING | {
     "serving.apply": Command(ApplyConfig, "serving_apply_schema", "serving_apply"),
     "serving.run": Command(ServerConfig, "serving_run_schema", "serving_run"),
     "serving.rollback": Command(RollbackConfig, "serving_rollback_schema", "serving_rollback"),
+    "serving.forget": Command(ForgetConfig, "serving_forget_schema", "serving_forget"),
     "serving.triton": Command(TritonConfig, "serving_triton_schema", "serving_triton"),
     "serving.evaluate_accuracy": Command(
         AccuracyConfig, "serving_accuracy_schema", "serving_accuracy"
@@ -183,6 +185,7 @@ AROUND: dict[str, list[list[str]]] = {
     "serving.apply": [["model=a", "deltas=[b]"]],
     "serving.run": [["model=a"]],
     "serving.rollback": [["model=a"]],
+    "serving.forget": [["feature=a", "keys=b", "directories=[c]"]],
     "serving.triton": [["model=a", "output=b"]],
     "serving.evaluate_accuracy": [["model=a", "data_path=b"]],
     "serving.evaluate_latency": [["model=a", "data_path=b"]],

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import floors
 from benchmarks.rows import ROOT, ROWS, compose_row
 from benchmarks.train import RECORD_EVERY
 from dataloading.randomness import power_law
@@ -355,3 +356,10 @@ def test_every_row_of_the_benchmark_composes(name):
     # evaluations fall together with records, so not among the profiled steps at the end
     assert row.train_rows % (batch_size * RECORD_EVERY) == 0
     assert (ROOT / f"configs/data/{row.tables}.yaml").exists()
+
+
+def test_a_row_of_listens_wants_its_dataset(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["floors", "hstu_1"])
+    with pytest.raises(SystemExit, match="2"):
+        floors.main()
+    assert "hstu_1: --data must name their dataset" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from serving.exporting.dense import export_dense, export_onnx
 from serving.exporting.tables import quantize
 from serving.inference.key_rows import write_key_rows
 from serving.inference.model_rows import RaggedIds, Rows
-from serving.manifest import MANIFEST, Feature, Manifest, Output, Table, describe_files
+from serving.manifest import MANIFEST, SCALED, Feature, Manifest, Output, Table, describe_files
 from serving.vocabulary import write_vocabulary
 
 FEATURES = [
@@ -47,8 +47,8 @@ def write_model(path: Path, dtype: str, *, onnx: bool = False) -> Path:
         rows = torch.randn(table.rows, table.columns)
         if dtype == "bf16":
             rows = rows.bfloat16().view(torch.int16)
-        if dtype == "int8":
-            rows, scales = quantize(rows)
+        if dtype in SCALED:
+            rows, scales = quantize(rows, dtype)
             scales.numpy().tofile(path / table.scale_file)
         rows.numpy().tofile(path / table.file)
     outputs = [Output("click", True, -0.5), Output("price", False)]

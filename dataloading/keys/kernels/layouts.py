@@ -34,11 +34,13 @@ class Field(IntEnum):
     MARKED_IN = 10
     """Batch in which they were marked."""
     MOST_MARKED = 11
-    """Slots that are marked at once; 0 if no key is ever evicted."""
+    """Slots that are marked at once."""
     FEWEST_FIRST = 12
     """Whether keys with the fewest sightings are marked, and not those that were seen longest ago."""
     SPARE = 13
     """Memory for the next marks."""
+    KEEPS = 14
+    """Whether no key is ever evicted: only slots whose key was removed are used again."""
 
 
 class Column(IntEnum):

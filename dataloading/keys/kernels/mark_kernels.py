@@ -13,11 +13,14 @@ DIGITS = 1 << DIGIT_BITS
 
 @kernel
 def mark(fields, entries, counts, batch):
-    """Mark the slots of the keys worth least, none of those of `batch`; by the last batch alone without `counts`; if any."""
-    last = np.empty(fields[Field.CAPACITY], np.int32)
+    """Mark the slots of the keys worth least, none of those of `batch`; by the last batch alone without `counts`; if any.
+
+    Slots whose key was removed are worth least: they have no sighting and no batch.
+    """
+    last = np.zeros(fields[Field.CAPACITY], np.int32)
     last_batches(entries, last)
     last[0] = batch
-    facts = last, counts, batch
+    facts = last, counts, np.int64(1) if fields[Field.KEEPS] else batch
     num, low, high = _range(facts)
     num = min(num, fields[Field.MOST_MARKED])
     if num == 0:

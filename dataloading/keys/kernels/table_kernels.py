@@ -194,6 +194,8 @@ def _free_slot(fields, table, batch, drawn):
         while fields[Field.NEXT] < len(marked):
             slot = marked[fields[Field.NEXT]]
             fields[Field.NEXT] += 1
+            if keys_of[slot] == 0:
+                return slot, np.int64(0)
             at = find(cells, entries, keys_of[slot], drawn)
             last = entries[at, 3]
             if last < fields[Field.MARKED_IN]:

@@ -138,7 +138,7 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         norm, dropout = self.norms[number], self.dropouts[number]
         if self._kind.residual == "post_norm":
-            return norm(x + dropout(layer(x), at)).to(x.dtype)
+            return norm(x + dropout(layer(x), at))
         change = dropout(layer(norm(x)), at)
         if self.gates:
             change = torch.sigmoid(self.gates[number](x)) * change

@@ -226,7 +226,7 @@ def _copy_vocabulary(journal: Journal, name: str, path: Path) -> None:
     """Copy the vocabulary of feature `name`; ValueError if a value has two ids."""
     fitted = journal.fitted
     assert fitted is not None
-    if _copy(journal, vocabulary_name(name), path, "count(*) - count(DISTINCT value)"):
+    if _copy(journal, vocabulary_name(name), path, "count(value) - count(DISTINCT value)"):
         raise fitted.two_ids(name)
 
 

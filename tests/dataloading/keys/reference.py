@@ -13,6 +13,7 @@ class ReferenceTable:
         self.facts: dict[int, list[int]] = {}  # slot -> [sightings, last batch]
         self.marks: list[int] = []
         self.marked_in = 0
+        self.used = 1
 
     def see(self, key: int, batch: int) -> bool:
         if key not in self.slots:
@@ -26,24 +27,32 @@ class ReferenceTable:
         if key in self.slots:
             self.facts[self.slots[key]][0] += count
             return True
-        slot = len(self.slots) + 1
+        slot = self.used
         if slot >= self.capacity:
-            evicted = self._next_victim(batch)
-            if evicted is None:
+            victim = self._next_victim(batch)
+            if victim is None:
                 return False
-            slot = self.slots.pop(evicted)
+            slot = victim
+            self.slots.pop(self.keys[slot], None)
+        self.used = max(self.used, slot + 1)
         self.slots[key], self.keys[slot] = slot, key
         self.facts[slot] = [count, batch]
         return True
+
+    def remove(self, key: int) -> None:
+        """Take a key out; its slot is used again before that of any key."""
+        slot = self.slots.pop(key)
+        self.keys[slot], self.facts[slot] = 0, [0, 0]
 
     def _next_victim(self, batch: int) -> int | None:
         while True:
             while self.marks:
                 slot = self.marks.pop(0)
-                if self.facts[slot][1] < self.marked_in:
-                    return self.keys[slot]
-            old = [slot for slot in self.keys if self.facts[slot][1] < batch]
-            if self.evict is Evict.never or not old:
+                if self.keys[slot] == 0 or self.facts[slot][1] < self.marked_in:
+                    return slot
+            limit = 1 if self.evict is Evict.never else batch
+            old = [slot for slot in self.keys if self.facts[slot][1] < limit]
+            if not old:
                 return None
             count, age = 0, 1
             order = [age] if self.evict is Evict.age else [count, age]

@@ -101,6 +101,68 @@ def test_it_equals_a_dictionary_over_many_batches(
     assert max(reference.rows.slots.values()) < capacity
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("evict", Evict)
+@pytest.mark.parametrize("age", [5, 24])
+def test_keys_that_no_batch_had_leave_and_pending_batches_are_taken_back(age, evict, workers):
+    policy = DynamicConfig(admit_after=2, evict=evict, expire_after=age)
+    rng = np.random.default_rng(0)
+    own, reference = AloneMap(100, policy, workers), ReferenceMap(100, policy)
+    pending: list[MapChange] = []
+    then, num_expired, asked = own.state(0), 0, drifting(rng, 150, 400)
+    rows_then = own.look_up(asked)
+    for batch in range(1, 201):
+        keys = drifting(rng, batch, 16)
+        if len(reference.rows.slots) > 80:  # no table is full for long
+            keys = rng.choice([*reference.rows.slots], 16)
+        column = BatchKeys.alone(keys)
+        pending.append(own.map([column], batch))
+        assert column.rows.tolist() == reference.map(keys.tolist(), batch)
+        if batch % -(-age // 8) == 0:
+            for table in (reference.rows, reference.candidates):
+                old = [k for k, slot in table.slots.items() if table.facts[slot][1] <= batch - age]
+                num_expired += len(old)
+                for key in old:
+                    table.remove(key)
+        held = {key: slot for slot, key in enumerate(own.state(batch)["keys"].tolist()) if key}
+        assert held == reference.rows.slots
+        assert (own.look_up(asked, pending) == rows_then).all()
+        if batch % 10 == 0:
+            before = own.state(then["progress"][0], pending)
+            assert all((before[name] == then[name]).all() for name in then)
+            then, rows_then = own.state(batch), own.look_up(asked)
+            pending = []
+            own = AloneMap(100, policy, workers)
+            own.load(then)
+    assert num_expired > 50
+
+
+@pytest.mark.parametrize("evict", Evict)
+def test_rows_whose_key_was_removed_from_a_state_are_used_again(evict):
+    policy = DynamicConfig(admit_after=2, evict=evict)
+    rng = np.random.default_rng(0)
+    own, reference = AloneMap(200, policy), ReferenceMap(200, policy)
+    for batch in range(1, 201):
+        keys = drifting(rng, batch, 24)
+        if evict is Evict.never and len(reference.rows.slots) > 150:
+            keys = rng.choice([*reference.rows.slots], 24)
+        column = BatchKeys.alone(keys)
+        own.map([column], batch)
+        assert column.rows.tolist() == reference.map(keys.tolist(), batch)
+        if batch % 20 == 0:
+            state = own.state(batch)
+            for prefix, table in (("", reference.rows), ("candidate_", reference.candidates)):
+                held = state[f"{prefix}keys"]
+                gone = np.flatnonzero(held)[rng.random(np.count_nonzero(held)) < 0.4]
+                for key in held[gone].tolist():
+                    table.remove(key)
+                held[gone] = state[f"{prefix}facts"][gone] = 0
+            own = AloneMap(200, policy)
+            own.load(state)
+    assert reference.rows.used == 200
+    assert 0 in reference.rows.keys.values() or evict is not Evict.never
+
+
 @pytest.mark.parametrize(
     ("admit_after", "evict"), [(1, Evict.age), (1, Evict.count), (2, Evict.age)]
 )

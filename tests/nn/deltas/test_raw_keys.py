@@ -88,6 +88,25 @@ def test_two_ranks_write_the_keys_of_one(data, run_dir, tmp_path, sharding):
     np.testing.assert_array_equal(keys_of(tmp_path / "run", STEPS), keys_of(run_dir, STEPS))
 
 
+def test_keys_that_expire_leave_the_deltas_on_any_ranks_and_after_a_stop(data, tmp_path):
+    expiring = (*DELTAS, "data.dynamic.expire_after=3")
+    trained(data, tmp_path / "run", 5, *expiring)
+    trained(data, tmp_path / "run", STEPS, *expiring)
+    assert_replayed(tmp_path / "run", tmp_path, 0, ExportFormat.npy)
+    keys = keys_of(tmp_path / "run", STEPS)
+    assert (keys[1:] == 0).any()
+    run_distributed(trained, 2, data, tmp_path / "two", STEPS, *expiring, ROW_WISE)
+    np.testing.assert_array_equal(keys_of(tmp_path / "two", STEPS), keys)
+    (tmp_path / "of_two").mkdir()
+    assert_replayed(tmp_path / "two", tmp_path / "of_two", 0, ExportFormat.npy)
+    left = [
+        keys
+        for path in list_checkpoints(tmp_path / "run/deltas")
+        for _, keys in ChangedRows.of_keys(read_delta(path), "user").before(CAPACITY)
+    ]
+    assert (np.concatenate(left) == 0).any()
+
+
 def test_a_delta_that_was_not_written_leaves_its_keys_to_the_next(data, tmp_path, monkeypatch):
     commit, failed = DeltaWriter._commit, []
 

@@ -35,7 +35,7 @@ def run_dir(tmp_path_factory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("dtype", [TableType.bf16, TableType.int8])
+@pytest.mark.parametrize("dtype", [TableType.bf16, TableType.int8, TableType.int4])
 def test_an_applied_version_equals_an_export_and_is_swapped_in(run_dir, tmp_path, dtype):
     first, last = (run_dir / f"checkpoints/step_{step}" for step in (0, 16))
     export(first, tmp_path / "models/1", dtype=dtype)

@@ -21,8 +21,19 @@ from serving.export import report
 from serving.exporting import proof, run
 from serving.exporting.dense import check_aoti, export_dense, export_onnx, load_aoti, load_onnx
 from serving.inference.dense import check_archive, load_dense
+from serving.inference.tables import MappedTable
 from serving.inference.versions import load_version
-from serving.manifest import AOTI, DENSE, MACHINE_CODE, MANIFEST, ONNX, Manifest, ModelError
+from serving.manifest import (
+    AOTI,
+    DENSE,
+    ERROR,
+    MACHINE_CODE,
+    MANIFEST,
+    ONNX,
+    TABLE_BITS,
+    Manifest,
+    ModelError,
+)
 from tests.helpers import sequence_models
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu, tiny
 from tests.helpers.distributed import run_distributed
@@ -229,20 +240,23 @@ def test_machine_code_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
         load_aoti(tmp_path, Device.cpu)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
 def test_narrow_tables_score_nearly_the_same(runs, models, dtype, tmp_path):
     checkpoint, logits = runs["kinds on two ranks"]
     path = models["narrow"] if dtype == "bf16" else tmp_path / "model"
-    if dtype == "int8":
-        export(checkpoint, path, dtype=TableType.int8)
+    if dtype != "bf16":
+        export(checkpoint, path, dtype=TableType[dtype])
     manifest = Manifest.read(path)
     found = served_scores(path, checkpoint)
     difference = np.abs(found - sigmoid(logits)).max()
-    assert 1e-6 < difference <= 2e-3
+    assert 1e-6 < difference <= proof.LIMITS[dtype]
     assert manifest.proof["largest_difference"] == pytest.approx(difference, abs=1e-6)
     sizes = {name: state.bytes for name, state in manifest.files.items()}
     table = manifest.tables[1]
-    assert sizes[table.file] == table.rows * table.columns * {"bf16": 2, "int8": 1}[dtype]
+    assert sizes[table.file] * 8 == table.rows * table.columns * TABLE_BITS[dtype]
+    stored = read_index(checkpoint).tensors[f"tables.{table.name}.weight"].array()
+    served = MappedTable(path, table, dtype).rows(torch.arange(table.rows)).numpy()
+    assert 0 < np.abs(served - stored).max() <= manifest.proof[ERROR] * (1 + 1e-6)
 
 
 def test_narrow_ragged_tables_are_pooled_as_wide_ones(runs, tmp_path):

@@ -1,9 +1,10 @@
-"""Rows of int8 tables."""
+"""Rows of int8 and int4 tables."""
 
 import pytest
 import torch
 
 from serving.exporting.tables import NARROW, quantize
+from serving.inference.tables import dequantized
 
 
 def rows_of(columns: int) -> torch.Tensor:
@@ -31,6 +32,24 @@ def test_int8_rows_are_near_and_zero_rows_stay_zero(columns):
     assert steps.abs().max() <= 127
     if columns == 1:
         assert (differences <= 1e-7 * rows.abs()).all()
+
+
+@pytest.mark.parametrize("columns", [2, 9, 16, 128])
+def test_int4_rows_are_two_numbers_a_byte_and_near(columns):
+    rows = rows_of(columns)[:9]
+    pairs, scales = quantize(rows, "int4")
+    assert (pairs.dtype, pairs.shape) == (torch.uint8, (9, -(-columns // 2)))
+    # One number after the other.
+    for row, scale, found in zip(pairs, scales, dequantized(pairs, scales, columns), strict=True):
+        integers = [(int(row[at // 2]) >> 4 * (at % 2) & 15) - 8 for at in range(columns)]
+        assert found.tolist() == [float(scale * integer) for integer in integers]
+        assert max(map(abs, integers)) <= 7
+    differences = (dequantized(pairs, scales, columns).double() - rows.double()).abs()
+    # The largest number may lie one and a half steps beyond the last level that suits the others.
+    assert (differences <= 1.5 * scales.double()[:, None] + 1e-45).all()
+    plain = rows.abs().amax(1) / 7
+    steps = (rows / torch.where(plain == 0, 1.0, plain)[:, None]).round()
+    assert (differences.square().sum(1) <= error(rows, steps, plain) * (1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize(("columns", "share"), [(10, 0.6), (16, 0.7), (NARROW, 0.9), (128, 1.0)])

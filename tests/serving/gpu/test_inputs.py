@@ -18,6 +18,8 @@ def test_small_tables_are_complete_before_large_ones():
     assert hot_rows(TABLES[:2], "int8", 4 * 340 + 50 * 16) == [25, 25], "scales count"
     with pytest.raises(ValueError, match="table_gib: the tables need more than"):
         hot_rows(TABLES, "fp32", row)
+    with pytest.raises(ValueError, match="tables of int4 are served on CPUs; export with"):
+        hot_rows(TABLES, "int4", 400 * row)
 
 
 def test_padded_rows_look_up_id_0_and_no_ragged_ids():

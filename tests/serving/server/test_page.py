@@ -60,7 +60,7 @@ def training_score(row: dict[str, str], checkpoint: str, folder: Path) -> float:
     numbers = looked_up_rows(trained.tables, [batch])
     (folder / "rows").mkdir()
     tables = Manifest.read(folder / "models/1").tables
-    rows = write_tables(folder / "rows", tables, trained.saved.index, "fp32", numbers)
+    rows, _ = write_tables(folder / "rows", tables, trained.saved.index, "fp32", numbers)
     dense = load_dense(trained.config, trained.source.spec, trained.saved)
     path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks, trained.source.spec)
     return path.scores(batch).item()

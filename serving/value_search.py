@@ -1,0 +1,126 @@
+"""Search of files for values of a feature: their texts, and the raw keys of them."""
+
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
+from nn.checkpoint.tensor_index import INDEX_FILE, read_index
+from serving.inference.key_rows import KeyRows
+from serving.inference.raw_values import key_of
+from serving.manifest import DENSE, Manifest
+from serving.versions import described_features
+from serving.vocabulary import Vocabulary
+
+SHORTEST = 6
+"""Characters of a text that is looked for everywhere; shorter ones are in many files by chance."""
+ARRAYS = {".bin", ".npy", ".safetensors", ".pt2", ".onnx"}
+"""Files of which the index of their directory tells where keys are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    feature: str
+    texts: list[str]
+    keys: np.ndarray  # int64: those of the texts, and texts that are whole numbers themselves
+
+    @classmethod
+    def read(cls, feature: str, path: Path) -> Self:
+        """Read a file of values, one a line. Raises ValueError: it has none; OSError: it cannot be read."""
+        texts = [line for line in dict.fromkeys(path.read_text().splitlines()) if line]
+        if not texts:
+            raise ValueError(f"keys={path} has no values; want one a line")
+        # A dataset of a user's own may have whole numbers as keys; 0 and -1 are none.
+        whole = {int(text) for text in texts if re.fullmatch(r"-?[0-9]{1,19}", text)} - {0, -1}
+        keys = {*map(key_of, texts), *(key for key in whole if abs(key) < 2**63)}
+        return cls(feature, texts, np.array(sorted(keys), np.int64))
+
+
+def holders(directory: Path, values: Values) -> Iterator[tuple[Path, str]]:
+    """Yield what has a value below a directory, and as what. Links to directories are not followed."""
+    for folder, _, names in os.walk(directory):
+        path = Path(folder)
+        search = {INDEX_FILE: _in_tensors, DENSE: _in_model, SPEC_NAME: _in_dataset}
+        for name, find in search.items():
+            try:
+                yield from find(path, values) if name in names else ()
+            except (ValueError, OSError) as error:
+                yield path, f"or nobody knows: {error}"
+        files = [path / name for name in sorted(names)]
+        for file in (file for file in files if file.is_file() and file.suffix not in ARRAYS):
+            kind = (_in_parquet if file.suffix == ".parquet" else _in_text)(file, values)
+            if kind:
+                yield file, kind
+
+
+def vocabulary_of(
+    directory: Path, manifest: Manifest, feature: str
+) -> tuple[str, Vocabulary | None]:
+    """Return the file and the content of the vocabulary of a feature in a model; None without."""
+    described = described_features(manifest.raw).get(feature) if manifest.raw else None
+    name, size = (described or {}).get("vocabulary") or ("", 0)
+    return name, Vocabulary(directory / name, size) if name else None
+
+
+def _in_tensors(path: Path, values: Values) -> Iterator[tuple[Path, str]]:
+    for name, stored in read_index(path).tensors.items():
+        are_keys = name.startswith("keys.") and name.endswith("keys")
+        if are_keys and np.isin(stored.array(), values.keys).any():
+            yield path, name
+
+
+def _in_model(path: Path, values: Values) -> Iterator[tuple[Path, str]]:
+    manifest = Manifest.read(path)
+    file = manifest.keys.get(values.feature)
+    if file is not None and KeyRows(path / file.name, file.count).rows(values.keys).any():
+        yield path / file.name, "keys"
+    name, vocabulary = vocabulary_of(path, manifest, values.feature)
+    if vocabulary is not None and vocabulary.ids(values.texts).any():
+        yield path / name, "vocabulary"
+
+
+def _in_dataset(path: Path, values: Values) -> Iterator[tuple[Path, str]]:
+    """Yield the binary columns of raw keys; those of Parquet are found in its files."""
+    spec = FeatureSpec.load(path, measure=False)
+    names = [feature.name for feature in spec.categorical if feature.is_dynamic]
+    columns = [files.ids[n] for files in spec.splits.values() for n in names if n in files.ids]
+    for column in filter(lambda column: column.stat().st_size, columns):
+        if np.isin(np.memmap(column, "<i8", "r"), values.keys).any():
+            yield column, "keys of rows"
+
+
+def _in_text(path: Path, values: Values) -> str:
+    """Return as what a file has one of the values; empty if it has none."""
+    long = [re.escape(text.encode()) for text in values.texts if len(text) >= SHORTEST]
+    if not long or not path.stat().st_size:
+        return ""
+    pattern = rb"(?<![0-9A-Za-z_])(?:%b)(?![0-9A-Za-z_])" % b"|".join(long)
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as data:
+        return "text" if re.search(pattern, data) else ""
+
+
+def _in_parquet(path: Path, values: Values) -> str:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    all_texts = [*values.texts, *map(str, values.keys.tolist())]
+    long = [text for text in all_texts if len(text) >= SHORTEST]
+    own = {values.feature, *(["value"] if path.stem == values.feature else [])}
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+                    column = column.flatten()
+                if not (pa.types.is_integer(column.type) or pa.types.is_string(column.type)):
+                    continue
+                wanted = pa.array(all_texts if name in own else long, pa.string())
+                if pc.any(pc.is_in(column.cast(pa.string()), wanted)).as_py():
+                    return f"column {name}"
+    return ""

@@ -1,0 +1,253 @@
+"""Values that are removed from a run with its deltas, from models and vocabularies, and are found nowhere afterwards."""
+
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from configs.serving_schema import ForgetConfig, TableType
+from dataloading.dataset.durable_files import lock_directory
+from nn.checkpoint import forgetting as forgetting_of_rows
+from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
+from nn.checkpoint.tensor_index import Chunk, StoredTensor, blocks, read_index
+from nn.export.tables import Selection, export_tables
+from preproc.forgetting import ids_of
+from preproc.vocabulary_file import check_vocabulary
+from serving.exporting.applied import apply_deltas
+from serving.forget import run as forget
+from serving.inference.model import ServedModel
+from serving.inference.tables import MappedTable
+from serving.inference.versions import Versions
+from serving.manifest import Manifest
+from serving.versions import servable
+from serving.vocabulary import Vocabulary
+from tests.helpers.command import run_command
+from tests.helpers.distributed import run_distributed
+from tests.helpers.preproc_command import preproc
+from tests.nn.deltas.test_raw_keys import DELTAS, ROW_WISE, keys_of
+from tests.nn.test_raw_keys import SMALL, data, trained
+from tests.serving.served_models import export
+
+__all__ = ["data"]
+
+
+@pytest.fixture
+def served(data, tmp_path) -> Path:
+    """A run that was stopped after five steps, a model of its last checkpoint, and an export of its tables."""
+    trained(data, tmp_path / "run", 5, *DELTAS)
+    checkpoint = tmp_path / "run/checkpoints/step_5"
+    export(checkpoint, tmp_path / "models/1", dtype=TableType.int8, rows=8)
+    export_tables(checkpoint, tmp_path / "tables", Selection())
+    return tmp_path
+
+
+def array(directory: Path, name: str) -> np.ndarray:
+    return np.concatenate([*blocks(read_index(directory).tensors[name])])
+
+
+def forgetting(root: Path, values: list, *directories: Path, feature: str = "user") -> int:
+    """Run the command; return its exit code."""
+    (root / "keys.txt").write_text("\n".join(map(str, values)))
+    config = ForgetConfig(
+        feature=feature,
+        keys=str(root / "keys.txt"),
+        directories=[*map(str, directories)],
+    )
+    try:
+        forget(config)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("sharding", [(), (ROW_WISE,)])
+def test_keys_leave_checkpoints_models_and_the_deltas_that_follow(data, served, capsys, sharding):
+    last = served / "run/checkpoints/step_5"
+    before = keys_of(served / "run", 5)
+    gone = before[before != 0][3:]
+    rows = np.flatnonzero(np.isin(before, gone))
+    others = np.setdiff1d(np.arange(len(before)), rows)
+    weights = array(last, "tables.user.weight")
+    assert weights[rows].any(axis=1).all()
+    shutil.copytree(served / "models/1", served / "follower")
+    versions = Versions(served / "models", log=print)
+    where = [served / "run", served / "models", served / "tables"]
+    assert forgetting(served, gone.tolist(), *where) == 1
+    printed = capsys.readouterr().out
+    assert f"run/checkpoints/step_5: values removed: {len(gone)} (keys.user." in printed
+    assert "run/deltas: has the rows as they were" in printed
+    assert "(keys.user.keys); remove it" in printed
+
+    for path in [*list_checkpoints(served / "run/checkpoints"), served / "tables"]:
+        assert find_damage(path, read_facts(path), 0, 1) is None
+        assert not np.isin(array(path, "keys.user.keys"), gone).any()
+    for name in read_index(last).tensors:
+        if name.startswith("tables.user."):
+            after = array(last, name)
+            assert not after[rows].any(), name
+    np.testing.assert_array_equal(array(last, "tables.user.weight")[others], weights[others])
+    assert versions.update()
+    model = ServedModel.load(served / "models/1")
+    assert not model.keys["user"].rows(gone).any()
+    assert model.keys["user"].rows(before[others][before[others] != 0]).all()
+
+    shutil.rmtree(served / "run/deltas")
+    # Left by a killed run, and damaged: said, and no reason to leave the others as they are.
+    shutil.copytree(last, served / "run/checkpoints/.step_9.unfinished")
+    (served / "run/checkpoints/.step_9.unfinished/run.json").unlink()
+    assert forgetting(served, gone.tolist(), *where) == 1
+    assert ".step_9.unfinished: not changed: " in capsys.readouterr().out
+    shutil.rmtree(served / "run/checkpoints/.step_9.unfinished")
+    assert forgetting(served, gone.tolist(), *where) == 0
+    assert f"none of {len(gone)} values" in capsys.readouterr().out
+
+    # The next delta leads a model that has the keys to an export without them.
+    if sharding:
+        run_distributed(trained, 2, data, served / "run", 6, *DELTAS, *sharding)
+    else:
+        trained(data, served / "run", 6, *DELTAS)
+    assert not keys_of(served / "run", 6)[rows].all(), "the batch has not filled all rows again"
+    deltas, step = [str(served / "run/deltas")], served / "run/checkpoints/step_6"
+    manifest, _ = apply_deltas(served / "follower", deltas, served / "followed")
+    wanted = export(step, served / "wanted", dtype=TableType.int8, rows=8)
+    for name, state in wanted.files.items():
+        if name.startswith(("tables/", "keys/")):
+            assert manifest.files[name] == state, name
+
+
+TABLE = (
+    "table={sources: {t: {files: {file}}}, label: {name: y}, numerical: [{name: x}], "
+    "categorical: [user_id, city], split: {train: 0.75}}"
+)
+
+
+def write_day(path: Path, day: int) -> None:
+    lines = [
+        f"{row % 2},{row},customer-{day * 2 + row % 9},{('bonn', 'rome', 'oslo')[row % 3]}"
+        for row in range(72)
+    ]
+    path.write_text("\n".join(["y,x,user_id,city", *lines]) + "\n")
+
+
+def fit(root: Path, day: int, *options: str) -> Path:
+    """Make the dataset of a day from rows that the helper writes beside the datasets."""
+    write_day(root / f"{day}.csv", day)
+    table = TABLE.replace("{file}", str(root / f"{day}.csv"))
+    preproc("dataset=any", f"output={root}/data/{day}", table, *options)
+    return root / f"data/{day}"
+
+
+def train(root: Path, data: Path, *options: str) -> None:
+    ended = run_command(*SMALL, f"data.path={data}", f"run_dir={root}/run", *options)
+    assert ended.exit_code == 0, ended.err
+
+
+def test_values_leave_vocabularies_and_the_next_day_follows(tmp_path, capsys):
+    first = fit(tmp_path, 0, "rare_counts=true")
+    train(tmp_path, first, "train.max_steps=2")
+    last = tmp_path / "run/checkpoints/step_2"
+    export(last, tmp_path / "models/1", fitted=str(first), rows=8)
+    export(last, tmp_path / "ids", rows=8)
+    gone, kept = ["customer-3", "customer-5", "nobody-7"], ["customer-1", "customer-2"]
+    ids = ids_of(first, "user_id", gone)
+    rows = np.array(sorted(ids.values()))
+    weights = array(last, "tables.user_id.weight")
+    before = ids_of(first, "user_id", kept)
+    where = [tmp_path / name for name in ("run", "models", "ids", "data")]
+    # Without the dataset nobody knows the rows.
+    assert forgetting(tmp_path, gone, *where[2:3], feature="user_id") == 1
+    assert "ids: not changed: it has no raw values of a feature" in capsys.readouterr().out
+    code = forgetting(tmp_path, gone, *where, feature="user_id")
+    printed = capsys.readouterr().out
+    assert (code, len(ids)) == (0, 2), printed
+    assert "data/0: the raw files that it was made from were not looked at" in printed
+
+    after = array(last, "tables.user_id.weight")
+    assert not after[rows].any()
+    assert (np.delete(after, rows, 0) == np.delete(weights, rows, 0)).all()
+    assert check_vocabulary(first / "vocabulary/user_id.parquet", "") == len(weights) - 1
+    assert ids_of(first, "user_id", [*gone, *kept]) == before
+    preproc("mode=verify", f"path={first}")
+    served = ServedModel.load(tmp_path / "models/1")
+    name, size = served.manifest.raw["categorical"][0]["vocabulary"]
+    found = Vocabulary(tmp_path / "models/1" / name, size).ids([*kept, *gone])
+    assert found.tolist() == [*before.values(), 0, 0, 0]
+    for model in ("ids", "models/1"):
+        declared = Manifest.read(tmp_path / model).tables[0]
+        table = MappedTable(tmp_path / model, declared, "fp32")
+        assert not table.rows(torch.from_numpy(rows)).any()
+
+    # The next day gives a value that comes again a new id, and the run goes on.
+    second = fit(tmp_path, 1, "mode=extend", f"fitted={first}")
+    assert ids_of(second, "user_id", ["customer-3"])["customer-3"] > len(weights) - 1
+    assert ids_of(second, "user_id", kept) == before
+    train(tmp_path, second, "day=next", "train.max_steps=1")
+    export(tmp_path / "run/checkpoints/step_3", tmp_path / "models/2", fitted=str(second), rows=8)
+    assert servable(tmp_path / "models") == ["2", "1"]
+
+
+def test_what_cannot_be_forgotten_is_said(tmp_path, capsys):
+    first = fit(tmp_path, 0)
+    with pytest.raises(ValueError, match="directories: nothing there has a feature 'usr'"):
+        forgetting(tmp_path, ["customer-3"], first, feature="usr")
+    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step_1/tensors.json").touch()
+    running = lock_directory(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"run is in use: .* wait until it ends, stop it"):
+        forgetting(tmp_path, ["customer-3"], tmp_path / "run", feature="user_id")
+    os.close(running)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ValueError, match="has no values; want one a line"):
+        forgetting(tmp_path, [""], first, feature="user_id")
+    with pytest.raises(ValueError, match=r"directories: .*none is no directory"):
+        forgetting(tmp_path, ["customer-3"], tmp_path / "none", feature="user_id")
+    assert forgetting(tmp_path, ["customer-3"], tmp_path, feature="user_id") == 1
+    printed = capsys.readouterr().out
+    assert "0.csv: still has a value (text); remove it, or make it again" in printed
+    assert "keys.txt: still has a value (text)" in printed
+    hashed = TABLE.replace("[user_id,", "[{name: user_id, buckets: 5},")
+    preproc(
+        "dataset=any",
+        f"output={tmp_path}/hashed",
+        hashed.replace("{file}", str(tmp_path / "0.csv")),
+    )
+    with pytest.raises(ValueError, match="has no vocabulary of it, as where values are hashed"):
+        forgetting(tmp_path, ["customer-3"], tmp_path / "hashed", feature="user_id")
+
+
+def test_rows_of_a_table_on_disk_get_the_seed_s_weights(data, tmp_path):
+    disk = ("sharding.tables={user: {tier: disk, cache: 1}}", f"sharding.disk_path={tmp_path}")
+    trained(data, tmp_path / "run", 5, *DELTAS, *disk)
+    first, last = (tmp_path / f"run/checkpoints/step_{step}" for step in (0, 5))
+    assert read_index(last).tensors["tables.user.weight"].chunks[0].initial is not None
+    before, initial = keys_of(tmp_path / "run", 5), array(first, "tables.user.weight")
+    gone = before[before != 0][2:6]
+    rows = np.flatnonzero(np.isin(before, gone))
+    assert (array(last, "tables.user.weight")[rows] != initial[rows]).any(axis=1).all()
+    forgetting(tmp_path, gone.tolist(), tmp_path / "run")
+    np.testing.assert_array_equal(array(last, "tables.user.weight")[rows], initial[rows])
+    assert find_damage(last, read_facts(last), 0, 1) is None
+
+
+def test_rows_across_checksums_are_overwritten_as_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(forgetting_of_rows, "CHECKSUM_BYTES", 64)
+    rng = np.random.default_rng(0)
+    for columns in (1, 5, 12, 16):
+        values = rng.integers(1, 99, (50, columns)).astype(np.float32)
+        path = tmp_path / f"{columns}.bin"
+        path.write_bytes(b"before" + values.tobytes() + b"after")
+        blocks_of = [values.tobytes()[at : at + 64] for at in range(0, values.nbytes, 64)]
+        chunk = Chunk((100, 0), values.shape, path, 6, tuple(map(zlib.crc32, blocks_of)))
+        rows = np.array([3, 100, 101, 117, 149, 150])
+        tensor = StoredTensor("float32", (200, columns), (chunk,))
+        checksums = forgetting_of_rows._overwrite(path, chunk, tensor, rows)
+        values[[0, 1, 17, 49]] = 0
+        wanted = values.tobytes()
+        assert path.read_bytes() == b"before" + wanted + b"after"
+        assert checksums == [zlib.crc32(wanted[at : at + 64]) for at in range(0, len(wanted), 64)]
+        with pytest.raises(ValueError, match="has changed since it was written"):
+            forgetting_of_rows._overwrite(path, chunk, tensor, rows)
