@@ -4,7 +4,7 @@
 
 `LOGS` are raw logs in Criteo's format; the first 90 % of the lines train, the rest test. `python -m preproc` makes one
 dataset directory (`dataset=criteo_buckets`), and both libraries read its ids. Ours is trained by the ordinary command
-line, `python main.py experiment=MODEL_criteo_buckets`. FuxiCTR's model is trained by `benchmarks/peers/fuxictr_job.py` in an environment of
+line, `python main.py experiment=MODEL_criteo_buckets`, FuxiCTR's by `benchmarks/peers/fuxictr_job.py` in an environment of
 its own, which has `fuxictr` from PyPI; its model files are read from a clone of reczoo/FuxiCTR. Its settings are in `PAIRS`.
 Every run has a fixed number of epochs, so no test row chooses anything.
 
