@@ -136,6 +136,11 @@ class StreamSource(DerivedSource):
         values = np.concatenate([keys.values() for keys in read])
         return Keys.of(values, np.concatenate(lengths) if lengths else None)
 
+    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
+        counts = [source.event_counts(split, own) for source, own in self._pieces(split, runs)]
+        known = [of_piece for of_piece in counts if of_piece is not None]
+        return np.concatenate(known) if len(known) == len(counts) else None
+
     def _pieces(self, split: str, runs: np.ndarray) -> list[tuple[Source, np.ndarray]]:
         """Return the runs of rows in the dataset and the parts that have them, in their order."""
         found = []

@@ -1,5 +1,6 @@
 """The distinct rows of a table that a batch needs, for a dense component that takes them itself, without pooling."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +24,8 @@ class DistinctRows:
         lengths: ids of each sample, [B].
         hotness: ids of every sample; 0 if they differ.
         max_length: ids that a sample has at most, if they differ; None if that is not known.
-        vectors: row of each id, [C, D], if the step has looked them up: their gradients are added up by its own sort.
+        vectors: returns the row of each id, [C, D], with those of the table's other features, if the step looks them up: their
+            gradients are added up by its own sort.
     """
 
     rows: Tensor
@@ -32,12 +34,13 @@ class DistinctRows:
     lengths: Tensor
     hotness: int = 0
     max_length: int | None = None
-    vectors: Tensor | None = None
+    vectors: Callable[[], Tensor] | None = None
 
+    @torch.compiler.disable
     def by_id(self) -> Tensor:
         """Return the row of each id, [C, D]; the backward pass adds up the gradients of a row in one order."""
         if self.vectors is not None:
-            return self.vectors
+            return self.vectors()
         return embedding(self.positions, self.rows)
 
     def by_sample(self) -> Tensor:

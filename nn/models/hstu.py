@@ -5,6 +5,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import Tables
@@ -134,7 +135,9 @@ class HSTU(Model):
             x = layer(x, at, norm, num_candidates, only_candidates=only, bias=bias)
         if not options.last_layer_of_candidates:
             x = x.index_select(0, parts.at.last(num_candidates)[1])
-        item = self.candidate(torch.cat([of.by_id()[: x.shape[0]] for of in items], dim=1))
+        # Not by id, which would look up the rows of all events too.
+        own = [embedding(of.positions[: x.shape[0]], of.rows) for of in items]
+        item = self.candidate(torch.cat(own, dim=1))
         logits = self.head(self.user(x, hours) * item).float().view(at.starts.shape[0], -1)
         return logits.squeeze(1) if logits.shape[1] == 1 else logits
 

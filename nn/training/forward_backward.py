@@ -254,9 +254,13 @@ class ForwardBackward:
             found = lookup.distinct_rows(vectors.ids, rows, table, feature)
             if len(self._chunks) > 1:
                 return found
-            if table not in by_id:
-                by_id[table] = lookup.vectors(vectors.ids, rows, table)
-            return replace(found, vectors=by_id[table][feature])
+
+            def vectors_of_feature() -> Tensor:
+                if table not in by_id:
+                    by_id[table] = lookup.vectors(vectors.ids, rows, table)
+                return by_id[table][feature]
+
+            return replace(found, vectors=vectors_of_feature)
 
         def rows_of(table: str, feature: str) -> DistinctRows:
             return all_rows_of(table, feature).of_samples(chunk.first, chunk.end)

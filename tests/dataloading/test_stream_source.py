@@ -14,6 +14,7 @@ from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Columns, Source
 from dataloading.stream_source import Part, PartFinder, StreamSource
 from tests.helpers.datasets import USERS, plant, write_rows
+from tests.helpers.event_datasets import write_events
 
 ENDS = [40, 70, 71, 120]
 ROWS = ENDS[-1]
@@ -71,6 +72,18 @@ def test_rows_across_parts_are_those_of_one_dataset(stream, tmp_path, file_forma
         stream.read("test", np.array([[0, 5]])).numerical,
         whole.read("test", np.array([[0, 5]])).numerical,
     )
+
+
+def test_rows_of_parts_have_their_own_events(tmp_path):
+    own = opened(write_events(tmp_path / "first"))
+    stream = StreamSource(own, tmp_path / "parts")
+    write_events(stream.directory / "1")
+    finder, _ = finder_of(stream)
+    assert taken(finder, stream) == ["1"]
+    rows = own.num_rows("train")
+    counts = stream.event_counts("train", np.array([[rows - 3, rows + 4], [0, 2]]))
+    wanted = own.event_counts("train", np.array([[rows - 3, rows], [0, 4], [0, 2]]))
+    assert counts.tolist() == wanted.tolist()
 
 
 def columns_of(columns: Columns) -> list[np.ndarray]:

@@ -14,8 +14,10 @@ from nn.embedding.declared_tables import hands_out_rows, table_name
 from nn.layers.pass_state import PassState, attach
 from nn.models.ranking_model import RankingModel
 from nn.models.registry import declared_tables
+from nn.sharding.sharded_lookup import ShardedLookup
 from tests.helpers.composed import Built, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
+from tests.helpers.event_datasets import write_events
 from tests.helpers.gpus import ON_GPU, needs_gpus, worlds
 from tests.nn.models.test_family_options import OF_EVENTS
 
@@ -176,6 +178,18 @@ def test_the_longest_sample_is_that_of_the_batch_in_all_of_its_parts(dataset, de
     cases = [overrides("hstu", dataset, longest, *on_device, *more) for more in ([], [CHUNKS])]
     for losses in run_distributed(losses_of_cases, 1, cases, STEPS)[0]:
         np.testing.assert_allclose(losses, wanted, rtol=1e-4, atol=1e-4 if on_device else 1e-6)
+
+
+def test_hstu_looks_up_no_event_by_its_id(tmp_path, monkeypatch):
+    """It reads distinct rows where they lie; a lookup by id is of all features of their table."""
+    asked = []
+    monkeypatch.setattr(ShardedLookup, "vectors", lambda *arguments: asked.append(arguments))
+    with ranks_of_cpu():
+        data = write_events(tmp_path / "data")
+        built = build(compose_config(*overrides("hstu", data, "train.batch_size=16")))
+        built.train(0, 1)
+        built.step.close()
+    assert asked == []
 
 
 def test_features_of_one_table_share_a_copy_of_it(dataset):
