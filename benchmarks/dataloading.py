@@ -12,6 +12,7 @@ generated, and counts its events too.
 
 import argparse
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -207,7 +208,11 @@ def main() -> None:
         if data is None:
             sources, row_bytes = write_sources(Path(folder), options["rows"])
         else:
-            source, size = open_rows(data, data.name)
+            try:
+                source, size = open_rows(data, data.name)
+            except ValueError as error:
+                print(f"error: --data={data}: {error}", file=sys.stderr)
+                sys.exit(2)
             sources, row_bytes = {"dataset": source}, {"dataset": size}
         for order, block in (("order on disk", 0), ("shuffled", options["shuffle_block"])):
             loaders = make_loaders(sources, options, block)

@@ -66,8 +66,11 @@ def times_of(attend: Callable[..., Tensor], shape: tuple[int, ...]) -> tuple[flo
 
 def flex_of(lengths: Tensor) -> tuple[Callable[..., Tensor], tuple[int, ...]]:
     """Return compiled flex attention over the same positions, and the shape of its inputs."""
+    from torch._functorch import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    # A backward pass that is measured repeatedly keeps what the forward pass left for it.
+    config.donated_buffer = False
     count = int(lengths.sum())
     sample = torch.arange(len(lengths), device="cuda").repeat_interleave(lengths)
 

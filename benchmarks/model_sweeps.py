@@ -80,6 +80,14 @@ class ModelSweep:
         return {key: value for key, value in summary.items() if key.startswith("test_")}
 
 
+def other_split(folder: Path) -> Path | None:
+    """Return the configuration of a seed's run whose checkpoints were not chosen on validation rows, if there is one."""
+    for path in sorted(folder.glob("seed-*[0-9]/config.yaml")):
+        if yaml.safe_load(path.read_text())["eval"]["split"] != "validation":
+            return path
+    return None
+
+
 def run(command: list[str], log: Path) -> None:
     """Run a command, whose output goes to a file; ends the program if it fails."""
     with log.open("w") as stream:
@@ -116,6 +124,12 @@ def main() -> None:
     models = [name for name in args.names if "=" not in name] or known
     if unknown := set(models) - set(known):
         parser.error(f"no space of {', '.join(sorted(unknown))}; {SPACES} has {', '.join(known)}")
+    for name in models:
+        if path := other_split(args.out / name):
+            parser.error(
+                f"{path} has another eval.split than validation, of an earlier version; give another --out, or remove the "
+                f"seed-* directories of {path.parent.parent}"
+            )
     results = {}
     print(f"| model | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
     for name in models:

@@ -122,8 +122,13 @@ class SequencePooling(nn.Module):
 class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` (Ba et al., arXiv:1607.06450) that returns the dtype of its input, under autocast too.
 
-    Statistics are float32, or float64 if the input is.
+    Statistics are float32, or float64 if the input is. C is `columns`; there is a weight and a bias of each, which the kernels
+    read.
     """
+
+    def __init__(self, columns: int, eps: float = 1e-5) -> None:
+        # A list, so that several dimensions are refused.
+        super().__init__([columns], eps)
 
     def forward(self, x: Tensor, *, swish: bool = False) -> Tensor:
         """Map [..., C] to LN(x) or, if `swish`, to x * sigmoid(LN(x)), in the same shape and dtype."""

@@ -12,6 +12,7 @@ from nn.models.model import Activations, Model
 from nn.models.options import AdaptiveActivation, DINOptions
 from nn.models.sequences import FixedHistories, SequenceInput, find_history
 from nn.ops.fused_linear import as_autocast
+from nn.ops.target_attention import PROGRAMS
 
 # B: samples, N: numerical features, D: columns of a table, H: pairs of an item and its history, L: positions of a history
 
@@ -76,14 +77,24 @@ class DIN(Model):
         return tables + one_table_per_feature(options, spec, features=history.others)
 
     def activations(self) -> Activations:
-        """Return what the attention keeps per position: history, its unit's input and hidden layers, and the weight."""
+        """Return what the attention keeps per position: history, its unit's input and hidden layers, and the weight.
+
+        Kernels keep the history, and have gradients of it and of the item, and partial sums of the parameters'.
+        """
         widths = [layer.in_features for layer in self.attention.layers]
         per_position = 2 * self._columns + widths[0] + 2 * sum(widths[1:]) + 1
         if isinstance(self.history, SequenceInput):
             group, gradients = self.history.group.name, sum(widths[1:]) + self._columns
+            num_weights = sum(each.numel() for each in self.attention.parameters())
+            of_kernels = Activations(
+                event_columns={group: 3 * self._columns},
+                event_gradient_columns={group: 2 * self._columns},
+                event_gradient_bytes=4 * PROGRAMS * num_weights,
+            )
             return Activations(
                 event_columns={group: per_position + self._columns},
                 event_gradient_columns={group: gradients},
+                in_16_bits=of_kernels if self.attention.has_kernels else None,
                 products={"attention": round(2 * self.history.mean_events * self._columns)},
             )
         return Activations(

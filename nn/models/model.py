@@ -35,6 +35,9 @@ class Activations:
     event_columns: dict[str, int] = field(default_factory=dict)
     # of `event_columns`, those of gradients, which are made when the layers behind the events keep nothing any more
     event_gradient_columns: dict[str, int] = field(default_factory=dict)
+    event_gradient_bytes: int = 0  # of gradients made with those, whatever the number of events
+    # event fields under 16-bit autocast, of groups of which a GPU's kernels keep something else
+    in_16_bits: Activations | None = None
     # the same per distinct row, by table that hands out its rows
     row_columns: dict[str, int] = field(default_factory=dict)
     # additional columns that exist beside the widest layer in a forward pass alone

@@ -15,7 +15,7 @@ from dataloading.dataset.batch_layout import BatchLayout, id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import embedding_columns
 from nn.embedding.multi_hot import MultiHot
-from nn.models.model import Model
+from nn.models.model import Activations, Model
 from nn.models.registry import build_meta, declared_tables
 from nn.planning.plan import TablePlan
 from nn.sharding.request_capacity import capacity_for
@@ -144,6 +144,8 @@ class Requests:
     merged: tuple[int, ...]
     tiers: frozenset[str]  # memories that their rows lie in
     hands_out: bool = False  # whether the dense component takes the rows
+    # whether the gradients of a row are added up by the sort of its ids: chunks do it themselves
+    has_sums: bool = True
     groups: int = 1  # of ranks, which all hold the tables
 
     @property
@@ -159,14 +161,14 @@ class Requests:
         return self.groups * (self.merged[rank] if self.merged else self.asked_of(rank))
 
     def row_bytes(self, rank: int, sent_bytes: int) -> int:
-        """Return the memory of rows sent and received, and of float32 gradient sums, if pooled or merged.
+        """Return the memory of rows sent and received, and of float32 gradient sums of ids, or of what is merged.
 
         Sums are sent behind the peak.
         """
         asked, own = self.is_sent * self.asked_of(rank), sum(self.capacity)
         # Rows of one of several memories are looked up beside those that are sent.
         looked_up = asked * (1 + (len(self.tiers) > 1))
-        sums = (not self.hands_out) * own + (self.merged[rank] if self.merged else 0)
+        sums = self.has_sums * own + (self.merged[rank] if self.merged else 0)
         return self.columns * (sent_bytes * (looked_up + own) + 4 * sums)
 
     def key_bytes(self, rank: int) -> int:
@@ -178,8 +180,8 @@ class Requests:
             here = self.asked_of(rank)
             of_merged = REQUEST_BYTES * here + update_bytes(here, self.columns)
         of_own = REQUEST_BYTES * self.keys
-        if not self.hands_out:
-            of_own += LISTED_BYTES * self.keys + update_bytes(self.keys, self.columns)
+        of_own += (not self.hands_out) * LISTED_BYTES * self.keys
+        of_own += self.has_sums * update_bytes(self.keys, self.columns)
         return len(self.tiers) * of_asked + of_merged + of_own
 
     def mapping_bytes(self, rank: int) -> int:
@@ -248,6 +250,7 @@ def requests_of(
                 tuple(map(capacity_for, merged)),
                 frozenset(table.tier for table in group),
                 not group[0].num_vectors,
+                group[0].num_vectors > 0 or config.train.accumulate == 1,
                 num_groups,
             )
         )
@@ -377,7 +380,8 @@ class _RowBytes:
 
     gradients: int  # of all rows, in the dtype of the rows
     sums: int  # the same in float32, to which chunks add
-    by_id: int  # of the largest table: the gradient of each id, and torch's sums of parts of a row
+    # of the largest table: the gradient of each id, by feature and side by side; of chunks torch's sums instead
+    by_id: int
     kept: int  # activations of events and rows, with gradients of events
     late: int  # those gradients, for which the layers of samples have made room
 
@@ -402,15 +406,21 @@ class _RowBytes:
         by_id = (
             asked.columns
             * (
-                sent_bytes * share * asked.keys
+                2 * sent_bytes * asked.keys
+                if asked.has_sums
+                else sent_bytes * share * asked.keys
                 + 4 * (sum(asked.capacity) + share * asked.keys // IDS_OF_A_PART)
             )
             for asked in tables
         )
-        found = model.activations()
-        kept = _sum_of(found.event_columns, events) * narrow
+        found, of_kernels = model.activations(), Activations()
+        if amp is not Amp.off and found.in_16_bits is not None:
+            of_kernels = found.in_16_bits
+        beside = of_kernels.event_gradient_bytes
+        kept = _sum_of(found.event_columns | of_kernels.event_columns, events) * narrow + beside
         kept += _sum_of(found.row_columns, distinct) * narrow
-        late = _sum_of(found.event_gradient_columns, events) * narrow
+        gradients = found.event_gradient_columns | of_kernels.event_gradient_columns
+        late = _sum_of(gradients, events) * narrow + beside
         return cls(sent_bytes * elements, 4 * elements, round(max(by_id, default=0)), kept, late)
 
 

@@ -389,7 +389,7 @@ def test_no_override_means_an_empty_mapping():
         ("sharding.types=[row]", "Invalid value 'row', expected one of [table_wise, column_wise,"),
         (
             "experiment=dlrm_t15",
-            "there is no experiment=dlrm_t15; did you mean dlrm_criteo_t15? choose one of bst_movielens_events, dcnv2_criteo",
+            "there is no experiment=dlrm_t15; did you mean dlrm_criteo_t15? choose one of autoint_criteo_buckets, bst_movielens",
         ),
         ("data=criteo", "there is no data=criteo; did you mean criteo_"),
         ("epochs", "there is no option epochs; did you mean train.epochs?"),

@@ -23,7 +23,9 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = ["dlrm", "dcnv2"]
 EXPERIMENTS = sorted(path.stem for path in filter(is_ours, (CONFIGS / "experiment").glob("*.yaml")))
 PUBLISHED = [
-    name for name in EXPERIMENTS if name.startswith(tuple(RECIPES)) and "kaggle" not in name
+    name
+    for name in EXPERIMENTS
+    if name.startswith(tuple(RECIPES)) and not name.endswith(("kaggle", "buckets"))
 ]
 NVIDIAS = [name for name in PUBLISHED if name != "dcnv2_mlperf"]
 
@@ -66,6 +68,11 @@ OTHERS = {
     **{
         f"{model}_movielens_events": f"python main.py experiment={model}_movielens_events data.path=DIR"
         for model in ("din", "sasrec", "hstu", "bst", "transact", "onetrans", "sim")
+    },
+    **{
+        name: f"python main.py experiment={name} data.path=DIR"
+        for name in EXPERIMENTS
+        if name.endswith("_criteo_buckets")
     },
 }
 

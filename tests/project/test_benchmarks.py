@@ -7,9 +7,11 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import dataloading
 from benchmarks.checkpoint import measured
+from benchmarks.hstu_attention import flex_of, times_of
 from benchmarks.launch import launched, started_by
 from benchmarks.rows import ROOT, ROWS, Row
 from benchmarks.train import (
@@ -24,8 +26,9 @@ from configs.schema import Config
 from nn.build import build_train_loader, open_source
 from nn.models.registry import declared_tables
 from nn.step_floor import floor_of, power_law_shares
-from tests.helpers.command import hydra_that_reads_once, run_command
+from tests.helpers.command import hydra_that_reads_once, run_command, run_module
 from tests.helpers.composed import TINY, compose_config, ranks_of_cpu
+from tests.helpers.gpus import needs_one_gpu
 from tests.helpers.rank_processes import has_ended, wait_until
 from tests.helpers.runs import summary
 
@@ -73,6 +76,38 @@ def test_the_loader_benchmark_reads_the_events_of_a_dataset(tmp_path, monkeypatc
         float(re.search(rf"([\d.]+) M {unit}/s", shuffled)[1]) for unit in ("rows", "events")
     )
     assert events / 12 == pytest.approx(rows, abs=0.02 + rows / 5)
+
+
+def test_the_loader_benchmark_refuses_what_is_no_dataset_in_one_line(tmp_path):
+    ended = run_module("benchmarks.dataloading", "--data", str(tmp_path))
+    assert (ended.exit_code, ended.err.count("\n")) == (2, 1)
+    assert ended.err.startswith(f"error: --data={tmp_path}: {tmp_path}/feature_spec.yaml: no such")
+
+
+def test_rows_of_listens_are_no_rows_of_torchrec(tmp_path):
+    folders = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    ended = run_module("benchmarks.peers.with_torchrec", *folders, "hstu_1")
+    assert ended.exit_code == 2
+    assert "invalid choice: 'hstu_1'" in ended.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_goes_on_only_where_validation_rows_chose_the_checkpoints(tmp_path):
+    for name, split in (("seed-1", "validation"), ("seed-2", "test"), ("seed-1-tested", "test")):
+        path = tmp_path / "deepfm" / name / "config.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"eval: {{split: {split}}}\n")
+    folders = ["--data", str(tmp_path), "--out", str(tmp_path)]
+    ended = run_module("benchmarks.model_sweeps", *folders, "dlrm", "deepfm")
+    assert (ended.exit_code, ended.out) == (2, "")
+    assert f"error: {tmp_path}/deepfm/seed-2/config.yaml has another eval.split" in ended.err
+    assert not (tmp_path / "dlrm").exists()
+
+
+@needs_one_gpu
+def test_flex_attention_is_measured_backward_too():
+    attend, shape = flex_of(torch.full((2,), 2672, device="cuda"))
+    assert min(times_of(attend, shape)) > 0
 
 
 def test_the_command_of_a_row_sets_options_that_exist(tmp_path):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from nn.layers.initialization import initialise_linear_
 from nn.layers.sequence import SamplePositions, expand, pool, softmax
 from nn.ops.fused_linear import can_fuse
+from nn.ops.target_attention import fits
 
 # B: samples, L: positions of a history, C: positions of the events of all samples, D: columns of a vector
 
@@ -39,6 +40,8 @@ class TargetAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.pooling = pooling
+        # Whether a GPU has kernels for it, of 16 bits.
+        self.has_kernels = pooling != "softmax" and fits(columns, hidden)
         sizes = [4 * columns, *hidden, 1]
         layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
         self.layers = cast(Sequence[nn.Linear], layers)
@@ -77,15 +80,13 @@ class TargetAttention(nn.Module):
 
     def of_events(self, query: Tensor, events: Tensor, at: SamplePositions) -> Tensor:
         """Return the same of ragged histories, [B, D], from candidates [B, D] and events [C, D]."""
-        if self.pooling != "softmax" and can_fuse(events, self.layers[0].weight):
+        is_narrow = events.element_size() == 2
+        if self.has_kernels and is_narrow and can_fuse(events, self.layers[0].weight):
             # Only CUDA builds of torch include Triton.
-            from nn.ops.triton import target_attention
+            from nn.ops.triton.target_attention import attend_weighted
 
-            if target_attention.fits(events, [layer.out_features for layer in self.layers[:-1]]):
-                parameters = [each for layer in self.layers for each in (layer.weight, layer.bias)]
-                return target_attention.attend_weighted(
-                    query.to(events.dtype), events, at, self.pooling, parameters
-                )
+            parameters = [each for layer in self.layers for each in (layer.weight, layer.bias)]
+            return attend_weighted(query.to(events.dtype), events, at, self.pooling, parameters)
         weights = self._weights(expand(query, at), events)
         if self.pooling == "softmax":
             weights = softmax(weights, at)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nn.ops.jagged import SamplePositions
+from nn.ops.target_attention import PROGRAMS
 from nn.ops.triton import jagged
 from nn.ops.triton.column_sums import column_sums
 
@@ -22,16 +23,6 @@ from nn.ops.triton.column_sums import column_sums
 
 BLOCK_P = 64
 """Positions that a program takes at once."""
-PROGRAMS = 264
-"""Each takes every 264th block, and has one partial sum of the parameters' gradients."""
-MOST_COLUMNS, MOST_HIDDEN = 32, (128, 64)
-"""Widest vectors and layers that fit into registers."""
-
-
-def fits(events: Tensor, widths: Sequence[int]) -> bool:
-    """Return whether the kernels take these events and hidden layers: of 16 bits, two layers that fit into registers."""
-    narrow = len(widths) == 2 and all(map(int.__le__, widths, MOST_HIDDEN))
-    return narrow and events.element_size() == 2 and events.shape[1] <= MOST_COLUMNS
 
 
 @torch.compiler.disable

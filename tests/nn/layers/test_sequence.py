@@ -6,7 +6,15 @@ from torch import nn
 from torch.export import Dim, export
 
 from nn.layers.initialization import initialise_dense
-from nn.layers.sequence import Positions, ScoreBias, SequencePooling, attend, attend_once, expand
+from nn.layers.sequence import (
+    LayerNorm,
+    Positions,
+    ScoreBias,
+    SequencePooling,
+    attend,
+    attend_once,
+    expand,
+)
 from tests.nn.ops.jagged_samples import drawn, samples_of
 
 LENGTHS = [3, 0, 1, 5]
@@ -87,3 +95,11 @@ def test_an_exported_program_takes_other_numbers_of_samples_and_events():
     for lengths in ([2, 5], [1, 0, 0, 4, 3, 5]):
         given = inputs(lengths)
         torch.testing.assert_close(program.module()(*given), block(*given))
+
+
+@pytest.mark.parametrize("arguments", [((3, 4),), (4, 1e-5, False)], ids=str)
+def test_a_layer_norm_takes_only_what_its_kernels_know(arguments):
+    with pytest.raises(TypeError):
+        LayerNorm(*arguments)
+    norm = LayerNorm(4, eps=0.5)
+    assert (norm.eps, norm.weight.shape, norm.bias.shape) == (0.5, (4,), (4,))

@@ -3,6 +3,7 @@
 import re
 from dataclasses import asdict, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,24 +13,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.rows import ROWS
 from configs.schema import Amp, Config, Device
 from dataloading.dataset.batch_layout import id_counts
+from dataloading.dataset.feature_spec import FeatureSpec
 from nn.build import build_plan, open_source, planned_hardware
-from nn.layers.adaptive_mlp import AdaptiveMLP
 from nn.layers.distinct_rows import DistinctRows
+from nn.layers.interactions.adaptive_mlp import AdaptiveMLP
 from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence_events import SequenceEvents
 from nn.models.din import DIN
+from nn.models.options import AttentionPooling
 from nn.models.registry import build_meta
 from nn.modes.plan import fitting_chunks
 from nn.planning.memory_estimate import RankMemory, plan_memory, requests_of, update_bytes
 from nn.planning.plan import Hardware, TablePlan
-from nn.sharding.sharded_lookup import ShardedLookup
+from nn.sharding.merged_rows import RowSums
+from nn.sharding.sharded_lookup import ShardedLookup, _ById
 from nn.sharding.tables import local_tensors
 from nn.training.dense_optimizer import dense_rule
 from nn.training.train_step import TrainStep
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
-from tests.nn.models.test_hstu_memory import Peak
+from tests.nn.models.test_hstu_memory import NoKernel, Peak
 from tests.nn.models.test_kinds_of_tables import Kinds
 
 GIB = 2**30
@@ -88,47 +92,121 @@ class Moved(torch.autograd.Function):
         return grad.new_empty(ctx.count, *grad.shape[1:]), None
 
 
-def test_a_pass_of_din_over_events_allocates_what_is_planned(monkeypatch):
-    """The attention's gradients are made when the last MLP's have gone; measured on an H200 were about 0.25 GiB in all."""
-    kernels = SimpleNamespace(
-        expand=lambda values, at: Moved.apply(values, len(at.samples)),
-        pool=lambda values, at, how: Moved.apply(values, len(at.starts)),
-    )
-    monkeypatch.setattr("nn.layers.sequence._jagged", lambda values: kernels)
-    for layer in (TargetAttention, AdaptiveMLP):
-        monkeypatch.setattr(layer, "initialise", lambda *_: None)
-    config = ROWS["din_1_bf16_events"].config()
-    config.train.amp = Amp.off  # a CPU would cast elsewhere
+def planned_of(config: Config) -> tuple[RankMemory, FeatureSpec, int]:
+    """Return the plan of one H200, with the dataset's features and the rows that a batch has capacity for."""
     config.device, config.sharding.hbm_gib = Device.cuda, 139.8
     source = open_source(config)
     _, plan = build_plan(config, source, planned_hardware(config))
-    spec, rows, columns = source.spec, config.train.batch_size, config.model.embedding_dim
-    planned = plan_memory(config, spec, plan, 1, 1)[0].dense_pass
+    states = dense_rule(config.effective_optimizer).states_per_weight
+    (planned,) = plan_memory(config, source.spec, plan, 1, states)
+    asked = requests_of(config, source.spec, plan, 1)
+    return planned, source.spec, sum(sum(each.capacity) for each in asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [("din_1_bf16_events", 173_729_280), ("din_1_bf16_100", 757_078_528)],
+)
+def test_the_peak_of_din_is_within_a_twentieth_of_what_was_measured(name, measured):
+    planned, *_ = planned_of(ROWS[name].config())
+    assert planned.total == pytest.approx(measured, rel=0.05)
+
+
+PLAIN_UNITS: list[dict[str, Any]] = [
+    {"attention_pooling": AttentionPooling.softmax},
+    {"attention_hidden": [200, 80]},
+    {"attention_hidden": [80]},
+    {"embedding_dim": 64},
+]
+
+
+@pytest.mark.parametrize("options", PLAIN_UNITS, ids=str)
+def test_an_attention_unit_without_kernels_keeps_its_layers_in_16_bits_too(options):
+    def dense_pass(amp: Amp) -> int:
+        config = ROWS["din_1_bf16_events"].config()
+        config.train.amp = amp
+        for name, value in options.items():
+            setattr(config.model, name, value)
+        return planned_of(config)[0].dense_pass
+
+    assert 2 * dense_pass(Amp.bf16) == dense_pass(Amp.off)
+
+
+@pytest.mark.parametrize(
+    ("amp", "options"),
+    [(Amp.off, {}), (Amp.bf16, {}), (Amp.bf16, PLAIN_UNITS[0])],
+    ids=str,
+)
+def test_a_pass_of_din_over_events_allocates_what_is_planned(monkeypatch, amp, options):
+    """The attention's gradients are made when the last MLP's have gone."""
+    kernels = SimpleNamespace(
+        expand=lambda values, at: Moved.apply(values, len(at.samples)),
+        pool=lambda values, at, how: Moved.apply(values, len(at.starts)),
+        softmax=lambda scores, at: Moved.apply(scores, len(scores)),
+    )
+    monkeypatch.setattr("nn.layers.sequence._jagged", lambda values: kernels)
+    if amp is Amp.bf16:
+        fused = pytest.importorskip("nn.ops.triton.target_attention")
+        monkeypatch.setattr("nn.layers.interactions.target_attention.can_fuse", lambda *_: True)
+        monkeypatch.setattr(fused, "_launch", lambda *_: None)
+        monkeypatch.setattr(fused, "column_sums", lambda sums: sums.new_empty(sums.shape[1]))
+        monkeypatch.setattr("nn.ops.triton.jagged._pool", NoKernel())
+    for layer in (TargetAttention, AdaptiveMLP):
+        monkeypatch.setattr(layer, "initialise", lambda *_: None)
+    config = ROWS["din_1_bf16_events"].config()
+    config.train.amp = amp
+    for name, value in options.items():
+        setattr(config.model, name, value)
+    planned, spec, capacity = planned_of(config)
+    rows, columns = config.train.batch_size, config.model.embedding_dim
+    # A CPU would cast elsewhere.
+    dtype = torch.float32 if amp is Amp.off else torch.bfloat16
     (group,), counts = spec.sequences, id_counts(spec, rows)
-    (asked,) = requests_of(config, spec, plan, 1)
+    (history,), (item,) = group.features, config.model.item_features
     with FakeTensorMode():
         model = DIN.build(config.model, spec)
-        table = torch.empty(sum(asked.capacity) + 1, columns, requires_grad=True)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        table = torch.empty(capacity + 1, columns, dtype=dtype, requires_grad=True)
         starts, lengths = torch.empty(2, rows, dtype=torch.int32)
-
-        def rows_of(table_name: str, feature: str) -> DistinctRows:
-            positions = torch.empty(counts[feature].capacity, dtype=torch.int32)
-            return DistinctRows(table, positions, starts, lengths)
-
-        first = rows_of("", group.features[0])
-        events = SequenceEvents(
-            {group.features[0]: first},
-            {group.numbers[0].name: torch.empty(len(first.positions))},
-            starts,
-            lengths,
-            torch.empty_like(first.positions),
-            group.max_length,
+        bags = SimpleNamespace(take_sorted=lambda *_: None, update=lambda *_: None)
+        requests: Any = SimpleNamespace(
+            rows_of=lambda at: table.new_empty(len(at), columns),
+            sums_by_id=RowSums(lambda _: bags, table.shape, table.device),
         )
-        pooled = torch.empty(rows, 2 * columns, requires_grad=True)
-        embeddings = PooledEmbeddings.with_rows(pooled, rows_of, lambda _: events)
+        ids: Any = SimpleNamespace(local=None, keys=None, order=None)
+        positions = {
+            name: torch.empty(counts[name].capacity, dtype=torch.int32) for name in (item, history)
+        }
+        pooled = torch.empty(rows, 2 * columns, dtype=dtype, requires_grad=True)
         with Peak() as counted:
-            model(torch.empty(rows, 0), embeddings).sum().backward()
-    assert planned == pytest.approx(counted.most, rel=0.03)
+            found = _ById.apply(table, requests, ids, *positions.values())
+            vectors = dict(zip(positions, found, strict=True))
+            del found
+
+            def rows_of(table_name: str, feature: str) -> DistinctRows:
+                return DistinctRows(
+                    table, positions[feature], starts, lengths, vectors=vectors[feature]
+                )
+
+            def sequence_of(name: str) -> SequenceEvents:
+                at = positions[history]
+                return SequenceEvents(
+                    {history: replace(rows_of("", history), hotness=0)},
+                    {group.numbers[0].name: torch.empty(len(at))},
+                    starts,
+                    lengths,
+                    torch.empty_like(at),
+                    group.max_length,
+                )
+
+            numerical = torch.empty(rows, 0, dtype=dtype)
+            embeddings = PooledEmbeddings.with_rows(pooled, rows_of, sequence_of)
+            loss = model(numerical, embeddings).sum()
+            vectors.clear()
+            loss.backward()
+    sums = 4 * (capacity + 1) * columns
+    assert planned.dense_pass + sums == pytest.approx(counted.most, rel=0.03)
 
 
 def test_layers_are_those_of_the_network_with_padded_inputs():

@@ -446,14 +446,25 @@ def test_plan_and_floor_count_events_and_rows_that_are_handed_out(dataset, monke
     requests = requests_of(config, source.spec, plan, 1)
     rows = {asked.tables[0]: sum(asked.capacity) * 8 for asked in requests if asked.hands_out}
     assert rows.keys() == {"item", "hist_genre"}
-    # Pair's vectors, and rows.
-    assert counted.lookups == 4 * (64 * 8 + sum(rows.values()))
+    # Pair's vectors, and rows with the sums of their gradients.
+    assert counted.lookups == 4 * (64 * 8 + 2 * sum(rows.values()))
     asked = {asked.tables[0]: asked.keys for asked in requests}
     assert asked == {"item": 64 + history + cart, "hist_genre": history}
-    # Gradients of all rows, and of each id of the larger table, with torch's sums of parts of a row.
-    by_id = 8 * asked["item"] + rows["item"] + 8 * (asked["item"] // 10)
+    # Gradients of all rows, and of each id of the larger table, by feature and side by side.
+    by_id = 2 * 8 * asked["item"]
     first_layer = 8
     assert counted.dense_pass == 4 * (64 * (8 + first_layer) + sum(rows.values()) + by_id)
+    # Two chunks add up the gradients of all rows, and torch those of a chunk's ids, with sums of parts of a row.
+    config.train.accumulate = 2
+    most = {group.name: 32 * group.max_length for group in GROUPS}
+    share = min(most["history"], history) + min(most["cart"], cart)
+    ids = asked["item"] * share / (history + cart)
+    by_id = 8 * ids + rows["item"] + 8 * (ids // 10)
+    of_chunk = 32 * (8 + first_layer) + sum(rows.values()) + by_id
+    in_chunks = memory()
+    assert in_chunks.lookups == 4 * (64 * 8 + sum(rows.values()))
+    assert in_chunks.dense_pass == round(4 * (64 * 8 + sum(rows.values()) + of_chunk))
+    config.train.accumulate = 1
     kept = Activations(event_columns={"history": 1000})
     before = memory().dense_pass
     monkeypatch.setattr(Events, "activations", lambda self: kept)
