@@ -112,7 +112,7 @@ def _dataset(path: Path, values: Values) -> _Dataset | None:
 
 
 def _of_fit(facts: Mapping[str, Any], datasets: Sequence[_Dataset]) -> list[_Dataset]:
-    """Return the datasets whose ids mean what they mean in a checkpoint or model, whose `facts` have checksums of vocabularies."""
+    """Return the datasets of the fit of a checkpoint or a model, as far as the checksums in its `facts` tell."""
     learnt = {VOCABULARIES: facts.get(VOCABULARIES) or {}}
     return [of for of in datasets if not vocabulary_mismatch(learnt, of.spec.metadata)]
 

@@ -1,5 +1,6 @@
 """Values that are removed from a run with its deltas, from models and vocabularies, and are found nowhere afterwards."""
 
+import errno
 import os
 import shutil
 import zlib
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from configs.serving_schema import ForgetConfig, TableType
-from dataloading.dataset.durable_files import exclusive, lock_directory
+from dataloading.dataset.durable_files import edited_copy, exclusive, lock_directory
 from nn.checkpoint import forgetting as forgetting_of_rows
 from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
 from nn.checkpoint.tensor_index import Chunk, StoredTensor, blocks, read_index
@@ -324,6 +325,23 @@ def test_a_second_call_waits_for_the_first(served):
         pytest.raises(ValueError, match="removes values; wait for it"),
     ):
         forgetting(served, gone, served / "models")
+
+
+def test_a_full_disk_leaves_the_directory_and_is_said_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1/file").write_text("before")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "file")
+
+    monkeypatch.setattr(shutil, "copy2", full)
+    with (
+        pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: 'file'$"),
+        edited_copy(tmp_path / "1", ["file"]),
+    ):
+        pass
+    assert (tmp_path / "1/file").read_text() == "before"
+    assert os.listdir(tmp_path) == ["1"]
 
 
 def test_lines_of_values_are_read_as_editors_write_them(tmp_path):
