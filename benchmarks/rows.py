@@ -206,19 +206,11 @@ ROWS = {
     ),
     "dlrm_t15_1_uniform": Row("dlrm", 1, *T15, exponent=0),
     "dlrm_t15_4_uniform": Row("dlrm", 4, *T15, exponent=0),
-    "dlrm_t15_1_compiled": Row("dlrm", 1, *T15, overrides=("train.compile=true",)),
     # Precisions of the dense component; the rows without a suffix are in bf16.
     "dlrm_t15_1_tf32": Row("dlrm", 1, *T15, overrides=TF32),
     "dlrm_t15_1_fp32": Row("dlrm", 1, *T15, overrides=FP32),
     "dlrm_t15_1_fp16": Row("dlrm", 1, *T15, overrides=FP16),
     "dlrm_t15_1_bf16_tables": Row("dlrm", 1, *T15, overrides=BF16_TABLES),
-    "dlrm_t15_1_fp16_tables": Row("dlrm", 1, *T15, overrides=("model.embedding_dtype=fp16",)),
-    "dlrm_t15_4_weak_whole": Row(
-        "dlrm",
-        4,
-        *T15,
-        overrides=("train.batch_size=262144", "sharding.types=[table_wise,column_wise]"),
-    ),
     "dlrm_t3_1": Row("dlrm", 1, "dlrm_criteo_t3", "criteo_t3"),
     "dlrm_t3_2": Row("dlrm", 2, "dlrm_criteo_t3", "criteo_t3"),
     # Its five large tables, 83.7 of 84.9 GiB, in host memory, with room on the GPU for a tenth or a hundredth of their rows.
@@ -240,7 +232,6 @@ ROWS = {
     "dcnv2_t15_1_bf16_tables": Row("dcnv2", 1, *CROSS_T15, overrides=BF16_TABLES),
     "dcnv2_t15_1_fp8": Row("dcnv2", 1, *CROSS_T15, overrides=FULL_FP8),
     "dcnv2_t15_1_fp8_partial": Row("dcnv2", 1, *CROSS_T15, overrides=("train.fp8=partial",)),
-    "dcnv2_t15_1_compiled": Row("dcnv2", 1, *CROSS_T15, overrides=("train.compile=true",)),
     "dcnv2_t15_1_tf32": Row("dcnv2", 1, *CROSS_T15, overrides=TF32),
     "dcnv2_t15_1_fp32": Row("dcnv2", 1, *CROSS_T15, overrides=FP32),
     "dcnv2_t15_1_fp16": Row("dcnv2", 1, *CROSS_T15, overrides=FP16),

@@ -909,6 +909,11 @@ class ShardingConfig(Section):
         most=MOST_RANKS,
         gt=0,
     )
+    two_hops: bool = option(
+        False,
+        "ids, embeddings and their gradients of several nodes go within the node first, and then between the ranks of one "
+        "local number: same bits, fewer and larger messages between nodes; not with group_size",
+    )
     world_size: int | None = option(
         None, "ranks to plan for with mode=plan; null: the ranks of this run", most=MOST_RANKS, gt=0
     )
@@ -920,6 +925,12 @@ class ShardingConfig(Section):
     )
     between_gb_s: float = option(
         50.0, "GB/s that a GPU sends to other nodes, to plan with; of a 400 Gb/s card", gt=0
+    )
+    within_us: float = option(
+        1.0, "microseconds that a message to a rank of the node takes, to plan with; assumed", gt=0
+    )
+    between_us: float = option(
+        2.0, "microseconds that a message to another node takes, to plan with; assumed", gt=0
     )
     hbm_gib: float | None = option(
         None, "GPU memory per rank to plan with; null asks the device", most=2**30, gt=0
@@ -949,6 +960,11 @@ class ShardingConfig(Section):
             Tier.disk not in self.tiers,
             "sharding.tiers names disk, which the planner does not choose; name the tables in sharding.tables, as "
             "{cat_0: {tier: disk}}",
+        )
+        require(
+            not self.two_hops or self.group_size is None,
+            f"sharding.two_hops=true shards the tables over all ranks, and sharding.group_size={self.group_size} over groups "
+            "that hold the same ones; set one of them",
         )
         on_disk = [
             table

@@ -10,7 +10,7 @@ from dataloading.dataset.source import Source
 from nn.build import (
     TRAIN_SPLIT,
     Loaders,
-    check_group_size,
+    check_nodes,
     device_type,
     open_source,
     planned_hardware,
@@ -168,7 +168,7 @@ def check_run(
     config: Config, source: Source, ranks: Ranks, loaders: Loaders, start: ResumePoint
 ) -> None:
     """Refuse invalid options before any process group or file exists."""
-    check_group_size(config.sharding.group_size, ranks.world_size, ranks.local_world_size)
+    check_nodes(config.sharding, ranks.world_size, ranks.local_world_size)
     if config.mode is Mode.inference:
         sizes_to_time(config, source, ranks)
     if loaders.train is not None:

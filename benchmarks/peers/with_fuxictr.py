@@ -4,11 +4,11 @@
 
 `LOGS` are raw logs in Criteo's format; the first 90 % of the lines train, the rest test. `python -m preproc` makes one
 dataset directory (`dataset=criteo_buckets`), and both libraries read its ids. Ours is trained by the ordinary command
-line, `python dlrm.py model.name=...`. FuxiCTR's model is trained by `benchmarks/peers/fuxictr_job.py` in an environment of
-its own, which has `fuxictr` from PyPI; its model files are read from a clone of reczoo/FuxiCTR. Every run has its settings in
-`PAIRS`, for a fixed number of epochs, so no test row chooses anything.
+line, `python main.py experiment=MODEL_criteo_buckets`. FuxiCTR's model is trained by `benchmarks/peers/fuxictr_job.py` in an environment of
+its own, which has `fuxictr` from PyPI; its model files are read from a clone of reczoo/FuxiCTR. Its settings are in `PAIRS`.
+Every run has a fixed number of epochs, so no test row chooses anything.
 
-`--validate` trains on the first 81 % of the lines and tests on the next 9 %: the settings were chosen so. `--set` adds
+`--validate` trains on the first 81 % of the lines and tests on the next 9 %: FuxiCTR's were chosen so. `--set` adds
 settings to ours, and `--peer-set` to FuxiCTR's. Finished runs are kept in `DIR/results.jsonl` and not repeated.
 """
 
@@ -27,31 +27,17 @@ from benchmarks.rows import ROOT
 
 TRAINED = 0.9
 """Share of the lines that train: that of `dataset=criteo_buckets`."""
-EMBEDDING_DIM = 16
-LR = 1e-3
-BATCH_SIZE = 1024
 EPOCHS = 2
-DECAY_AND_AVERAGE = (
-    *("scheduler.decay_start_step=0", "scheduler.decay_steps=968", "scheduler.decay_power=1"),
-    "train.ema_decay=0.99",
-)
-"""Nearly to 0 over the 966 steps of two epochs of 123,425 rows in batches of 256."""
-FTRL = (
-    *("optimizer.embedding_name=ftrl", "optimizer.embedding_lr=0.02"),
-    *("optimizer.ftrl_beta=1e-4", "optimizer.ftrl_l2=0.005"),
-)
-"""For the tables: an L2 of a logistic regression's strength keeps the rows of rare ids near zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One model in both libraries."""
+    """FuxiCTR's model, and its settings."""
 
     folder: str
     model_class: str
-    settings: tuple[str, ...]
     peer_settings: dict[str, Any] = field(default_factory=dict)
-    batch_size: int = BATCH_SIZE
+    batch_size: int = 1024
     epochs: int = EPOCHS
 
 
@@ -59,22 +45,16 @@ PAIRS = {
     "wide_deep": Pair(
         "WideDeep/WideDeep_torch",
         "WideDeep",
-        ("model.hidden=[256,128]", "model.dropout=0.2"),
         {"hidden_units": [256, 128], "net_dropout": 0.2},
     ),
     "deepfm": Pair(
         "DeepFM/DeepFM_torch",
         "DeepFM",
-        ("model.hidden=[256,128]", "model.dropout=0.2"),
         {"hidden_units": [256, 128], "net_dropout": 0.2},
     ),
     "dcnv2": Pair(
         "DCNv2",
         "DCNv2",
-        (
-            *("model.cross.num_layers=2", "model.cross.projection_dim=64"),
-            *("model.top_mlp=[256,128,1]", "model.dropout=0.2", *FTRL),
-        ),
         {
             "model_structure": "parallel",
             "num_cross_layers": 2,
@@ -85,19 +65,11 @@ PAIRS = {
     "dlrm": Pair(
         "DLRM",
         "DLRM",
-        (
-            *("model.top_mlp=[256,128,1]", "model.dropout=0.2"),
-            *("model.embedding_init=0.03", *FTRL),
-        ),
         {"top_mlp_units": [256, 128], "top_mlp_dropout": 0.2},
     ),
     "finalmlp": Pair(
         "FinalMLP",
         "FinalMLP",
-        (
-            *("model.hidden_1=[256,128]", "model.hidden_2=[256]", "model.gate_hidden=[64]"),
-            *("model.heads=8", "model.dropout=0.2"),
-        ),
         {
             "mlp1_hidden_units": [256, 128],
             "mlp2_hidden_units": [256],
@@ -110,12 +82,6 @@ PAIRS = {
     "masknet": Pair(
         "MaskNet",
         "MaskNet",
-        (
-            *("model.structure=parallel", "model.blocks=[64,64,64]", "model.hidden=[128]"),
-            *("model.reduction_ratio=1", "model.dropout=0.2", "model.embedding_init=0.03"),
-            *("optimizer.lr=3e-4", "optimizer.embedding_lr=6e-4", "optimizer.weight_decay=0.1"),
-            *DECAY_AND_AVERAGE,
-        ),
         {
             "model_type": "ParallelMaskNet",
             "parallel_num_blocks": 3,
@@ -130,13 +96,6 @@ PAIRS = {
     "wukong": Pair(
         "WuKong",
         "WuKong",
-        (
-            *("model.layers=2", "model.fm_vectors=8", "model.linear_vectors=32"),
-            *("model.fm_hidden=[128]", "model.hidden=[256,128]", "model.dropout=0.2"),
-            # Small beside the root of the layer normalization's eps, 0.003.
-            *("model.embedding_init=9e-5", "optimizer.embedding_name=ftrl"),
-            *("optimizer.embedding_lr=6e-5", "optimizer.ftrl_beta=0.033", "optimizer.ftrl_l2=556"),
-        ),
         {
             "num_wukong_layers": 2,
             "fmb_features": 8,
@@ -147,17 +106,10 @@ PAIRS = {
         },
     ),
 }
-COMMON = (
-    "experiment=dlrm_criteo_kaggle",
-    f"model.embedding_dim={EMBEDDING_DIM}",
-    "model.embedding_init=0.01",
-    f"optimizer.lr={LR}",
-    f"train.epochs={EPOCHS}",
-    *("device=cpu", "checkpoint.save=false", "log.loggers=[]", "log.every=1000"),
-)
+COMMON = ("device=cpu", "checkpoint.save=false", "log.loggers=[]", "log.every=1000")
 PEER_COMMON = {
-    "embedding_dim": EMBEDDING_DIM,
-    "learning_rate": LR,
+    "embedding_dim": 16,
+    "learning_rate": 1e-3,
     "embedding_regularizer": 1e-5,
 }
 
@@ -181,7 +133,7 @@ class Results:
 
 def train_ours(data: Path, run_dir: Path, overrides: Iterable[str]) -> dict[str, float]:
     """Train one of our models; return AUC and log loss of the test split, and the parameters."""
-    command = [sys.executable, str(ROOT / "dlrm.py"), *overrides, f"data.path={data}"]
+    command = [sys.executable, str(ROOT / "main.py"), *overrides, f"data.path={data}"]
     _run([*command, f"run_dir={run_dir}"])
     summary = json.loads((run_dir / "summary.json").read_text())
     return {"auc": summary["test_auc"], "log_loss": summary["test_log_loss"]}
@@ -254,9 +206,7 @@ def main() -> None:
 
 
 def _ours(name: str, seed: int, data: Path, args: argparse.Namespace, results: Results) -> float:
-    pair = PAIRS[name]
-    overrides = [*COMMON, f"train.batch_size={pair.batch_size}", f"model.name={name}"]
-    overrides += [*pair.settings, *args.set, f"seed={seed}"]
+    overrides = [f"experiment={name}_criteo_buckets", *COMMON, *args.set, f"seed={seed}"]
     key = [data.name, *overrides]
     metrics = results.get(key)
     if metrics is None:

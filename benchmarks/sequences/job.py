@@ -32,7 +32,7 @@ def peer(model: str, data: str) -> Pair:
         **{"dnn_hidden_units": [200, 80], "embedding_dim": 16, "learning_rate": 1e-3},
     }
     settings |= {"attention_hidden_units": [80, 40]} if model == "din" else {"num_heads": 2}
-    return Pair(PEERS[model], PEERS[model], (), settings, batch_size=512, epochs=2)
+    return Pair(PEERS[model], PEERS[model], settings, batch_size=512, epochs=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from nn.observability.plan_table import (
 from nn.observability.run_directory import write_model, write_plan
 from nn.planning.exchange import Link, planned_links
 from nn.planning.memory_estimate import RankMemory, plan_memory
-from nn.planning.plan import Hardware, replicated_tables
+from nn.planning.plan import Hardware, TablePlan, replicated_tables
 from nn.session import beside_plan, dense_states, describe
 from nn.step_floor import floor_of
 
@@ -58,7 +58,7 @@ def show_plan(config: Config, config_yaml: str) -> None:
     beside = beside_plan(config, source, rows, hardware, disk_room, run_dir, floor_ms)
     print_plan(console, rows, hardware.table_ranks, beside)
     if hardware.world_size > hardware.local_world_size:
-        print_ways(console, _ways(config, source, hardware, beside.links))
+        print_ways(console, _ways(config, source, hardware, rows))
     memory = []
     description = describe(config, source, make_logger(console))
     if description is not None:
@@ -109,23 +109,33 @@ def fitting_chunks(
 
 
 def _ways(
-    config: Config, source: Source, hardware: Hardware, links: Sequence[Link]
+    config: Config, source: Source, hardware: Hardware, planned: Sequence[TablePlan]
 ) -> dict[str, Sequence[Link] | str]:
-    """Return what is sent where all ranks share the tables and where those of a node do; `links` are the way that is planned."""
-    in_node, planned = hardware.local_world_size, hardware.table_ranks
+    """Return what is sent where all ranks share the tables, in one or two hops, and where those of a node do.
+
+    `planned` are the tables of `hardware`, whose way is among them.
+    """
+    world_size, in_node = hardware.world_size, hardware.local_world_size
+    plans: dict[int, Sequence[TablePlan]] = {hardware.table_ranks: planned}
     ways: dict[str, Sequence[Link] | str] = {}
-    for size in dict.fromkeys((hardware.world_size, in_node, planned)):
-        way = "one group" if size == hardware.world_size else f"groups of {size}"
-        if size == planned:
-            ways[way] = links
+    for size, two_hops in (
+        (world_size, False),
+        (world_size, True),
+        (in_node, False),
+        (hardware.table_ranks, False),
+    ):
+        way = "two hops" if two_hops else "one group" if size == world_size else f"groups of {size}"
+        if way in ways or (two_hops and in_node == 1):
             continue
         other = deepcopy(config)
-        other.sharding.group_size = size
+        # One group of all ranks is named by its size too, beside two hops.
+        other.sharding.group_size, other.sharding.two_hops = size, two_hops
         others = planned_hardware(other)
         try:
-            _, rows, _ = checked_plan(other, source, others)
+            if size not in plans:
+                _, plans[size], _ = checked_plan(other, source, others)
         except ValueError as error:
             ways[way] = f"cannot be: {error}"
         else:
-            ways[way] = planned_links(other, source.spec, rows, others)
+            ways[way] = planned_links(other, source.spec, plans[size], others)
     return ways

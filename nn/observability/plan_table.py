@@ -55,10 +55,15 @@ def print_hardware(console: Console, config: Config, hardware: Hardware) -> None
     print_columns(console, grid(lines))
 
 
-def print_rates(console: Console, within: float | None, between: float | None) -> None:
-    """Print measured rates of the links in GB/s, as options."""
-    rates = {"sharding.within_gb_s": within, "sharding.between_gb_s": between}
-    options = " ".join(f"{name}={rate:.3g}" for name, rate in rates.items() if rate is not None)
+def print_rates(
+    console: Console, within: tuple[float, float] | None, between: tuple[float, float] | None
+) -> None:
+    """Print measured rates of the links in GB/s, and microseconds of a message, as options."""
+    options = " ".join(
+        f"sharding.{link}_gb_s={measured[0]:.3g} sharding.{link}_us={measured[1]:.3g}"
+        for link, measured in (("within", within), ("between", between))
+        if measured is not None
+    )
     print_columns(console, grid({"measured": f"{options}, by an all-to-all of these ranks"}))
 
 
@@ -183,7 +188,10 @@ def _exchange_lines(links: Sequence[Link], *, has_gpus: bool) -> dict[str, str]:
     for link in links:
         unit, size_of_unit = ("MB", 1e6) if link.num_bytes >= 1e6 else ("kB", 1e3)
         terms = ", ".join(f"{name} {size / size_of_unit:,.1f}" for name, size in link.sent.items())
-        time = f"; {link.ms:,.2f} ms at {link.gb_s:g} GB/s" if has_gpus else ""
+        time = ""
+        if has_gpus:
+            rates = f"{link.gb_s:g} GB/s and {link.us:g} us a message"
+            time = f"; {link.messages:,} messages; {link.ms:,.2f} ms at {rates}"
         lines[link.name] = (
             f"a rank sends at most {link.num_bytes / size_of_unit:,.1f} {unit} per step (rank {link.rank}): "
             f"{terms}{time}"
@@ -251,13 +259,16 @@ def print_ways(console: Console, ways: Mapping[str, Sequence[Link] | str]) -> No
         if isinstance(links, str):
             lines[way] = links
             continue
-        sent = [f"{x.num_bytes / 1e6:,.2f} MB {x.name} {x.ms:,.2f} ms" for x in links]
-        lines[way] = f"{', '.join(sent)}: {_ms(links):,.2f} ms per step"
+        sent = [
+            f"{x.num_bytes / 1e6:,.2f} MB {x.name} in {x.messages:,} messages {x.ms:,.2f} ms"
+            for x in links
+        ]
+        lines[way] = f"{', '.join(sent)}: {_ms(links):,.2f} ms"
     times = {way: _ms(links) for way, links in ways.items() if not isinstance(links, str)}
     if len(times) > 1:
         least = min(times, key=times.__getitem__)
         lines["less"] = (
-            f"{least}, by {max(times.values()) - times[least]:,.2f} ms, without what runs beside it"
+            f"{least}, by {max(times.values()) - times[least]:,.2f} ms per step, without what runs beside it"
         )
     print_columns(console, grid(lines))
     console.print()

@@ -1,12 +1,16 @@
 """Bytes that a step sends from rank to rank, over the links within a node and those between nodes.
 
 The bytes follow from the plan: which ranks look up which columns, which tables are replicated, and how many distinct rows are
-expected to be asked for. Times are these bytes at the rates `sharding.within_gb_s` and `between_gb_s`.
+expected to be asked for. Times are these bytes at the rates `sharding.within_gb_s` and `between_gb_s`, and the messages at
+`within_us` and `between_us`.
 Nothing here is measured while training.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
 
 from configs.schema import Amp, Config, ShardingConfig
 from dataloading.dataset.batch_layout import id_counts
@@ -29,6 +33,8 @@ class RankExchange:
 
     within: Mapping[str, float]  # bytes to other ranks of its node, by what is sent
     between: Mapping[str, float]  # bytes to ranks of other nodes, by what is sent
+    messages_within: int = 0  # of the all-to-alls
+    messages_between: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class Link:
     rank: int
     sent: Mapping[str, float]  # bytes per step, by what is sent
     gb_s: float
+    messages: int = 0
+    us: float = 0.0  # of a message
 
     @property
     def num_bytes(self) -> float:
@@ -46,20 +54,29 @@ class Link:
 
     @property
     def ms(self) -> float:
-        """Milliseconds per step, if nothing else uses the link."""
-        return self.num_bytes / (self.gb_s * BYTES_PER_MS)
+        """Milliseconds per step, if nothing else uses the link: of the bytes, and of the messages one after the other."""
+        return self.num_bytes / (self.gb_s * BYTES_PER_MS) + self.messages * self.us / 1000
 
 
 def busiest_links(exchange: Sequence[RankExchange], rates: ShardingConfig) -> list[Link]:
     """Return the busiest link within a node, and the one between nodes; without those over which nothing is sent."""
-    links = []
-    for name, of_ranks, rate in (
-        (WITHIN, [rank.within for rank in exchange], rates.within_gb_s),
-        (BETWEEN, [rank.between for rank in exchange], rates.between_gb_s),
-    ):
-        of_links = [Link(name, rank, sent, rate) for rank, sent in enumerate(of_ranks)]
-        links += [max(of_links, key=lambda link: link.num_bytes)] if of_links else []
-    return [link for link in links if link.num_bytes]
+    within = [
+        Link(WITHIN, number, rank.within, rates.within_gb_s, rank.messages_within, rates.within_us)
+        for number, rank in enumerate(exchange)
+    ]
+    between = [
+        Link(
+            BETWEEN,
+            number,
+            rank.between,
+            rates.between_gb_s,
+            rank.messages_between,
+            rates.between_us,
+        )
+        for number, rank in enumerate(exchange)
+    ]
+    busiest = [max(links, key=lambda link: link.ms) for links in (within, between)]
+    return [link for link in busiest if link.num_bytes]
 
 
 def planned_links(
@@ -77,62 +94,94 @@ def planned_exchange(
     Counted: ids, embeddings and their gradients; requested rows, with their expected capacity; the all-reduce of the gradients
     of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Where groups of ranks have the
     same tables, an owner sends the distinct rows of its group and their gradients to those of the same shards, and so the
-    gradients of vectors, whose ids go to all groups. Not counted: losses, flags, metrics, and the maxima of `train.fp8`.
+    gradients of vectors, whose ids go to all groups. In two hops, the rank that passes a message on sends it between nodes.
+    Not counted: losses, flags, metrics, and the maxima of `train.fp8`.
     """
-    world_size, in_node = hardware.world_size, hardware.local_world_size
-    group_size = hardware.table_ranks
     seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
-    owners = _owner_bytes(config, spec, seen, plan, hardware)
-    exchanges = []
+    all_to_alls = _all_to_alls(config, spec, seen, plan, hardware)
     reduced = build_meta(config.model, seen).num_parameters() + replicated_weights(plan)
-    dense_in_node, dense_across = _ring(FP32_BYTES * reduced, hardware)
-    for rank in range(world_size):
-        within: dict[str, float] = dict.fromkeys(TERMS, 0.0)
-        between = dict(within)
-        for other in range(world_size):
-            if other == rank:
-                continue
-            link = within if rank // in_node == other // in_node else between
-            here, there = owners[rank % group_size], owners[other % group_size]
-            link["ids"] += there.ids
-            if rank // group_size == other // group_size:
-                link["ids"] += there.asked
-                link["embeddings"] += here.looked_up
-                link["gradients"] += there.looked_up
-            elif here is there:
-                link["ids"] += here.asked_by_group
-                link["gradients"] += here.gradients_of_group
-        within["dense gradients"] += dense_in_node
-        between["dense gradients"] += dense_across
-        exchanges.append(RankExchange(within, between))
+    dense = _ring(FP32_BYTES * reduced, hardware)
+    in_node, exchanges = hardware.local_world_size, list[RankExchange]()
+    for first in range(0, hardware.world_size, in_node):
+        senders = np.arange(first, first + in_node)
+        sent = [{term: np.zeros(in_node) for term in TERMS} for _ in dense]
+        counts = np.zeros((in_node, len(sent)), dtype=np.int64)
+        for all_to_all in all_to_alls:
+            sizes = all_to_all.sizes(senders, hardware)
+            for link, messages in enumerate(_messages(sizes, senders, hardware)):
+                sent[link][all_to_all.term] += messages.sum(1)
+                counts[:, link] += np.count_nonzero(messages, axis=1)
+        for of_link, num_bytes in zip(sent, dense, strict=True):
+            of_link["dense gradients"] += num_bytes
+        for rank, of_rank in enumerate(counts.tolist()):
+            within, between = (
+                {term: float(sizes[rank]) for term, sizes in of_link.items()} for of_link in sent
+            )
+            exchanges.append(RankExchange(within, between, *of_rank))
     return exchanges
 
 
+def _messages(
+    sizes: np.ndarray, senders: np.ndarray, hardware: Hardware
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of what each rank of a node sends within it, and to other nodes, of `sizes` [senders, all ranks]."""
+    in_node = len(senders)
+    number, node = np.arange(in_node), senders[0] // in_node
+    if not hardware.two_hops:
+        between = sizes.copy()
+        between[:, senders] = 0
+        return sizes[:, senders], between
+    by_node = sizes.reshape(in_node, -1, in_node)
+    # To the rank with the receiver's local number, which sends each node what all of its own have for it.
+    within, between = by_node.sum(1), by_node.sum(0).T
+    within[number, number] = between[:, node] = 0
+    return within, between
+
+
+class _Pairs(Enum):
+    """Ranks that exchange something."""
+
+    all_ranks = auto()
+    of_group = auto()
+    of_shard = auto()  # the owners of one shard in all groups
+
+
 @dataclass(frozen=True, slots=True)
-class _OwnerBytes:
-    """Bytes that concern the tables of one owner; rows are of tables whose distinct rows are sent."""
+class _AllToAll:
+    """An exchange of owners and the ranks of samples; `of_owners` are the bytes of a message, by the owner within its group."""
 
-    ids: float  # of vectors, from each rank
-    asked: float  # numbers of rows, from each rank of its group
-    looked_up: float  # vectors and rows, to each rank of its group
-    asked_by_group: float  # numbers of rows, to the same owner of each other group
-    gradients_of_group: float  # of vectors and rows, to the same
+    term: str
+    of_owners: np.ndarray
+    pairs: _Pairs = _Pairs.of_group
+    from_owners: bool = False
+
+    def sizes(self, senders: np.ndarray, hardware: Hardware) -> np.ndarray:
+        """Return the bytes of what some ranks send to all ranks, [senders, ranks]."""
+        group_size = hardware.table_ranks
+        rank, sender = np.arange(hardware.world_size), senders[:, None]
+        sends = sender != rank
+        if self.pairs is _Pairs.of_group:
+            sends &= sender // group_size == rank // group_size
+        elif self.pairs is _Pairs.of_shard:
+            sends &= sender % group_size == rank % group_size
+        owner = sender if self.from_owners else rank
+        return np.where(sends, self.of_owners[owner % group_size], 0)
 
 
-def _owner_bytes(
+def _all_to_alls(
     config: Config,
     spec: FeatureSpec,
     seen: FeatureSpec,
     plan: Sequence[TablePlan],
     hardware: Hardware,
-) -> list[_OwnerBytes]:
-    """Return the bytes of each owner of a group; `seen` is the spec with expanded ids."""
+) -> list[_AllToAll]:
+    """Return the exchanges of a step; `seen` is the spec with expanded ids."""
     group_size = hardware.table_ranks
     batch = config.train.batch_size // hardware.world_size
     requests = requests_of(config, seen, plan, hardware.world_size)
     # Columns of the vectors that each rank sends per sample, and the features whose ids it is sent; of row-wise tables all
     # ranks send a part of the sum.
-    columns, arriving = [0.0] * group_size, [set[str]() for _ in range(group_size)]
+    columns, arriving = np.zeros(group_size), [set[str]() for _ in range(group_size)]
     features = {table.name: table.feature_names for table in declared_tables(config.model, spec)}
     for table in not_requested(plan, requests):
         if table.sharding != "data_parallel":
@@ -140,26 +189,30 @@ def _owner_bytes(
                 columns[rank] += table.num_vectors * table.columns_on(rank)
                 arriving[rank].update(features[table.table])
     # Of each other rank's batch, with the lengths of ragged features; once per feature.
-    sizes = {name: count.sent_size(batch) for name, count in id_counts(spec, batch).items()}
+    counts = {name: count.sent_size(batch) for name, count in id_counts(spec, batch).items()}
     is_bf16 = hardware.device_type == "cuda" and config.train.amp is Amp.bf16
     element = 2 if is_bf16 else FP32_BYTES
-    sent = [asked for asked in requests if asked.is_sent or asked.groups > 1]
-    owners = []
-    for owner in range(group_size):
-        vectors = batch * columns[owner]
-        asked = [(rows.columns, rows.capacity[owner]) for rows in sent]
-        of_group = [(rows.columns, (rows.merged or rows.capacity)[owner]) for rows in sent]
-        owners.append(
-            _OwnerBytes(
-                ids=ID_BYTES * sum(sizes[name] for name in arriving[owner]),
-                asked=ID_BYTES * sum(rows for _, rows in asked),
-                looked_up=element * (vectors + sum(width * rows for width, rows in asked)),
-                asked_by_group=ID_BYTES * sum(rows for _, rows in of_group),
-                gradients_of_group=element
-                * (group_size * vectors + sum(width * rows for width, rows in of_group)),
-            )
-        )
-    return owners
+    ids = np.array([sum(counts[name] for name in names) for names in arriving])
+    vectors = element * batch * columns
+    of_shard, has_groups = _Pairs.of_shard, hardware.groups > 1
+    found = [
+        _AllToAll("ids", ID_BYTES * ids, _Pairs.all_ranks),
+        _AllToAll("embeddings", vectors, from_owners=True),
+        _AllToAll("gradients", vectors),
+        _AllToAll("gradients", group_size * vectors * has_groups, of_shard),
+    ]
+    for asked in requests:
+        if asked.is_sent or asked.groups > 1:
+            rows, of_group = np.array(asked.capacity), np.array(asked.merged or asked.capacity)
+            row_bytes = element * asked.columns
+            found += [
+                _AllToAll("ids", ID_BYTES * rows),
+                _AllToAll("embeddings", row_bytes * rows, from_owners=True),
+                _AllToAll("gradients", row_bytes * rows),
+                _AllToAll("ids", ID_BYTES * of_group, of_shard),
+                _AllToAll("gradients", row_bytes * of_group, of_shard),
+            ]
+    return found
 
 
 def _ring(num_bytes: int, hardware: Hardware) -> tuple[float, float]:

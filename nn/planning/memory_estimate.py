@@ -99,17 +99,18 @@ def plan_memory(
     partial_bytes = batch * group_size * partial_columns * sent_bytes
     widest = max((sum(layer) for layer in model.linear_layers()), default=0)
     forward_columns = widest + model.activations().forward_columns
+    works = [_work_of(rank, others, features, global_batch, batch) for rank in range(group_size)]
+    in_hops = config.sharding.two_hops * _between_hops(local, works, sent_bytes)
     memories = []
-    for rank in range(group_size):
+    for rank, work in enumerate(works):
         held = [table for table in plan if rank in table.ranks]
-        work = _work_of(rank, others, features, global_batch, batch)
         eval_work = _work_of(rank, others, features, config.eval.batch_size, eval_batch)
         # Alone, a rank's lookups are at local already.
         evaluation = sum(asked.evaluation_bytes(rank, sent_bytes) for asked in eval_requests)
         evaluation += eval_batch * embedding_bytes + eval_work.ids * EVALUATED_ID_BYTES
         evaluation += is_sent * eval_work.elements // num_groups * sent_bytes
         lookups = local + is_sent * 2 * (work.elements // num_groups * sent_bytes + partial_bytes)
-        lookups += sum(asked.row_bytes(rank, sent_bytes) for asked in requests)
+        lookups += in_hops + sum(asked.row_bytes(rank, sent_bytes) for asked in requests)
         lookups += (num_groups > 1) * work.elements * sent_bytes  # gradients of all groups
         mapping = work.mapping_bytes + sum(asked.mapping_bytes(rank) for asked in requests)
         memories.append(
@@ -339,6 +340,11 @@ def _ids_of_tables(
         numbers = keys if count.hotness else 2 * keys + 2
         ids[name] = _Ids(keys, numbers, not count.hotness)
     return {table.name: {name: ids[name] for name in table.feature_names} for table in declared}
+
+
+def _between_hops(local: int, works: Sequence[_SparseWork], sent_bytes: int) -> int:
+    """Return the memory of the exchange of most bytes: sorted for the first hop, as it arrives, and sorted for the second."""
+    return 3 * max([local, *(work.elements * sent_bytes for work in works)])
 
 
 def _work_of(

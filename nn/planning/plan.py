@@ -82,6 +82,7 @@ class Hardware:
     host_bytes: int
     # ranks that share the tables, whole nodes or equal parts of one; other groups of as many hold the same; None: all
     group_size: int | None = None
+    two_hops: bool = False  # whether the ranks exchange within their node first
 
     @property
     def table_ranks(self) -> int:

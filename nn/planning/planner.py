@@ -230,7 +230,7 @@ def plan_tables(
         traffic_of,
     )
     row_tables = frozenset(row.table for row in rows if row.exchange == "rows")
-    return TieredPlan(plan.plan, host_tables, row_tables, num_ranks), rows
+    return TieredPlan(plan.plan, host_tables, row_tables, num_ranks, hardware.two_hops), rows
 
 
 def _fits_the_devices(planned: Callable[[Topology], ShardingPlan], topology: Topology) -> bool:

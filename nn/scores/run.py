@@ -18,7 +18,7 @@ from dataloading.storage.object_store import is_remote
 from nn.build import (
     build_key_maps,
     build_step,
-    check_group_size,
+    check_nodes,
     checked_plan,
     device_type,
     hardware_of,
@@ -55,7 +55,7 @@ def predict(config: Config, console: Console, raw: RawRows | None = None) -> dic
     """
     logger = make_logger(console)
     ranks = ranks_from_environment(device_type(config))
-    check_group_size(config.sharding.group_size, ranks.world_size, ranks.local_world_size)
+    check_nodes(config.sharding, ranks.world_size, ranks.local_world_size)
     check_optimizers(config)
     rows: Rows
     if raw is None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dataloading.dataset.batch_layout import IdCount
+from nn.distributed.all_to_all import AllToAll
 from nn.ops.cuda_graph import CudaGraph
 from nn.sharding.batch_rows import BatchRows
 from nn.sharding.local_ids import LocalIds
@@ -35,7 +35,7 @@ class IdAllToAll:
         batch_size: int,
         rank: int,
         device: torch.device,
-        channel: dist.ProcessGroup | None,
+        channel: AllToAll,
     ) -> None:
         self._world_size = len(owned_by_rank)
         self._channel = channel
@@ -65,9 +65,7 @@ class IdAllToAll:
         owned = sent
         if self._world_size > 1:
             received = ids.new_empty(sum(self._receive_sizes))
-            dist.all_to_all_single(
-                received, sent, self._receive_sizes, self._send_sizes, group=self._channel
-            )
+            self._channel(received, sent, self._receive_sizes, self._send_sizes)
             owned = received.index_select(0, self._arrival_index)
         return owned, ids.index_select(0, self._replicated_index)
 

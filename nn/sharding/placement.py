@@ -9,7 +9,8 @@ from torch import Tensor
 
 from configs.schema import OptimizerConfig
 from dataloading.dataset.batch_layout import Doublings, IdCount
-from nn.distributed.process_group import Ranks
+from nn.distributed.all_to_all import AllToAll, OneHop, TwoHops, has_two_hops
+from nn.distributed.process_group import Ranks, open_channel
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.touched_rows import TouchedRows
@@ -111,11 +112,22 @@ class Channels:
     """Communicators of ids and embeddings; with one for both, ids of the next batch would wait for this one's embeddings.
 
     Those of ids are all ranks, those of embeddings a group; `owners` are those of this rank's shards, None in a single group.
+    `all_ranks` is for further collectives beside those of ids.
     """
 
-    ids: dist.ProcessGroup | None
-    embeddings: dist.ProcessGroup | None
+    all_ranks: dist.ProcessGroup | None
+    ids: AllToAll
+    embeddings: AllToAll
     owners: dist.ProcessGroup | None
+
+    @classmethod
+    def open(cls, ranks: Ranks, group: RankGroup, *, two_hops: bool) -> "Channels":
+        """Open the communicators; in two hops only if there are several nodes of several ranks."""
+        all_ranks = open_channel(ranks, "ids")
+        if two_hops and has_two_hops(ranks):
+            return cls(all_ranks, TwoHops(ranks, "ids"), TwoHops(ranks, "embeddings"), None)
+        within, owners = group.open_channels(ranks)
+        return cls(all_ranks, OneHop(all_ranks), OneHop(within), owners)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nn.distributed.all_to_all import AllToAll
 from nn.distributed.process_group import Ranks, open_channel
 from nn.embedding.id_blocks import IdBlock
 
@@ -36,21 +37,18 @@ class RankGroup:
         """Number of the group's first rank over all groups."""
         return self.number * self.size
 
-    def send_within(
-        self, numbers: Tensor, sizes: Sequence[int], channel: dist.ProcessGroup | None
-    ) -> Tensor:
+    def send_within(self, numbers: Tensor, sizes: Sequence[int], channel: AllToAll) -> Tensor:
         """Send `sizes` of the numbers to the group's ranks; return those that they send here, in their order.
 
         `channel` is of all ranks, each of which must know the same sizes.
         """
         here = sizes[self.rank]
         received = numbers.new_empty(here * self.size)
-        dist.all_to_all_single(
+        channel(
             received,
             numbers,
             self._of_all_ranks([here] * self.size),
             self._of_all_ranks(sizes),
-            group=channel,
         )
         return received
 
@@ -59,11 +57,11 @@ class RankGroup:
         others = self.size * (self.count - 1 - self.number)
         return [0] * self.first_rank + list(sizes) + [0] * others
 
-    def numbers_of_all_groups(self, numbers: Tensor, channel: dist.ProcessGroup | None) -> Tensor:
+    def numbers_of_all_groups(self, numbers: Tensor, channel: AllToAll) -> Tensor:
         """Return as many numbers of each group's rank that has the same shards, in the order of the groups."""
         gathered = numbers.new_empty(self.count * len(numbers))
         sizes = [len(numbers) * (rank == self.rank) for rank in range(self.size)] * self.count
-        dist.all_to_all_single(gathered, numbers.repeat(self.count), sizes, sizes, group=channel)
+        channel(gathered, numbers.repeat(self.count), sizes, sizes)
         return gathered
 
     def open_channels(

@@ -14,7 +14,6 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dataloading.dataset.batch_layout import NO_ID
@@ -164,13 +163,7 @@ class RowRequests:
             bags.look_up(asked, self._sent_part)
             self._sent.add_(self._sent_part)
         if not self._is_local:
-            dist.all_to_all_single(
-                self.rows[:-1],
-                self._sent,
-                self._capacity,
-                self._from_each,
-                group=self._channels.embeddings,
-            )
+            self._channels.embeddings(self.rows[:-1], self._sent, self._capacity, self._from_each)
 
     def rows_of(self, positions: Tensor) -> Tensor:
         """Return those of `rows` at the positions of all ids, [K, D]."""
@@ -197,9 +190,7 @@ class RowRequests:
         sent = returned = gradients
         if not self._is_local:
             sent, returned = gradients.to(self._dtype), torch.empty_like(self._sent)
-            dist.all_to_all_single(
-                returned, sent, self._from_each, self._capacity, group=self._channels.embeddings
-            )
+            self._channels.embeddings(returned, sent, self._from_each, self._capacity)
         if self._merged is not None and merged is not None:
             returned = self._merged.sum_by_row(merged, returned)
         if not self._has_groups:

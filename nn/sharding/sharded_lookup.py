@@ -10,7 +10,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nn.embedding.embedding_bags import LocalEmbeddingBags
@@ -224,7 +223,7 @@ class ShardedLookup:
         overflows = None
         if sent:
             lacking = torch.stack([lacks for _, _, lacks in sent]).any(0).int()
-            overflows = self._ranks.all_reduce_max(lacking, self._channels.ids)
+            overflows = self._ranks.all_reduce_max(lacking, self._channels.all_ranks)
         local = LocalIds(
             self._slots(
                 self._prepare_owned(owned), [rows for _, in_tier, _ in sent for rows in in_tier]
@@ -261,12 +260,11 @@ class ShardedLookup:
         self._owned.look_up(self._looked_up_ids(ids), self._sent)
         self._replicated.look_up(ids.replicated, self._replicated_part(self._local))
         if self._group.size > 1 and self._starts[-1]:
-            dist.all_to_all_single(
+            self._channels.embeddings(
                 self._local[: self._starts[-1]],
                 self._sent.view(-1),
                 self._local_sizes,
                 self._owned_sizes_by_rank,
-                group=self._channels.embeddings,
             )
             self._add_partial()
         for number, (group, slots) in enumerate(self._groups_with_slots(ids)):
@@ -427,12 +425,11 @@ class ShardedLookup:
             total = self._partial_sum(gradients)
             for part in self._partial_of_ranks(gradients):
                 part.copy_(total)
-        dist.all_to_all_single(
+        self._channels.embeddings(
             self._returned.view(-1),
             gradients[: self._starts[-1]],
             self._owned_sizes_by_rank,
             self._local_sizes,
-            group=self._channels.embeddings,
         )
         return self._returned
 

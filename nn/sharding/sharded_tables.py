@@ -19,7 +19,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from dataloading.dataset.batch_layout import KEPT_LAYOUTS, id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.keys.new_rows import NewRows, RekeyedRows
-from nn.distributed.process_group import Ranks, open_channel
+from nn.distributed.process_group import Ranks
 from nn.embedding.declared_tables import handing_tables, initial_bound, keyed_tables
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
@@ -97,7 +97,7 @@ class ShardedTables:
             dtype=settings.sent_dtype(device),
             ranks=ranks,
             group=self._group,
-            channels=Channels(open_channel(ranks, "ids"), *self._group.open_channels(ranks)),
+            channels=Channels.open(ranks, self._group, two_hops=plan.two_hops),
             touched=self._touched,
         )
 

@@ -37,12 +37,14 @@ class HostTable:
 class TieredPlan(ShardingPlan):
     """TorchRec's plan, the tables in host memory or on disk by name, and those whose distinct rows are sent (`row_tables`).
 
-    It is for a group of `num_ranks`; other groups of as many hold the same tables.
+    It is for a group of `num_ranks`; other groups of as many hold the same tables. With `two_hops` ids, embeddings and
+    gradients go within the node first (`nn.distributed.all_to_all`).
     """
 
     host_tables: dict[str, HostTable] = field(default_factory=dict)
     row_tables: frozenset[str] = frozenset()
     num_ranks: int = 1
+    two_hops: bool = False
 
 
 @dataclass(frozen=True, slots=True)

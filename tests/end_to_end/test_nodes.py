@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import time
 
 import pytest
 
@@ -126,10 +127,22 @@ def test_the_plan_for_absent_nodes_equals_that_of_running_ones():
     ).out
     assert "table_row_wise" in absent
     measured = re.compile(
-        r"measured +sharding\.within_gb_s=\S+ sharding\.between_gb_s=\S+, by an all-to-all of these ranks\n"
+        r"measured\s+sharding\.within_gb_s=\S+\s+sharding\.within_us=\S+\s+sharding\.between_gb_s=\S+\s+"
+        r"sharding\.between_us=\S+,\s+by\s+an\s+all-to-all\s+of\s+these\s+ranks\n"
     )
     assert len(measured.findall(running)) == 1
     assert absent == measured.sub("", running)
+
+
+def test_1024_ranks_are_planned_in_a_minute():
+    nodes = ["sharding.world_size=1024", "sharding.local_world_size=8", "sharding.hbm_gib=139"]
+    start = time.monotonic()
+    ended = run_command("experiment=dlrm_criteo_t15", "mode=plan", "device=cuda", *nodes)
+    assert ended.exit_code == 0
+    assert time.monotonic() - start < 60
+    assert "plan for   1024 x cuda on 128 nodes" in ended.out
+    for way in ("one group", "two hops", "groups of 8"):
+        assert re.search(rf"^{way} .* between nodes in [\d,]+ messages", ended.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

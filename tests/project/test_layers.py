@@ -420,19 +420,17 @@ SUBPACKAGES = {
 }
 MOST_MODULES = 21
 KNOWS_RANKS = {
+    "nn.distributed.all_to_all",
     "nn.distributed.link_rates",
     "nn.distributed.process_group",
     "nn.planning.balance",
     "nn.planning.host_choice",
     "nn.sharding.sharded_tables",
     "nn.sharding.tables",
-    "nn.sharding.id_all_to_all",
     "nn.sharding.owned_shard",
     "nn.sharding.placement",
     "nn.sharding.planned_tables",
     "nn.sharding.rank_group",
-    "nn.sharding.row_requests",
-    "nn.sharding.sharded_lookup",
     "nn.planning.host_tables",
     "nn.planning.planner",
     "nn.checkpoint.state",

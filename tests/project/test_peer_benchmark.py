@@ -35,7 +35,7 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_settings_are_those_of_a_model_that_can_be_built(name, data):
-    config = compose_config(*COMMON, f"model.name={name}", *PAIRS[name].settings)
+    config = compose_config(f"experiment={name}_criteo_buckets", *COMMON)
     spec = FeatureSpec.load(data[1])
     assert config.model.name == name
     assert config.train.epochs == with_fuxictr.EPOCHS

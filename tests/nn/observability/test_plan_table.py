@@ -127,7 +127,7 @@ def test_sizes_are_in_gib_where_mib_have_six_digits():
 def test_what_is_sent_stands_below_the_plan_with_times_for_gpus():
     exchange = [
         RankExchange({"ids": 1e6, "embeddings": 393e6}, {"ids": 0.0, "embeddings": 100e6}),
-        RankExchange({"ids": 2e6, "embeddings": 3e6}, {"ids": 50e6, "embeddings": 100e6}),
+        RankExchange({"ids": 2e6, "embeddings": 3e6}, {"ids": 50e6, "embeddings": 100e6}, 0, 1000),
     ]
     texts = []
     for has_gpus in (True, False):
@@ -141,8 +141,8 @@ def test_what_is_sent_stands_below_the_plan_with_times_for_gpus():
     between = (
         "between nodes a rank sends at most 150.0 MB per step (rank 1): ids 50.0, embeddings 100.0"
     )
-    assert f"{within}; 1.00 ms at 394 GB/s" in texts[0]
-    assert f"{between}; 3.00 ms at 50 GB/s" in texts[0]
+    assert f"{within}; 0 messages; 1.00 ms at 394 GB/s and 1 us a message" in texts[0]
+    assert f"{between}; 1,000 messages; 5.00 ms at 50 GB/s and 2 us a message" in texts[0]
     assert within in texts[1]
     assert between in texts[1]
     assert " ms at " not in texts[1]

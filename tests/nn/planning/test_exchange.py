@@ -49,6 +49,7 @@ def sent_by_a_step(overrides: list[str]) -> dict[str, list[int]]:
 
 def _sent_by_a_step(built: Built, world_size: int) -> dict[str, list[int]]:
     sent: dict[str, list[int]] = {"all_to_all": [0] * world_size, "all_reduce": [0]}
+    sent["messages"] = [0] * world_size
     own_all_to_all, own_all_reduce = dist.all_to_all_single, dist.all_reduce
     own_all_gather = dist.all_gather_into_tensor
 
@@ -63,6 +64,7 @@ def _sent_by_a_step(built: Built, world_size: int) -> dict[str, list[int]]:
         others = dist.get_process_group_ranks(options.get("group") or dist.group.WORLD)
         for other, size in zip(others, sizes, strict=True):
             sent["all_to_all"][other] += size * per_row
+            sent["messages"][other] += size > 0
         return own_all_to_all(output, vectors, output_sizes, input_sizes, **options)
 
     def all_reduce(tensor, *args, **options):
@@ -115,16 +117,21 @@ def test_the_collectives_send_what_is_planned(layout):
 
 
 @pytest.mark.parametrize("layout", ["vectors", "rows", "both"])
-def test_nodes_as_groups_send_what_is_planned(layout, monkeypatch):
-    """With the capacities that the run has measured, bytes within and between nodes are those of the plan."""
+@pytest.mark.parametrize("way", ["group_size=2", "two_hops=true", "two_hops=false"])
+def test_nodes_send_what_is_planned(layout, way, monkeypatch):
+    """With the capacities that the run has measured, bytes and messages within and between nodes are those of the plan."""
     exchange = "rows" if layout == "rows" else "vectors"
+    has_groups, has_two_hops = way.startswith("group"), way.endswith("true")
     tables = "{cat_0: {type: row_wise, exchange: rows}, cat_1: data_parallel, cat_3: column_wise}"
-    overrides = [*SMALL, SEVERAL_IDS, "sharding.group_size=2", f"sharding.exchange={exchange}"]
+    overrides = [*SMALL, SEVERAL_IDS, f"sharding.{way}", f"sharding.exchange={exchange}"]
     overrides += [f"sharding.tables={tables}"] * (layout == "both")
-    counted = run_distributed(sent_by_a_step, 4, overrides)
+    counted = run_distributed(sent_by_a_step, 4, overrides, local_world_size=2)
     capacity, merged = counted[0]["capacity"], counted[0]["merged"]
-    assert len(merged) == (layout != "vectors")
-    assert all(most < 2 * one for most, one in zip(sum(merged, ()), sum(capacity, ()), strict=True))
+    assert len(merged) == (has_groups and layout != "vectors")
+    assert all(
+        most < 2 * one for most, one in zip(sum(merged, ()), sum(capacity, ()), strict=False)
+    )
+    merged = merged or [()] * len(capacity)
 
     def measured(*arguments):
         sizes = zip(requests_of(*arguments), capacity, merged, strict=True)
@@ -139,12 +146,19 @@ def test_nodes_as_groups_send_what_is_planned(layout, monkeypatch):
             (expected.between, sum(to[x] for x in others)),
         ):
             assert sum(link.values()) - link["dense gradients"] == count
+        # In two hops, and of groups but ids of vectors, nothing goes to the other number of the other node.
+        assert (to[3 - rank] == 0) == (has_two_hops or (has_groups and layout == "rows"))
+        if not has_groups:
+            messages = sent["messages"]
+            assert expected.messages_within == messages[own]
+            assert expected.messages_between == sum(messages[x] for x in others)
 
 
 def test_all_bytes_of_nodes_with_one_rank_pass_between_nodes():
     one_node, two_nodes = (planned(SMALL, 2, local) for local in (2, 1))
     assert [rank.between for rank in two_nodes] == [rank.within for rank in one_node]
-    [fast], [slow] = (busiest_links(way, ShardingConfig()) for way in (one_node, two_nodes))
+    rates = ShardingConfig(within_us=1e-9, between_us=1e-9)
+    [fast], [slow] = (busiest_links(way, rates) for way in (one_node, two_nodes))
     assert (fast.name, slow.name) == ("within a node", "between nodes")
     assert slow.num_bytes == fast.num_bytes == max(sum(rank.within.values()) for rank in one_node)
     assert slow.ms == pytest.approx(fast.ms * 394 / 50)
@@ -198,10 +212,19 @@ def test_owners_of_one_shard_exchange_gradients_between_groups():
 
 def test_the_plan_of_several_nodes_compares_one_group_with_a_group_a_node():
     nodes = ["sharding.world_size=4", "sharding.local_world_size=2", "sharding.between_gb_s=1"]
-    for exchange, less in (("vectors", "one group,"), ("null", "groups of 2,")):
-        ended = run_command(*SMALL, "mode=plan", *nodes, f"sharding.exchange={exchange}")
+    for exchange, us, less in (
+        ("vectors", 1e-9, "one group,"),
+        ("null", 1e-9, "groups of 2,"),
+        ("vectors", 1000, "two hops,"),
+    ):
+        more = [
+            f"sharding.exchange={exchange}",
+            "sharding.within_us=1e-9",
+            f"sharding.between_us={us}",
+        ]
+        ended = run_command(*SMALL, "mode=plan", *nodes, *more)
         lines = dict(line.split("  ", 1) for line in ended.out.splitlines() if "  " in line)
-        sent = {way: lines[way].split() for way in ("one group", "groups of 2")}
+        sent = {way: lines[way].split() for way in ("one group", "two hops", "groups of 2")}
         for words in sent.values():
             assert words[1:5] == ["MB", "within", "a", "node"]
         assert lines["less"].strip().startswith(less)

@@ -266,6 +266,11 @@ def test_a_group_looks_up_for_its_own_ranks_and_updates_with_all():
     assert first.lookups - local == 4 * 8 * (2 * 32 + 64)
     assert (four[0].lookups - local, second.lookups) == (4 * 8 * 2 * 64, local)
     assert first.update == four[0].update == flat.update
+    config.sharding.group_size, config.sharding.two_hops = None, True
+    in_two_hops = plan_memory(config, spec, tables, 4, 1)
+    # What the owner sends is more than what a rank gets, and each rank may pass as much on.
+    for rank, before in zip(in_two_hops, four, strict=True):
+        assert rank.lookups - before.lookups == 3 * max(4 * 8 * 64, local)
 
 
 def test_layers_that_keep_more_than_inputs_are_counted():

@@ -6,7 +6,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nn.build import check_group_size
+from configs.schema import ShardingConfig
+from nn.build import check_nodes
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import read_index
 from nn.distributed.process_group import process_group, ranks_from_environment
@@ -65,10 +66,8 @@ def train(cases: list[tuple], directory: Path, device: str = "cpu") -> list[tupl
     return results
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, ragged):
-    """Return (losses, weights of each rank) by kind and group size on four ranks, and (losses, weights) of one process."""
-    root = tmp_path_factory.mktemp("groups")
+def all_kinds(root: Path, ragged: Path) -> dict[str, list[str]]:
+    """Return the options of `KINDS`, and of tables in other memories, ragged features and sequences."""
     data = sequence_models.write_sequences(root / "sequences")
     of_kinds = {kind: options(kind) for kind in KINDS}
     of_kinds["host and disk"] = [
@@ -88,6 +87,14 @@ def trained(tmp_path_factory, ragged):
     ]
     # Less, and a gradient near zero moves a weight by the rounding of its sign.
     of_kinds["sequences"] = [*sequence_models.overrides("din", data), "optimizer.eps=0.01"]
+    return of_kinds
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, ragged):
+    """Return (losses, weights of each rank) by kind and group size on four ranks, and (losses, weights) of one process."""
+    root = tmp_path_factory.mktemp("groups")
+    of_kinds = all_kinds(root, ragged)
     groups = [(kind, size) for kind in of_kinds for size in (None, 2)]
     groups += [("sgd", 1), ("adam", 1), ("sequences", 1)]
     # The tail of an epoch ends it, and rounding has no state.
@@ -214,11 +221,11 @@ def test_groups_write_each_row_once_and_share_the_work(trained):
 
 
 def test_groups_of_unequal_size_are_refused():
-    check_group_size(4, 16, 8)
-    check_group_size(None, 7, 7)
+    check_nodes(ShardingConfig(group_size=4), 16, 8)
+    check_nodes(ShardingConfig(), 7, 7)
     for size, world, local in ((3, 4, 4), (6, 12, 4), (8, 4, 4)):
         with pytest.raises(ValueError, match=rf"^sharding.group_size={size} does not divide"):
-            check_group_size(size, world, local)
+            check_nodes(ShardingConfig(group_size=size), world, local)
     ended = run_command(*TINY, "sharding.group_size=2")
     assert ended.exit_code == 2
     assert "want 1, or null for one group" in ended.err
