@@ -77,6 +77,8 @@ class StreamSource(DerivedSource):
         """Return the spec of a part; ValueError unless it is whole, and its rows are such as those of the dataset."""
         spec, own = FeatureSpec.load(self.directory / name), self.spec
         spec.require_labels(TRAIN)
+        if own.root is not None and own.root.samefile(self.directory / name):
+            raise ValueError("it is data.path, whose rows are the first ones")
         columns = [[column.name for column in of.row_columns] for of in (spec, own)]
         mine, other = vocabularies(own.metadata), vocabularies(spec.metadata)
         if (

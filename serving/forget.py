@@ -7,32 +7,46 @@ follow it lose them too. What cannot be changed is named, and the exit code is 1
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from glob import escape
 from pathlib import Path
 
 from configs.command_line import command
 from configs.messages import on_one_line
 from configs.serving_schema import ForgetConfig
+from dataloading.dataset.durable_files import clear_leftovers, exclusive
 from dataloading.dataset.feature_spec import SPEC_NAME
 from nn.checkpoint.directory import CHECKPOINTS
 from nn.checkpoint.tensor_index import INDEX_FILE
+from nn.observability.records import CONFIG
 from nn.observability.run_lock import RunLock
 from serving.manifest import DENSE
+
+LEFTOVER = re.compile(r"\.(.+)\.(?:partial|replaced)-[0-9a-f]{8}")
+"""Directories that a killed process leaves beside the one that it was writing."""
 
 
 def run(config: ForgetConfig) -> None:
     assert config.feature is not None, "checked by the options"
     assert config.keys is not None, "likewise"
-    directories = [Path(name) for name in config.directories]
+    # What a link names is replaced, and not the link by a copy of that.
+    directories = [Path(name).resolve() for name in config.directories]
     for directory in directories:
+        _clear(directory)
         if not directory.is_dir():
             raise ValueError(f"directories: {directory} is no directory")
     found = {name: [*_with(name, directories)] for name in (INDEX_FILE, DENSE, SPEC_NAME)}
+    # A run that trains may have no checkpoint yet.
     runs = {of.parent.parent for of in found[INDEX_FILE] if of.parent.name == CHECKPOINTS}
+    runs.update(_with(CONFIG, directories))
     with ExitStack() as stack:
         for run_dir in runs:
             stack.enter_context(RunLock(logging.getLogger(__name__))).take(run_dir)
+        # Each is read, and replaced later: another call may not replace it meanwhile.
+        for path in sorted({path for paths in found.values() for path in paths}):
+            stack.enter_context(exclusive(path.with_name(f"{path.name}.forget"), "removes values"))
         # Imported here: torch takes seconds, and the errors above need none.
         from nn.library_warnings import quiet_libraries
 
@@ -53,6 +67,17 @@ def run(config: ForgetConfig) -> None:
         print(on_one_line(f"places left below {where}: {unchanged + len(left)}"))
         raise SystemExit(1)
     print(on_one_line(f"left below {where}: none of {len(values.texts):,} values"))
+
+
+def _clear(directory: Path) -> None:
+    """Remove what killed calls left of a directory and of those below it, or put it back."""
+    found = [*directory.parent.glob(f".{escape(directory.name)}.*")]
+    for folder, names, _ in os.walk(directory):
+        found += [Path(folder, name) for name in names]
+    roots = {path.with_name(of[1]) for path in found if (of := LEFTOVER.fullmatch(path.name))}
+    for root in sorted(roots):
+        with exclusive(root, f"is writing {root}"):
+            clear_leftovers(root)
 
 
 def _with(name: str, directories: list[Path]) -> Iterator[Path]:

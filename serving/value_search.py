@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from serving.inference.raw_values import key_of
 from serving.manifest import DENSE, Manifest
 from serving.versions import described_features
 from serving.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 SHORTEST = 6
 """Characters of a text that is looked for everywhere; shorter ones are in many files by chance."""
@@ -32,8 +35,13 @@ class Values:
 
     @classmethod
     def read(cls, feature: str, path: Path) -> Self:
-        """Read a file of values, one a line. Raises ValueError: it has none; OSError: it cannot be read."""
-        texts = [line for line in dict.fromkeys(path.read_text().splitlines()) if line]
+        """Read a file of values, one a line. Raises ValueError: it has none, or is no text; OSError: it cannot be read."""
+        try:
+            lines = path.read_text("utf-8-sig").split("\n")
+        except UnicodeDecodeError:
+            raise ValueError(f"keys={path} is no UTF-8; want one value a line") from None
+        # White space at an end is seldom of the value.
+        texts = [line for line in dict.fromkeys([*lines, *map(str.strip, lines)]) if line]
         if not texts:
             raise ValueError(f"keys={path} has no values; want one a line")
         # A dataset of a user's own may have whole numbers as keys; 0 and -1 are none.
@@ -116,11 +124,31 @@ def _in_parquet(path: Path, values: Values) -> str:
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches():
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-                    column = column.flatten()
-                if not (pa.types.is_integer(column.type) or pa.types.is_string(column.type)):
-                    continue
-                wanted = pa.array(all_texts if name in own else long, pa.string())
-                if pc.any(pc.is_in(column.cast(pa.string()), wanted)).as_py():
+                wanted = pa.array(all_texts if name in own else long, pa.string()).cast(pa.binary())
+                if any(pc.any(pc.is_in(of, wanted)).as_py() for of in _texts(column)):
                     return f"column {name}"
     return ""
+
+
+def _texts(column: "pa.Array") -> "Iterator[pa.Array]":
+    """Yield the texts and whole numbers of a column and of the fields within it, as bytes."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_nested(column.type):
+        inner = column.flatten()
+        for part in inner if isinstance(inner, list) else [inner]:
+            yield from _texts(part)
+        return
+    if pa.types.is_floating(column.type):  # whole numbers, where some are missing
+        column = column.filter(pc.equal(pc.round(column), column)).cast(pa.int64(), safe=False)
+    if pa.types.is_integer(column.type):
+        column = column.cast(pa.string())
+    if (
+        pa.types.is_string(column.type)
+        or pa.types.is_large_string(column.type)
+        or pa.types.is_binary(column.type)
+    ):
+        yield column.cast(pa.binary())

@@ -221,7 +221,10 @@ def edited_copy(directory: Path, changed: Collection[str]) -> Iterator[Path]:
         shutil.copy2(source, target)
 
     with new_output(directory, lambda _: None) as copy:
-        shutil.copytree(directory, copy, symlinks=True, copy_function=take, dirs_exist_ok=True)
+        try:
+            shutil.copytree(directory, copy, symlinks=True, copy_function=take, dirs_exist_ok=True)
+        except shutil.Error as error:  # a list of what happened to all files
+            raise OSError(error.args[0][0][2]) from None
         yield copy
 
 

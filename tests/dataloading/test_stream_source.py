@@ -163,6 +163,16 @@ def test_parts_of_other_features_or_another_fit_are_left_out(stream):
     assert all("has other features or vocabularies than" in line for line in lines)
 
 
+def test_the_dataset_itself_is_no_part(tmp_path):
+    write_rows(tmp_path / "0", 0, 40)
+    stream = StreamSource(opened(tmp_path / "0"), tmp_path)
+    add(stream, "1")
+    finder, lines = finder_of(stream)
+    assert taken(finder, stream, 3) == ["1"]
+    assert len(lines) == 1
+    assert "0 is left out until it changes: it is data.path" in lines[0]
+
+
 def test_parts_are_taken_by_name_and_the_others_counted(stream):
     finder, lines = finder_of(stream)
     for name in ("b", "c", "a"):

@@ -1,16 +1,19 @@
 """Values that are removed from a run with its deltas, from models and vocabularies, and are found nowhere afterwards."""
 
+import errno
 import os
 import shutil
 import zlib
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from configs.serving_schema import ForgetConfig, TableType
-from dataloading.dataset.durable_files import lock_directory
+from dataloading.dataset.durable_files import edited_copy, exclusive, lock_directory
 from nn.checkpoint import forgetting as forgetting_of_rows
 from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
 from nn.checkpoint.tensor_index import Chunk, StoredTensor, blocks, read_index
@@ -23,6 +26,7 @@ from serving.inference.model import ServedModel
 from serving.inference.tables import MappedTable
 from serving.inference.versions import Versions
 from serving.manifest import Manifest
+from serving.value_search import Values, holders
 from serving.versions import servable
 from serving.vocabulary import Vocabulary
 from tests.helpers.command import run_command
@@ -199,6 +203,10 @@ def test_what_cannot_be_forgotten_is_said(tmp_path, capsys):
     running = lock_directory(tmp_path / "run")
     with pytest.raises(ValueError, match=r"run is in use: .* wait until it ends, stop it"):
         forgetting(tmp_path, ["customer-3"], tmp_path / "run", feature="user_id")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    (tmp_path / "run/config.yaml").touch()
+    with pytest.raises(ValueError, match=r"run is in use: .* wait until it ends, stop it"):
+        forgetting(tmp_path, ["customer-3"], tmp_path / "run", first, feature="user_id")
     os.close(running)
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(ValueError, match="has no values; want one a line"):
@@ -251,3 +259,113 @@ def test_rows_across_checksums_are_overwritten_as_in_memory(tmp_path, monkeypatc
         assert checksums == [zlib.crc32(wanted[at : at + 64]) for at in range(0, len(wanted), 64)]
         with pytest.raises(ValueError, match="has changed since it was written"):
             forgetting_of_rows._overwrite(path, chunk, tensor, rows)
+
+
+def test_a_fit_s_ids_are_those_of_its_own_checkpoints_only(tmp_path):
+    """Runs on two fits lie beside each other, and a value has an id in one of them."""
+    fit(tmp_path, 0)
+    table = TABLE.replace("{file}", str(tmp_path / "other.csv"))
+    lines = [f"{row % 2},{row},person-{row % 9},rome" for row in range(72)]
+    (tmp_path / "other.csv").write_text("\n".join(["y,x,user_id,city", *lines]) + "\n")
+    preproc("dataset=any", f"output={tmp_path}/data/other", table)
+    weights = {}
+    for name in ("0", "other"):
+        (tmp_path / name).mkdir()
+        train(tmp_path / name, tmp_path / "data" / name, "train.max_steps=2")
+        weights[name] = array(tmp_path / name / "run/checkpoints/step_2", "tables.user_id.weight")
+        (tmp_path / f"{name}.csv").unlink()
+    rows = np.array([*ids_of(tmp_path / "data/0", "user_id", ["customer-3"]).values()])
+    assert weights["0"][rows].any()
+    where = [tmp_path / name for name in ("0", "other", "data")]
+    assert forgetting(tmp_path, ["customer-3"], *where, feature="user_id") == 0
+    after = array(tmp_path / "0/run/checkpoints/step_2", "tables.user_id.weight")
+    assert not after[rows].any()
+    other = array(tmp_path / "other/run/checkpoints/step_2", "tables.user_id.weight")
+    np.testing.assert_array_equal(other, weights["other"])
+
+
+def test_a_vocabulary_keeps_ids_that_another_call_needs(tmp_path, capsys):
+    first = fit(tmp_path, 0)
+    train(tmp_path, first, "train.max_steps=2")
+    (tmp_path / "0.csv").unlink()
+    last, where = tmp_path / "run/checkpoints/step_2", (tmp_path / "run", first)
+    ids = ids_of(first, "user_id", ["customer-3"])
+    facts = (last / "run.json").read_text()
+    (last / "run.json").write_text("")
+    assert forgetting(tmp_path, ["customer-3"], *where, feature="user_id") == 1
+    assert "needs its ids; call again then" in capsys.readouterr().out
+    assert ids_of(first, "user_id", ["customer-3"]) == ids
+    (last / "run.json").write_text(facts)
+    assert forgetting(tmp_path, ["customer-3"], *where, feature="user_id") == 0
+    assert not array(last, "tables.user_id.weight")[[*ids.values()]].any()
+    assert not ids_of(first, "user_id", ["customer-3"])
+
+
+def test_links_and_what_killed_calls_left_are_followed(served):
+    last, gone = served / "run/checkpoints/step_5", keys_of(served / "run", 5)
+    gone = gone[gone != 0][3:]
+    (served / "link").symlink_to(last)
+    # Killed between two renames, and in a copy.
+    (served / "models/1").rename(served / "models/.1.replaced-0123abcd")
+    shutil.copytree(last, last.with_name(".step_5.partial-0123abcd"))
+    (last.with_name(".step_5.partial-0123abcd") / "run.json").unlink()
+    shutil.rmtree(served / "run/deltas")
+    where = (served / "link", served / "run", served / "models")
+    assert forgetting(served, gone.tolist(), *where) == 0
+    assert (served / "link").is_symlink()
+    assert not np.isin(array(last, "keys.user.keys"), gone).any()
+    assert not ServedModel.load(served / "models/1").keys["user"].rows(gone).any()
+    assert not [*served.rglob("*.partial-*"), *served.rglob("*.replaced-*")]
+
+
+def test_a_second_call_waits_for_the_first(served):
+    gone = keys_of(served / "run", 5)[-1:].tolist()
+    with (
+        exclusive(served / "models/1.forget", "removes values"),
+        pytest.raises(ValueError, match="removes values; wait for it"),
+    ):
+        forgetting(served, gone, served / "models")
+
+
+def test_a_full_disk_leaves_the_directory_and_is_said_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1/file").write_text("before")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "file")
+
+    monkeypatch.setattr(shutil, "copy2", full)
+    with (
+        pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: 'file'$"),
+        edited_copy(tmp_path / "1", ["file"]),
+    ):
+        pass
+    assert (tmp_path / "1/file").read_text() == "before"
+    assert os.listdir(tmp_path) == ["1"]
+
+
+def test_lines_of_values_are_read_as_editors_write_them(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_bytes(b"\xef\xbb\xbfa\r\nb \r\n\r\nc\xe2\x80\xa8d")
+    assert Values.read("user", keys).texts == ["a", "b ", "c\u2028d", "b"]
+    keys.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="is no UTF-8; want one value a line"):
+        Values.read("user", keys)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(["customer-3"], pa.large_string()),
+        pa.array(["customer-3"]).dictionary_encode(),
+        pa.array([b"\xff", b"customer-3"]),
+        pa.array([[{"user": "customer-3"}]]),
+        pa.array([1.5, None, 12345678901.0]),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_parquet_of_any_writer_is_searched(tmp_path, column):
+    pq.write_table(pa.table({"column": column}), tmp_path / "file.parquet")
+    (tmp_path / "keys").write_text("customer-3\n12345678901\n")
+    found = [*holders(tmp_path, Values.read("user", tmp_path / "keys"))]
+    assert (tmp_path / "file.parquet", "column column") in found
