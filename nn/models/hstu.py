@@ -5,7 +5,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import Tables
@@ -136,18 +135,16 @@ class HSTU(Model):
         if not options.last_layer_of_candidates:
             x = x.index_select(0, parts.at.last(num_candidates)[1])
         # Not by id, which would look up the rows of all events too.
-        own = [embedding(of.positions[: x.shape[0]], of.rows) for of in items]
+        own = [nn.functional.embedding(of.positions[: x.shape[0]], of.rows) for of in items]
         item = self.candidate(torch.cat(own, dim=1))
         logits = self.head(self.user(x, hours) * item).float().view(at.starts.shape[0], -1)
         return logits.squeeze(1) if logits.shape[1] == 1 else logits
 
     def _norm(self, at: JaggedPositions, events: SequenceEvents) -> Tensor:
         """Return what the attention of each sample is divided by, [B], as if it had one candidate: others change no score."""
-        others = self._found.inputs.num_candidates - 1
-        match self._options.attention_norm:
-            case AttentionNorm.capacity:
-                return torch.full_like(at.lengths, self._max_length - others)
-            case AttentionNorm.length:
-                return at.lengths - others
-            case _:
-                return (events.longest + self._num_context + 1).expand_as(at.lengths)
+        how = self._options.attention_norm
+        if how is AttentionNorm.batch_max:
+            return (events.longest + self._num_context + 1).expand_as(at.lengths)
+        is_own = how is AttentionNorm.length
+        length = at.lengths if is_own else torch.full_like(at.lengths, self._max_length)
+        return length - (self._found.inputs.num_candidates - 1)

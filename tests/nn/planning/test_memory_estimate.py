@@ -186,7 +186,7 @@ def test_a_pass_of_din_over_events_allocates_what_is_planned(monkeypatch, amp, o
 
             def rows_of(table_name: str, feature: str) -> DistinctRows:
                 return DistinctRows(
-                    table, positions[feature], starts, lengths, vectors=vectors[feature]
+                    table, positions[feature], starts, lengths, vectors=lambda: vectors[feature]
                 )
 
             def sequence_of(name: str) -> SequenceEvents:
