@@ -1,9 +1,10 @@
 """Tests that need GPUs: marks by how many, and the cases that several files train there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.nn.sharding.test_sharded_embeddings import case
 
@@ -50,3 +51,14 @@ def gpu_cases(amp: str, layout: str | None = None) -> list[list[str]]:
         [*case(*parts[:3], layout or parts[3]), *ON_GPU, SEED, f"train.amp={amp}"]
         for parts in CASES
     ]
+
+
+def check_same_bits(run: Callable[[], Sequence[Tensor]]) -> None:
+    """Compare the results of two runs, and those of a captured one, with the first run's bit by bit."""
+    first, again = run(), run()
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    assert all(torch.equal(one, two) for one, two in zip(first, captured, strict=True))

@@ -11,7 +11,7 @@ from nn.layers.pass_state import PassState, attach
 from nn.layers.stu import STULayer
 from nn.ops.dropout_mask import DropoutMask
 from nn.ops.hstu_attention import JaggedPositions
-from tests.helpers.gpus import needs_one_gpu
+from tests.helpers.gpus import check_same_bits, needs_one_gpu
 
 EPS = 1e-5
 # Of the norm of a result: some roundings of an element in its dtype.
@@ -130,13 +130,7 @@ def test_on_a_gpu_two_runs_and_a_graph_give_the_same_bits(form, columns):
         out = run(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
 
-    first, again = once(), once()
-    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = once()
-    graph.replay()
-    assert all(torch.equal(one, two) for one, two in zip(first, captured, strict=True))
+    check_same_bits(once)
 
 
 @needs_no_gpu

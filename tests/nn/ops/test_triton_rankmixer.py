@@ -10,7 +10,7 @@ from nn.distributed.process_group import Ranks
 from nn.models.options import RankMixerOptions
 from nn.models.rankmixer import RankMixerBlock
 from nn.training.gradient_bucket import GradientBucket
-from tests.helpers.gpus import needs_one_gpu
+from tests.helpers.gpus import check_same_bits, needs_one_gpu
 
 pytest.importorskip("triton")
 # Of the norm of a result: some roundings of an element in its dtype, in a row of five products.
@@ -115,10 +115,4 @@ def test_on_a_gpu_two_runs_and_a_graph_give_the_same_bits():
         assert out.dtype is torch.bfloat16
         return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
 
-    first, again = once(), once()
-    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = once()
-    graph.replay()
-    assert all(torch.equal(one, two) for one, two in zip(first, captured, strict=True))
+    check_same_bits(once)
