@@ -26,6 +26,11 @@ SEED = "seed=0"
 TWO_EPOCHS, TWO_EPOCHS_STEPS = ["data.synthetic.train_rows=197", "train.epochs=2"], 8
 
 
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled where a GPU is"
+)
+
+
 def needs_gpus(count: int) -> list[pytest.MarkDecorator]:
     """Marks of a test on `count` GPUs: `gpu`, `gpu2` or `gpu4`, and the skip where a machine has fewer."""
     has_fewer = torch.cuda.device_count() < count

@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers.command import ROOT, run_command
 from tests.helpers.composed import TINY
+from tests.helpers.gpus import needs_no_gpu
 from tests.nn.embedding.test_triton_embedding_bag import compare
 
 PAGE = (ROOT / "docs/contributing.md").read_text()
@@ -39,7 +40,7 @@ def test_an_example_trains(examples, command):
 
 
 @pytest.mark.doors
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+@needs_no_gpu
 def test_the_kernel_of_the_optimizer_equals_its_update(examples):
     pytest.importorskip("triton")
     compare("momentum:MOMENTUM", 40, "cpu", torch.float32)

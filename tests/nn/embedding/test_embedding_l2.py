@@ -10,6 +10,7 @@ from torch import Tensor
 from configs.schema import OptimizerConfig, OptimizerName
 from nn.build import build_plan, open_source, planned_hardware
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
+from tests.helpers.gpus import needs_no_gpu
 from tests.nn.embedding import test_triton_embedding_bag as kernels
 from tests.nn.training.plain_training import RowUpdates, resumes_bit_by_bit, train_and_compare
 
@@ -94,7 +95,7 @@ def compare(monkeypatch, rule, *arguments) -> None:
         kernels.compare(rule, *arguments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+@needs_no_gpu
 # L2 is added before the rules, which tests/nn/embedding/test_triton_embedding_bag.py compares.
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 def test_the_interpreted_kernel_equals_plain_torch(rule, monkeypatch):

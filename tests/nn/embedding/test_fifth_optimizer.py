@@ -17,6 +17,7 @@ from nn.ops.optional_triton import jit, tl
 from nn.training.dense_optimizer import DenseRule
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
+from tests.helpers.gpus import needs_no_gpu
 from tests.nn.checkpoint.test_state import restored, save
 from tests.nn.embedding.test_triton_embedding_bag import compare
 
@@ -160,7 +161,7 @@ def test_a_dense_optimizer_may_lie_outside_too():
 
 
 @pytest.mark.skipif(tl is None, reason="needs Triton")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+@needs_no_gpu
 def test_its_interpreted_branch_equals_plain_torch():
     compare(f"{HERE}:MOMENTUM", 40, "cpu", torch.float32)
 

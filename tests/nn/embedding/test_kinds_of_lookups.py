@@ -18,6 +18,7 @@ from nn.embedding.lookups import Lookup, Pooling
 from nn.embedding.optimizer import table_rule
 from nn.embedding.torch_optimizer import update_rows
 from nn.embedding.touched_rows import TouchedRows
+from tests.helpers.gpus import needs_no_gpu
 
 # 0: ragged, with up to three ids per sample.
 HOTNESS = {"item": 1, "history": 5, "genres": 3, "user": 1, "tags": 0, "words": 0}
@@ -190,7 +191,7 @@ def test_plain_lookups_and_updates_equal_autograd(case, rule):
     compare(case, rule, 34, "cpu", fused=False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+@needs_no_gpu
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_kernels_equal_autograd(case):
     pytest.importorskip("triton")

@@ -11,6 +11,7 @@ from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import table_rule
 from nn.embedding.touched_rows import TouchedRows
+from tests.helpers.gpus import needs_no_gpu
 from tests.nn.embedding.fixed_blocks import fixed_blocks
 
 # Rows, columns and hotness of each table: runs of equal ids over many blocks, within one block, and none.
@@ -151,13 +152,13 @@ def compare_stored(rule: str, num_samples: int, device: str, stored: torch.dtype
             torch.testing.assert_close(expected, actual, rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+@needs_no_gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_interpreted_lookup_and_update_equal_plain_torch(rule):
     compare(rule, SAMPLES, "cpu", torch.float32)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+@needs_no_gpu
 @pytest.mark.parametrize(
     ("rule", "stored"),
     [
@@ -170,7 +171,7 @@ def test_interpreted_updates_of_16_bit_weights_equal_plain_torch(rule, stored):
     compare_stored(rule, SAMPLES, "cpu", stored)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+@needs_no_gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_replicated_tables_which_have_no_state_here_are_looked_up(rule):
     group, _ = make_group(rule, 4, "cpu", torch.float32, torch.float32)

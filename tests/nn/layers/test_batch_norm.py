@@ -12,7 +12,7 @@ from nn.layers.pass_state import PassState, attach
 from nn.ops import batch_norm as plain
 from tests.helpers.composed import ranks_of_cpu
 from tests.helpers.distributed import run_distributed
-from tests.helpers.gpus import needs_one_gpu
+from tests.helpers.gpus import needs_no_gpu, needs_one_gpu
 
 CPU = torch.device("cpu")
 COLUMNS = 5
@@ -236,7 +236,7 @@ def compare_kernels(device: str) -> None:
             torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@needs_no_gpu
 def test_the_interpreted_kernels_are_plain_torch():
     compare_kernels("cpu")
 

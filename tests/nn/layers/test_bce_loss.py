@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nn.layers.bce_loss import bce_loss_share, unit_gradient
+from tests.helpers.gpus import needs_no_gpu
 
 
 def test_shares_add_up_to_the_mean_over_the_rows_that_count():
@@ -47,7 +48,7 @@ def compare(device: str) -> None:
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@needs_no_gpu
 def test_the_interpreted_loss_equals_plain_torch():
     compare("cpu")
 

@@ -7,7 +7,7 @@ from nn.layers.dropout import Dropout
 from nn.layers.mlp import MLP
 from nn.layers.pass_state import PassState, attach
 from nn.ops.jagged import Positions
-from tests.helpers.gpus import needs_one_gpu
+from tests.helpers.gpus import needs_no_gpu, needs_one_gpu
 
 CPU = torch.device("cpu")
 
@@ -202,7 +202,7 @@ def compare_kernel(device: str) -> None:
             assert torch.equal(moved, out)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@needs_no_gpu
 def test_the_interpreted_kernel_gives_the_same_bits():
     compare_kernel("cpu")
 

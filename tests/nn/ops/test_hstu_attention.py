@@ -7,7 +7,7 @@ from torch import Tensor
 from nn.layers.hstu import SampleParts
 from nn.layers.sequence_events import SequenceEvents
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
-from tests.helpers.gpus import needs_one_gpu
+from tests.helpers.gpus import needs_no_gpu, needs_one_gpu
 
 triton_attention = pytest.importorskip("nn.ops.triton.hstu_attention")
 
@@ -42,7 +42,7 @@ def kernels(*arguments, num_candidates: int) -> Tensor:
     return triton_attention.attend(*arguments, num_candidates)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@needs_no_gpu
 @pytest.mark.parametrize(
     ("num_candidates", "columns", "few"), [(3, 12, False), (3, 12, True), (1, 16, True)]
 )

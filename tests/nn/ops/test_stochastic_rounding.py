@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nn.ops.stochastic_rounding import random_bits, round_stochastically, rounding_key
+from tests.helpers.gpus import needs_no_gpu
 
 DTYPES = [torch.bfloat16, torch.float16]
 ALL_BITS = torch.arange(2**16, dtype=torch.int32)
@@ -153,7 +154,7 @@ def compare(device: str) -> None:
         assert same.all(), (dtype, values[~same][:5], expected[~same][:5], actual[~same][:5])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@needs_no_gpu
 def test_triton_gives_the_same_bits_under_its_interpreter():
     compare("cpu")
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from nn.layers.cross_net import CrossNet
 from nn.layers.mlp import MLP
 from nn.layers.pass_state import PassState, attach
+from tests.helpers.gpus import needs_no_gpu
 
 # Columns of the input and the module. The widths fill no block of the kernels.
 MODULES = {
@@ -77,7 +78,7 @@ def assert_as_exact_as_plain(
         assert ours < max(factor * theirs, rounding) + 1e-6, (name, len(x), ours, theirs)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@needs_no_gpu
 @pytest.mark.parametrize("name", MODULES)
 def test_the_interpreted_functions_are_as_exact_as_plain_torch(name):
     module = build(name)

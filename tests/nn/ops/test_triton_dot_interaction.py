@@ -13,6 +13,7 @@ from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.layers.dot_interaction import DotInteraction
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
+from tests.helpers.gpus import needs_no_gpu
 from tests.nn.embedding.fixed_blocks import fixed_blocks
 
 SHAPES = list(product([2, 5, 26, 63], [16, 20, 128], [True, False]))
@@ -70,7 +71,7 @@ def worst_difference(
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@needs_no_gpu
 def test_the_interpreted_interaction_equals_plain_torch():
     for shape in SHAPES:
         worst = worst_difference(shape, torch.float32, "cpu", batch_size=2)

@@ -12,7 +12,7 @@ from nn.ops import fp8 as plain
 from nn.ops.fp8 import GRADIENT, INPUT, LARGEST, Fp8Matrix, Scale
 from nn.ops.triton.fp8 import cross_net
 from nn.ops.triton.fp8 import quantise as fp8
-from tests.helpers.gpus import needs_one_gpu
+from tests.helpers.gpus import needs_no_gpu, needs_one_gpu
 
 # One program takes 256 rows and 128 columns: below, at and above that.
 SHAPES = [(16, 16), (256, 128), (528, 208), (65_536, 3456)]
@@ -144,7 +144,7 @@ def check_backward(index: int, factors: Tensor, x0: Tensor, *, transposed: bool)
     assert all(torch.equal(one, other) for one, other in zip(our_rest, rest, strict=True))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@needs_no_gpu
 def test_the_interpreted_kernels_give_the_bits_of_plain_torch(exact_casts):
     check_quantise("cpu", INTERPRETED)
     check_gradient("cpu", INTERPRETED)

@@ -10,7 +10,7 @@ from nn.ops import jagged as plain
 from nn.ops import jagged_attention as plain_attention
 from nn.ops.jagged import Positions
 from nn.ops.jagged_attention import ScoreBias
-from tests.helpers.gpus import check_same_bits, needs_one_gpu
+from tests.helpers.gpus import check_same_bits, needs_no_gpu, needs_one_gpu
 from tests.nn.ops.jagged_samples import drawn, samples_of
 
 # Relative to the largest value of a result. In 16 bits weights and their gradients are rounded before products, too.
@@ -105,11 +105,6 @@ def check_attention(
     wanted = outcome(attention(plain_attention, at, queries, causal), [x.float() for x in inputs])
     assert ours[0].dtype is dtype
     assert worst_difference(ours, wanted) < TOLERANCE[dtype]
-
-
-needs_no_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels are compiled where a GPU is"
-)
 
 
 @needs_no_gpu

@@ -11,7 +11,7 @@ from nn.layers.pass_state import PassState, attach
 from nn.layers.stu import STULayer
 from nn.ops.dropout_mask import DropoutMask
 from nn.ops.hstu_attention import JaggedPositions
-from tests.helpers.gpus import check_same_bits, needs_one_gpu
+from tests.helpers.gpus import check_same_bits, needs_no_gpu, needs_one_gpu
 
 EPS = 1e-5
 # Of the norm of a result: some roundings of an element in its dtype.
@@ -20,9 +20,6 @@ FORMS = ["norm", "swish", "gate", "gate without concat", "gate with dropout"]
 FORMS += ["gate with dropout of dealt rows"]
 # Programs take one block of rows, several, and no whole one.
 ROWS = [0, 1, 7, 20_011] if torch.cuda.is_available() else [0, 1, 7, 50]
-needs_no_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels are compiled where a GPU is"
-)
 
 
 def inputs_of(form: str, rows: int, columns: int, device: str, dtype: torch.dtype) -> list[Tensor]:

@@ -10,14 +10,11 @@ from nn.distributed.process_group import Ranks
 from nn.models.options import RankMixerOptions
 from nn.models.rankmixer import RankMixerBlock
 from nn.training.gradient_bucket import GradientBucket
-from tests.helpers.gpus import check_same_bits, needs_one_gpu
+from tests.helpers.gpus import check_same_bits, needs_no_gpu, needs_one_gpu
 
 pytest.importorskip("triton")
 # Of the norm of a result: some roundings of an element in its dtype, in a row of five products.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-needs_no_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels are compiled where a GPU is"
-)
 
 
 def block_of(tokens: int, columns: int, expansion: int, device: str) -> RankMixerBlock:

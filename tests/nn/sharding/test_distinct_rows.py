@@ -24,7 +24,7 @@ from nn.sharding import request_capacity
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
-from tests.helpers.gpus import ON_GPU, worlds
+from tests.helpers.gpus import ON_GPU, needs_no_gpu, worlds
 from tests.nn.models.test_kinds_of_tables import case as kinds
 from tests.nn.models.test_kinds_of_tables import plain_losses, sharded
 from tests.nn.training.plain_training import resumes_bit_by_bit
@@ -241,7 +241,7 @@ def test_rows_that_nobody_takes_are_refused(dataset, monkeypatch):  # noqa: F811
         sharded([taker(dataset)])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+@needs_no_gpu
 def test_kernels_train_rows_as_torch_does(dataset):  # noqa: F811
     pytest.importorskip("triton")
     small = taker(dataset, "train.batch_size=4")

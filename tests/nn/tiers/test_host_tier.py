@@ -14,7 +14,7 @@ from nn.sharding.tables import local_tensors
 from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
-from tests.helpers.gpus import ON_GPU, needs_one_gpu, worlds
+from tests.helpers.gpus import ON_GPU, needs_no_gpu, needs_one_gpu, worlds
 
 # 69 rows in batches of 16 leave 5 for the tail, so that the last batch of an epoch is padded.
 SMALL = [
@@ -186,7 +186,7 @@ def test_gpus_train_requested_rows_alike(world_size, tmp_path):
         assert_alike(results)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on a GPU")
+@needs_no_gpu
 def test_kernels_train_requested_rows_alike():
     """The kernels of a GPU, without the graph; some steps, since they are interpreted."""
     pytest.importorskip("triton")
