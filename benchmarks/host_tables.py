@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.launch import command_parser
 from benchmarks.rows import compose_row
 from configs.schema import Config
 from dataloading.batch import Batch
@@ -49,9 +50,7 @@ LIVE_BATCHES = 3
 
 def main() -> None:
     """Compare bits, or measure the caches of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument(
         "--check",
         nargs="*",
