@@ -245,7 +245,6 @@ SUBPACKAGES = {
         "nn.loggers",
         "nn.models",
         "nn.observability",
-        "nn.observers",
         "nn.planning",
         "nn.resume",
         "nn.training",

@@ -19,10 +19,12 @@ from nn.ops.triton.layer_norm import (
     BACKWARD,
     FORWARD,
     PROGRAMS,
+    Shape,
     input_gradient,
     load,
     normalise,
     parameters,
+    shape_of,
     store,
     store_sums,
     zeros,
@@ -35,16 +37,6 @@ BLOCK_B, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(16), tl.constexpr(128), tl.const
 """A program of the activation processes `BLOCKS_OF_ROWS` blocks of a token in sequence and accumulates in registers."""
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
-
-
-class Shape(NamedTuple):
-    """Constants of a norm's kernel, as in `nn.ops.triton.layer_norm`."""
-
-    C: int
-    BLOCK_C: int
-    BLOCK_R: int
-    T: int
-    MIXES: bool
 
 
 class Parameters(NamedTuple):
@@ -142,10 +134,9 @@ def _norm_gradient(
 
 def _norm_layout(x: Tensor, elements: int, *, mixes: bool) -> tuple[int, Shape, int]:
     """Return a token's programs if each reads one block of samples, the kernel's constants, and the warps of a program."""
-    tokens, samples, columns = x.shape
-    block = triton.next_power_of_2(columns)
-    shape = Shape(columns, block, max(elements // block, 1), tokens, mixes)
-    return max(triton.cdiv(samples, shape.BLOCK_R), 1), shape, min(max(block // 128, 4), 16)
+    shape = shape_of(x, elements, T=len(x), MIXES=mixes)
+    num_warps = min(max(shape.BLOCK_C // 128, 4), 16)
+    return max(triton.cdiv(x.shape[1], shape.BLOCK_R), 1), shape, num_warps
 
 
 def _activation_layout(hidden: Tensor) -> tuple[tuple[int, int, int], tuple[int, int]]:

@@ -215,11 +215,11 @@ def build_rankmixer() -> None:
         dtypes = matrices | of_columns | {"y_bias": "*fp32", "eps": "fp32", "columns": "i32"}
         aligned, block = [name for name in dtypes if name != "eps"], next_power_of_2(columns)
         for mixes, given in ((True, pairs), (False, {})):
-            shape = kernels.Shape(columns, block, 2048 // block, 16, mixes)
+            shape = kernels.Shape(columns, block, 2048 // block, T=16, MIXES=mixes)
             kind = {"num_warps": 8, "aligned": aligned, "S": shape, **given}
             build(kernels._norm, dtypes, **kind)
             build(kernels._norm_backward, dtypes, **kind)
-        shape = kernels.Shape(columns, block, 2048 // block, 16, True)
+        shape = kernels.Shape(columns, block, 2048 // block, T=16, MIXES=True)
         build(kernels._add_mixed, dtypes, 8, aligned=aligned, S=shape)
         build(kernels._activate, dtypes, aligned=aligned)
         build(kernels._activation_gradient, dtypes, aligned=aligned)
