@@ -26,9 +26,9 @@ from configs.schema import Config
 from dataloading.batch import Batch
 from nn.build import build_plan, build_step, build_train_loader, hardware_of, open_source
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
+from nn.distributed.sharded_tensor import local_tensors
 from nn.planning.host_tables import link_ms
 from nn.planning.plan import TablePlan
-from nn.sharding.tables import local_tensors
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
 
