@@ -18,8 +18,8 @@ from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
 from tests.helpers.distributed import free_port
 from tests.serving.handmade_model import FEATURES, write_raw_model
-from tests.serving.server.test_monitoring import ALERTS, ROOT, expressions
 from tests.serving.served_models import Client, serving, tensor
+from tests.serving.server.test_monitoring import ALERTS, ROOT, expressions
 
 pytestmark = pytest.mark.doors
 COLUMNS = {"a": ["0.5"], "b": ["0.25"], **{feature.name: ["x"] for feature in FEATURES}}
