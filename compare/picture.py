@@ -21,7 +21,8 @@ def draw_runs(
 ) -> None:
     """Draw the curves of runs, the best one first; 1,560 x 780 pixels.
 
-    Those for which there is no colour are grey and have no name, since nobody tells more lines apart. `metric` is of the evaluations; None if there are none yet.
+    Those without a colour are grey and have no name, since nobody tells more lines apart. `metric` is of the evaluations;
+    None if there are none yet.
     """
     if metric is not None:
         splits = {run.split for run in runs}

@@ -31,7 +31,8 @@ def draw_coordinates(
 ) -> None:
     """Draw a line per trial through its value of each option to its value of the metric.
 
-    `about`: recipe and data of the title. Complete trials have the colour of their metric; pruned ones, with their last evaluation, are dashed and grey.
+    `about`: recipe and data of the title. Complete trials have the colour of their metric; pruned ones, with their last
+    evaluation, are dashed and grey.
     """
     from matplotlib import colormaps
 

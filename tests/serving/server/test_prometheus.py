@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a server and, through node-exporter, a training: every query has values, as docs/operations.md says."""
+"""A real Prometheus scrapes a server, and a training through node-exporter, as the page says: every query has values."""
 
 import json
 import re
