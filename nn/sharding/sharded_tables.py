@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dataloading.dataset.batch_layout import KEPT_LAYOUTS, id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.keys.new_rows import NewRows, RekeyedRows
+from dataloading.keys.rekeyed import Rekeyed, RekeyedRows
 from nn.distributed.process_group import Ranks
 from nn.embedding.declared_tables import handing_tables, initial_bound, keyed_tables
 from nn.embedding.local_tables import LocalTable, UpdateScalars
@@ -35,7 +35,7 @@ from nn.sharding.rank_group import RankGroup
 from nn.sharding.tables import TableSettings, TableShard, TieredPlan, TouchedShard
 from nn.tiers.host_tier import TierCounts
 from nn.tiers.initial_rows import InitialRows
-from nn.tiers.new_rows import KeyedShard, RowResets
+from nn.tiers.row_resets import KeyedShard, RowResets
 from nn.tiers.row_store import WEIGHT
 
 
@@ -264,11 +264,11 @@ class ShardedTables:
             if name in self.keys_of
         ]
 
-    def write_new_rows(self, new_rows: Mapping[str, NewRows]) -> None:
+    def write_rekeyed(self, rekeyed: Mapping[str, Rekeyed]) -> None:
         """Give rows of tables for raw keys to other keys, before the batch that has them is looked up, and when it has slots."""
-        self._resets.write(new_rows)
+        self._resets.write(rekeyed)
         if self.rekeyed is not None:
-            self.rekeyed.add(new_rows)
+            self.rekeyed.add(rekeyed)
 
     def train(self, mode: bool = True) -> None:
         """Count the traffic of tables in host memory in training only; lookups are the same in evaluation."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from configs.messages import shown
 from configs.schema import Amp, Component, Config
 from dataloading.batch import Batch
-from dataloading.keys.new_rows import KEYS
+from dataloading.keys.rekeyed import KEYS
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks, open_channel
 from nn.layers.parameter_average import ParameterAverage
@@ -165,16 +165,16 @@ class TrainStep:
         factor = self._factor_of(step)
         with self.watch:
             batch, rows = next(prefetcher)
-            new_rows = None
+            rekeyed = None
             if self.key_maps is not None and Component.tables not in self.frozen:
-                new_rows = self.key_maps.take_new_rows()
+                rekeyed = self.key_maps.take_rekeyed()
             self._set_learning_rate(step, factor)
             if self._pass_layers:
                 sizes = len(batch.labels), batch.num_valid, batch.global_valid
                 several = self._ranks.world_size > 1
                 self._pass_state.set(step, *sizes, batch.global_rows if several else None)
             with annotate("pass"):
-                logits = self.path.forward_backward(batch, rows, new_rows)
+                logits = self.path.forward_backward(batch, rows, rekeyed)
             prefetcher.start_next()
             # The only point where the host waits for the device, whose backward pass is still to come.
             loss, is_good = self._readback.wait()
