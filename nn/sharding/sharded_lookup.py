@@ -340,10 +340,10 @@ class ShardedLookup:
         blocks = memory.split([self.batch_size * width for width in self._columns])
         return [block.view(self.batch_size, -1)[first:end] for block in blocks if len(block)]
 
-    def rows(self, ids: LocalIds) -> TableRows | None:
-        """Return the rows of the ids, in the model's order; None if they are elsewhere, or no vectors as they are."""
+    def table_rows(self, ids: LocalIds) -> TableRows | None:
+        """Return the rows of all ids; None unless this rank has all tables and each vector is one row, on a GPU."""
         is_here = self._group.size == 1 and not self._replicated.tables and not self._groups
-        return self._owned.rows(self._looked_up_ids(ids)) if is_here else None
+        return self._owned.table_rows(self._looked_up_ids(ids)) if is_here else None
 
     def _requested_part(self, local: Tensor, group: int) -> Tensor:
         """View the vectors of a group of requested tables, [B, columns]."""

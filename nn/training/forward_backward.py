@@ -2,7 +2,7 @@
 
 The tables have a stream of their own. Lookup and all-to-all run beside the bottom MLP, the sort of the ids beside the
 dense component, and the all-to-all of gradients and the update beside the rest of the backward pass and the all-reduce.
-On one GPU a dot interaction looks up the rows itself.
+On one GPU a dot interaction looks up the rows of one-hot tables itself (`Model.fuses_lookup`).
 The host reads nothing back, so that the pass can be captured once as a CUDA graph (`nn.ops.cuda_graph`).
 """
 
@@ -56,13 +56,13 @@ class _Chunk:
 class _Vectors:
     """The vectors of a batch, and what their gradient needs.
 
-    The `gradients` of the batch are there if they come chunk by chunk. `rows` are set where a kernel of the dense component looks
-    the vectors up itself; otherwise they have `arrived`. Ids are sorted if tables are trained. `receive` gets the gradients of
-    the batch as soon as the backward pass has them.
+    The `gradients` of the batch are there if they come chunk by chunk. `table_rows` are set where a kernel of the dense
+    component looks the vectors up itself; otherwise they have `arrived`. Ids are sorted if tables are trained. `receive` gets
+    the gradients of the batch as soon as the backward pass has them.
     """
 
     ids: LocalIds
-    rows: TableRows | None
+    table_rows: TableRows | None
     arrived: torch.cuda.Event | None
     owned: SortedOwnedIds | None = None
     replicated: SortedIds | None = None
@@ -196,15 +196,15 @@ class ForwardBackward:
     def _look_up(self, ids: LocalIds) -> _Vectors:
         """Look up and sort, on the tables' stream."""
         context = self._context
-        # Of a kernel that takes rows itself, nothing is looked up before: rows are read once, and not copied twice.
-        takes_rows = context.dense.takes_rows and len(self._chunks) == 1
-        rows = self._lookup.rows(ids) if takes_rows else None
+        # Where a kernel looks up rows itself, nothing is looked up before: rows are read once, and not copied twice.
+        is_fused = context.dense.fuses_lookup and len(self._chunks) == 1
+        table_rows = self._lookup.table_rows(ids) if is_fused else None
         self._tables.wait_for_main()
         with self._tables.launches():
-            if rows is None:
+            if table_rows is None:
                 with annotate("lookup"):
                     self._lookup.look_up(ids)
-            vectors = _Vectors(ids, rows, self._tables.mark())
+            vectors = _Vectors(ids, table_rows, self._tables.mark())
             context.load_scalars()
             if context.update_tables:
                 with annotate("sort"):
@@ -230,7 +230,7 @@ class ForwardBackward:
             """Return the vectors, and the rows that the dense component takes; always the same."""
             if taken:
                 return taken
-            if vectors.rows is not None and not is_filled_by_caller:
+            if vectors.table_rows is not None and not is_filled_by_caller:
                 lookup.look_up(vectors.ids)
             if not is_filled_by_caller:
                 self._tables.main_waits_for(vectors.arrived)
@@ -273,7 +273,7 @@ class ForwardBackward:
             context.layers.set_chunk(chunk.number, chunk.first, chunk.num_valid, chunk.global_valid)
         with context.autocast(), annotate("dense"):
             layout = chunk.layout or lookup.layout
-            embeddings = PooledEmbeddings(layout, take, vectors.rows, rows_of, sequence_of)
+            embeddings = PooledEmbeddings(layout, take, vectors.table_rows, rows_of, sequence_of)
             logits = context.dense(_rows(batch.numerical, chunk), embeddings)
         for table in unused:
             raise ValueError(
@@ -397,9 +397,9 @@ class Forward:
 
     @torch.no_grad()
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
-        rows = self._lookup.rows(ids)
-        # Of a kernel that takes rows itself, nothing is looked up before.
-        values = self._lookup.look_up(ids) if rows is None else None
+        table_rows = self._lookup.table_rows(ids)
+        # Where vectors are single rows of tables here, the lookup waits until somebody takes them.
+        values = self._lookup.look_up(ids) if table_rows is None else None
 
         def take(is_filled_by_caller: bool) -> Tensor:
             return self._lookup.look_up(ids) if values is None else values
@@ -412,7 +412,9 @@ class Forward:
             return self._lookup.sequence(ids, group, rows_of, batch.flat_events)
 
         with self._context.autocast():
-            embeddings = PooledEmbeddings(self._lookup.layout, take, rows, rows_of, sequence_of)
+            embeddings = PooledEmbeddings(
+                self._lookup.layout, take, table_rows, rows_of, sequence_of
+            )
             return self._context.dense(batch.numerical, embeddings)
 
     def without_updates(self) -> AbstractContextManager:

@@ -69,10 +69,10 @@ def trained_with_and_without_rows(cases: list[list[str]]) -> list[tuple[bool, bo
     with process_group(ranks_from_environment("cuda")):
         for options in cases:
             states, calls = [], []
-            for takes_rows in (True, False):
+            for fuses_lookup in (True, False):
                 built = build(compose_config(*options))
-                assert built.step.dense.takes_rows
-                built.step.dense.takes_rows = takes_rows
+                assert built.step.dense.fuses_lookup
+                built.step.dense.fuses_lookup = fuses_lookup
                 look_up, counts = ShardedLookup.look_up, []
 
                 def counted(self, ids, look_up=look_up, counts=counts):
