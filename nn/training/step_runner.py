@@ -83,7 +83,7 @@ class StepRunner:
         """Set learning rate and step count in device memory."""
         self._tables.prepare_update(step, lr)
 
-    def forward_backward(
+    def train(
         self, batch: Batch, rows: BatchRows, rekeyed: Mapping[str, Rekeyed] | None = None
     ) -> Tensor:
         """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too.

@@ -106,7 +106,7 @@ class Trainer:
             step.key_maps.counts.update(state.key_counts or {})
             state.key_counts = step.key_maps.counts
         if state.row_capacity is not None:
-            step.path.request_capacity.take(state.row_capacity)
+            step.runner.request_capacity.take(state.row_capacity)
         self._train_metrics = TaskMetrics(
             step.tasks,
             ranks.device,
@@ -154,7 +154,7 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Return the state of the loop as a checkpoint holds it."""
-        capacity = self._step.path.request_capacity.facts()
+        capacity = self._step.runner.request_capacity.facts()
         self.state.row_capacity = capacity if capacity["shards"] else None
         if self._stream_rows is not None:
             self.state.parts = self._stream_rows.begun(self._position)
@@ -275,7 +275,7 @@ class Trainer:
         self._progress.move_end(self._known_step)
         num_steps = max(self._known_step - self.num_steps, 0)
         self._batches = self._train_loader.batches(self._position, num_steps)
-        return Prefetcher(self._batches, self._step.path, self._ranks.device, self._step.loading)
+        return Prefetcher(self._batches, self._step.runner, self._ranks.device, self._step.loading)
 
     def _wait_for_rows(self) -> bool:
         """Wait for further rows of a stream; False if it has ended. Raises StoppedError after a signal."""
