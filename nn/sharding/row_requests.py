@@ -70,15 +70,15 @@ class RowRequests:
         all_asked = asked * (self._rank_group.count if self._has_groups else 1)
         bags = partial(bags_by_number, dtype=tables.dtype, device=ranks.device)
         own = partial(bags, config=tables.config, scalars=tables.scalars)
-        self._owned = [own(table, count) for table in requested.owned]
+        self._lookup_bags = [own(table, count) for table in requested.owned]
         # The gradients of a replicated table are summed over ranks, and its optimizer has them all.
-        self._updated = self._owned
+        self._update_bags = self._lookup_bags
         if self._has_groups:
-            self._updated = [own(table, all_asked) for table in requested.owned]
+            self._update_bags = [own(table, all_asked) for table in requested.owned]
         elif replica_gradient is not None:
             sums = LocalTable(BY_NUMBER, replica_gradient, {}, first_row=0)
-            self._updated = [bags(sums, count, ADDITION, addition_scalars(ranks.device))]
-        for updated, touched in zip(self._updated, requested.touched, strict=False):
+            self._update_bags = [bags(sums, count, ADDITION, addition_scalars(ranks.device))]
+        for updated, touched in zip(self._update_bags, requested.touched, strict=False):
             updated.touched = touched
         self._split = _RowsOfMemories(requested, ranks.device)
         self.in_tier: list[tuple[SlotRows, int]] = [
@@ -100,7 +100,7 @@ class RowRequests:
         # Sums of the gradients of each of `rows`, of one per id.
         self.sums_by_id = RowSums(bags_of, self.rows.shape, ranks.device)
         # The rows of one memory, if there are several.
-        self._sent_part = torch.empty_like(self._sent) if len(self._owned) > 1 else None
+        self._sent_part = torch.empty_like(self._sent) if len(self._lookup_bags) > 1 else None
 
     def send(self, ids: Tensor, num_valid: int | None) -> tuple[RequestedIds, list[Tensor], Tensor]:
         """Ask for the rows of a batch.
@@ -124,7 +124,7 @@ class RowRequests:
             arrived = self._rank_group.numbers_of_all_groups(arrived, self._channels.ids)
         local = keys.with_row_positions(prepared, position, rows.order)
         on_device, in_tier = arrived.new_empty(0), []
-        for bags, of_memory in zip(self._owned, self._split(arrived), strict=True):
+        for bags, of_memory in zip(self._lookup_bags, self._split(arrived), strict=True):
             if bags.tables[0].slots is None:
                 on_device = of_memory
             else:
@@ -140,10 +140,11 @@ class RowRequests:
         return requested, in_tier, overflows
 
     def _asked(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[Tensor]:
-        """Return what is asked of each of `_owned`: rows, or their slots."""
+        """Return what is asked of each of `_lookup_bags`: rows, or their slots."""
         in_tier = iter(slots)
         return [
-            ids.asked if bags.tables[0].slots is None else next(in_tier) for bags in self._owned
+            ids.asked if bags.tables[0].slots is None else next(in_tier)
+            for bags in self._lookup_bags
         ]
 
     def fetch(self, ids: RequestedIds, slots: Sequence[Tensor]) -> None:
@@ -154,7 +155,7 @@ class RowRequests:
         asked_here = [asked[self._own_asked] for asked in self._asked(ids, slots)]
         if self._merged is not None:
             asked_here = [of_asked(rows, ids.merged_keys, ids.merged_order) for rows in asked_here]
-        first, *others = zip(self._owned, asked_here, strict=True)
+        first, *others = zip(self._lookup_bags, asked_here, strict=True)
         bags, asked = first
         bags.look_up(asked, self._sent)
         for bags, asked in others:
@@ -174,7 +175,7 @@ class RowRequests:
     def sort(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[SortedIds]:
         """Sort the rows that are asked of this rank, for each memory."""
         asked = self._asked(ids, slots)
-        return [bags.sort(rows) for bags, rows in zip(self._updated, asked, strict=True)]
+        return [bags.sort(rows) for bags, rows in zip(self._update_bags, asked, strict=True)]
 
     def sort_merged(self, ids: RequestedIds) -> SortedIds | None:
         """Return the rows that this group asks of this rank for `send_back`; None if they are not merged."""
@@ -202,7 +203,7 @@ class RowRequests:
 
         Those of a replicated table are added to its gradient.
         """
-        for bags, of_memory in zip(self._updated, ids, strict=True):
+        for bags, of_memory in zip(self._update_bags, ids, strict=True):
             bags.update(of_memory, gradients, is_good)
 
 

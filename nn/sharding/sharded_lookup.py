@@ -53,11 +53,12 @@ class SortedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SortedOwnedIds:
-    """Sorted ids of the tables that are not replicated, and of the requested ones of each width."""
+class SortedBatch:
+    """A batch's ids, sorted for the updates: of tables whose vectors are sent, of requested ones by width, of replicas."""
 
-    owned: SortedIds
+    vectors: SortedIds
     requested: list[SortedRequest]
+    replicas: SortedIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,10 @@ class LookupGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedGradients:
-    """Gradients on the ranks of their tables.
+class ReturnedGradients:
+    """Gradients on the ranks of their tables: of vectors, [B * W, T], and of rows of `requested` ones, None if replicated."""
 
-    Those of `owned` tables are of vectors, [B * W, T], those of `requested` ones of rows; None of a replicated table.
-    """
-
-    owned: Tensor
+    vectors: Tensor
     requested: list[Tensor | None]
 
 
@@ -150,22 +148,22 @@ class ShardedLookup:
         }
         in_tier = [entry for requested in self._requested for entry in requested.exchange.in_tier]
         self._slots = SlotIds(placement.owned, self._prepare_owned.blocks, ranks.device, in_tier)
-        self._updated = _embedding_bags(
+        self._update_bags = _embedding_bags(
             tables, self._slots.tables, self._slots.blocks, batch_size * ranks.world_size
         )
-        self._updated.touched = tables.touched
-        # What is looked up for the samples of this rank's group of ranks.
-        self._owned, self._group_ids = self._updated, None
+        self._update_bags.touched = tables.touched
+        # Lookup is for the samples of this rank's group of ranks, update for those of all groups; with one they are one object.
+        self._lookup_bags, self._group_ids = self._update_bags, None
         if rank_group.count > 1:
             self._group_ids = GroupIds(self._slots.blocks, rank_group, ranks.device)
-            self._owned = _embedding_bags(
+            self._lookup_bags = _embedding_bags(
                 tables, self._slots.tables, self._group_ids.blocks, batch_size * rank_group.size
             )
-        self._replicated = _embedding_bags(
+        self._replica_bags = _embedding_bags(
             tables, placement.replicas, self._prepare_replicated.blocks, batch_size
         )
         gradients = [replicated_gradients[number] for number in placement.replica_numbers]
-        self._replicated_sums = _gradient_sums(
+        self._replica_sums = _gradient_sums(
             tables, gradients, self._prepare_replicated.blocks, batch_size
         )
         self._set_sizes(tables, batch_size, prefix_columns)
@@ -260,8 +258,8 @@ class ShardedLookup:
 
         They are in the memory that `layout` describes; the next call overwrites it.
         """
-        self._owned.look_up(self._looked_up_ids(ids), self._sent)
-        self._replicated.look_up(ids.replicated, self._replicated_part(self._local))
+        self._lookup_bags.look_up(self._looked_up_ids(ids), self._sent)
+        self._replica_bags.look_up(ids.replicated, self._replicated_part(self._local))
         if self._rank_group.size > 1 and self._starts[-1]:
             self._channels.embeddings(
                 self._local[: self._starts[-1]],
@@ -345,13 +343,15 @@ class ShardedLookup:
 
     def table_rows(self, ids: LocalIds) -> TableRows | None:
         """Return the rows of all ids; None unless this rank has all tables and each vector is one row, on a GPU."""
-        is_here = self._rank_group.size == 1 and not self._replicated.tables and not self._requested
-        return self._owned.table_rows(self._looked_up_ids(ids)) if is_here else None
+        is_here = (
+            self._rank_group.size == 1 and not self._replica_bags.tables and not self._requested
+        )
+        return self._lookup_bags.table_rows(self._looked_up_ids(ids)) if is_here else None
 
     def _requested_part(self, local: Tensor, number: int) -> Tensor:
         """View the vectors of requested tables of one width, [B, columns]."""
         start, end = self._further_starts[1 + number : 3 + number]
-        return local[start:end].view(self._replicated.num_samples, -1)
+        return local[start:end].view(self._replica_bags.num_samples, -1)
 
     def _add_partial(self) -> None:
         """Add the vectors that each rank has computed of its rows, in the order of the ranks."""
@@ -380,8 +380,8 @@ class ShardedLookup:
         start, end = self._further_starts[:2]
         return local[start:end].view(-1, self._partial_columns)
 
-    def sort(self, ids: LocalIds) -> tuple[SortedOwnedIds, SortedIds]:
-        """Sort the ids for the updates: of sharded and requested tables, and of the other replicated tables."""
+    def sort(self, ids: LocalIds) -> SortedBatch:
+        """Sort the ids for the updates."""
         sorted_requests = [
             SortedRequest(
                 requested.exchange.sort(of_batch, slots),
@@ -392,10 +392,10 @@ class ShardedLookup:
                 self._requested_with_slots(ids), ids.requested, strict=True
             )
         ]
-        owned = SortedOwnedIds(self._updated.sort(self._owned_ids(ids)), sorted_requests)
-        return owned, self._replicated_sums.sort(ids.replicated)
+        vectors = self._update_bags.sort(self._owned_ids(ids))
+        return SortedBatch(vectors, sorted_requests, self._replica_sums.sort(ids.replicated))
 
-    def send_back(self, ids: SortedOwnedIds, gradients: LookupGradients) -> OwnedGradients:
+    def send_back(self, ids: SortedBatch, gradients: LookupGradients) -> ReturnedGradients:
         """Send the gradients of vectors and rows to the ranks that own the tables."""
         of_rows = [
             None
@@ -406,11 +406,9 @@ class ShardedLookup:
             for number, requested in enumerate(self._requested)
         ]
         vectors = self._send_vectors_back(gradients.vectors)
-        return OwnedGradients(gradients_of_all_groups(vectors, self._channels.owners), of_rows)
+        return ReturnedGradients(gradients_of_all_groups(vectors, self._channels.owners), of_rows)
 
-    def _row_gradients(
-        self, number: int, ids: SortedOwnedIds, gradients: LookupGradients
-    ) -> Tensor:
+    def _row_gradients(self, number: int, ids: SortedBatch, gradients: LookupGradients) -> Tensor:
         """Return one gradient a row of requested tables, [R, D]: the dense component's, or a sum over its lookups."""
         requested, own = self._requested[number], ids.requested[number].pooled
         if requested.pooled is None or own is None:
@@ -436,9 +434,9 @@ class ShardedLookup:
         )
         return self._returned
 
-    def update(self, ids: SortedOwnedIds, gradients: OwnedGradients, is_good: Tensor) -> None:
+    def update(self, ids: SortedBatch, gradients: ReturnedGradients, is_good: Tensor) -> None:
         """Update this rank's tables with the gradients from `send_back`, unless `is_good` [1] is 0."""
-        self._updated.update(ids.owned, gradients.owned, is_good)
+        self._update_bags.update(ids.vectors, gradients.vectors, is_good)
         for requested, sorted_ids, returned in zip(
             self._requested, ids.requested, gradients.requested, strict=True
         ):
@@ -446,24 +444,24 @@ class ShardedLookup:
                 requested.exchange.update(sorted_ids.asked, returned, is_good)
 
     def accumulate_replicated(
-        self, ids: tuple[SortedOwnedIds, SortedIds], gradients: LookupGradients, is_good: Tensor
+        self, ids: SortedBatch, gradients: LookupGradients, is_good: Tensor
     ) -> None:
-        """Add the gradients of this rank's embeddings to those of the replicated tables; `ids` are those of `sort`."""
-        owned, replicated = ids
-        self._replicated_sums.update(replicated, self._replicated_part(gradients.vectors), is_good)
+        """Add the gradients of this rank's embeddings to those of the replicated tables."""
+        replicated = self._replicated_part(gradients.vectors)
+        self._replica_sums.update(ids.replicas, replicated, is_good)
         for number, requested in enumerate(self._requested):
             if requested.tables.replica is not None:
-                of_rows = self._row_gradients(number, owned, gradients)
-                requested.exchange.update(owned.requested[number].asked, of_rows, is_good)
+                of_rows = self._row_gradients(number, ids, gradients)
+                requested.exchange.update(ids.requested[number].asked, of_rows, is_good)
 
     def _owned_part(self, local: Tensor) -> Tensor:
         """View the looked-up embeddings in the local memory; of a rank with all tables only."""
-        return local[: self._starts[-1]].view(self._owned.num_samples, -1)[
+        return local[: self._starts[-1]].view(self._lookup_bags.num_samples, -1)[
             :, self._prefix_columns :
         ]
 
     def _replicated_part(self, local: Tensor) -> Tensor:
-        return local[self._replicated_start :].view(self._replicated.num_samples, -1)
+        return local[self._replicated_start :].view(self._replica_bags.num_samples, -1)
 
 
 class _ById(torch.autograd.Function):

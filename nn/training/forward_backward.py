@@ -17,7 +17,6 @@ from torch import Tensor
 
 from configs.messages import shown
 from dataloading.batch import Batch
-from nn.embedding.local_tables import SortedIds
 from nn.layers.bce_loss import unit_gradient
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.pooled_embeddings import PooledEmbeddings
@@ -29,9 +28,9 @@ from nn.ops.table_rows import TableRows
 from nn.sharding.local_ids import LocalIds
 from nn.sharding.sharded_lookup import (
     LookupGradients,
-    OwnedGradients,
+    ReturnedGradients,
     ShardedLookup,
-    SortedOwnedIds,
+    SortedBatch,
 )
 from nn.training.pass_context import PassContext
 from nn.training.side_stream import SideStream
@@ -64,8 +63,7 @@ class _Vectors:
     ids: LocalIds
     table_rows: TableRows | None
     arrived: torch.cuda.Event | None
-    owned: SortedOwnedIds | None = None
-    replicated: SortedIds | None = None
+    sorted_ids: SortedBatch | None = None
     gradients: LookupGradients | None = None
     total_weight: Tensor | None = None
     receive: Callable[[LookupGradients], None] | None = None
@@ -175,7 +173,7 @@ class ForwardBackward:
         """Apply the step if, besides, no gradient has overflowed fp16; that is known at the end, and tables wait for it."""
         context = self._context
         verdict = self._check_loss(total)
-        received: list[tuple[LookupGradients, OwnedGradients | None]] = []
+        received: list[tuple[LookupGradients, ReturnedGradients | None]] = []
 
         def receive(gradients: LookupGradients) -> None:
             received.append((gradients, self._send_back(vectors, gradients)))
@@ -208,7 +206,7 @@ class ForwardBackward:
             context.load_scalars()
             if context.update_tables:
                 with annotate("sort"):
-                    vectors.owned, vectors.replicated = self._lookup.sort(ids)
+                    vectors.sorted_ids = self._lookup.sort(ids)
         if len(self._chunks) > 1:
             vectors.gradients = LookupGradients(
                 torch.empty_like(self._lookup.memory),
@@ -337,29 +335,28 @@ class ForwardBackward:
             self._context.dense_update.allow(is_good)
         return _Verdict(loss, is_good, self._tables.mark())
 
-    def _send_back(self, vectors: _Vectors, gradients: LookupGradients) -> OwnedGradients | None:
+    def _send_back(self, vectors: _Vectors, gradients: LookupGradients) -> ReturnedGradients | None:
         """Send the gradients of vectors and rows to the ranks of their tables, if these are trained; on the tables' stream."""
-        if vectors.owned is None:
+        if vectors.sorted_ids is None:
             return None
         self._tables.wait_for_main()
         with self._tables.launches():
-            return self._lookup.send_back(vectors.owned, gradients)
+            return self._lookup.send_back(vectors.sorted_ids, gradients)
 
     def _update_tables(
-        self, vectors: _Vectors, returned: OwnedGradients | None, verdict: _Verdict
+        self, vectors: _Vectors, returned: ReturnedGradients | None, verdict: _Verdict
     ) -> None:
-        if vectors.owned is not None and returned is not None:
+        if vectors.sorted_ids is not None and returned is not None:
             with self._tables.launches():
-                self._lookup.update(vectors.owned, returned, verdict.is_good)
+                self._lookup.update(vectors.sorted_ids, returned, verdict.is_good)
 
     def _add_to_replicated(
         self, vectors: _Vectors, gradients: LookupGradients, verdict: _Verdict
     ) -> None:
         """Add up the gradients of replicated tables, whose ids were sorted before the check, beside the all-to-all."""
-        if vectors.owned is not None and vectors.replicated is not None:
+        if vectors.sorted_ids is not None:
             self._tables.main_waits_for(verdict.event)
-            ids = vectors.owned, vectors.replicated
-            self._lookup.accumulate_replicated(ids, gradients, verdict.is_good)
+            self._lookup.accumulate_replicated(vectors.sorted_ids, gradients, verdict.is_good)
 
     def _sum_and_check(self, local: LookupGradients) -> Tensor:
         """All-reduce the gradients, divide them by the loss scale, and return whether none overflowed on any rank."""

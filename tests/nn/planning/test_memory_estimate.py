@@ -312,7 +312,7 @@ def launched(step: TrainStep, batch_size: int) -> tuple[int, int, int]:
         prefix_columns=0,
     )
     size = ids = keys = 0
-    for bags in (static._owned, static._replicated):
+    for bags in (static._lookup_bags, static._replica_bags):
         if not bags.tables:
             continue
         kernels = launcher(
