@@ -106,7 +106,7 @@ class ForwardBackward:
                 for number, first in enumerate(firsts)
             ]
         self._enabled = torch.ones(1, dtype=torch.int32, device=context.ranks.device)
-        self._tables = SideStream(context.ranks.device)
+        self._table_stream = SideStream(context.ranks.device)
 
     def _chunk(self, number: int, first: int, end: int, num_valid: int) -> _Chunk:
         """Return a chunk; ranks have as many rows, and valid ones come first over all ranks."""
@@ -137,7 +137,7 @@ class ForwardBackward:
             self._train(vectors, share, total)
         else:
             self._train_scaled(vectors, share, total)
-        self._tables.main_waits()
+        self._table_stream.main_waits()
         # It refers to the vectors, whose memory would otherwise be kept until Python collects cycles.
         vectors.receive = None
         return torch.cat([*logits, out.detach()]) if logits else out.detach()
@@ -155,7 +155,7 @@ class ForwardBackward:
         """Apply the step if the loss is finite; tables are updated as soon as their gradient is known."""
         context = self._context
         verdict = self._check_loss(total)
-        with self._tables.launches():
+        with self._table_stream.launches():
             context.readback.record(verdict.loss, verdict.is_good)
 
         def receive(gradients: LookupGradients) -> None:
@@ -184,8 +184,8 @@ class ForwardBackward:
             (share * context.loss_scale).backward(unit_gradient(share.device))
         gradients, returned = received[0]
         finite = self._sum_and_check(gradients)
-        self._tables.wait_for_main()
-        with self._tables.launches():
+        self._table_stream.wait_for_main()
+        with self._table_stream.launches():
             verdict = self._let(verdict.loss, verdict.is_good * finite.int())
             context.readback.record(verdict.loss, verdict.is_good)
         self._update_tables(vectors, returned, verdict)
@@ -197,12 +197,12 @@ class ForwardBackward:
         # Where a kernel looks up rows itself, nothing is looked up before: rows are read once, and not copied twice.
         is_fused = context.dense.fuses_lookup and len(self._chunks) == 1
         table_rows = self._lookup.table_rows(ids) if is_fused else None
-        self._tables.wait_for_main()
-        with self._tables.launches():
+        self._table_stream.wait_for_main()
+        with self._table_stream.launches():
             if table_rows is None:
                 with annotate("lookup"):
                     self._lookup.look_up(ids)
-            vectors = _Vectors(ids, table_rows, self._tables.mark())
+            vectors = _Vectors(ids, table_rows, self._table_stream.mark())
             context.load_scalars()
             if context.update_tables:
                 with annotate("sort"):
@@ -231,7 +231,7 @@ class ForwardBackward:
             if vectors.table_rows is not None and not is_filled_by_caller:
                 lookup.look_up(vectors.ids)
             if not is_filled_by_caller:
-                self._tables.main_waits_for(vectors.arrived)
+                self._table_stream.main_waits_for(vectors.arrived)
             values = lookup.memory.detach()
             if vectors.gradients is not None:
                 parts = [part.flatten() for part in lookup.samples(values, chunk.first, chunk.end)]
@@ -324,8 +324,8 @@ class ForwardBackward:
         return self._context.dense.add_losses(share_of(logits), share_of)
 
     def _check_loss(self, total: Tensor) -> _Verdict:
-        self._tables.wait_for_main()
-        with self._tables.launches():
+        self._table_stream.wait_for_main()
+        with self._table_stream.launches():
             loss = self._context.ranks.all_reduce_sum(total.clone())
             return self._let(loss, torch.isfinite(loss).int().view(1) * self._enabled)
 
@@ -333,21 +333,21 @@ class ForwardBackward:
         """Let the dense component be updated in this pass, unless `is_good` is 0."""
         if self._context.dense_update is not None:
             self._context.dense_update.allow(is_good)
-        return _Verdict(loss, is_good, self._tables.mark())
+        return _Verdict(loss, is_good, self._table_stream.mark())
 
     def _send_back(self, vectors: _Vectors, gradients: LookupGradients) -> ReturnedGradients | None:
         """Send the gradients of vectors and rows to the ranks of their tables, if these are trained; on the tables' stream."""
         if vectors.sorted_ids is None:
             return None
-        self._tables.wait_for_main()
-        with self._tables.launches():
+        self._table_stream.wait_for_main()
+        with self._table_stream.launches():
             return self._lookup.send_back(vectors.sorted_ids, gradients)
 
     def _update_tables(
         self, vectors: _Vectors, returned: ReturnedGradients | None, verdict: _Verdict
     ) -> None:
         if vectors.sorted_ids is not None and returned is not None:
-            with self._tables.launches():
+            with self._table_stream.launches():
                 self._lookup.update(vectors.sorted_ids, returned, verdict.is_good)
 
     def _add_to_replicated(
@@ -355,7 +355,7 @@ class ForwardBackward:
     ) -> None:
         """Add up the gradients of replicated tables, whose ids were sorted before the check, beside the all-to-all."""
         if vectors.sorted_ids is not None:
-            self._tables.main_waits_for(verdict.event)
+            self._table_stream.main_waits_for(verdict.event)
             self._lookup.accumulate_replicated(vectors.sorted_ids, gradients, verdict.is_good)
 
     def _sum_and_check(self, local: LookupGradients) -> Tensor:
@@ -374,7 +374,7 @@ class ForwardBackward:
         """Clip the gradients, and update the dense component if that is a part of the pass."""
         self._context.gradients.clip()
         if self._context.dense_update is not None:
-            self._tables.main_waits_for(verdict.event)
+            self._table_stream.main_waits_for(verdict.event)
             self._context.dense_update.apply()
 
     @contextmanager
