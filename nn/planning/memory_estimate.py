@@ -204,7 +204,7 @@ def requests_of(
     """Return the tables whose rows are asked for, with their expected capacity, for `batch` rows of a rank or those of training.
 
     How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it, unless the
-    plan has the rows of a first batch.
+    plan has those of measured batches.
     """
     batch = config.train.batch_size // world_size if batch is None else batch
     group_size = config.sharding.group_size or world_size

@@ -34,6 +34,7 @@ from nn.observability.run_directory import (
     LAST_AUC,
     NO_NEW_ROWS,
     RESTORED_AUC,
+    LAUNCHED,
     RESULT_STEP,
     UNTRAINED_AUC,
     RunDirectory,
@@ -107,6 +108,7 @@ class Trainer:
             state.key_counts = step.key_maps.counts
         if state.row_capacity is not None:
             step.path.request_capacity.take(state.row_capacity)
+        step.path.measure(train_loader)
         self._train_metrics = TaskMetrics(
             step.tasks,
             ranks.device,
@@ -411,6 +413,8 @@ class Trainer:
             **({} if self._evaluator.problem is None else {PROBLEM: self._evaluator.problem}),
             **self._speed.run(),
             "peak_hbm_bytes": self._peak_hbm_bytes(),
+            # Where others are captured.
+            **({} if self._step.capture_blocker else {LAUNCHED: self._step.path.num_launched}),
         }
 
     def evaluate(self) -> dict[str, Any]:
