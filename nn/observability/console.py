@@ -137,7 +137,9 @@ def print_summary(
         step_ms = shown_number(summary["step_ms"], ".1f")
         lines["speed"] = f"{shown_speed(summary)}, {step_ms} ms/step, {summary['steps']:,} steps"
     if summary.get(LAUNCHED):
-        lines["launched"] = f"{summary[LAUNCHED]:,} steps operation by operation, without CUDA graph"
+        lines["launched"] = (
+            f"{summary[LAUNCHED]:,} steps operation by operation, without CUDA graph"
+        )
     if summary["peak_hbm_bytes"] is not None:
         lines["GPU memory"] = f"{summary['peak_hbm_bytes'] / GIB:,.1f} GiB at its peak"
     if summary.get("checkpoint") not in (None, summary.get("best_checkpoint")):

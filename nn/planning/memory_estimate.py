@@ -98,6 +98,9 @@ def plan_memory(
     partial_columns = round(sum(x.num_vectors * x.embedding_dim for x in others if x.is_row_wise))
     partial_bytes = batch * group_size * partial_columns * sent_bytes
     widest = max((sum(layer) for layer in model.linear_layers()), default=0)
+    chunk = -(-batch // config.train.accumulate)
+    # An evaluation takes no more rows at once than the chunks of training have, if there are some.
+    forward_rows = eval_batch if chunk == batch else min(eval_batch, chunk)
     forward_columns = widest + model.activations().forward_columns
     works = [_work_of(rank, others, features, global_batch, batch) for rank in range(group_size)]
     in_hops = config.sharding.two_hops * _between_hops(local, works, sent_bytes)
@@ -126,7 +129,7 @@ def plan_memory(
                 + work.update_bytes
                 + sum(asked.key_bytes(rank) for asked in requests),
                 evaluation=(eval_batch != batch) * evaluation
-                + max(forward_columns * eval_batch * activation_bytes - dense_pass, 0),
+                + max(forward_columns * forward_rows * activation_bytes - dense_pass, 0),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,
             )
         )

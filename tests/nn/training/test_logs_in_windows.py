@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from nn.training.step_runner import StepRunner
 from tests.helpers.command import run_command
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.preproc_command import preproc
+from tests.nn.training.test_accumulate import scores
 
 STEPS = 120
 SIZES = "table_rows=[4000,500,1500,121,300,200,200,200,100,90,82]"
@@ -56,3 +58,11 @@ def test_hardly_a_batch_asks_for_more_rows_than_there_is_room_for(log, num_ranks
     for found in run_distributed(batches_above, num_ranks, options):
         assert len(found) > STEPS
         assert sum(found) <= len(found) / 100
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_chunks_of_an_evaluation_are_divided_by_the_longest_of_the_batch(log, num_ranks):
+    cases = [overrides(log, f"train.accumulate={chunks}") for chunks in (1, 4)]
+    for (whole, _), (chunked, most) in run_distributed(scores, num_ranks, cases):
+        torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-6)
+        assert most == 32 // num_ranks // 4
