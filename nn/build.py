@@ -37,8 +37,8 @@ from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import tasks_of_run
 from nn.planning.disk_room import check_disk, disk_need
-from nn.planning.measured_rows import with_measured_rows
 from nn.planning.host_tables import read_ahead_bytes, with_expected_fetches
+from nn.planning.measured_rows import with_measured_rows
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.planner import plan_tables
 from nn.planning.table_sizes import weight_bytes_of

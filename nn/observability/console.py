@@ -24,8 +24,8 @@ from nn.observability.records import baseline_text
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     LAST_AUC,
-    RESTORED_AUC,
     LAUNCHED,
+    RESTORED_AUC,
     RESULT_STEP,
     UNTRAINED_AUC,
 )

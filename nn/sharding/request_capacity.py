@@ -54,8 +54,8 @@ class RequestCapacity:
             return
         counts = [self._counts(self._channel, batch_size, ids, (), None) for ids in batches]
         if counts:
-            most = (_with_reserve(_most_expected(of)) for of in zip(*counts, strict=True))
-            self._usual[batch_size] = Capacity((), *most)
+            requests, merged = map(_most_expected, zip(*counts, strict=True))
+            self._usual[batch_size] = Capacity((), _with_reserve(requests), _with_reserve(merged))
 
     def facts(self) -> dict[str, Any]:
         """Return the usual capacities as a checkpoint holds them: of every batch size so far, and for which shards."""

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.training.step_runner import StepRunner
 from tests.helpers.command import run_command
-
+from tests.helpers.composed import build, compose_config
 from tests.helpers.distributed import run_distributed
+from tests.helpers.gpus import ON_GPU, worlds
 from tests.helpers.preproc_command import preproc
 from tests.nn.training.test_accumulate import scores
 
@@ -66,3 +68,31 @@ def test_chunks_of_an_evaluation_are_divided_by_the_longest_of_the_batch(log, nu
     for (whole, _), (chunked, most) in run_distributed(scores, num_ranks, cases):
         torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-6)
         assert most == 32 // num_ranks // 4
+
+
+def trained(cases: list[list[str]]) -> list[tuple[list[float], int]]:
+    """Return the losses of each case, and how many of its steps were launched operation by operation."""
+    found = []
+    configs = [compose_config(*case) for case in cases]
+    with process_group(ranks_from_environment(configs[0].device.value)):
+        for config in configs:
+            run = build(config)
+            run.step.path.measure(run.train_loader)
+            found.append((run.train(0, 20), run.step.path.num_launched))
+            run.step.close()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", worlds(1, 2))
+def test_the_captured_step_trains_as_the_launched_one_and_as_cpus(log, num_ranks, tmp_path):
+    """With the benchmark's chunks, attention, and tables on disk."""
+    on_disk = "sharding.tables={user_x_artist: {tier: disk, cache: 0.5}, item_id: table_wise}"
+    each = overrides(log, "train.accumulate=4", f"sharding.disk_path={tmp_path}", on_disk)
+    captured = [[*each, *ON_GPU, f"train.amp={amp}"] for amp in ("bf16", "off")]
+    launched = [[*case, "train.capture=false"] for case in captured]
+    found = run_distributed(trained, num_ranks, [*captured, *launched])[0]
+    [cpu] = run_distributed(trained, num_ranks, [each])[0]
+    for (losses, num_launched), (wanted, _) in zip(found[:2], found[2:], strict=True):
+        assert losses == wanted
+        assert num_launched == 0
+    assert found[1][0] == pytest.approx(cpu[0], rel=1e-4)
