@@ -97,11 +97,7 @@ def plan_memory(
     # Vectors of which each rank computes a part.
     partial_columns = round(sum(x.num_vectors * x.embedding_dim for x in others if x.is_row_wise))
     partial_bytes = batch * group_size * partial_columns * sent_bytes
-    widest = max((sum(layer) for layer in model.linear_layers()), default=0)
-    chunk = -(-batch // config.train.accumulate)
-    # An evaluation takes no more rows at once than the chunks of training have, if there are some.
-    forward_rows = eval_batch if chunk == batch else min(eval_batch, chunk)
-    forward_columns = widest + model.activations().forward_columns
+    forward_bytes = _forward_columns(config, model, batch, eval_batch) * activation_bytes
     works = [_work_of(rank, others, features, global_batch, batch) for rank in range(group_size)]
     in_hops = config.sharding.two_hops * _between_hops(local, works, sent_bytes)
     memories = []
@@ -128,8 +124,7 @@ def plan_memory(
                 update=work.keys * SORTED_KEY_BYTES
                 + work.update_bytes
                 + sum(asked.key_bytes(rank) for asked in requests),
-                evaluation=(eval_batch != batch) * evaluation
-                + max(forward_columns * forward_rows * activation_bytes - dense_pass, 0),
+                evaluation=(eval_batch != batch) * evaluation + max(forward_bytes - dense_pass, 0),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,
             )
         )
@@ -457,6 +452,14 @@ def _dense_pass(
     of_chunk += 0 if is_alone else chunk * embedding_bytes
     # The gradients of all vectors are kept until the last chunk, and are checked together under fp16.
     return local + of_rows.sums + max(of_chunk, _checked_bytes(config, local))
+
+
+def _forward_columns(config: Config, model: Model, batch: int, eval_batch: int) -> int:
+    """Return the columns of an evaluation's forward pass over the rows that it takes at once: all, or a chunk of training."""
+    chunk = -(-batch // config.train.accumulate)
+    rows = eval_batch if chunk == batch else min(eval_batch, chunk)
+    widest = max((sum(layer) for layer in model.linear_layers()), default=0)
+    return rows * (widest + model.activations().forward_columns)
 
 
 def _pass_over(

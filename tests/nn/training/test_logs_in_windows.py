@@ -1,4 +1,4 @@
-"""Event logs in windows, user by user in each: the capacity for distinct rows holds for nearly all batches, not the first one alone."""
+"""Event logs in windows, user by user in each: one capacity for distinct rows holds for nearly all batches."""
 
 from pathlib import Path
 
