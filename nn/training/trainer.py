@@ -32,6 +32,7 @@ from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     ENDED_BY_CALLER,
     LAST_AUC,
+    LAUNCHED,
     NO_NEW_ROWS,
     RESTORED_AUC,
     RESULT_STEP,
@@ -107,6 +108,7 @@ class Trainer:
             state.key_counts = step.key_maps.counts
         if state.row_capacity is not None:
             step.runner.request_capacity.take(state.row_capacity)
+        step.runner.measure(train_loader)
         self._train_metrics = TaskMetrics(
             step.tasks,
             ranks.device,
@@ -411,6 +413,8 @@ class Trainer:
             **({} if self._evaluator.problem is None else {PROBLEM: self._evaluator.problem}),
             **self._speed.run(),
             "peak_hbm_bytes": self._peak_hbm_bytes(),
+            # Where others are captured.
+            **({} if self._step.capture_blocker else {LAUNCHED: self._step.runner.num_launched}),
         }
 
     def evaluate(self) -> dict[str, Any]:
