@@ -97,7 +97,7 @@ def plan_memory(
     # Vectors of which each rank computes a part.
     partial_columns = round(sum(x.num_vectors * x.embedding_dim for x in others if x.is_row_wise))
     partial_bytes = batch * group_size * partial_columns * sent_bytes
-    forward_bytes = _forward_columns(config, model, batch, eval_batch) * activation_bytes
+    forward_bytes = _forward_values(config, model, batch, eval_batch) * activation_bytes
     works = [_work_of(rank, others, features, global_batch, batch) for rank in range(group_size)]
     in_hops = config.sharding.two_hops * _between_hops(local, works, sent_bytes)
     memories = []
@@ -454,8 +454,8 @@ def _dense_pass(
     return local + of_rows.sums + max(of_chunk, _checked_bytes(config, local))
 
 
-def _forward_columns(config: Config, model: Model, batch: int, eval_batch: int) -> int:
-    """Return the columns of an evaluation's forward pass over the rows that it takes at once: all, or a chunk of training."""
+def _forward_values(config: Config, model: Model, batch: int, eval_batch: int) -> int:
+    """Return the values of an evaluation's forward pass over the rows that it takes at once: all, or a chunk of training."""
     chunk = -(-batch // config.train.accumulate)
     rows = eval_batch if chunk == batch else min(eval_batch, chunk)
     widest = max((sum(layer) for layer in model.linear_layers()), default=0)

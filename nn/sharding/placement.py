@@ -1,7 +1,7 @@
 """Tables per rank, and what a rank needs to look them up and update them, for any batch size."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -166,25 +166,22 @@ class RankTables:
         self, tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock], num_samples: int
     ) -> LocalEmbeddingBags:
         """Return what looks up tables and updates them by the optimizer."""
-        return self._bags(tables, blocks, num_samples, self.config, self.scalars)
+        return LocalEmbeddingBags(
+            tables,
+            blocks,
+            num_samples,
+            self.config,
+            self.scalars,
+            self.dtype,
+            self.ranks.device,
+        )
 
     def adding_bags(
         self, tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock], num_samples: int
     ) -> LocalEmbeddingBags:
         """Return what looks up tables and adds gradients to them: an update with learning rate -1."""
-        scalars = addition_scalars(self.ranks.device)
-        return self._bags(tables, blocks, num_samples, ADDITION, scalars)
-
-    def _bags(
-        self,
-        tables: Sequence[LocalTable],
-        blocks: Mapping[str, IdBlock],
-        num_samples: int,
-        config: OptimizerConfig,
-        scalars: UpdateScalars,
-    ) -> LocalEmbeddingBags:
-        device = self.ranks.device
-        return LocalEmbeddingBags(tables, blocks, num_samples, config, scalars, self.dtype, device)
+        adding = replace(self, config=ADDITION, scalars=addition_scalars(self.ranks.device))
+        return adding.bags(tables, blocks, num_samples)
 
 
 def place(

@@ -398,12 +398,11 @@ class Forward:
         # Where vectors are single rows of tables here, the lookup waits until somebody takes them.
         rows = self._lookup.table_rows(ids) if chunk_rows == size else None
         values = self._lookup.look_up(ids) if rows is None else None
-        ends = [min(first + chunk_rows, size) for first in range(0, size, chunk_rows)]
-        logits, first = [], 0
         with self._context.autocast():
-            for end in ends:
-                logits.append(self._logits(ids, batch, rows, values, first, end))
-                first = end
+            logits = [
+                self._logits(ids, batch, rows, values, first, min(first + chunk_rows, size))
+                for first in range(0, size, chunk_rows)
+            ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _logits(
