@@ -79,6 +79,11 @@ class ResumePoint:
         return self.facts.get("num_steps", 0)
 
     @property
+    def loop(self) -> dict[str, Any]:
+        """The state of the training loop, in a checkpoint of this run."""
+        return self.facts["trainer"]
+
+    @property
     def checkpoint(self) -> Path:
         assert self.path is not None, "the run does not start from a checkpoint"
         return self.path
@@ -127,7 +132,7 @@ def finished_run(
             # That of the step of its latest checkpoint.
             if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
                 return False
-            loop = start.facts["trainer"]
+            loop = start.loop
             evals = loop["evals_since_best"]
             reason = early_stop(config, loop["test"], start.num_steps, evals)
             return start.num_steps >= last_step or reason is not None
@@ -172,7 +177,7 @@ def kept_records(run_dir: Path, start: ResumePoint, logger: Logger) -> KeptRecor
     """Return the records that a run keeps, None for one that starts from nothing; only rank 0 may call it."""
     if not start.is_continuation:
         return None
-    last_record, day = start.facts["trainer"]["last_record"], start.day
+    last_record, day = start.loop["last_record"], start.day
     kept = records_until(
         run_dir / METRICS, start.num_steps, last_record, day.number, is_new_day=day.is_new
     )

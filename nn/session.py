@@ -207,8 +207,14 @@ def _own_start(config: Config, source: Source, ranks: Ranks, logger: Logger) -> 
     start = own_resume_point(config, source, ranks, logger)
     if start is not None and start.is_continuation and isinstance(source, StreamSource):
         rows = start.day.position(start.num_steps) * config.train.batch_size
-        for facts in start.facts["trainer"]["parts"]:
+        for facts in start.loop.get("parts", []):
             source.append(Part(**facts), rows)
+        if rows > source.known_rows:
+            raise ValueError(
+                f"run_dir={config.run_dir} has trained {rows:,} rows without data.watch_dir, and {config.data.path} has "
+                f"{source.known_rows:,}: its last batch or epoch goes beyond them, and a stream has every row once. Set another "
+                f"run_dir, with checkpoint.restore={start.path} to start from this run's model"
+            )
     return start
 
 
@@ -284,7 +290,7 @@ def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> Non
     if start.is_continuation and config.checkpoint.save:
         directory = Path(config.run_dir) / CHECKPOINTS
         clear(directory, start.num_steps)
-        best_step = start.facts["trainer"]["best_step"]
+        best_step = start.loop["best_step"]
         prune(directory, start.num_steps, config.checkpoint.keep, best_step)
 
 

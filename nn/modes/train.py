@@ -164,7 +164,7 @@ def _time_left(
 def _loop_state(start: ResumePoint) -> LoopState:
     """Return what the loop begins with: the state in a checkpoint of its own, or a new one."""
     if start.is_continuation:
-        return LoopState.of_facts(start.facts["trainer"], start.num_steps, start.day)
+        return LoopState.of_facts(start.loop, start.num_steps, start.day)
     return LoopState(
         num_steps=start.num_steps,
         first_step=start.num_steps,
@@ -273,7 +273,7 @@ def _checkpoint_manager(
         clear(directory, start.num_steps if start.is_continuation else 0)
         if start.is_continuation:
             # Now, not after the next save: the user may have lowered checkpoint.keep because the disk is full.
-            best = start.facts["trainer"]["best_step"]
+            best = start.loop["best_step"]
             prune(directory, start.num_steps, config.checkpoint.keep, best)
 
     ranks.run_on_rank0(tidy)

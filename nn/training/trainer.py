@@ -156,8 +156,8 @@ class Trainer:
         """Return the state of the loop as a checkpoint holds it."""
         capacity = self._step.path.request_capacity.facts()
         self.state.row_capacity = capacity if capacity["shards"] else None
-        if self._new_rows is not None:
-            self.state.parts = self._new_rows.begun(self._position)
+        stream = self._new_rows
+        self.state.parts = None if stream is None else stream.begun(self._position)
         return self.state.facts(ends_day=self.ends_day)
 
     def take_rows(self, rows: Mapping[str, Tensor]) -> None:

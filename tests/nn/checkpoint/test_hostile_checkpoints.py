@@ -304,6 +304,19 @@ FACTS_TO_RESUME: dict[str, Callable[[dict], Any]] = {
     "restored AUC text": lambda x: x["trainer"].update(restored_test_auc="x"),
     "evaluation a list": lambda x: x["trainer"].update(test=[]),
     "evaluation of text": lambda x: x["trainer"]["test"].update(test_auc="x"),
+    "row capacity text": lambda x: x["trainer"].update(row_capacity="x"),
+    "row capacity without rows": lambda x: x["trainer"].update(row_capacity={"shards": []}),
+    "row capacity of text": lambda x: x["trainer"].update(
+        row_capacity={"shards": [], "rows": {"8": [["x"]]}}
+    ),
+    "row capacity of no batch size": lambda x: x["trainer"].update(
+        row_capacity={"shards": [], "rows": {"x": [[1]]}}
+    ),
+    "parts a number": lambda x: x["trainer"].update(parts=7),
+    "part without rows": lambda x: x["trainer"].update(parts=[{"name": "a", "identity": None}]),
+    "part of more": lambda x: x["trainer"].update(
+        parts=[{"name": "a", "rows": 1, "identity": None, "more": 1}]
+    ),
 }
 
 
