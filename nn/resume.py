@@ -25,9 +25,11 @@ from nn.checkpoint.directory import (
     CHECKPOINTS,
     NewerFormatError,
     UnreadableError,
+    clear,
     find_damage,
     list_checkpoints,
     mark_damaged,
+    prune,
     read_facts,
     step_of,
 )
@@ -97,21 +99,31 @@ def named_resume_point(config: Config, source: Source) -> ResumePoint:
 
 
 def own_resume_point(
-    config: Config, source: Source, ranks: Ranks, logger: Logger
-) -> ResumePoint | None:
-    """Find the checkpoint of its own that a run resumes from; all ranks must call it, and raise ValueError if it is another's."""
-    start = ResumePoint()
+    config: Config, source: Source, ranks: Ranks, logger: Logger, named: ResumePoint
+) -> ResumePoint:
+    """Find the checkpoint of its own that a run resumes from, without one return `named`, that of `named_resume_point`.
+
+    All ranks must call it, and raise ValueError if the checkpoint is another run's.
+    """
     if ranks.run_on_rank0(lambda: _has_own_checkpoint(config)):
         start = _latest_intact(config, model_spec(config, source), ranks, HostChannel(), logger)
-    if start.is_continuation:
-        return start
+        if start.is_continuation:
+            return start
     if config.day is not None and config.mode is Mode.train:
         raise ValueError(
             f"day=next continues the run in run_dir={config.run_dir}, which has no checkpoint; train its first day "
             "without day=next, or set run_dir to that of the run"
         )
     # If all of its own checkpoints are damaged, the run starts as it did the first time.
-    return _named_start(config, source)
+    return _named_start(config, source) if named.path is None else named
+
+
+def tidy(directory: Path, start: ResumePoint, keep: int) -> None:
+    """Remove what the previous start left in the directory of checkpoints, and those older than the latest `keep`."""
+    clear(directory, start.num_steps if start.is_continuation else 0)
+    if start.is_continuation:
+        # Now, not after the next save: the user may have lowered checkpoint.keep because the disk is full.
+        prune(directory, start.num_steps, keep, start.loop["best_step"])
 
 
 def finished_run(

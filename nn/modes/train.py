@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dataloading.loader import Loader
 from dataloading.stream_source import StreamSource
 from nn.baseline import MOST_ROWS, baseline
 from nn.build import TRAIN_SPLIT, model_spec
-from nn.checkpoint.directory import CHECKPOINTS, DELTAS, clear, list_checkpoints, prune, step_of
+from nn.checkpoint.directory import CHECKPOINTS, DELTAS, list_checkpoints, step_of
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
 from nn.checkpoint.run_facts import DAY_FACTS, FORGOTTEN
@@ -45,7 +46,7 @@ from nn.observability.records import UNSAVED
 from nn.observability.time_left import TimeLeft
 from nn.observers.choice import Observers, make_observers
 from nn.observers.observer import Observer
-from nn.resume import ResumePoint
+from nn.resume import ResumePoint, tidy
 from nn.session import Session, open_session
 from nn.training.evaluator import Evaluator
 from nn.training.limits import EvalSteps
@@ -269,14 +270,7 @@ def _checkpoint_manager(
     config, ranks, start = session.config, session.ranks, session.start
     directory = session.recorder.run_dir / CHECKPOINTS
 
-    def tidy() -> None:
-        clear(directory, start.num_steps if start.is_continuation else 0)
-        if start.is_continuation:
-            # Now, not after the next save: the user may have lowered checkpoint.keep because the disk is full.
-            best = start.loop["best_step"]
-            prune(directory, start.num_steps, config.checkpoint.keep, best)
-
-    ranks.run_on_rank0(tidy)
+    ranks.run_on_rank0(partial(tidy, directory, start, config.checkpoint.keep))
     return CheckpointManager(
         directory,
         session.step,
