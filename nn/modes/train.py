@@ -13,9 +13,8 @@ from configs.messages import on_one_line
 from configs.schema import Config
 from dataloading.loader import Loader
 from dataloading.stream_source import StreamSource
-from nn.baseline import MOST_ROWS, baseline
 from nn.build import TRAIN_SPLIT, model_spec
-from nn.checkpoint.directory import CHECKPOINTS, DELTAS, list_checkpoints, step_of
+from nn.checkpoint.directory import CHECKPOINTS, DELTAS
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
 from nn.checkpoint.run_facts import DAY_FACTS, FORGOTTEN
@@ -24,13 +23,12 @@ from nn.checkpoint.tensor_index import read_index
 from nn.deltas.delta import chain_of
 from nn.deltas.observer import DeltaSaving
 from nn.deltas.writer import DeltaRun, DeltaWriter
-from nn.distributed.errors import DivergedError, SharedError, StoppedError
 from nn.distributed.failures import lost_rank_message
 from nn.distributed.preemption import Heartbeat, StopRequest
-from nn.distributed.process_group import Ranks
 from nn.distributed.step_watch import STACKS, StepWatch
 from nn.hypertune import hypertune_report
 from nn.modes.day_scores import DayScores
+from nn.modes.finish import finish_training, finishes_writing
 from nn.next_day import retired_rows
 from nn.observability.mlperf_log import (
     MLPERF_LOG,
@@ -42,7 +40,6 @@ from nn.observability.mlperf_log import (
 )
 from nn.observability.numerical_ranges import range_note
 from nn.observability.progress import Progress
-from nn.observability.records import UNSAVED
 from nn.observability.time_left import TimeLeft
 from nn.observers.choice import Observers, make_observers
 from nn.observers.observer import Observer
@@ -52,7 +49,7 @@ from nn.training.evaluator import Evaluator
 from nn.training.limits import EvalSteps
 from nn.training.loop_state import LoopState, Origin
 from nn.training.new_rows import NewRows
-from nn.training.trainer import RunOutput, Saving, Trainer
+from nn.training.trainer import Saving, Trainer
 
 EVALUATED_ROW = 1 / 3
 """Time of a row that is evaluated, as part of that of one that is trained: the forward pass alone."""
@@ -63,18 +60,18 @@ def train(config: Config, config_yaml: str) -> None:
     with open_session(config, config_yaml) as session:
         if session is None:
             return
-        with open_training(session, started_ms) as (trainer, saving):
+        with open_training(session, started_ms) as trainer:
             # Called here, so that few frames lie between the command and a step.
             with finishes_writing(trainer, session.ranks):
                 trainer.train()
-            summary, problem = finish_training(session, trainer, saving)
+            summary, problem = finish_training(session, trainer)
         session.conclude(summary, problem)
 
 
 @contextmanager
 def open_training(
     session: Session, started_ms: int, observers: Mapping[str, Observer] | None = None
-) -> Iterator[tuple[Trainer, Saving | None]]:
+) -> Iterator[Trainer]:
     """Build the trainer, at the point that the run starts from, and the objects that save its state.
 
     `started_ms`: when it started, in milliseconds since the epoch.
@@ -130,14 +127,25 @@ def open_training(
 
             path = Path(config.log.prometheus)
             own.append(PrometheusFile(path, str(session.recorder.run_dir), session.logger))
-        observers_of_run = Observers([one for one in own if one is not None], users)
-        output = RunOutput(session.recorder, progress, saving, observers_of_run, _new_rows(session))
-        trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
+        trainer = Trainer(
+            session.step,
+            loader,
+            evaluator,
+            config,
+            ranks,
+            state,
+            recorder=session.recorder,
+            progress=progress,
+            observers=Observers([one for one in own if one is not None], users),
+            saving=saving,
+            new_rows=_new_rows(session),
+        )
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
-        if start.is_continuation and not start.day.is_new and ranks.is_rank0:
-            trainer.take_rows(trainer_rows(start.checkpoint))
-        yield trainer, saving
+        goes_on = start.is_continuation and not start.day.is_new and ranks.is_rank0
+        if goes_on and (rows := trainer_rows(start.checkpoint)):
+            trainer.records.rows.restore(rows)
+        yield trainer
 
 
 def _new_rows(session: Session) -> NewRows | None:
@@ -319,79 +327,3 @@ def _delta_saving(
         for table, retired in retired_rows(config, session.source.spec).items():
             writer.retire(table, retired)
     return DeltaSaving(writer, config.checkpoint.delta_every, heartbeat)
-
-
-@contextmanager
-def finishes_writing(trainer: Trainer, ranks: Ranks) -> Iterator[None]:
-    """After an error, wait for the files that are being written."""
-    try:
-        yield
-    except BaseException as error:
-        # If all ranks have this error, the checkpoint will be complete; if not, waiting for the others may never end.
-        is_shared = isinstance(error, DivergedError | SharedError | StoppedError)
-        if is_shared or ranks.world_size == 1:
-            trainer.finish_files()
-        raise
-
-
-def finish_training(
-    session: Session, trainer: Trainer, saving: Saving | None
-) -> tuple[dict[str, Any], str | None]:
-    """Save the last checkpoint, and record the result.
-
-    Returns the summary, and why that checkpoint could not be written, or None.
-    """
-    ranks, problem = session.ranks, None
-    if saving is not None:
-        if not trainer.is_saved:
-            trainer.save(is_last=True)
-        problem = saving.manager.wait()
-    summary = trainer.conclude()
-    summary["teacher_auc"] = session.teacher_auc
-    summary[UNSAVED] = problem
-    if session.step.tables.has_disk_tables:
-        stored, full = session.step.tables.disk_bytes()
-        summary["tier_disk_peak_bytes"] = stored
-        if ranks.is_rank0:
-            session.logger.info(
-                f"tables on disk: {stored / 2**30:,.3f} GiB at their peak, {full / 2**30:,.3f} GiB with all rows"
-            )
-
-    def finish() -> None:
-        summary.update(_baseline(session, summary))
-        best = summary["best_step"]
-        steps = [step_of(path) for path in list_checkpoints(session.recorder.run_dir / CHECKPOINTS)]
-        summary["checkpoint"] = f"{CHECKPOINTS}/step_{steps[0]}" if steps else None
-        summary["best_checkpoint"] = f"{CHECKPOINTS}/step_{best}" if best in steps else None
-        session.recorder.finish(summary, pictures=session.config.log.pictures)
-
-    # The summary comes last: a run that is killed before it has not finished.
-    ranks.run_on_rank0(finish)
-    if problem is None:
-        return summary, None
-    latest = ranks.broadcast_object(summary.get("checkpoint"))
-    return summary, (
-        f"the checkpoint could not be written below {session.recorder.run_dir / CHECKPOINTS}: {problem}; the run's other "
-        "results are there. Free some space and rerun the same command, which trains "
-        f"{'from the start' if latest is None else f'from {latest}'} again, or set checkpoint.save=false"
-    )
-
-
-def _baseline(session: Session, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of the baseline that `eval.baseline` asks for, or that a small dataset has without; else nothing."""
-    config, source = session.config, session.source
-    rows = source.num_rows(TRAIN_SPLIT) + source.num_rows(config.eval.split)
-    is_small = config.data.path is not None and rows <= MOST_ROWS and not session.start.day.number
-    if not (is_small if config.eval.baseline is None else config.eval.baseline):
-        return {}
-    num_test, num_trained = summary["test_rows"] or 0, summary["steps"] * config.train.batch_size
-    if num_test > MOST_ROWS:
-        session.logger.info(
-            f"note: no baseline: {num_test:,} rows were evaluated, and it is for at most {MOST_ROWS:,}"
-        )
-        return {}
-    try:
-        return baseline(source, session.step.tasks, config.eval.split, num_test, num_trained)
-    except Exception as error:  # the result of a complete training is not lost with it
-        session.logger.warning(f"no baseline: {error!r}")
-        return {}

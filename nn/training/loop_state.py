@@ -77,6 +77,22 @@ class LoopState:
             **known,
         )
 
+    @property
+    def first_model(self) -> str:
+        """What the model is before the first step of a run; empty after it."""
+        if self.origin is Origin.RESUMED or self.num_steps > self.first_step:
+            return ""
+        return "restored model" if self.origin is Origin.RESTORED else "untrained model"
+
+    def best_so_far(self, metric: Metric) -> str:
+        """Return the best evaluation by `metric`, for the terminal; empty if none has it."""
+        if self.best_step is None:
+            return ""
+        if self.best_step == self.num_steps:
+            return "best so far"
+        title = metric.title.removeprefix("test ")
+        return f"best {title} {self.best_value:.4f} at step {self.best_step:,}"
+
     def compare_by(self, metric: Metric, scored: Mapping[str, Any]) -> str | None:
         """Choose the best evaluation by `metric` among those of the rows `scored` from now on.
 
