@@ -7,13 +7,12 @@ Hydra's schema cannot list them.
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
-from configs.messages import shown
+from configs.messages import printable, shortened, shown
 from configs.options import is_file_name, is_import_path, require
 from configs.transforms import TRANSFORMS, transform_named
-from configs.yaml_records import check_list, known_keys, list_of, make, one_of, records, whole
 
 LINE_FORMATS = ("jsonl", "libsvm", "libffm")
 """Formats of text whose lines name their values (`preproc/table/line_formats.py`)."""
@@ -35,6 +34,22 @@ DIGITS = re.compile(r"[-+.,:/\s\deETZ]*\d[-+.,:/\s\deETZ]*", re.ASCII)
 VALUES_IN_WORDS = ("true", "false", "inf", "infinity")
 # A feature names files such as NAME.offsets.bin, and file systems allow 255 bytes.
 MOST_NAME_BYTES = 200
+
+
+# Fields of text, lists of texts and flags are checked by their types; these say what else a value may be.
+
+
+def one_of(default: str | None, *choices: str) -> Any:
+    return field(default=default, metadata={"choices": choices})
+
+
+def whole(least: int, most: int, default: Any = MISSING) -> Any:
+    return field(default=default, metadata={"least": least, "most": most})
+
+
+def records(kind: type) -> Any:
+    """Declare a list of records, each of which is described by a mapping, or by its name alone if it needs no more."""
+    return field(default_factory=list, metadata={"of": kind})
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -363,29 +378,29 @@ class TableConfig:
             "table is missing: describe the columns of the files by table={sources: ..., label: ..., ...}, or by a yaml with "
             "dataset=NAME; mode=extend and mode=transform want the description of the fit, with the new files",
         )
-        content = dict(known_keys(content, "table", cls))
+        content = dict(_mapping(content, "table", cls))
         sources, label = content.get("sources"), content.get("label") or {}
         require(
             isinstance(sources, Mapping) and bool(sources),
             f"table.sources: got {shown(sources)}, want a mapping from names to files",
         )
         content["sources"] = {
-            str(name): make(Source, source, f"table.sources.{name}")
+            str(name): _make(Source, source, f"table.sources.{name}")
             for name, source in sources.items()
         }
         if isinstance(content.get("order_by"), str):
             content["order_by"] = [content["order_by"]]
         content["label"] = (
-            list_of(Label, label, "table.label")
+            _list_of(Label, label, "table.label")
             if isinstance(label, list)
-            else [make(Label, label, "table.label")]
+            else [_make(Label, label, "table.label")]
         )
         groups = content.get("sequence") or []
-        check_list("table.sequence", groups)
+        _check_list("table.sequence", groups)
         content["sequence"] = [_sequence(of, f"table.sequence[{i}]") for i, of in enumerate(groups)]
         for key, kind in (("weight", RowNumber), ("keep_rate", RowNumber), ("split", SplitRule)):
-            content[key] = make(kind, content[key], f"table.{key}") if content.get(key) else None
-        parsed = make(cls, content, "table")
+            content[key] = _make(kind, content[key], f"table.{key}") if content.get(key) else None
+        parsed = _make(cls, content, "table")
         parsed.check()
         return parsed._with_query()
 
@@ -740,9 +755,30 @@ def is_number(value: Any) -> bool:
         return False
 
 
+def _check_text(where: str, value: Any) -> None:
+    require(isinstance(value, str), f"{where}: got {shown(value)}, want text; put it in quotes")
+    require("\0" not in value, f"{where}: got {shown(value)}, want text without a null character")
+    # An escape in yaml can make a lone surrogate.
+    is_utf8 = not any("\ud800" <= char <= "\udfff" for char in value)
+    require(is_utf8, f"{where}: got {shown(value)}, want text that UTF-8 can encode")
+
+
+def _check_list(where: str, value: Any, of: str = "") -> None:
+    require(isinstance(value, list), f"{where}: got {shown(value)}, want a list{of}")
+
+
+def _mapping(content: Any, where: str, kind: type) -> Mapping[str, Any]:
+    require(isinstance(content, Mapping), f"{where}: got {shown(content)}, want a mapping")
+    known = [declared.name for declared in fields(kind)]
+    for key in content:
+        name = shortened(printable(str(key)))
+        require(key in known, f"{where}.{name}: no such key; want one of {', '.join(known)}")
+    return content
+
+
 def _sequence(content: Any, where: str) -> EventLog | EventLists:
     is_lists = isinstance(content, Mapping) and "lists" in content
-    group = make(EventLists if is_lists else EventLog, content, where)
+    group = _make(EventLists if is_lists else EventLog, content, where)
     of = group.lists if is_lists else group.of
     key = "lists" if is_lists else "of"
     require(bool(of), f"{where}: got {key} [], want a list of categorical features")
@@ -751,3 +787,53 @@ def _sequence(content: Any, where: str) -> EventLog | EventLists:
 
 def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
+
+
+def _list_of(kind: type, content: Any, where: str) -> list[Any]:
+    _check_list(where, content)
+    return [_make(kind, item, f"{where}[{i}]") for i, item in enumerate(content)]
+
+
+def _make(kind: type, content: Any, where: str) -> Any:
+    """Return a record of the values that a mapping has; null is the default. Raises ValueError: a value is of another kind."""
+    if isinstance(content, str) and kind in (Numerical, Categorical, Label, RowNumber):
+        content = {"name": content}
+    content = _mapping(content, where, kind)
+    needed = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
+    absent = [key for key in needed if content.get(key) is None]
+    require(not absent, f"{where}: got no {', '.join(absent)}; want at least {', '.join(needed)}")
+    name = content.get("name")
+    start = f"{where}." if name is None else f"{where.partition('[')[0]}: {shown(name)}: "
+    return kind(
+        **{
+            declared.name: _checked(declared, content[declared.name], f"{start}{declared.name}")
+            for declared in fields(kind)
+            if content.get(declared.name) is not None
+        }
+    )
+
+
+def _checked(declared: Field[Any], value: Any, where: str) -> Any:
+    """Return the value of a field, with records in the place of their descriptions."""
+    rule = declared.metadata
+    if "of" in rule:
+        return _list_of(rule["of"], value, where)
+    if "choices" in rule:
+        choices = rule["choices"]
+        require(value in choices, f"{where}: got {shown(value)}, want one of {', '.join(choices)}")
+    elif "least" in rule:
+        require(
+            type(value) is int and rule["least"] <= value <= rule["most"],
+            f"{where}: got {shown(value)}, want a whole number, {rule['least']} to {rule['most']:,}",
+        )
+    elif declared.type in (str, str | None):
+        _check_text(where, value)
+    elif declared.type in (bool, bool | None):
+        require(isinstance(value, bool), f"{where}: got {shown(value)}, want true or false")
+    elif declared.type == list[str]:
+        _check_list(where, value, " of texts")
+        for text in value:
+            _check_text(where, text)
+    elif declared.type == list[Any]:
+        _check_list(where, value)
+    return value
