@@ -48,7 +48,7 @@ from nn.session import Session, open_session
 from nn.training.evaluator import Evaluator
 from nn.training.limits import EvalSteps
 from nn.training.loop_state import LoopState, Origin
-from nn.training.new_rows import NewRows
+from nn.training.stream_rows import StreamRows
 from nn.training.trainer import Saving, Trainer
 
 EVALUATED_ROW = 1 / 3
@@ -138,7 +138,7 @@ def open_training(
             progress=progress,
             observers=Observers([one for one in own if one is not None], users),
             saving=saving,
-            new_rows=_new_rows(session),
+            stream_rows=_stream(session),
         )
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
@@ -148,10 +148,10 @@ def open_training(
         yield trainer
 
 
-def _new_rows(session: Session) -> NewRows | None:
+def _stream(session: Session) -> StreamRows | None:
     if not isinstance(session.source, StreamSource):
         return None
-    return NewRows(session.source, session.config, session.ranks, session.logger.warning)
+    return StreamRows(session.source, session.config, session.ranks, session.logger.warning)
 
 
 def _time_left(

@@ -37,8 +37,8 @@ from nn.observers.observer import PendingCheckpoint
 from nn.training.evaluator import Evaluator, described_predictions
 from nn.training.limits import EvalSteps, early_stop
 from nn.training.loop_state import LoopState, Origin, plain_numbers
-from nn.training.new_rows import NewRows
 from nn.training.prefetch import Prefetcher
+from nn.training.stream_rows import StreamRows
 from nn.training.train_records import TrainRecords
 from nn.training.train_step import StepResult, TrainStep
 
@@ -71,7 +71,7 @@ class Trainer:
         progress: Progress,
         observers: Observers,
         saving: Saving | None = None,
-        new_rows: NewRows | None = None,
+        stream_rows: StreamRows | None = None,
     ) -> None:
         self._step = step
         self._train_loader = train_loader
@@ -82,7 +82,7 @@ class Trainer:
         self.progress = progress
         self.observers = observers
         self.saving = saving
-        self._new_rows = new_rows
+        self._stream_rows = stream_rows
         self.state = state
         self.last_step = state.day.last_step(config, train_loader.steps_per_epoch)
         self.best_metric = best_metric(step.tasks, config.eval.best_metric)
@@ -91,7 +91,7 @@ class Trainer:
             step.key_maps.counts.update(state.key_counts or {})
             state.key_counts = step.key_maps.counts
         if state.row_capacity is not None:
-            step.path.request_capacity.take(state.row_capacity)
+            step.runner.request_capacity.take(state.row_capacity)
         has_weights = train_loader.source.spec.weight is not None
         self.records = TrainRecords(step, state, ranks, self._write_record, has_weights=has_weights)
         self._preemption: PreemptionSync | None = None
@@ -132,9 +132,9 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Return the state of the loop as a checkpoint holds it."""
-        capacity = self._step.path.request_capacity.facts()
+        capacity = self._step.runner.request_capacity.facts()
         self.state.row_capacity = capacity if capacity["shards"] else None
-        stream = self._new_rows
+        stream = self._stream_rows
         self.state.parts = None if stream is None else stream.begun(self._position)
         return self.state.facts(ends_day=self.ends_day)
 
@@ -238,9 +238,9 @@ class Trainer:
     @property
     def _known_step(self) -> int:
         """The step up to which rows can be read: the last one, or that of the rows of a stream so far."""
-        if self._new_rows is None:
+        if self._stream_rows is None:
             return self.last_step
-        return min(self.state.day.first_step + self._new_rows.steps, self.last_step)
+        return min(self.state.day.first_step + self._stream_rows.steps, self.last_step)
 
     def _read(self) -> Prefetcher:
         """Start to read the batches of all known rows that are left."""
@@ -248,14 +248,14 @@ class Trainer:
         self.progress.move_end(self._known_step)
         num_steps = max(self._known_step - self.num_steps, 0)
         self._batches = self._train_loader.batches(self._position, num_steps)
-        return Prefetcher(self._batches, self._step.path, self._ranks.device, self._step.loading)
+        return Prefetcher(self._batches, self._step.runner, self._ranks.device, self._step.loading)
 
     def _wait_for_rows(self) -> bool:
         """Wait for further rows of a stream; False if it has ended. Raises StoppedError after a signal."""
-        assert self._new_rows is not None, "the rows of a dataset are all known"
+        assert self._stream_rows is not None, "the rows of a dataset are all known"
         self.records.write()
         self.pause_speed()
-        has_come = self._new_rows.wait(self._position, self._between_looks)
+        has_come = self._stream_rows.wait(self._position, self._between_looks)
         self.resume_speed()
         return has_come
 
@@ -336,7 +336,7 @@ class Trainer:
     def stopped(self) -> str:
         """Why training has ended."""
         is_complete = self.num_steps >= self.last_step
-        early_end = ENDED_BY_CALLER if self._new_rows is None else NO_NEW_ROWS
+        early_end = ENDED_BY_CALLER if self._stream_rows is None else NO_NEW_ROWS
         return self._early_stop() or (ALL_STEPS_DONE if is_complete else early_end)
 
     def head_of_record(self, step: int) -> dict[str, Any]:
@@ -396,7 +396,7 @@ class Trainer:
             preemption.saved()
 
     def _start_record(self, prefetcher: Prefetcher) -> None:
-        behind = {} if self._new_rows is None else self._new_rows.behind(self._position)
+        behind = {} if self._stream_rows is None else self._stream_rows.behind(self._position)
         self.records.start(self.head_of_record(self.num_steps), prefetcher, behind)
 
     def _write_record(self, record: dict[str, Any]) -> None:
@@ -409,7 +409,7 @@ class Trainer:
 
     def epoch(self, step: int | None = None) -> float:
         """Return the epochs of the day after `step`, by default those so far."""
-        if self._new_rows is not None:
+        if self._stream_rows is not None:
             return 0.0  # the first epoch has no end
         position = self.state.day.position(self.num_steps if step is None else step)
         return position / self._train_loader.steps_per_epoch

@@ -32,7 +32,7 @@ from nn.sharding import request_capacity
 from nn.sharding.request_capacity import capacity_for
 from nn.step_floor import floor_of, power_law_shares, unique_rows
 from nn.tiers.traffic import power_law_share
-from nn.training.prediction_pass import predictions
+from nn.training.evaluator import predictions
 from tests.helpers.composed import TINY, Built, build, compose_config
 from tests.helpers.datasets import make_loader
 from tests.helpers.distributed import run_distributed
@@ -369,8 +369,8 @@ def resumed(directory: Path, overrides: list[str]) -> tuple[list[float], list[fl
         losses = whole.train(0, NUM_STEPS)
         parts = first.train(0, half)
         checkpoint.restore(save(directory, first, half), second.step, with_optimizer=True)
-        facts = json.loads(json.dumps(first.step.path.request_capacity.facts()))
-        second.step.path.request_capacity.take(facts)
+        facts = json.loads(json.dumps(first.step.runner.request_capacity.facts()))
+        second.step.runner.request_capacity.take(facts)
         parts += second.train(half, NUM_STEPS - half)
         wanted, got = local_state(whole), local_state(second)
         return losses, parts, all(torch.equal(wanted[name], got[name]) for name in wanted)
