@@ -10,7 +10,7 @@ from nn.checkpoint.directory import CHECKPOINTS, list_checkpoints, step_of
 from nn.distributed.errors import DivergedError, SharedError, StoppedError
 from nn.distributed.process_group import Ranks
 from nn.observability.records import PROBLEM, UNSAVED
-from nn.observability.run_directory import LAST_AUC, RESULT_STEP
+from nn.observability.run_directory import LAST_AUC, LAUNCHED, RESULT_STEP
 from nn.session import Session
 from nn.training.evaluator import described_predictions
 from nn.training.train_records import peak_hbm_bytes
@@ -105,7 +105,7 @@ def _result(session: Session, trainer: Trainer) -> dict[str, Any]:
 
 
 def _summary(session: Session, trainer: Trainer, test: Mapping[str, Any]) -> dict[str, Any]:
-    state, problem = trainer.state, trainer.evaluator.problem
+    state, step, problem = trainer.state, session.step, trainer.evaluator.problem
     return {
         "recipe": session.config.recipe,
         "steps": trainer.num_steps,
@@ -122,6 +122,8 @@ def _summary(session: Session, trainer: Trainer, test: Mapping[str, Any]) -> dic
         **({} if problem is None else {PROBLEM: problem}),
         **trainer.records.speed.run(),
         "peak_hbm_bytes": peak_hbm_bytes(session.ranks),
+        # Where others are captured.
+        **({} if step.capture_blocker else {LAUNCHED: step.runner.num_launched}),
     }
 
 

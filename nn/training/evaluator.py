@@ -99,6 +99,7 @@ class Evaluator:
         )
         num_batches = self._final_batches if is_final else self._num_batches
         batches = self._loader.batches(0, num_batches)
+        self._step.runner.measure(self._loader)
         passed = predictions(self._step, batches, self._ranks.device)
         with (progress or NoProgress()).evaluation(num_batches) as advance:
             try:

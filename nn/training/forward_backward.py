@@ -234,8 +234,7 @@ class ForwardBackward:
                 self._table_stream.main_waits_for(vectors.arrived)
             values = lookup.memory.detach()
             if vectors.gradients is not None:
-                parts = [part.flatten() for part in lookup.samples(values, chunk.first, chunk.end)]
-                values = parts[0] if len(parts) == 1 else torch.cat([values[:0], *parts])
+                values = _vectors(lookup, values, chunk.first, chunk.end)
             looked_up = [values, *(rows.detach() for rows in lookup.handed_out.values())]
             receive = partial(self._receive, vectors, chunk)
             taken.extend(
@@ -386,7 +385,7 @@ class ForwardBackward:
 
 
 class Forward:
-    """The forward pass over the same lookups, for evaluation and inference."""
+    """The forward pass over the same lookups and chunks, for evaluation and inference."""
 
     def __init__(self, lookup: ShardedLookup, context: PassContext) -> None:
         self._lookup = lookup
@@ -394,29 +393,61 @@ class Forward:
 
     @torch.no_grad()
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
-        table_rows = self._lookup.table_rows(ids)
+        size = self._lookup.batch_size
+        chunk_rows = min(self._context.chunk_rows or size, size)
         # Where vectors are single rows of tables here, the lookup waits until somebody takes them.
-        values = self._lookup.look_up(ids) if table_rows is None else None
+        rows = self._lookup.table_rows(ids) if chunk_rows == size else None
+        values = self._lookup.look_up(ids) if rows is None else None
+        ends = [min(first + chunk_rows, size) for first in range(0, size, chunk_rows)]
+        logits, first = [], 0
+        with self._context.autocast():
+            for end in ends:
+                logits.append(self._logits(ids, batch, rows, values, first, end))
+                first = end
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _logits(
+        self,
+        ids: LocalIds,
+        batch: Batch,
+        rows: TableRows | None,
+        values: Tensor | None,
+        first: int,
+        end: int,
+    ) -> Tensor:
+        """Return the logits of some samples; `values` are the vectors of all, None if they are not looked up yet."""
+        lookup = self._lookup
 
         def take(is_filled_by_caller: bool) -> Tensor:
-            return self._lookup.look_up(ids) if values is None else values
+            if values is None:
+                return lookup.look_up(ids)
+            return (
+                values if end - first == lookup.batch_size else _vectors(lookup, values, first, end)
+            )
+
+        def all_rows_of(table: str, feature: str) -> DistinctRows:
+            return lookup.distinct_rows(ids, lookup.handed_out[table], table, feature)
 
         def rows_of(table: str, feature: str) -> DistinctRows:
-            of_table = self._lookup.handed_out[table]
-            return self._lookup.distinct_rows(ids, of_table, table, feature)
+            return all_rows_of(table, feature).of_samples(first, end)
 
         def sequence_of(group: str) -> SequenceEvents:
-            return self._lookup.sequence(ids, group, rows_of, batch.flat_events)
+            events = lookup.sequence(ids, group, all_rows_of, batch.flat_events)
+            return events.of_samples(first, end)
 
-        with self._context.autocast():
-            embeddings = PooledEmbeddings(
-                self._lookup.layout, take, table_rows, rows_of, sequence_of
-            )
-            return self._context.dense(batch.numerical, embeddings)
+        layout = lookup.layout_of(end - first)
+        embeddings = PooledEmbeddings(layout, take, rows, rows_of, sequence_of)
+        return self._context.dense(batch.numerical[first:end], embeddings)
 
     def without_updates(self) -> AbstractContextManager:
         """Return a null context: a forward pass changes no weight."""
         return nullcontext()
+
+
+def _vectors(lookup: ShardedLookup, values: Tensor, first: int, end: int) -> Tensor:
+    """Return the vectors of some samples, of those of all, in the layout of `lookup.layout_of`."""
+    parts = [part.flatten() for part in lookup.samples(values, first, end)]
+    return parts[0] if len(parts) == 1 else torch.cat([values[:0], *parts])
 
 
 def _rows(values: Tensor, chunk: _Chunk) -> Tensor:

@@ -79,7 +79,7 @@ class LoopState:
 
     @property
     def first_model(self) -> str:
-        """What the model is before the first step of a run; empty after it."""
+        """Return what the model is before the first step of a run; empty after it."""
         if self.origin is Origin.RESUMED or self.num_steps > self.first_step:
             return ""
         return "restored model" if self.origin is Origin.RESTORED else "untrained model"

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,17 @@ class Saving:
     stop: StopRequest
 
 
+@dataclass(frozen=True, slots=True)
+class RunOutput:
+    """The destinations of a run's records and state: run directory, terminal, checkpoints, and all that observes the loop."""
+
+    recorder: RunDirectory
+    progress: Progress
+    saving: Saving | None = None
+    observers: Observers = field(default_factory=Observers)
+    stream_rows: StreamRows | None = None  # of training rows that grow
+
+
 class Trainer:
     """The training loop.
 
@@ -65,24 +76,19 @@ class Trainer:
         evaluator: Evaluator,
         config: Config,
         ranks: Ranks,
+        output: RunOutput,
         state: LoopState,
-        *,
-        recorder: RunDirectory,
-        progress: Progress,
-        observers: Observers,
-        saving: Saving | None = None,
-        stream_rows: StreamRows | None = None,
     ) -> None:
         self._step = step
         self._train_loader = train_loader
         self.evaluator = evaluator
         self._config = config
         self._ranks = ranks
-        self._recorder = recorder
-        self.progress = progress
-        self.observers = observers
-        self.saving = saving
-        self._stream_rows = stream_rows
+        self._recorder = output.recorder
+        self.progress = output.progress
+        self.observers = output.observers
+        self.saving = saving = output.saving
+        self._stream_rows = output.stream_rows
         self.state = state
         self.last_step = state.day.last_step(config, train_loader.steps_per_epoch)
         self.best_metric = best_metric(step.tasks, config.eval.best_metric)
@@ -92,6 +98,7 @@ class Trainer:
             state.key_counts = step.key_maps.counts
         if state.row_capacity is not None:
             step.runner.request_capacity.take(state.row_capacity)
+        step.runner.measure(train_loader)
         has_weights = train_loader.source.spec.weight is not None
         self.records = TrainRecords(step, state, ranks, self._write_record, has_weights=has_weights)
         self._preemption: PreemptionSync | None = None
@@ -334,7 +341,7 @@ class Trainer:
 
     @property
     def stopped(self) -> str:
-        """Why training has ended."""
+        """Return why training has ended."""
         is_complete = self.num_steps >= self.last_step
         early_end = ENDED_BY_CALLER if self._stream_rows is None else NO_NEW_ROWS
         return self._early_stop() or (ALL_STEPS_DONE if is_complete else early_end)
