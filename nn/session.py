@@ -163,8 +163,7 @@ def open_session(
         stack.enter_context(report_lost_rank(ranks))
         lock = stack.enter_context(RunLock(logger))
         ranks.run_on_rank0(partial(_take_run_directory, config, lock, logger))
-        start = own_resume_point(config, source, ranks, logger, start)
-        _take_parts(config, source, start)
+        start = _own_start(config, source, ranks, logger, start)
         finished = finished_run(config, loaders.train, ranks, start)
         if finished is not None:
             ranks.run_on_rank0(lambda: _complete_results(config, start, logger))
@@ -204,8 +203,14 @@ def open_session(
                 yield session
 
 
-def _take_parts(config: Config, source: Source, start: ResumePoint) -> None:
-    """Let a stream have the parts that a run had trained at its start; ValueError if its rows were not those of a stream."""
+def _own_start(
+    config: Config, source: Source, ranks: Ranks, logger: Logger, named: ResumePoint
+) -> ResumePoint:
+    """Find the point that a run starts from; a stream takes the parts that were trained until then.
+
+    Raises ValueError: the rows that were trained are not those of a stream.
+    """
+    start = own_resume_point(config, source, ranks, logger, named)
     if start.is_continuation and isinstance(source, StreamSource):
         rows = start.day.position(start.num_steps) * config.train.batch_size
         for facts in start.loop.get("parts", []):
@@ -216,6 +221,7 @@ def _take_parts(config: Config, source: Source, start: ResumePoint) -> None:
                 f"{source.known_rows:,}: its last batch or epoch goes beyond them, and a stream has every row once. Set another "
                 f"run_dir, with checkpoint.restore={start.path} to start from this run's model"
             )
+    return start
 
 
 def beside_plan(

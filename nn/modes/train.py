@@ -132,9 +132,8 @@ def open_training(
         trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
-        goes_on = start.is_continuation and not start.day.is_new and ranks.is_rank0
-        if goes_on and (rows := trainer_rows(start.checkpoint)):
-            trainer.records.rows.restore(rows)
+        if start.is_continuation and not start.day.is_new and ranks.is_rank0:
+            trainer.records.take_rows(trainer_rows(start.checkpoint))
         yield trainer
 
 
