@@ -211,8 +211,8 @@ class ForwardBackward:
             vectors.gradients = LookupGradients(
                 torch.empty_like(self._lookup.memory),
                 {
-                    table: torch.zeros(rows.shape, device=rows.device)
-                    for table, rows in self._lookup.handed_out.items()
+                    table: torch.zeros(out.shape, device=out.device)
+                    for table, out in self._lookup.handed_out.items()
                 },
             )
         return vectors
@@ -225,7 +225,7 @@ class ForwardBackward:
         by_id: dict[str, dict[str, Tensor]] = {}
 
         def take_all(is_filled_by_caller: bool) -> list[Tensor]:
-            """Return the vectors, and the rows that the dense component takes; always the same."""
+            """Return the vectors and the rows; the first call decides who fills the memory, and later ones get the same."""
             if taken:
                 return taken
             if vectors.table_rows is not None and not is_filled_by_caller:
@@ -272,10 +272,10 @@ class ForwardBackward:
             layout = chunk.layout or lookup.layout
             embeddings = PooledEmbeddings(layout, take, vectors.table_rows, rows_of, sequence_of)
             logits = context.dense(_rows(batch.numerical, chunk), embeddings)
-        for table in unused:
+        if unused:
             raise ValueError(
-                f"table {shown(table)} without pooling has a ragged feature, and the model takes none of its rows; take them by "
-                "embeddings.sequence or embeddings.distinct_rows, or pool them by sum or mean"
+                f"table {shown(next(iter(unused)))} without pooling has a ragged feature, and the model takes none of its "
+                "rows; take them by embeddings.sequence or embeddings.distinct_rows, or pool them by sum or mean"
             )
         return logits
 
@@ -283,7 +283,7 @@ class ForwardBackward:
         self, vectors: _Vectors, chunk: _Chunk, gradient: Tensor, *of_rows: Tensor
     ) -> None:
         """Take the gradients of a chunk's vectors and rows to those of the batch."""
-        assert vectors.receive is not None, "the backward pass runs behind the check of the loss"
+        assert vectors.receive is not None, "set before every backward pass"
         gradients = LookupGradients(
             gradient, dict(zip(self._lookup.handed_out, of_rows, strict=True))
         )
@@ -303,7 +303,7 @@ class ForwardBackward:
         vectors.receive(gradients)
 
     def _loss_share(self, vectors: _Vectors, logits: Tensor, batch: Batch, chunk: _Chunk) -> Tensor:
-        """Return this rank's share of the loss of the batch."""
+        """Return this rank's share of the loss of the batch; the first chunk all-reduces the weights of its rows."""
         weights = batch.weights
         if chunk.number == 0:
             vectors.total_weight = self._context.total_weight(weights)
@@ -358,7 +358,7 @@ class ForwardBackward:
             self._lookup.accumulate_replicated(vectors.sorted_ids, gradients, verdict.is_good)
 
     def _sum_and_check(self, local: LookupGradients) -> Tensor:
-        """All-reduce the gradients, divide them by the loss scale, and return whether none overflowed on any rank."""
+        """All-reduce the gradients, divide them by the loss scale (updates divide the tables'), return whether all are finite."""
         gradients = self._context.gradients
         parts = [local.vectors, *local.rows.values()]
         are_finite = [torch.isfinite(part).all() for part in parts]
@@ -455,7 +455,7 @@ def _rows(values: Tensor, chunk: _Chunk) -> Tensor:
 
 
 class _EmbeddingGradient(torch.autograd.Function):
-    """The identity on embeddings; the backward pass hands their gradients over, all at once, instead of storing them."""
+    """The identity on embeddings; inside the backward pass it hands their gradients over, by which tables are updated."""
 
     @staticmethod
     def forward(ctx: Any, receive: Callable[..., None], *values: Tensor) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from nn.training.step_builder import StepBuilder
 
 
 class StepRunner:
-    """Exchange of ids, and training of the tables; all ranks must call the methods alike.
+    """Exchange of ids, and passes over batches; all ranks must call the methods alike.
 
     `builder` makes what batches of a size need; `request_capacity` is for the distinct rows of a batch. `num_launched` are
     trained batches whose pass was no CUDA graph.
@@ -91,13 +91,13 @@ class StepRunner:
             torch.cuda.current_stream(self._context.ranks.device).wait_stream(stream)
 
     def prepare_update(self, step: int, lr: float) -> None:
-        """Set learning rate and step count in device memory."""
+        """Write learning rate and step count, which the next pass copies to the device."""
         self._tables.prepare_update(step, lr)
 
     def train(
         self, batch: Batch, rows: BatchRows, rekeyed: Mapping[str, Rekeyed] | None = None
     ) -> Tensor:
-        """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too.
+        """Run the pass, and return the logits, [B] or [B, T], which the next step overwrites.
 
         `rekeyed` are those of tables for raw keys that get another key with this batch.
         """
@@ -114,7 +114,7 @@ class StepRunner:
         self._tables.update_replicated(self._context.gradients.further)
 
     def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
-        """Return the logits [B]; the next call overwrites them."""
+        """Return the logits, [B] or [B, T]; the next call overwrites them."""
         rows = self._fitting(batch, rows)
         with rows.used(is_trained=False):
             return self.builder.forward(batch, rows).run(rows, batch)
