@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nn.checks import check_chunks
-from nn.training.prediction_pass import predictions
+from nn.training.evaluator import predictions
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed

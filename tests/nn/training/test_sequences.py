@@ -32,7 +32,7 @@ from nn.sharding import request_capacity
 from nn.sharding.request_capacity import capacity_for, most_expected
 from nn.step_floor import floor_of, power_law_shares, unique_rows
 from nn.tiers.traffic import power_law_share
-from nn.training.prediction_pass import predictions
+from nn.training.evaluator import predictions
 from tests.helpers.composed import TINY, Built, build, compose_config
 from tests.helpers.datasets import make_loader
 from tests.helpers.distributed import run_distributed
